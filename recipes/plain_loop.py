@@ -13,6 +13,7 @@ import json
 import math
 import os
 import time
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -44,16 +45,13 @@ def options():
 def documents(path, tokenizer, length):
     """Return (tokens, labels) per conversation; -100 keeps a token out of the loss."""
     kept = []
-    for line in open(path, encoding="utf-8"):
-        chat = tokenizer.apply_chat_template(
-            json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
-        )
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        messages = json.loads(line)["messages"]
+        chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         tokens, mask = chat["input_ids"], chat["assistant_masks"]
         if len(tokens) <= length:
             # The first token has no label: nothing before it could have predicted it.
-            kept.append(
-                (tokens, [-100] + [t if m else -100 for t, m in zip(tokens[1:], mask[1:], strict=True)])
-            )
+            kept.append((tokens, [-100] + [t if m else -100 for t, m in zip(tokens[1:], mask[1:], strict=True)]))
     return kept
 
 
@@ -134,9 +132,7 @@ def main():
             queue = torch.randperm(len(rows), generator=order).tolist()
         chosen, queue = [rows[i] for i in queue[:batch]], queue[batch:]
         mine = chosen[rank::world]
-        micro = [
-            collate(mine[i :: o.accumulation], tokenizer.pad_token_id, device) for i in range(o.accumulation)
-        ]
+        micro = [collate(mine[i :: o.accumulation], tokenizer.pad_token_id, device) for i in range(o.accumulation)]
         # Every labelled token of the global batch weighs the same, wherever it landed; DeepSpeed averages over
         # ranks and accumulation steps, so both are multiplied in again.
         labelled = sum((m["labels"] != -100).sum() for m in micro)

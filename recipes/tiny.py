@@ -43,6 +43,4 @@ def full(size: str) -> Recipe:
 
 def lora(size: str) -> Recipe:
     """Adapters only, ZeRO-2."""
-    return replace(
-        full(size), variant="lora", deepspeed="zero2.json", lora=Lora(rank=32, alpha=64), learning_rate=4e-3
-    )
+    return replace(full(size), variant="lora", deepspeed="zero2.json", lora=Lora(rank=32, alpha=64), learning_rate=4e-3)

@@ -22,14 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "model", type=Path, metavar="MODEL_DIR", help="a run's export/, or any Hugging Face folder"
-    )
+    parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="a run's export/, or any Hugging Face folder")
     parser.add_argument("prompt", help="what to ask")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="a LoRA adapter to put on MODEL_DIR")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)"
-    )
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
     options = parser.parse_args(arguments)
     try:
         print(answer(options.model, options.adapter, options.prompt, options.max_new_tokens))

@@ -47,9 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(listing(options.json))
             return 0
         if not options.recipe or not options.variant:
-            raise UserError(
-                "name a recipe and a variant, e.g. `launch.py tiny full`; `launch.py --list` shows all."
-            )
+            raise UserError("name a recipe and a variant, e.g. `launch.py tiny full`; `launch.py --list` shows all.")
         return run(options)
     except UserError as error:
         print(f"launch.py: {error}", file=sys.stderr)
@@ -66,9 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE[-SIZE]", help="for instance tiny; see --list")
     parser.add_argument("variant", nargs="?", metavar="VARIANT", help="for instance full or lora; see --list")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="change the recipe; the keys are below"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe; the keys are below")
     parser.add_argument("--list", action="store_true", help="list recipes, sizes and variants")
     parser.add_argument("--json", action="store_true", help="with --list: as JSON")
     parser.add_argument(
@@ -77,16 +73,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="ranks on this machine (default: all GPUs; without GPUs 2 CPU ranks)",
     )
-    parser.add_argument(
-        "--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)"
-    )
+    parser.add_argument("--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the newest whole checkpoint")
-    parser.add_argument(
-        "--draft", action="store_true", help="train a shrunken, random model of the same class"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show recipe and command, write and start nothing"
-    )
+    parser.add_argument("--draft", action="store_true", help="train a shrunken, random model of the same class")
+    parser.add_argument("--dry-run", action="store_true", help="show recipe and command, write and start nothing")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -151,9 +141,7 @@ def run(options: argparse.Namespace) -> int:
 
 def visible_gpus() -> int:
     """Return how many GPUs this process may use; torch, seconds of imports, is asked only where a driver is."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(
-        Path("/dev", name).exists() for name in ("kfd", "dxg")
-    ):
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
         return 0
     import torch
 
@@ -210,9 +198,7 @@ def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "TOKENIZERS_PARALLELISM": "false",
         # torch warns about the names of collectives that DeepSpeed calls, once per rank.
-        "PYTHONWARNINGS": os.environ.get(
-            "PYTHONWARNINGS", "ignore::FutureWarning:torch.distributed.c10d_logger"
-        ),
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore::FutureWarning:torch.distributed.c10d_logger"),
         **ops.environment(),
     }
     if not gpus:

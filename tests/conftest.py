@@ -72,9 +72,7 @@ def model_folder(tmp_path_factory) -> Path:
 def conversations(tmp_path_factory) -> Path:
     """Write eight conversations whose answers differ in length, so that a wrong weighting shows."""
     path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    rows = [
-        conversation(f"Count to {n}, please.", " ".join(str(i) for i in range(n))) for n in range(1, 24, 3)
-    ]
+    rows = [conversation(f"Count to {n}, please.", " ".join(str(i) for i in range(n))) for n in range(1, 24, 3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 

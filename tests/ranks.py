@@ -23,9 +23,7 @@ class Ranks:
         for process in multiprocessing.active_children():
             process.kill()
 
-    def start(
-        self, function: Callable[..., Any], *arguments: Any, world_size: int = 2, log: Path
-    ) -> list[Any]:
+    def start(self, function: Callable[..., Any], *arguments: Any, world_size: int = 2, log: Path) -> list[Any]:
         """Start `function(*arguments)` on every rank; output goes to `log`, ranks apart by their number."""
         port = free_port()
         processes = []
@@ -82,9 +80,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _rank(
-    function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], log: str
-) -> None:
+def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], log: str) -> None:
     os.environ |= environment
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)

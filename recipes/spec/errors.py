@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
 # Hugging Face tokens, W&B keys (40 hexadecimal digits, or the newer prefixed form), user:password@host.
-_SECRET_VALUE = re.compile(
-    r"hf_[A-Za-z0-9]{16,}|wandb_v\d_\w{16,}|\b[0-9a-f]{40}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
-)
+_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|wandb_v\d_\w{16,}|\b[0-9a-f]{40}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
 
 
 class UserError(Exception):

@@ -14,9 +14,7 @@ def data_parallel_size(layout: Layout, world_size: int) -> int:
     for kind in ("tensor", "pipeline", "sequence", "expert"):
         size = getattr(layout, kind)
         if size > 1:
-            raise UserError(
-                f"layout.{kind}={size}: this version trains with data parallelism and ZeRO only; use 1."
-            )
+            raise UserError(f"layout.{kind}={size}: this version trains with data parallelism and ZeRO only; use 1.")
     return world_size
 
 

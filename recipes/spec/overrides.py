@@ -104,9 +104,7 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
-            raise UserError(
-                f"{redact(assignment)!r} is not an override; write key=value, e.g. learning_rate=5e-5."
-            )
+            raise UserError(f"{redact(assignment)!r} is not an override; write key=value, e.g. learning_rate=5e-5.")
         if key not in keys:
             raise UserError(_unknown(key, list(keys)))
         section, _, name = key.rpartition(".")
@@ -163,9 +161,7 @@ _KIND_NAMES = {int: "a whole number, e.g. 8", float: "a number, e.g. 5e-5"}
 def _unknown(key: str, known: list[str]) -> str:
     if key in FOREIGN_NAMES:
         ours = FOREIGN_NAMES[key]
-        meaning = (
-            " (sequences per optimizer step over the whole world)" if ours == "global_batch_size" else ""
-        )
+        meaning = " (sequences per optimizer step over the whole world)" if ours == "global_batch_size" else ""
         return f"unknown key {key!r}: here it is {ours!r}{meaning}."
     if key in _IDENTITY:
         return f"{key!r} cannot be overridden: choose it by the recipe's name (launch.py --list)."

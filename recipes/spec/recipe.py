@@ -225,9 +225,7 @@ def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     if unknown:
-        raise UserError(
-            f"recipe.json: unknown field {unknown[0]!r} in {kind.__name__}; written by another version?"
-        )
+        raise UserError(f"recipe.json: unknown field {unknown[0]!r} in {kind.__name__}; written by another version?")
     try:
         return kind(**{key: _rebuild(hints[key], value) for key, value in values.items()})
     except TypeError as error:

@@ -122,12 +122,8 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     if run.recipe.exists():
         held = read_recipe(run).name
         if held != recipe.name:
-            raise UserError(
-                f"{output_dir} holds a run of {held}, not of {recipe.name}; choose another --output-dir."
-            )
-        raise UserError(
-            f"{output_dir} already holds a run of {held}; add --resume, or choose another --output-dir."
-        )
+            raise UserError(f"{output_dir} holds a run of {held}, not of {recipe.name}; choose another --output-dir.")
+        raise UserError(f"{output_dir} already holds a run of {held}; add --resume, or choose another --output-dir.")
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise UserError(f"{output_dir} exists and is not a run folder; choose an empty or new --output-dir.")
     return run
@@ -142,29 +138,19 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     if output_dir is None:
         runs = sorted((ROOT / "runs" / recipe.name).glob("*/recipe.json"))
         if not runs:
-            raise UserError(
-                f"nothing to resume: no run of {recipe.name} in {ROOT / 'runs'}; name its --output-dir."
-            )
+            raise UserError(f"nothing to resume: no run of {recipe.name} in {ROOT / 'runs'}; name its --output-dir.")
         run = RunFolder(runs[-1].parent)
     else:
         run = RunFolder(output_dir.resolve())
         if not run.recipe.exists():
-            raise UserError(
-                f"nothing to resume: {output_dir} holds no recipe.json, so it is not a run folder."
-            )
+            raise UserError(f"nothing to resume: {output_dir} holds no recipe.json, so it is not a run folder.")
     held = read_recipe(run).name
     if held != recipe.name:
-        raise UserError(
-            f"{run.path} holds a run of {held}, not of {recipe.name}; choose another --output-dir."
-        )
+        raise UserError(f"{run.path} holds a run of {held}, not of {recipe.name}; choose another --output-dir.")
     if run.summary.exists() and not read_json(run.summary).get("stopped"):
-        raise UserError(
-            f"nothing to resume: the run in {run.path} has ended; start a new one without --resume."
-        )
+        raise UserError(f"nothing to resume: the run in {run.path} has ended; start a new one without --resume.")
     if newest_checkpoint(run) is None:
-        raise UserError(
-            f"nothing to resume: {run.checkpoints} holds no whole checkpoint; start without --resume."
-        )
+        raise UserError(f"nothing to resume: {run.checkpoints} holds no whole checkpoint; start without --resume.")
     return run
 
 

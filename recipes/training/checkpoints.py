@@ -84,9 +84,7 @@ class StopOnSignal(TrainerCallback):
                 os._exit(128 + signal.SIGTERM)
             self.asked = True
 
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Agree with the other ranks on whether this was the last step."""
         asked = torch.tensor([self.asked], dtype=torch.int32)
         if self.group is not None:

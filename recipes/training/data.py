@@ -39,9 +39,7 @@ class Report:
         """Return the report as text for a person."""
         share = 100 * self.loss_tokens / self.tokens
         filled = 100 * self.tokens / (self.rows * sequence_length)
-        first = (
-            f"{name}: {self.examples} examples, {self.tokens:,} tokens, {share:.0f}% of them in the loss; "
-        )
+        first = f"{name}: {self.examples} examples, {self.tokens:,} tokens, {share:.0f}% of them in the loss; "
         first += f"{self.rows} rows of at most {sequence_length} tokens, {filled:.0f}% filled"
         notes = []
         if self.dropped:

@@ -78,13 +78,9 @@ class Evaluation(TrainerCallback):
         model.train(training)
         if world.is_first():
             append_jsonl(self.run.evaluations, record)
-            shown = "  ".join(
-                f"{key.replace('_', ' ')} {value:.4f}" for key, value in record.items() if key != "step"
-            )
+            shown = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in record.items() if key != "step")
             say(f"held-out, step {step}: {shown}")
-            self.on_record(
-                {f"held_out/{key}" if key != "step" else key: value for key, value in record.items()}
-            )
+            self.on_record({f"held_out/{key}" if key != "step" else key: value for key, value in record.items()})
         return record.get(self.metric)
 
     def _metric(self, model: Any) -> dict[str, float]:
@@ -92,9 +88,7 @@ class Evaluation(TrainerCallback):
             return {"exact_match": self._exact_match(model)}
         if self.metric == "preference_accuracy":
             size = self.recipe.micro_batch_size
-            return {
-                "preference_accuracy": score.preference_accuracy(model, self.tokenizer, list(self.raw), size)
-            }
+            return {"preference_accuracy": score.preference_accuracy(model, self.tokenizer, list(self.raw), size)}
         return {}
 
     def _exact_match(self, model: Any) -> float:

@@ -30,9 +30,7 @@ def save(trainer: Trainer, folder: Path) -> None:
     engine, model = trainer.deepspeed, trainer.model
     state = None
     if engine.zero_optimization_partition_weights():
-        state = engine._zero3_consolidated_16bit_state_dict(
-            exclude_frozen_parameters=isinstance(model, PeftModel)
-        )
+        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
     if world.is_first():
         draft = folder.with_name(folder.name + ".part")
         shutil.rmtree(draft, ignore_errors=True)
@@ -133,10 +131,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
     else:
         draft.mkdir(parents=True)
         for file in sorted(source.iterdir()):
-            if (
-                file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")
-                and file.name not in _OF_THE_RUN
-            ):
+            if file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt") and file.name not in _OF_THE_RUN:
                 shutil.copy2(file, draft)
         kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
     if output.exists():

@@ -31,9 +31,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         UserError: the folder or Hub id has none.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            recipe.model.path, trust_remote_code=recipe.model.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(_cannot_load("tokenizer", recipe, error)) from error
     if tokenizer.pad_token is None:
@@ -76,7 +74,9 @@ def _cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
     reason = str(error).strip().partition("\n")[0]
     folder = Path(recipe.model.path)
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
-        reason = "the folder holds no .safetensors file; pickled weights (.bin, .pt) are not loaded, since they can run code"
+        reason = (
+            "the folder holds no .safetensors file; pickled weights (.bin, .pt) are not loaded, since they can run code"
+        )
     if "trust_remote_code" in str(error):
         reason = "it brings its own Python code; read that code, then add model.trust_remote_code=true"
     return f"model.path={recipe.model.path}: cannot load the {what}: {reason}"
@@ -104,9 +104,7 @@ def draft_dimensions(config: Mapping[str, Any], draft: Draft, vocabulary: int) -
     """
     dimensions = dict(config)
     heads = 4
-    group = max(
-        1, config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"])
-    )
+    group = max(1, config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"]))
     width = config["intermediate_size"] * draft.hidden_size / config["hidden_size"]
     return dimensions | {
         "hidden_size": draft.hidden_size,
@@ -138,9 +136,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> PeftModel:
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(
-            f"lora.target_modules={lora.target_modules}: {str(error).partition('.')[0]}."
-        ) from error
+        raise UserError(f"lora.target_modules={lora.target_modules}: {str(error).partition('.')[0]}.") from error
 
 
 def parameter_counts(model: PreTrainedModel | PeftModel) -> tuple[int, int]:

@@ -101,9 +101,7 @@ def _check_text(where: str, row: dict[str, Any]) -> None:
 def _check_conversation(where: str, row: dict[str, Any]) -> None:
     _check_turns(where, row, "messages")
     if not any(turn["role"] == "assistant" and turn["content"] for turn in row["messages"]):
-        raise UserError(
-            f"{where}: no assistant turn in 'messages', so nothing to learn from; remove the line."
-        )
+        raise UserError(f"{where}: no assistant turn in 'messages', so nothing to learn from; remove the line.")
 
 
 def _check_preference(where: str, row: dict[str, Any]) -> None:
@@ -114,15 +112,9 @@ def _check_preference(where: str, row: dict[str, Any]) -> None:
 def _check_turns(where: str, row: dict[str, Any], field: str) -> None:
     turns = row.get(field)
     if not isinstance(turns, list) or not turns:
-        raise UserError(
-            f"{where}: the field {field!r} must be a list of turns; this line has {_fields(row)}."
-        )
+        raise UserError(f"{where}: the field {field!r} must be a list of turns; this line has {_fields(row)}.")
     for turn in turns:
-        if not (
-            isinstance(turn, dict)
-            and isinstance(turn.get("role"), str)
-            and isinstance(turn.get("content"), str)
-        ):
+        if not (isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)):
             raise UserError(f"{where}: every turn in {field!r} needs a 'role' and a 'content', both strings.")
 
 

@@ -25,9 +25,7 @@ def draw(run: RunFolder, title: str) -> Path | None:
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
     for axis, (key, label) in zip(axes.flat, CURVES.items(), strict=True):
         points = [(record["step"], record[key]) for record in records if record[key] is not None]
-        axis.plot(*zip(*points, strict=True), label="training") if points else axis.text(
-            0.4, 0.5, "not reported"
-        )
+        axis.plot(*zip(*points, strict=True), label="training") if points else axis.text(0.4, 0.5, "not reported")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     held_out = [(row["step"], row["loss"]) for row in read_jsonl(run.evaluations) if "loss" in row]

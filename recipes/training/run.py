@@ -171,7 +171,8 @@ def finish(
     merge = " --merge" if recipe.lora else ""
     lines = [
         "",
-        f"trained      {last['step']} steps in {duration(last['seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s",
+        f"trained      {last['step']} steps in {duration(last['seconds'])}, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s",
         f"model        {shown(run.export)}  (reloaded with plain transformers: the same logits)",
         f"report       {shown(run.report)}",
         f"W&B          {where}" if where else None,

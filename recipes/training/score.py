@@ -4,6 +4,7 @@ Every function shares the examples out over the ranks, makes the same number of 
 ZeRO-3 a forward pass is a collective), and returns the value over all of them.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def shares(rows: Sequence[Any], batch_size: int) -> Iterator[tuple[list[Any], in
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = list(rows)[rank::ranks]
-    passes = -(-(-(-len(rows) // ranks)) // batch_size)
+    passes = math.ceil(math.ceil(len(rows) / ranks) / batch_size)
     for index in range(passes):
         batch = mine[index * batch_size : (index + 1) * batch_size]
         yield batch or [rows[0]], len(batch)
@@ -74,12 +75,8 @@ def generate(
     synced_gpus: bool = False,
 ) -> list[str]:
     """Return the model's greedy answer to each conversation, without outer white space."""
-    texts = [
-        tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) for turns in prompts
-    ]
-    inputs = tokenizer(
-        texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
-    )
+    texts = [tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) for turns in prompts]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
     output = model.generate(
         **inputs,

@@ -49,9 +49,7 @@ class Metrics(TrainerCallback):
 
         trainer.get_batch_samples = counted
 
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Log the first and the last step too, and before every checkpoint.
 
         A window of averages then never spans a checkpoint, and a resumed run logs what the first would have.
@@ -60,9 +58,7 @@ class Metrics(TrainerCallback):
             control.should_log = True
         return control
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Write one record; called on every rank, since the token counts are summed over them."""
         if not logs or "loss" not in logs:
             return
@@ -143,9 +139,7 @@ class Tracker:
     def record(self, numbers: dict[str, Any]) -> None:
         """Send one object of metrics.jsonl or evaluations.jsonl."""
         if self.wandb is not None:
-            self.wandb.log(
-                {key: value for key, value in numbers.items() if key != "step"}, step=numbers["step"]
-            )
+            self.wandb.log({key: value for key, value in numbers.items() if key != "step"}, step=numbers["step"])
 
     def end(self, summary: dict[str, Any]) -> str | None:
         """Close the W&B run; return how to look at it, for the last screen."""

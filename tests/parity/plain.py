@@ -24,9 +24,7 @@ class Settings:
     """Mistake: the user's words are in the loss."""
 
 
-def train(
-    folder: Path, data: Path, settings: Settings
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def train(folder: Path, data: Path, settings: Settings) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Return per step the loss and the gradient norm before clipping, and the final weights."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -38,9 +36,7 @@ def train(
         {"params": exempt, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
-    examples = [
-        _example(json.loads(line)["messages"], tokenizer, settings) for line in data.read_text().splitlines()
-    ]
+    examples = [_example(json.loads(line)["messages"], tokenizer, settings) for line in data.read_text().splitlines()]
     records = []
     for _ in range(settings.steps):
         sums = [_summed_loss(model, *example) for example in examples]

@@ -6,41 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes.spec.pages import ROOT
-from recipes.spec.recipe import Data, Model, Recipe, Schedule, Wandb
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests.parity import plain
+from tests.small import small
 
 SETTINGS = plain.Settings()
 RELATIVE = 1e-5
 """fp32 sums in another order differ by this much; the mistakes below differ by a hundred times more."""
-
-
-def recipe(model_folder, conversations, stage: int, accumulation: int) -> Recipe:
-    return Recipe(
-        family="parity",
-        size="tiny",
-        variant=f"zero{stage}",
-        method="sft",
-        model=Model(path=str(model_folder)),
-        data=Data(path=str(conversations)),
-        deepspeed=str(ROOT / "configs" / f"zero{stage}.json"),
-        learning_rate=SETTINGS.learning_rate,
-        weight_decay=SETTINGS.weight_decay,
-        max_grad_norm=SETTINGS.clip,
-        max_steps=SETTINGS.steps,
-        schedule=Schedule(kind="constant", warmup=0),
-        global_batch_size=8,
-        micro_batch_size=8 // 2 // accumulation,
-        sequence_length=128,
-        packing=False,
-        precision="fp32",
-        gradient_checkpointing=stage == 2,
-        logging_steps=1,
-        save_steps=0,
-        wandb=Wandb(mode="disabled"),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +23,21 @@ def reference(model_folder, conversations):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_same_model_as_plain_pytorch(
-    ranks, tmp_path, model_folder, conversations, reference, stage, accumulation
-):
+def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, accumulation):
     run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe(model_folder, conversations, stage, accumulation))
+    recipe = small(
+        model_folder,
+        conversations,
+        f"zero{stage}.json",
+        learning_rate=SETTINGS.learning_rate,
+        weight_decay=SETTINGS.weight_decay,
+        max_grad_norm=SETTINGS.clip,
+        max_steps=SETTINGS.steps,
+        global_batch_size=8,
+        micro_batch_size=8 // 2 // accumulation,
+        gradient_checkpointing=stage == 2,
+    )
+    write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
 
     records, weights = reference
