@@ -11,10 +11,12 @@ from recipes.spec.recipe import Lora, Schedule
 from recipes.spec.run_folder import (
     COMPLETE,
     RunFolder,
+    append_jsonl,
     forget_after,
     newest_checkpoint,
     read_jsonl,
     step_of,
+    write_json,
     write_recipe,
 )
 from recipes.training import run as training_run
@@ -86,8 +88,11 @@ def test_half_a_checkpoint_is_never_chosen(tmp_path):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"weights")
         if whole:
-            (folder / COMPLETE).write_text('{"step": %d, "world_size": 2}' % step)
-    run.metrics.write_text("".join('{"step": %d}\n' % step for step in range(1, 14)) + '{"step": 14, "lo')
+            write_json(folder / COMPLETE, {"step": step, "world_size": 2})
+    for step in range(1, 14):
+        append_jsonl(run.metrics, {"step": step})
+    with run.metrics.open("a") as log:
+        log.write('{"step": 14, "lo')
     chosen = newest_checkpoint(run)
     assert step_of(chosen) == 10
     forget_after(run, chosen)
