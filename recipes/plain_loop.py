@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -147,10 +148,15 @@ def main():
         if step % o.log_every == 0:
             dist.all_reduce(total)
             if rank == 0:
-                elapsed = time.perf_counter() - start
                 norm = engine.get_global_grad_norm()
-                print(json.dumps({"step": step, "loss": total.item(), "grad_norm": norm and float(norm),
-                                  "tokens_per_second": seen / elapsed}), flush=True)  # fmt: skip
+                print(json.dumps({
+                    "step": step,
+                    "loss": total.item(),
+                    "grad_norm": norm and float(norm),
+                    "tokens": seen,
+                    "seconds": time.perf_counter() - start,
+                    "host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+                }), flush=True)  # fmt: skip
 
     # Under ZeRO-3 every rank takes part in gathering the weights; rank 0 gets them.
     state = engine._zero3_consolidated_16bit_state_dict() if o.zero_stage == 3 else engine.module.state_dict()
