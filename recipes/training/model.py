@@ -49,6 +49,7 @@ def load_model(recipe: Recipe) -> PreTrainedModel | PeftModel:
         UserError: the weights are missing, or only there as pickles.
     """
     model = _pretrained(recipe)
+    # With a key/value cache transformers does not look for packed documents, and they would see each other.
     model.config.use_cache = False
     if recipe.lora is None:
         return model
