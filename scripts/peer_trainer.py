@@ -45,7 +45,7 @@ def main(model, rows, config, micro_batch, steps, log_every, dtype):
     """Train."""
     deepspeed.init_distributed()
     arguments = TrainingArguments(
-        output_dir="/dev/null",
+        output_dir=f"{rows}_trainer",
         deepspeed=config,
         use_cpu=not torch.cuda.is_available(),
         per_device_train_batch_size=int(micro_batch),
