@@ -1,9 +1,9 @@
 """
 The raw-text corpus: documents about the same world as the chat task, in none of its form.
 
-A base model that reads them learns to copy names and to relate written dates and sums to normalised ones. It
-never sees a chat, nor a notice answered by a JSON object: that is what fine-tuning teaches. The only JSON here is
-about the contents of shelves.
+A base model that reads them learns to copy names and to relate written dates and sums to normalised ones.
+It never sees a chat, nor a notice answered by a JSON object: that is what fine-tuning teaches. The only JSON
+here is about the contents of shelves.
 """
 
 import random
@@ -66,7 +66,11 @@ def same_amount(rng: random.Random, part: int | None) -> str:
 
 
 def same(rng: random.Random, forms: dict[str, str], normal: str) -> str:
-    """Say that a written form means its normal form; quoted every second time, since tokens know their left edge."""
+    """
+    Say that a written form means its normal form.
+
+    Every second one is quoted: a token at the start of a value depends on what stands before it.
+    """
     written = rng.choice(list(forms.values()))
     return f'{written} is "{normal}".' if rng.random() < 0.5 else f"{written} is {normal}."
 

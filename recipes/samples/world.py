@@ -1,21 +1,22 @@
 """
 The small invented world that the sample data is about: people, places, dates, sums of money, notices.
 
-Everything here is made up from the word lists below (no real persons, no copied text) and is a pure function of
-the `random.Random` it is given. `make_data.py` writes the committed files from it; `pretrain.py` draws more raw
-text from it.
+Everything here is made up from the word lists below (no real persons, no copied text) and is a pure function
+of the `random.Random` it is given. `make_data.py` writes the committed files from it; `pretrain.py` draws more
+raw text from it.
 
-A *notice* is one or two sentences as somebody at a counter would write them. Its *facts* are the normalised values:
+A *notice* is one or two sentences as somebody at a counter would write them. Its *facts* are the normalised
+values:
 
     text   "Please send the parcel to Dr Ada Norberg, Mill Lane 12, Velmouth, by March 14th, 2025."
     facts  {"name": "Ada Norberg", "date": "2025-03-14", "street": "12 Mill Lane", "city": "Velmouth"}
 
 Conventions that give every notice exactly one right answer:
 
-- `date` is ISO 8601. With slashes the month comes first (3/14/2025) unless the year does; with dots the day does
-  (14.3.2025).
-- `amount` is `1250.00 EUR`: two decimals, a point, no thousands mark, the ISO currency code last. In `1.250,00`
-  the comma is the decimal mark; in `1,250` it marks the thousands.
+- `date` is ISO 8601. With slashes the month comes first (3/14/2025) unless the year does; with dots the day
+  does (14.3.2025).
+- `amount` is `1250.00 EUR`: two decimals, a point, no thousands mark, the ISO currency code last. In
+  `1.250,00` the comma is the decimal mark; in `1,250` it marks the thousands.
 - `name` is given name, family name; titles are dropped. `street` is number first: `12 Mill Lane`.
 - A fact that the notice does not state has no key. Goods, order numbers, rooms and clerks are not facts.
 """
@@ -32,9 +33,10 @@ def words(text: str) -> list[str]:
 
 GIVEN = words(
     """
-    Ada Alma Anton Bela Bodil Bruno Carla Cora Dario Dora Edda Elin Emil Enzo Fanny Felix Flora Frida Greta Gus
-    Hanna Henrik Hugo Ida Iris Ivan Jonas Judith Karl Klara Lars Lena Leo Linus Lotte Mara Marta Max Mina Nils
-    Nora Olga Oskar Otto Paula Petra Rolf Rosa Ruben Selma Signe Sofia Sven Tilda Tomas Ulla Vera Viktor Wanda Yara
+    Ada Alma Anton Bela Bodil Bruno Carla Cora Dario Dora Edda Elin Emil Enzo Fanny Felix Flora Frida Greta
+    Gus Hanna Henrik Hugo Ida Iris Ivan Jonas Judith Karl Klara Lars Lena Leo Linus Lotte Mara Marta Max Mina
+    Nils Nora Olga Oskar Otto Paula Petra Rolf Rosa Ruben Selma Signe Sofia Sven Tilda Tomas Ulla Vera Viktor
+    Wanda Yara
     """
 )
 FAMILY_START = words(
@@ -51,7 +53,10 @@ STREET_WORD = words(
 )
 STREET_KIND = words("Street Road Lane Square Avenue")
 GOODS = words(
-    "apples books bricks candles chairs cups hats jars lamps maps nails pears pens pipes plates ropes shoes stamps"
+    """
+    apples books bricks candles chairs cups hats jars lamps maps nails pears pens pipes plates ropes shoes
+    stamps
+    """
 )
 
 MONTHS = words("January February March April May June July August September October November December")
@@ -122,7 +127,7 @@ ASIDES = (
 
 
 def is_reserved(name: str, part: int) -> bool:
-    """Say whether this person is kept for held-out part 0 (extract) or 1 (preferences, text): 1 in 16 each."""
+    """Say whether this person, 1 in 16, is kept for held-out part 0 (extract) or 1 (preferences, text)."""
     return zlib.crc32(name.encode()) % 16 == part
 
 
