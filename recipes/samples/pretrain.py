@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Read the command line, train the tokenizer and the model, and save both."""
     parser = argparse.ArgumentParser(
         description="Train the tiny base model's tokenizer and pre-train the model on raw text.",
-        epilog="Example: python -m recipes.samples.pretrain --output /tmp/rough --documents 2000   (about a minute)",
+        epilog="Example: python -m recipes.samples.pretrain --output /tmp/rough --documents 2000",
     )
     parser.add_argument(
         "--output",

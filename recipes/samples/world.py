@@ -1,9 +1,9 @@
 """
 The small invented world that the sample data is about: people, places, dates, sums of money, notices.
 
-Everything here is made up from the word lists below (no real persons, no copied text) and is a pure function
-of the `random.Random` it is given. `make_data.py` writes the committed files from it; `pretrain.py` draws more
-raw text from it.
+Everything here is made up from the word lists below (no real persons, no copied text) and is a pure
+function of the `random.Random` it is given. `make_data.py` writes the committed files from it; `pretrain.py`
+draws more raw text from it.
 
 A *notice* is one or two sentences as somebody at a counter would write them. Its *facts* are the normalised
 values:
