@@ -50,7 +50,7 @@ def forms_of_amount(facts: dict) -> dict[str, str]:
 
 
 def form_used(forms: dict[str, str], text: str) -> str | None:
-    """Return the longest form in the text, as `EUR 45` is a part of `EUR 45.00`; None if two read the same."""
+    """Return the longest form in the text, for `EUR 45` is part of `EUR 45.00`; None if two read the same."""
     found = sorted((form for form in forms if forms[form] in text), key=lambda form: len(forms[form]))
     return found[-1] if found and list(forms.values()).count(forms[found[-1]]) == 1 else None
 
