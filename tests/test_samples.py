@@ -281,7 +281,7 @@ def test_base_model_knows_dates_but_cannot_answer_a_chat(tokenizer, model):
 def test_pretraining_lowers_the_loss_and_saves_what_it_trained(tmp_path, tokenizer):
     torch.manual_seed(0)
     model = pretrain.new_model(tokenizer)
-    data = pretrain.batches(tokenizer, count=96, size=8, seed=0)
+    data = pretrain.batches(tokenizer, pretrain.documents(96, seed=0), tokens_per_batch=640, seed=0)
     before = mean_loss(model.eval(), data[0])
     assert pretrain.pretrain(model, data, learning_rate=2e-3) < before - 1
     pretrain.save(model, tokenizer, tmp_path)
