@@ -134,8 +134,8 @@ def run(options: argparse.Namespace) -> int:
         log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n" + shlex.join(command) + "\n")
     print(shlex.join(command), flush=True)
     status = supervise(command, rank_environment(ranks, gpus))
-    if status and not options.resume:
-        remove_if_unused(folder)
+    if status == 2 and not folder.metrics.exists():
+        shutil.rmtree(folder.path, ignore_errors=True)  # a mistake that the ranks found leaves nothing behind
     return status
 
 
@@ -266,12 +266,6 @@ def session_alive(session: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def remove_if_unused(folder: RunFolder) -> None:
-    """Remove a new run folder in which no step was trained, so that a mistake leaves nothing behind."""
-    if not folder.metrics.exists() and not folder.checkpoints.exists():
-        shutil.rmtree(folder.path, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""A disk that is too small: noticed before training and before each save, and never at the cost of a checkpoint."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_jsonl, step_of, write_recipe
+from recipes.training import run as training_run
+from recipes.training.preflight import GIB, check_disk
+from tests.ranks import read_logs
+from tests.small import small
+
+MIB = 2**20
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mount a file system of 24 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system takes root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder, leave):
+    """Write a file that leaves `leave` bytes of the file system free."""
+    state = os.statvfs(folder)
+    (folder / "filler").write_bytes(b"\0" * (state.f_bavail * state.f_frsize - leave))
+
+
+def test_training_does_not_start_where_a_checkpoint_has_no_room(
+    ranks, small_disk, tmp_path, model_folder, conversations
+):
+    run = RunFolder(small_disk / "run")
+    write_recipe(run, small(model_folder, conversations, save_steps=2))
+    fill(small_disk, 2 * MIB)
+    statuses = ranks.run(training_run.main, str(run.path), log=tmp_path / "log")
+    assert statuses == [2, 2]
+    assert "a checkpoint needs about" in read_logs(tmp_path / "log")[0]
+    assert not run.metrics.exists() and newest_checkpoint(run) is None
+
+
+def test_a_disk_that_fills_up_costs_no_checkpoint(ranks, small_disk, tmp_path, model_folder, conversations):
+    run = RunFolder(small_disk / "run")
+    write_recipe(run, small(model_folder, conversations, save_steps=5, max_steps=60))
+    processes = ranks.start(training_run.main, str(run.path), log=tmp_path / "log")
+    deadline = time.monotonic() + 120
+    while newest_checkpoint(run) is None:
+        assert time.monotonic() < deadline and processes[0].is_alive(), read_logs(tmp_path / "log")
+        time.sleep(0.01)
+    fill(small_disk, 2 * MIB)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [2, 2], read_logs(tmp_path / "log")
+    kept = newest_checkpoint(run)
+    assert kept is not None and max(row["step"] for row in read_jsonl(run.metrics)) >= step_of(kept)
+    (small_disk / "filler").unlink()
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed")
+    assert run.summary.exists()
+
+
+def test_the_message_names_what_is_free_and_what_is_needed(tmp_path):
+    check_disk(tmp_path / "not" / "there" / "yet", 1, "a checkpoint")
+    with pytest.raises(Exception, match=r"needs about 1048576\.00 GiB, and .* GiB is free"):
+        check_disk(tmp_path, 2**20 * GIB, "a checkpoint")
