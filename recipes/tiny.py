@@ -1,9 +1,19 @@
 """tiny: the model that ships with the project; every variant runs anywhere, offline, on CPU, in minutes.
 
-PLACEHOLDER
+A Qwen3 made and pre-trained by `recipes/samples/pretrain.py`, so that what follows is fine-tuning and not training
+from noise. The task: turn a sentence into one JSON object, scored by exact match.
+
+    size  layers  hidden  heads  parameters  context  licence     weights
+    1m    4       128     4      935,296     1,024    Apache-2.0  recipes/samples/tiny_model (ships with the project)
+
+    variant   method    trains         DeepSpeed  needs
+    full      SFT       all weights    ZeRO-3     1 GPU of any kind, or 2 CPU cores
+    lora      SFT       adapters       ZeRO-2     the same
+    dpo_lora  DPO       adapters       ZeRO-2     the same
+    pretrain  raw text  all weights    ZeRO-1     the same
 
     python scripts/launch.py tiny full
-    python scripts/launch.py tiny lora lora.rank=8 learning_rate=2e-3      # the change line: any key=value
+    python scripts/launch.py tiny full learning_rate=5e-4 epochs=2 deepspeed=zero2.json     # change anything
 """
 
 from dataclasses import replace
@@ -11,7 +21,21 @@ from dataclasses import replace
 from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
 
 SIZES = {
-    "3m": Model(path="recipes/samples/tiny_model"),
+    "1m": Model(
+        path="recipes/samples/tiny_model",
+        config={
+            "model_type": "qwen3",
+            "vocab_size": 1152,
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 SAMPLES = "recipes/samples"

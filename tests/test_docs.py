@@ -1,0 +1,100 @@
+"""The documentation: every command in it parses, every file it names is there."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.spec.pages import ROOT
+from scripts import benchmark, export, generate, launch
+
+PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "runs"} & set(path.relative_to(ROOT).parts))
+README = ROOT / "README.md"
+PARSERS = {"launch.py": launch, "export.py": export, "generate.py": generate, "benchmark.py": benchmark}
+
+EXAMPLES = {
+    "MODEL": "recipes/samples/tiny_model",
+    "FILE.jsonl": "recipes/samples/extract/train.jsonl",
+    "HELD_OUT.jsonl": "recipes/samples/extract/held_out.jsonl",
+}
+"""What stands for the words in capitals that the documents use."""
+
+
+def commands(text: str) -> list[list[str]]:
+    """Return every `python scripts/...` command of a text, comments and shell variables left out."""
+    found = re.findall(r"python (scripts/\w+\.py[^\n`|]*)", text)
+    return [shlex.split(command.partition("   #")[0]) for command in found]
+
+
+DOCUMENTED = [
+    (path.name, command)
+    for path in [*PAGES, *(ROOT / "recipes").glob("*.py"), *(ROOT / "scripts").glob("*.py")]
+    for command in commands(path.read_text(encoding="utf-8"))
+]
+
+
+def test_commands_are_found():
+    assert len(PAGES) >= 5 and len(DOCUMENTED) >= 15
+
+
+@pytest.mark.parametrize(("page", "command"), DOCUMENTED)
+def test_documented_commands_are_accepted(page, command, monkeypatch, capsys):
+    script, *arguments = command
+    assert (ROOT / script).exists()
+    name = Path(script).name
+    if name == "launch.py" and not {"--list", "--resume"} & set(arguments):
+        if any(word.isupper() for word in arguments):
+            return  # a form, not a command: RECIPE[-SIZE] VARIANT
+        arguments = [re.sub(r"(?<==)[A-Z_]+\w*(\.jsonl)?$", lambda form: EXAMPLES[form[0]], word) for word in arguments]
+        assert launch.main([*arguments, "--dry-run"]) == 0, capsys.readouterr().err
+        return
+    with pytest.raises(SystemExit) as end:
+        PARSERS[name].main([*arguments, "--help"])
+    assert end.value.code == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_annotated_tree_names_what_exists():
+    tree = README.read_text(encoding="utf-8").split("## What is where")[1].split("```")[1]
+    folder = ROOT
+    for line in tree.strip().splitlines():
+        name = line.split()[0]
+        folder = ROOT if not line.startswith(" ") else folder
+        place = folder / name
+        assert place.exists() or name == "runs/", name
+        folder = place if not line.startswith(" ") else folder
+
+
+def test_the_readme_says_little_before_the_first_command():
+    before = README.read_text(encoding="utf-8").partition("    make demo")[0]
+    assert len(before.split()) < 250
+
+
+def test_make_targets_of_the_documents_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        assert set(re.findall(r"^    make (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("script", sorted(PARSERS))
+def test_help_teaches_without_importing_torch(script):
+    code = f"import sys; sys.argv=['x', '--help']; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+    code += f"import runpy\ntry: runpy.run_module({script[:-3]!r}, run_name='__main__')\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "python scripts/" in done.stdout and len(done.stdout.splitlines()) > 10
+
+
+def test_nothing_names_what_the_project_must_not_name():
+    pattern = r"(^|[^a-z.])/(w[o]rk|f[a]rm)/|pyt[h]onhosted|pyp[i]\.|\.libr[a]ry/"
+    done = subprocess.run(["git", "grep", "-nIE", pattern], cwd=ROOT, capture_output=True, text=True)
+    assert not done.stdout

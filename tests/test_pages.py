@@ -1,0 +1,61 @@
+"""The recipe pages: what they say is true, and every variant can be launched."""
+
+import re
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from recipes.spec import pages
+from recipes.spec.recipe import Recipe
+from recipes.spec.run_folder import read_json
+from recipes.training import preflight
+
+ALL = [(family, size) for family in pages.families() for size in pages.page(family).SIZES]
+VARIANTS = [(family, size, name) for family, size in ALL for name in pages.variants(pages.page(family))]
+
+
+def test_pages_are_found():
+    assert ("tiny", "1m") in ALL and len(VARIANTS) >= 4
+    assert "plain_loop" not in pages.families()
+
+
+@pytest.mark.parametrize(("family", "size", "variant"), VARIANTS)
+def test_every_variant_is_a_recipe_with_a_first_line(family, size, variant):
+    recipe = pages.find(f"{family}-{size}", variant)
+    assert isinstance(recipe, Recipe)
+    assert recipe.name == f"{family}-{size}-{variant}"
+    about = getattr(pages.page(family), variant).__doc__.splitlines()[0]
+    assert about.endswith(".") and len(about) > 20
+    preflight.check_data(preflight.locate(recipe))
+
+
+@pytest.mark.parametrize(("family", "size"), ALL)
+def test_the_page_states_the_dimensions_and_the_size_that_they_give(family, size):
+    module = pages.page(family)
+    config = AutoConfig.for_model(**module.SIZES[size].config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    row = next(line.split() for line in module.__doc__.splitlines() if line.split()[:1] == [size])
+    stated = dict(zip(["size", "layers", "hidden", "heads", "parameters", "context"], row, strict=False))
+    assert int(stated["layers"]) == config.num_hidden_layers
+    assert int(stated["hidden"]) == config.hidden_size
+    assert int(stated["heads"]) == config.num_attention_heads
+    assert int(stated["parameters"].replace(",", "")) == sum(p.numel() for p in model.parameters())
+    assert int(stated["context"].replace(",", "")) == config.max_position_embeddings
+
+
+@pytest.mark.parametrize(("family", "size"), ALL)
+def test_the_docstring_lists_the_variants_with_their_configs(family, size):
+    module = pages.page(family)
+    for name in pages.variants(module):
+        recipe = getattr(module, name)(size)
+        config = re.match(r"zero(\d)", recipe.deepspeed)
+        row = next(line for line in module.__doc__.splitlines() if line.split()[:1] == [name])
+        assert f"ZeRO-{config[1]}" in row and ("adapters" in row) == (recipe.lora is not None)
+
+
+def test_the_shipped_model_has_the_dimensions_of_the_page():
+    stated = pages.page("tiny").SIZES["1m"].config
+    shipped = read_json(pages.ROOT / "recipes" / "samples" / "tiny_model" / "config.json")
+    assert stated.items() <= shipped.items()
