@@ -4,7 +4,7 @@ A Qwen3 made and pre-trained by `recipes/samples/pretrain.py`, so that what foll
 from noise. The task: turn a sentence into one JSON object, scored by exact match.
 
     size  layers  hidden  heads  parameters  context  licence     weights
-    1m    4       128     4      935,296     1,024    Apache-2.0  recipes/samples/tiny_model (ships with the project)
+    3m    4       256     8      3,049,984   1,024    Apache-2.0  recipes/samples/tiny_model (ships with the project)
 
     variant   method    trains         DeepSpeed  needs
     full      SFT       all weights    ZeRO-3     1 GPU of any kind, or 2 CPU cores
@@ -21,16 +21,16 @@ from dataclasses import replace
 from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
 
 SIZES = {
-    "1m": Model(
+    "3m": Model(
         path="recipes/samples/tiny_model",
         config={
             "model_type": "qwen3",
             "vocab_size": 1152,
-            "hidden_size": 128,
-            "intermediate_size": 384,
+            "hidden_size": 256,
+            "intermediate_size": 640,
             "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
             "head_dim": 32,
             "max_position_embeddings": 1024,
             "tie_word_embeddings": True,

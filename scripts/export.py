@@ -1,8 +1,8 @@
 """Take the result of a run, or one of its checkpoints, away as a Hugging Face folder.
 
-    python scripts/export.py runs/tiny-1m-full/20261121-101500 --output my-model
-    python scripts/export.py runs/tiny-1m-lora/20261121-103000 --output my-model --merge
-    python scripts/export.py runs/tiny-1m-lora/20261121-103000/checkpoints/checkpoint-100 --output my-adapter
+    python scripts/export.py runs/tiny-3m-full/20261121-101500 --output my-model
+    python scripts/export.py runs/tiny-3m-lora/20261121-103000 --output my-model --merge
+    python scripts/export.py runs/tiny-3m-lora/20261121-103000/checkpoints/checkpoint-100 --output my-adapter
 
 Only safetensors are read and written: no pickle is opened.
 """

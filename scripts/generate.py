@@ -1,7 +1,7 @@
 """Ask a fine-tuned model something.
 
-    python scripts/generate.py runs/tiny-1m-full/20261121-101500/export "Tore Vandal paid 51 euros on 3 May 2026."
-    python scripts/generate.py BASE_MODEL --adapter runs/tiny-1m-lora/20261121-103000/export "..."
+    python scripts/generate.py runs/tiny-3m-full/20261121-101500/export "Tore Vandal paid 51 euros on 3 May 2026."
+    python scripts/generate.py BASE_MODEL --adapter runs/tiny-3m-lora/20261121-103000/export "..."
 
 The folder may hold a whole model or an adapter (which names its base model). Decoding is greedy: the same
 question always gets the same answer.

@@ -12,7 +12,7 @@ def small(model: Path, data: Path, deepspeed: str = "zero0.json", **changes: Any
     """Return a recipe for `model` on `data` with everything that costs time or noise turned off."""
     recipe = Recipe(
         family="tiny",
-        size="1m",
+        size="3m",
         variant="full",
         method="sft",
         model=Model(path=str(model)),

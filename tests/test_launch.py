@@ -136,7 +136,7 @@ def test_two_launches_choose_different_ports():
 
 MISTAKES = {
     "recipe": (["tyni", "full"], "tiny"),
-    "size": (["tiny-7b", "full"], "1m"),
+    "size": (["tiny-7b", "full"], "3m"),
     "variant": (["tiny", "ful"], "full"),
     "nothing": ([], "--list"),
     "key": (["tiny", "full", "learning_rat=1"], "learning_rate"),
@@ -193,7 +193,7 @@ def test_another_recipes_folder_is_left_alone(tmp_path):
     folder.mkdir()
     held = json.loads(launch("tiny", "lora", "--dry-run").stdout.rpartition("}\n")[0] + "}")
     (folder / "recipe.json").write_text(json.dumps(held))
-    for extra, hint in (([], "tiny-1m-lora"), (["--resume"], "tiny-1m-lora")):
+    for extra, hint in (([], "tiny-3m-lora"), (["--resume"], "tiny-3m-lora")):
         done = launch("tiny", "full", "--output-dir", folder, *extra)
         assert done.returncode == 2 and hint in done.stderr
     same = launch("tiny", "lora", "--output-dir", folder)

@@ -97,11 +97,11 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     tokens = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=256,
+        intermediate_size=640,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
@@ -243,11 +243,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--documents",
         type=int,
-        default=48_000,
+        default=36_000,
         help="documents to read, after a third as many jottings (default: %(default)s)",
     )
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in a step (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at the peak (default: %(default)s)")
+    parser.add_argument("--batch-tokens", type=int, default=1280, help="tokens in a step (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=2.5e-3, help="at the peak (default: %(default)s)")
     parser.add_argument(
         "--seed", type=int, default=2025, help="of the text, its order and the weights (default: %(default)s)"
     )
