@@ -1,0 +1,186 @@
+"""Batch sizes: DeepSpeed's own arithmetic, and what the Trainer adds to it."""
+
+from collections.abc import Iterator
+
+from recipes.zero_config.rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
+from recipes.zero_config.rules.kinds import BATCH_KEYS
+
+_TRAIN, _MICRO, _ACCUMULATION = BATCH_KEYS
+_MISSING = "neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is given"
+
+
+def _given(config: Config, facts: Facts) -> dict[str, object]:
+    """The three batch keys as DeepSpeed will see them; the Trainer's fillings are unknown and left out."""
+    values = {name: config.get(name) for name in BATCH_KEYS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _filled_by_trainer(config: Config, facts: Facts) -> bool:
+    return facts.trainer == "hf" and "auto" in _given(config, facts).values()
+
+
+def _not_positive(config: Config, facts: Facts) -> Iterator[Hit]:
+    for name, value in _given(config, facts).items():
+        if value == "auto" and facts.trainer == "hf":
+            continue
+        if not isinstance(value, (int, float)) or value <= 0:
+            text = isinstance(value, str) and value.isdigit() and int(value) > 0
+            edits = (Edit("set", (name,), int(value)),) if text else ()
+            fix = f"write {value} without quotes" if text else "write a whole number above 0"
+            yield Hit((name,), value, f"{shown(value)} is no batch size", fix, edits)
+
+
+def _fraction(config: Config, facts: Facts) -> Iterator[Hit]:
+    for name, value in _given(config, facts).items():
+        if isinstance(value, bool) or (isinstance(value, float) and value > 0 and not value.is_integer()):
+            yield Hit((name,), value, f"{shown(value)} is calculated with as if it were a batch size")
+
+
+def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
+    given = _given(config, facts)
+    if _TRAIN not in given and _MICRO not in given:
+        edits = (Edit("set", (_MICRO,), "auto"),) if facts.trainer == "hf" else ()
+        value = '"auto"' if facts.trainer == "hf" else "1, or what fits"
+        yield Hit((_MICRO,), None, _MISSING, f'add "{_MICRO}": {value}', edits)
+
+
+def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
+    given = _given(config, facts)
+    if _filled_by_trainer(config, facts) or not all(_is_whole(value) for value in given.values()):
+        return
+    train, micro, accumulation = (given.get(name) for name in BATCH_KEYS)
+    if train is None:
+        return
+    ranks = _ranks(config, facts)
+    if ranks is None:
+        step = (micro or 1) * (accumulation or 1)
+        if train % step:
+            product = f"{micro or 1} x {accumulation or 1}"
+            yield Hit((_TRAIN,), train, f"{train} is no multiple of micro batch x accumulation ({product})")
+        return
+    if micro is None:
+        micro = train // ranks // (accumulation or 1)
+    if accumulation is None:
+        accumulation = train // micro // ranks if micro else 0
+    if train != micro * accumulation * ranks or not micro or not accumulation:
+        what = f"{train} is not {_product(given, micro, accumulation)} x {_on(ranks)}"
+        right = (given.get(_MICRO) or 1) * (given.get(_ACCUMULATION) or 1) * ranks
+        yield Hit((_TRAIN,), train, what, f"remove it, or write {right}" if given.get(_MICRO) else "")
+
+
+def _product(given: dict, micro: int, accumulation: int) -> str:
+    return f"micro batch {given.get(_MICRO, micro)} x accumulation {given.get(_ACCUMULATION, accumulation)}"
+
+
+def _on(ranks: int) -> str:
+    return f"{ranks} data-parallel rank{'s' if ranks != 1 else ''}"
+
+
+def _is_whole(value: object) -> bool:
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and value == int(value)
+    )
+
+
+def _ranks(config: Config, facts: Facts) -> int | None:
+    """The ranks that the batch is divided over: tensor parallel ranks count, pipeline and sequence do not."""
+    if facts.world_size is None:
+        return None
+    return max(1, facts.world_size // facts.sequence_parallel_size // facts.pipeline_stages)
+
+
+def _fixed_under_tensor(config: Config, facts: Facts) -> Iterator[Hit]:
+    size = config.number("tensor_parallel", "autotp_size") or 0
+    if facts.trainer != "hf" or size < 2 or not config.has(_TRAIN):
+        return
+    value = config.get(_TRAIN)
+    if value == "auto" and config.stage != 3:
+        return
+    what = "the Trainer, zero.Init and the engine count tensor-parallel ranks differently"
+    yield Hit((_TRAIN,), value, what, "remove `train_batch_size`", (Edit("remove", (_TRAIN,)),))
+
+
+def _accumulation_missing(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer == "hf" and not config.has(_ACCUMULATION):
+        what = "without this key the engine accumulates over 1 step, whatever TrainingArguments say"
+        edits = (Edit("set", (_ACCUMULATION,), "auto"),)
+        yield Hit((_ACCUMULATION,), None, what, 'add "gradient_accumulation_steps": "auto"', edits)
+
+
+def _fixed_batch(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer != "hf":
+        return
+    given = _given(config, facts)
+    if given.get(_TRAIN) not in (None, "auto") and given.get(_MICRO) == "auto":
+        what = "a fixed global batch fits one number of ranks: on any other the Trainer stops with a mismatch"
+        yield Hit((_TRAIN,), given[_TRAIN], what, 'write "auto"', (Edit("set", (_TRAIN,), "auto"),))
+
+
+RULES = (
+    Rule(
+        "batch-value",
+        "error",
+        REJECTED,
+        '"Train batch size: 0 has to be greater than 0", or a TypeError between str and int',
+        "A batch size is a whole number above 0, not text.",
+        "Write a whole number above 0.",
+        _not_positive,
+    ),
+    Rule(
+        "batch-fraction",
+        "warning",
+        WRONG,
+        "steps that never reach, or never leave, the accumulation boundary",
+        "DeepSpeed multiplies and divides whatever number it is given.",
+        "Write a whole number.",
+        _fraction,
+    ),
+    Rule(
+        "batch-missing",
+        "error",
+        REJECTED,
+        '"Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"',
+        "DeepSpeed derives two of its three batch numbers from one; the Trainer fills only keys that are there.",
+        'Add "train_micro_batch_size_per_gpu".',
+        _missing,
+    ),
+    Rule(
+        "batch-identity",
+        "error",
+        REJECTED,
+        '"Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * '
+        'gradient_acc_step * world_size 4 != 1 * 1 * 2"',
+        "train_batch_size = micro batch x accumulation x ranks must hold exactly. On a CPU the same message "
+        "means that `use_cpu=True` is missing and every rank believes it is alone.",
+        "Leave `train_batch_size` out and let DeepSpeed compute it.",
+        _identity,
+    ),
+    Rule(
+        "train-batch-under-tensor-parallel",
+        "error",
+        FAILS_LATER,
+        '"Check batch related parameters ... 4 != 1 * 1 * 2", or "Please correct the following DeepSpeed config '
+        'values that mismatch TrainingArguments values"',
+        "With tensor parallelism the Trainer, zero.Init and the engine each divide by another number of ranks.",
+        "Leave `train_batch_size` out.",
+        _fixed_under_tensor,
+    ),
+    Rule(
+        "accumulation-missing",
+        "warning",
+        WRONG,
+        "gradient accumulation set in TrainingArguments has no effect in the engine",
+        "The Trainer fills only keys that are there; accelerate adds this one with the value 1.",
+        'Add "gradient_accumulation_steps": "auto".',
+        _accumulation_missing,
+    ),
+    Rule(
+        "train-batch-fixed",
+        "warning",
+        FAILS_LATER,
+        '"ds train_batch_size=256 vs hf train_batch_size (calculated)=64"',
+        "The Trainer compares the number with what it computes from its arguments and the number of ranks.",
+        'Write "auto".',
+        _fixed_batch,
+    ),
+)
