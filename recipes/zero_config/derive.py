@@ -103,7 +103,7 @@ class _RecordedKeys:
 
 
 def derive() -> dict:
-    """The whole schema as plain JSON data. Imports DeepSpeed; needs no GPU."""
+    """Return the whole schema as plain JSON data. Imports DeepSpeed; needs no GPU."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime import config as ds
 
@@ -130,7 +130,7 @@ def derive() -> dict:
 
 
 def _recorded_section(path: tuple[str, ...], texts: tuple[str, ...]) -> dict:
-    """The node of the section at `path`, found by recording what DeepSpeedConfig looks up in it."""
+    """Return the node of the section at `path`, found by recording what DeepSpeedConfig looks up in it."""
     model = _pydantic_section(path)
     if model is not None:
         return _pydantic_node(model)
@@ -166,7 +166,7 @@ def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]
 
 
 def _place(path: tuple[str, ...], value: object) -> dict:
-    """A loadable config with `value` at `path`."""
+    """Return a loadable config with `value` at `path`."""
     if not path:
         return value
     config = Recorder(_BATCH)
@@ -181,7 +181,7 @@ def _place(path: tuple[str, ...], value: object) -> dict:
 
 
 def _filling(name: str) -> dict:
-    """What a section needs before DeepSpeed looks at the rest of it."""
+    """Return what a section needs before DeepSpeed looks at the rest of it."""
     return {"type": "Adam"} if name in ("optimizer", "scheduler") else {}
 
 
@@ -196,7 +196,7 @@ def _loads(config: dict) -> bool:
 
 
 def _pydantic_section(path: tuple[str, ...]):
-    """The model class that reads the section at `path`, found in the signatures of DeepSpeed's own readers."""
+    """Return the pydantic model that reads the section at `path`, or None; a test looks for forgotten ones."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.inference.config import WeightQuantConfig
@@ -245,7 +245,7 @@ def _default(field) -> object:
 
 
 def _model_in(annotation):
-    """The pydantic model in `Model` or `Model | None`."""
+    """Return the pydantic model in `Model` or `Model | None`."""
     from pydantic import BaseModel
 
     for kind in (annotation, *typing.get_args(annotation)):
@@ -255,7 +255,7 @@ def _model_in(annotation):
 
 
 def _type(annotation, constraints=()) -> dict:
-    """A type as JSON data: the kinds that `values.py` knows how to check."""
+    """Return a type as JSON data: the kinds that `values.py` knows how to check."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         inner = [_type(argument, constraints) for argument in arguments]
@@ -296,7 +296,7 @@ def _bounds(constraints) -> dict:
 
 
 def _pipeline_keys() -> dict:
-    """The pipeline section has no reader: its keys are those of the default that DeepSpeed merges it into."""
+    """Return the keys of the default that DeepSpeed merges the pipeline section into: it has no other reader."""
     from deepspeed.runtime.config import get_pipeline_config
 
     default = get_pipeline_config({})

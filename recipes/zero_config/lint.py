@@ -1,4 +1,5 @@
-"""Lint a DeepSpeed config: what stops a run, what silently does something else, and the fix for each.
+"""
+Lint a DeepSpeed config: what stops a run, what silently does something else, and the fix for each.
 
 Needs neither torch nor DeepSpeed (about 0.1 s); `ask_deepspeed` adds DeepSpeed's own verdict (about 4 s).
 """
@@ -23,11 +24,13 @@ def lint(
     sequence_parallel_size: int = 1,
     pipeline_stages: int = 1,
 ) -> list[Finding]:
-    """All findings, errors first, in the order of the file.
+    """
+    All findings, errors first, in the order of the file.
 
-    `trainer` is "hf" (transformers' Trainer, TRL, accelerate: they fill "auto") or "plain" (deepspeed.initialize).
-    `model` is a `config.json`, its folder or its content. What is not given is not judged. Raises `read.Unreadable`
-    for a file that is no JSON object, OSError or ValueError for a model that cannot be read.
+    `trainer` is "hf" (transformers' Trainer, TRL, accelerate: they fill "auto") or "plain"
+    (deepspeed.initialize). `model` is a `config.json`, its folder or its content. What is not given is not
+    judged. Raises `read.Unreadable` for a file that is no JSON object, OSError or ValueError for a model that
+    cannot be read.
     """
     facts = Facts(
         trainer="plain" if trainer == "plain" else "hf",
@@ -70,7 +73,7 @@ def _place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
 
 
 def fix(config: dict, findings: list[Finding]) -> dict:
-    """A copy of `config` with the findings' safe edits applied; what needs a decision stays as it is."""
+    """Return a copy of `config` with the findings' safe edits applied; what needs a decision stays."""
     fixed = copy.deepcopy(config)
     for finding in findings:
         for edit in finding.edits:
@@ -96,10 +99,11 @@ def _apply(config: dict, edit: Edit) -> None:
 
 
 def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:
-    """DeepSpeed's own verdict on a config without "auto": the first line of its objection, or None.
+    """
+    DeepSpeed's own verdict on a config without "auto": the first line of its objection, or None.
 
-    Imports DeepSpeed and torch. The config class counts ranks by torch.distributed, which is not running here, so
-    the batch numbers are checked for one rank: `train_batch_size` is divided by `world_size` first.
+    Imports DeepSpeed and torch. The config class counts ranks by torch.distributed, which is not running here,
+    so the batch numbers are checked for one rank: `train_batch_size` is divided by `world_size` first.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig

@@ -1,9 +1,10 @@
-"""Strict JSON with positions, for files that people wrote by hand.
+"""
+Strict JSON with positions, for files that people wrote by hand.
 
 Python's own parser keeps the last of two equal keys, takes NaN, and stops at the first mistake without saying
-which key it was in. DeepSpeed (hjson) and the Trainer (json) also disagree about comments and duplicate keys, so
-a file that loads in one fails in the other. This parser names every such spot with its line and column, goes on
-where it can, and never recurses: 10,000 nested brackets are one message, not a stack overflow.
+which key it was in. DeepSpeed (hjson) and the Trainer (json) also disagree about comments and duplicate keys,
+so a file that loads in one fails in the other. This parser names every such spot with its line and column,
+goes on where it can, and never recurses: 10,000 nested brackets are one message, not a stack overflow.
 """
 
 import json
@@ -58,7 +59,7 @@ class Document:
 
 
 def read(path: str | Path) -> Document:
-    """Parse the file at `path`. Raises Unreadable for anything that is not a JSON object, OSError included."""
+    """Parse the file at `path`. Raises Unreadable for all that is no JSON object, no file included."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -175,8 +176,8 @@ class _Parser:
         self.at = found.end()
         if key[-1] in container:
             first = self.places[key][0]
-            what = f"`{key[-1]}` is given twice (first on line {first}): DeepSpeed refuses it, the Trainer takes "
-            self._note("duplicate", key, start, container[key[-1]], what + "the last one in silence")
+            what = f"`{_short(key[-1])}` is given twice (first on line {first}): DeepSpeed refuses it, "
+            self._note("duplicate", key, start, container[key[-1]], what + "the Trainer takes the last one")
         self.places[key] = self._place(start)
         self._skip(key)
         if not self._take(":"):

@@ -48,7 +48,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about the run beside the config; None is "not known", and rules that need it stay silent."""
+    """What is known about the run beside the config; what is None is not known, and not judged."""
 
     trainer: Literal["hf", "plain"] = "hf"
     world_size: int | None = None
@@ -77,11 +77,11 @@ class Config:
 
     @classmethod
     def of(cls, document: Document) -> "Config":
-        """A config with the positions that its file gave."""
+        """Return a config with the positions that its file gave."""
         return cls(document.value, document.problems, document.places)
 
     def get(self, *path: str, default: object = None) -> object:
-        """The value at `path`; `default` where a part is missing or no object."""
+        """Return the value at `path`; `default` where a part is missing or no object."""
         node: object = self.value
         for name in path:
             if not isinstance(node, dict) or name not in node:
@@ -90,28 +90,28 @@ class Config:
         return node
 
     def has(self, *path: str) -> bool:
-        """Is there a value, null included, at `path`?"""
+        """Return whether there is a value, null included, at `path`."""
         return self.get(*path, default=_NOTHING) is not _NOTHING
 
     def on(self, *path: str, default: bool = False) -> bool:
-        """The truth at `path` as DeepSpeed's typed sections read it; "auto" and a wrong type give `default`."""
+        """Return the truth at `path` as typed sections read it; "auto" and a wrong type give `default`."""
         value = self.get(*path, default=default)
         if isinstance(value, str) and value != "auto":
             return value.lower() in _TRUE_TEXTS
         return bool(value) if isinstance(value, (bool, int, float)) else default
 
     def number(self, *path: str) -> float | int | None:
-        """The number at `path`; None where there is none (true and false are no numbers)."""
+        """Return the number at `path`; None where there is none (true and false are no numbers)."""
         value = self.get(*path)
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
     def text(self, *path: str) -> str | None:
-        """The text at `path`; None where there is none."""
+        """Return the text at `path`; None where there is none."""
         value = self.get(*path)
         return value if isinstance(value, str) else None
 
     def section(self, *path: str) -> dict:
-        """The object at `path`; empty where there is none."""
+        """Return the object at `path`; empty where there is none."""
         value = self.get(*path)
         return value if isinstance(value, dict) else {}
 
@@ -127,11 +127,11 @@ class Config:
         return int(stage) if isinstance(stage, (int, float)) and stage in (0, 1, 2, 3) else None
 
     def zero(self, *path: str) -> object:
-        """The value at `path` inside `zero_optimization`."""
+        """Return the value at `path` inside `zero_optimization`."""
         return self.get("zero_optimization", *path)
 
     def offload_device(self, what: str) -> str | None:
-        """The device of `offload_optimizer` or `offload_param`; None where it is not offloaded."""
+        """Return the device of `offload_optimizer` or `offload_param`; None where it is not offloaded."""
         device = self.text("zero_optimization", what, "device")
         if device is None and what == "offload_optimizer" and self.on("zero_optimization", "cpu_offload"):
             return "cpu"
@@ -168,13 +168,13 @@ class Finding:
     edits: tuple[Edit, ...] = ()
 
     def as_json(self) -> dict:
-        """The finding as `check_config.py --json` prints it."""
+        """Return the finding as `check_config.py --json` prints it."""
         names = ("rule", "severity", "key", "line", "column", "value", "what", "fix")
         return {name: getattr(self, name) for name in names}
 
 
 def dotted(path: Key) -> str:
-    """`("a", 0, "b")` as `a[0].b`."""
+    """Return `("a", 0, "b")` as `a[0].b`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -182,13 +182,13 @@ def dotted(path: Key) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message: JSON, cut to 60 characters."""
+    """Return a value for a message: JSON, cut to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def model_config(path: str | Path) -> dict:
-    """The `config.json` at `path`, or in the folder `path`. Raises OSError and ValueError."""
+    """Return the `config.json` at `path`, or in the folder `path`. Raises OSError and ValueError."""
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     config = json.loads(file.read_text(encoding="utf-8"))

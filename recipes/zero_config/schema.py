@@ -1,14 +1,15 @@
-"""What the installed DeepSpeed reads from its JSON, taken from DeepSpeed itself.
+"""
+What the installed DeepSpeed reads from its JSON, taken from DeepSpeed itself.
 
 `derive` imports DeepSpeed (about 3 s) and learns the schema in two ways:
 
 - sections that DeepSpeed reads with pydantic say themselves which keys and types they have;
-- all other keys are found by handing `DeepSpeedConfig` a dictionary that writes down what is looked up in it, and
-  what they accept is found by trying one value of each kind.
+- all other keys are found by handing `DeepSpeedConfig` a dictionary that writes down what is looked up in it,
+  and what they accept is found by trying one value of each kind.
 
-`load` is what the linter uses: the result for the version the project is tested with lies in `schema.json` beside
-this file (a test derives it again and compares); for any other version it is derived once and kept in the user's
-cache folder under that version's name.
+`load` is what the linter uses: the result for the version the project is tested with lies in `schema.json`
+beside this file (a test derives it again and compares); for any other version it is derived once and kept in
+the user's cache folder under that version's name.
 """
 
 import json
@@ -42,7 +43,7 @@ SAMPLES = {
 
 
 def installed_version() -> str | None:
-    """The installed DeepSpeed's version without importing it; None when it is not installed."""
+    """Return the installed DeepSpeed's version without importing it; None when it is not installed."""
     try:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
@@ -51,7 +52,7 @@ def installed_version() -> str | None:
 
 @cache
 def load() -> dict:
-    """The schema of the installed DeepSpeed (of the shipped version when none is installed)."""
+    """Return the schema of the installed DeepSpeed (of the shipped version when none is installed)."""
     shipped = json.loads(SHIPPED.read_text())
     version = installed_version()
     if version is None or version == shipped["deepspeed"]:
@@ -68,7 +69,7 @@ def load() -> dict:
 
 
 def kind_of(value: object) -> str:
-    """The name in SAMPLES of the kind that `value` is of."""
+    """Return the name in SAMPLES of the kind that `value` is of."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -86,7 +87,7 @@ def kind_of(value: object) -> str:
 
 
 def section(*path: str) -> dict | None:
-    """The node of the section at `path` (`section("zero_optimization", "offload_param")`), or None."""
+    """Return the node of the section at `path` (`section("zero_optimization", "offload_param")`), or None."""
     node = load()["root"]
     for name in path:
         node = node["keys"].get(name)

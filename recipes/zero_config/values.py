@@ -1,6 +1,7 @@
-"""Does a JSON value fit a field? The rules by which pydantic, in its lax mode, reads DeepSpeed's typed sections.
+"""
+Does a JSON value fit a field? The rules by which pydantic, in its lax mode, reads DeepSpeed's typed sections.
 
-Written out so that linting needs neither pydantic nor DeepSpeed; a test compares every kind with pydantic itself.
+Written out so that linting needs neither pydantic nor DeepSpeed; a test compares every kind with pydantic.
 """
 
 import math
@@ -22,7 +23,7 @@ _NAMES = {
 
 
 def fits(kind: dict, value: object) -> bool:
-    """Would pydantic take `value` for a field of this type (the content of a section is not looked at)?"""
+    """Return whether pydantic takes `value` for this type; the content of a section is not looked at."""
     match kind["kind"]:
         case "union":
             return any(fits(inner, value) for inner in kind["of"])
@@ -52,7 +53,7 @@ def fits(kind: dict, value: object) -> bool:
 
 
 def describe(kind: dict) -> str:
-    """The type in words, for a message."""
+    """Return the type in words, for a message."""
     match kind["kind"]:
         case "union":
             return " or ".join(dict.fromkeys(describe(inner) for inner in kind["of"]))

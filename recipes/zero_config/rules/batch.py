@@ -10,7 +10,7 @@ _MISSING = "neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is g
 
 
 def _given(config: Config, facts: Facts) -> dict[str, object]:
-    """The three batch keys as DeepSpeed will see them; the Trainer's fillings are unknown and left out."""
+    """Return those of the three batch keys that are given; null counts as left out, as for DeepSpeed."""
     values = {name: config.get(name) for name in BATCH_KEYS}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -46,11 +46,10 @@ def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
 
 def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
     given = _given(config, facts)
-    if _filled_by_trainer(config, facts) or not all(_is_whole(value) for value in given.values()):
+    numbers = all(isinstance(value, (int, float)) and value > 0 for value in given.values())
+    if _filled_by_trainer(config, facts) or not numbers or _TRAIN not in given:
         return
     train, micro, accumulation = (given.get(name) for name in BATCH_KEYS)
-    if train is None:
-        return
     ranks = _ranks(config, facts)
     if ranks is None:
         step = (micro or 1) * (accumulation or 1)
@@ -58,32 +57,32 @@ def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
             product = f"{micro or 1} x {accumulation or 1}"
             yield Hit((_TRAIN,), train, f"{train} is no multiple of micro batch x accumulation ({product})")
         return
+    derived_micro, derived_accumulation = _derive(train, micro, accumulation, ranks)
+    if train == derived_micro * derived_accumulation * ranks and derived_micro and derived_accumulation:
+        return
+    product = f"micro batch {derived_micro} x accumulation {derived_accumulation} x {_on(ranks)}"
+    right = (micro or 1) * (accumulation or 1) * ranks
+    fix = f"remove it, or write {right}" if micro else f"write a multiple of {right}"
+    yield Hit((_TRAIN,), train, f"{shown(train)} is not {product}", fix)
+
+
+def _derive(train: float, micro: float | None, accumulation: float | None, ranks: int) -> tuple[float, float]:
+    """Return micro batch and accumulation as DeepSpeed derives the missing ones (`DeepSpeedConfig`)."""
+    if micro is None and accumulation is None:
+        return train // ranks, 1
     if micro is None:
-        micro = train // ranks // (accumulation or 1)
+        return train // ranks // accumulation, accumulation
     if accumulation is None:
-        accumulation = train // micro // ranks if micro else 0
-    if train != micro * accumulation * ranks or not micro or not accumulation:
-        what = f"{train} is not {_product(given, micro, accumulation)} x {_on(ranks)}"
-        right = (given.get(_MICRO) or 1) * (given.get(_ACCUMULATION) or 1) * ranks
-        yield Hit((_TRAIN,), train, what, f"remove it, or write {right}" if given.get(_MICRO) else "")
-
-
-def _product(given: dict, micro: int, accumulation: int) -> str:
-    return f"micro batch {given.get(_MICRO, micro)} x accumulation {given.get(_ACCUMULATION, accumulation)}"
+        return micro, train // micro // ranks
+    return micro, accumulation
 
 
 def _on(ranks: int) -> str:
     return f"{ranks} data-parallel rank{'s' if ranks != 1 else ''}"
 
 
-def _is_whole(value: object) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and value == int(value)
-    )
-
-
 def _ranks(config: Config, facts: Facts) -> int | None:
-    """The ranks that the batch is divided over: tensor parallel ranks count, pipeline and sequence do not."""
+    """Return the ranks that share a batch: tensor parallel ranks count, pipeline and sequence do not."""
     if facts.world_size is None:
         return None
     return max(1, facts.world_size // facts.sequence_parallel_size // facts.pipeline_stages)
@@ -140,7 +139,8 @@ RULES = (
         "error",
         REJECTED,
         '"Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"',
-        "DeepSpeed derives two of its three batch numbers from one; the Trainer fills only keys that are there.",
+        "DeepSpeed derives two of its three batch numbers from one; the Trainer fills only keys that "
+        "are there.",
         'Add "train_micro_batch_size_per_gpu".',
         _missing,
     ),
@@ -159,9 +159,11 @@ RULES = (
         "train-batch-under-tensor-parallel",
         "error",
         FAILS_LATER,
-        '"Check batch related parameters ... 4 != 1 * 1 * 2", or "Please correct the following DeepSpeed config '
+        '"Check batch related parameters ... 4 != 1 * 1 * 2", or "Please correct the following '
+        "DeepSpeed config "
         'values that mismatch TrainingArguments values"',
-        "With tensor parallelism the Trainer, zero.Init and the engine each divide by another number of ranks.",
+        "With tensor parallelism the Trainer, zero.Init and the engine each divide by another number "
+        "of ranks.",
         "Leave `train_batch_size` out.",
         _fixed_under_tensor,
     ),

@@ -20,17 +20,26 @@ def _walk(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, object
             yield from _walk(inner, section, (*path, name))
 
 
-def _unknown(config: Config, unknown: str) -> Iterator[tuple[Key, object, dict]]:
+def _unknown(config: Config, refused: bool) -> Iterator[tuple[Key, object, dict]]:
+    """
+    Yield the keys that no section knows: those that DeepSpeed refuses, or those that it ignores.
+
+    A section with types refuses a key, unless its value is "auto": such keys are dropped before it looks.
+    """
     removed = schema.load()["removed"]
     removed_zero = schema.load()["removed_zero"]
     for path, value, node in _walk(config.value, schema.load()["root"]):
         gone = path[-1] in (removed if len(path) == 1 else removed_zero if len(path) == 2 else ())
-        if path[-1] not in node["keys"] and node["unknown"] == unknown and not gone:
+        if path[-1] in node["keys"] or node["unknown"] == "open" or gone:
+            continue
+        if path[0] == "bfloat16" and config.get("bf16") is not None:
+            continue  # not looked at: `bf16-twice` says so
+        if refused == (node["unknown"] == "rejected" and value != "auto"):
             yield path, value, node
 
 
 def _nearest(name: str, known: dict) -> str | None:
-    """The known key that `name` is a misspelling of: near in letters once case, `-` and `_` are set aside."""
+    """Return the known key that `name` is a misspelling of, compared without case, `-` and `_`."""
     plain = {key.lower().replace("_", ""): key for key in known}
     wanted = name.lower().replace("_", "").replace("-", "").replace(" ", "")
     close = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.8)
@@ -38,7 +47,7 @@ def _nearest(name: str, known: dict) -> str | None:
 
 
 def _home(name: str) -> Key | None:
-    """The one other section that has a key of this name; None for names that several have."""
+    """Return the one other section that has a key of this name; None for names that several have."""
     homes = []
     pending: list[tuple[Key, dict]] = [((), schema.load()["root"])]
     while pending:
@@ -56,7 +65,7 @@ def _rename(path: Key, right: str, siblings: dict) -> tuple[Edit, ...]:
 
 
 def _rejected(config: Config, facts: Facts) -> Iterator[Hit]:
-    for path, value, node in _unknown(config, "rejected"):
+    for path, value, node in _unknown(config, refused=True):
         section = dotted(path[:-1])
         nearest = _nearest(path[-1], node["keys"])
         home = _home(path[-1])
@@ -71,7 +80,7 @@ def _rejected(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _misspelt(config: Config, facts: Facts) -> Iterator[Hit]:
-    for path, value, node in _unknown(config, "ignored"):
+    for path, value, node in _unknown(config, refused=False):
         if path in _OLD_NAMES:
             continue
         if nearest := _nearest(path[-1], node["keys"]):
@@ -80,14 +89,14 @@ def _misspelt(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _misplaced(config: Config, facts: Facts) -> Iterator[Hit]:
-    for path, value, node in _unknown(config, "ignored"):
+    for path, value, node in _unknown(config, refused=False):
         home = _home(path[-1])
         if home and not _nearest(path[-1], node["keys"]):
             yield Hit(path, value, f"`{dotted(path)}` is ignored in silence", f"move it to `{dotted(home)}`")
 
 
 def _ignored(config: Config, facts: Facts) -> Iterator[Hit]:
-    for path, value, node in _unknown(config, "ignored"):
+    for path, value, node in _unknown(config, refused=False):
         if path not in _OLD_NAMES and not _home(path[-1]) and not _nearest(path[-1], node["keys"]):
             yield Hit(path, value, f"DeepSpeed has no key `{dotted(path)}` and ignores it")
 
@@ -137,13 +146,14 @@ def _deprecated_and_new(config: Config, facts: Facts) -> Iterator[Hit]:
 def _both_spellings(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, value, node in _walk(config.value, schema.load()["root"]):
         alias = node["keys"].get(path[-1], {}).get("alias_of")
-        if alias and alias in config.section(*path[:-1]):
+        siblings = config.section(*path[:-1])
+        if alias and value != "auto" and siblings.get(alias, "auto") != "auto":
             what = f"`{path[-1]}` and `{alias}` are one field: the second spelling is refused"
             yield Hit(path, value, what, f"remove `{path[-1]}`", (Edit("remove", path),))
 
 
 def _public(node: dict, name: str) -> str:
-    """The spelling of a field that documentation uses (`stage3_...`)."""
+    """Return the spelling of a field that documentation uses (`stage3_...`)."""
     return node["keys"].get(name, {}).get("alias_of", name)
 
 
@@ -175,7 +185,8 @@ RULES = (
         "error",
         WRONG,
         "a setting has no effect; no message",
-        "DeepSpeed reads the keys it knows and never looks at others: at the top level and in a dozen sections.",
+        "DeepSpeed reads the keys it knows and never looks at others: at the top level and in a "
+        "dozen sections.",
         "Correct the spelling.",
         _misspelt,
     ),

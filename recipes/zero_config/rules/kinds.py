@@ -60,7 +60,15 @@ def _entries(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, obj
 
 
 def _all(config: Config) -> Iterator[tuple[Key, object, dict]]:
-    return _entries(config.value, schema.load()["root"])
+    """Yield the known keys that DeepSpeed looks at."""
+    unread = set()
+    if config.get("bf16") is not None:
+        unread.add(("bfloat16",))
+    if config.get("optimizer", "type") is None:
+        unread.add(("optimizer", "params"))
+    for path, value, entry in _entries(config.value, schema.load()["root"]):
+        if path[:1] not in unread and path[:2] not in unread:
+            yield path, value, entry
 
 
 def _is_typed(path: Key) -> bool:
@@ -161,7 +169,7 @@ def _dtype(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _auto_paths(config: Config) -> Iterator[tuple[Key, bool]]:
-    """The path of every "auto" and whether it stands in a typed section."""
+    """Return the path of every "auto" and whether it stands in a typed section."""
     pending: list[tuple[Key, object]] = [((), config.value)]
     while pending:
         path, value = pending.pop()

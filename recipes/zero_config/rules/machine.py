@@ -50,7 +50,7 @@ def _nvme_folder(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _trouble(folder: str) -> tuple[str, str] | None:
-    """What is wrong with a swap folder on this machine, and the fix."""
+    """Return what is wrong with a swap folder on this machine, and the fix."""
     if "\0" in folder:
         return "is no path", "write a folder"
     existing = Path(os.path.abspath(folder))
@@ -76,7 +76,7 @@ def _exists(path: Path) -> bool:
 
 
 def _file_system(path: str) -> str:
-    """The type of the file system that `path` lies on, from /proc/mounts; empty where that does not exist."""
+    """Return the type of the file system that `path` lies on; empty where /proc/mounts does not exist."""
     best, kind = "", ""
     try:
         lines = Path("/proc/mounts").read_text(errors="replace").splitlines()
@@ -102,7 +102,7 @@ def _has_cuda() -> bool:
 
 
 def _swap_buffer(config: Config, facts: Facts) -> Iterator[Hit]:
-    """A parameter's shard must fit one buffer of the NVMe swapper (elements, default 1e8)."""
+    """Compare the largest parameter's shard with one buffer of the NVMe swapper (elements, default 1e8)."""
     model = facts.text_model
     vocabulary, hidden = model.get("vocab_size"), model.get("hidden_size")
     if config.offload_device("offload_param") != "nvme" or not isinstance(vocabulary, int):
@@ -122,7 +122,8 @@ RULES = (
         "warning",
         COSTS,
         '"torch.OutOfMemoryError: CUDA out of memory" in the first backward',
-        "Reduce buckets are allocated whole, twice with `overlap_comm`; the default is 5e8 elements, 1 GB in bf16.",
+        "Reduce buckets are allocated whole, twice with `overlap_comm`; the default is 5e8 elements, "
+        "1 GB in bf16.",
         'Write "auto".',
         _buckets,
     ),

@@ -160,7 +160,8 @@ RULES = (
         "error",
         WRONG,
         "grad_norm is as many times larger as there are sequence ranks; clipping bites too early",
-        "The Trainer's loss sums gradients over the sequence ranks; stages 0 to 2 do not divide by them again.",
+        "The Trainer's loss sums gradients over the sequence ranks; stages 0 to 2 do not divide by "
+        "them again.",
         "Use stage 3.",
         _sequence_stage,
     ),

@@ -7,7 +7,7 @@ from recipes.zero_config.rule import FAILS_LATER, REJECTED, WRONG, Config, Edit,
 
 
 def _bf16(config: Config) -> str:
-    """The name of the section that DeepSpeed reads for bf16."""
+    """Return the name of the section that DeepSpeed reads for bf16."""
     return "bf16" if config.get("bf16") is not None or not config.has("bfloat16") else "bfloat16"
 
 
@@ -147,7 +147,8 @@ RULES = (
         "accumulation-type-at-stage-0",
         "error",
         FAILS_LATER,
-        '"NotImplementedError: unsupported mix of model_dtype=torch.bfloat16 and grad_accum_dtype=torch.float32"',
+        '"NotImplementedError: unsupported mix of model_dtype=torch.bfloat16 and '
+        'grad_accum_dtype=torch.float32"',
         "Only ZeRO's optimizers keep gradients in another precision than parameters.",
         "Set the stage to 1.",
         _accumulate,

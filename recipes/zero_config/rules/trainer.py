@@ -108,7 +108,8 @@ RULES = (
         "warning",
         WRONG,
         "optim= has no effect; norms and biases decay",
-        "With an `optimizer` block the Trainer hands over all parameters in one group and lets DeepSpeed build it. "
+        "With an `optimizer` block the Trainer hands over all parameters in one group and lets "
+        "DeepSpeed build it. "
         'In a bare Accelerator: "You cannot specify an optimizer in the config file and in the code".',
         "Remove the block, unless ZenFlow or expert parallelism needs it.",
         _optimizer,
