@@ -121,8 +121,9 @@ def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:
 
 
 def describe(finding: Finding, file: str = "") -> str:
-    """One finding as two lines of text, ready for a terminal."""
+    """Return one finding as two lines of text, ready for a terminal."""
     place = ":".join(str(part) for part in (file, finding.line, finding.column) if part not in ("", None))
-    key = f"{finding.key} = {shown(finding.value)}" if finding.value is not None else finding.key
-    head = f"{place}: " if place else ""
-    return f"{head}{finding.severity}: {key}: {finding.what} [{finding.rule}]\n    fix: {finding.fix}"
+    value = "" if finding.value is None else shown(finding.value)
+    what = " = ".join(part for part in (finding.key, value) if part)
+    head = ": ".join(part for part in (place, finding.severity, what, finding.what) if part)
+    return f"{head} [{finding.rule}]\n    fix: {finding.fix}"

@@ -165,7 +165,7 @@ def _bf16_twice(config: Config, facts: Facts) -> Iterator[Hit]:
             config.get("bfloat16"),
             "`bf16` and `bfloat16` are both given: `bfloat16` is not looked at",
             "keep `bf16` alone",
-            (Edit("remove", ("bfloat16",)),),
+            () if differ else (Edit("remove", ("bfloat16",)),),
             "error" if differ else "warning",
         )
 
