@@ -124,6 +124,8 @@ class Config:
         if not isinstance(zero, dict):
             return None
         stage = zero.get("stage", 0)
+        if isinstance(stage, str) and stage in ("0", "1", "2", "3"):
+            return int(stage)  # a typed section takes a number in quotes
         return int(stage) if isinstance(stage, (int, float)) and stage in (0, 1, 2, 3) else None
 
     def zero(self, *path: str) -> object:

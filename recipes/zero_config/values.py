@@ -92,8 +92,8 @@ def _fits_float(value: object) -> bool:
 
 
 def _fits_enum(kind: dict, value: object) -> bool:
-    if kind["integer"] and isinstance(value, (int, float)):
-        return value in kind["values"]
+    if kind["integer"]:
+        return _fits_int(value) and float(value) in kind["values"]
     return isinstance(value, str) and value in kind["values"]
 
 
