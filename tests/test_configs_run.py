@@ -23,8 +23,8 @@ TOGETHER = (
     "bf16_states",
     "zero3_moe",
     "zenflow",
-    "pipeline",
-    "zero3_hpz",  # last: its groups stay for the rest of the process
+    "zero3_hpz",
+    "pipeline",  # last: the grid of a PipelineModule stays for the rest of the process
 )
 ALONE = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 MODES = ("trainer", "sft", "accelerate", "plain")
