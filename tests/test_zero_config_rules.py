@@ -294,6 +294,11 @@ def test_deepspeed_refuses_what_is_said_to_be_rejected(rule: str):
     assert ask_deepspeed(config, facts.world_size or 1) is not None
 
 
+@pytest.mark.parametrize("name", ["_comment", "comment", "//", "#why"])
+def test_a_comment_written_as_a_key_is_only_mentioned(name: str):
+    assert {"ignored-key"} == {item.rule for item in judge({**zero(1), name: "why"}, PLAIN)}
+
+
 def test_gds_follows_the_accelerator(monkeypatch):
     config = {**M, "aio": {"use_gds": True}}
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

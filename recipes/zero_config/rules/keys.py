@@ -40,6 +40,8 @@ def _unknown(config: Config, refused: bool) -> Iterator[tuple[Key, object, dict]
 
 def _nearest(name: str, known: dict) -> str | None:
     """Return the known key that `name` is a misspelling of, compared without case, `-` and `_`."""
+    if name.startswith(("_", "/", "#")) or "comment" in name.lower():
+        return None  # a comment, not a misspelt `comet`
     plain = {key.lower().replace("_", ""): key for key in known}
     wanted = name.lower().replace("_", "").replace("-", "").replace(" ", "")
     close = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.8)

@@ -34,7 +34,8 @@ def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _zero_missing(config: Config, facts: Facts) -> Iterator[Hit]:
-    if facts.trainer == "hf" and not config.has("zero_optimization"):
+    tuned = config.get("autotuning", "enabled")  # the autotuner writes the block itself
+    if facts.trainer == "hf" and not config.has("zero_optimization") and not tuned:
         edits = (Edit("set", ("zero_optimization",), {"stage": 0}),)
         what = "accelerate wants the block, even for stage 0"
         yield Hit(("zero_optimization",), None, what, 'add "zero_optimization": {"stage": 0}', edits)
