@@ -155,9 +155,11 @@ def show(file: str, findings: list[Finding], refusal: str | None) -> None:
         print(f"{file}: DeepSpeed refuses it: {refusal}")
     errors = sum(finding.severity == "error" for finding in findings) + (refusal is not None)
     warnings = sum(finding.severity == "warning" for finding in findings)
-    print(
-        f"{file}: {errors or 'no'} error{'s' * (errors != 1)}, {warnings or 'no'} warning{'s' * (warnings != 1)}"
-    )
+    print(f"{file}: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number or 'no'} {name}{'s' * (number != 1)}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Is this machine ready? Versions, GPU, compilers, DeepSpeed's ops, memory limits, disks, other hosts.
+"""
+Is this machine ready? Versions, GPU, compilers, DeepSpeed's ops, memory limits, disks, other hosts.
 
 python scripts/doctor.py                      (about 5 s; --build compiles DeepSpeed's ops once, for minutes)
 python scripts/doctor.py --nvme /local_nvme --hostfile hosts --checkpoint-gib 120

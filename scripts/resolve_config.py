@@ -1,7 +1,7 @@
 """
 Turn a template into a JSON that plain deepspeed.initialize loads: every "auto" becomes a number.
 
-python scripts/resolve_config.py configs/zero3.json --model path/to/config.json --world-size 8 micro_batch_size=2
+python scripts/resolve_config.py zero3.json --model path/to/config.json --world-size 8 micro_batch_size=2
 Costs no GPU and imports neither torch nor DeepSpeed.
 """
 
@@ -130,7 +130,8 @@ def accumulate(numbers: Numbers, wanted: int) -> Numbers:
     step = numbers.micro_batch_size * max(1, copies)
     if wanted % step:
         raise Mistake(
-            f"{GLOBAL}={wanted}: must be a multiple of micro batch {numbers.micro_batch_size} x {copies} replicas"
+            f"{GLOBAL}={wanted}: write a multiple of {step}, "
+            f"micro batch {numbers.micro_batch_size} x {copies} replicas"
         )
     return dataclasses.replace(numbers, gradient_accumulation_steps=wanted // step)
 

@@ -113,7 +113,7 @@ def repaired(path: tuple[str, ...], section: dict) -> dict:
 
 @st.composite
 def configs(draw) -> dict:
-    """A config that is meant to be valid: batch numbers that agree, and up to six sections."""
+    """Draw a config that is meant to be valid: batch numbers that agree, and up to six sections."""
     micro, accumulation = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     batch = {
         "train_micro_batch_size_per_gpu": micro,

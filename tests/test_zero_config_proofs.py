@@ -1,4 +1,4 @@
-"""Rules about configs that DeepSpeed loads: each one proven by a run that fails, or that does something else."""
+"""Rules about configs that DeepSpeed loads: each proven by a run that fails, or does something else."""
 
 import json
 import os
@@ -102,9 +102,17 @@ PROOFS: dict[str, tuple[str, object, object]] = {
         {**zero(0), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
         "unsupported mix",
     ),
-    "zero-block-missing": ("trainer", {**M, "gradient_accumulation_steps": "auto"}, "Please specify the ZeRO"),
+    "zero-block-missing": (
+        "trainer",
+        {**M, "gradient_accumulation_steps": "auto"},
+        "Please specify the ZeRO",
+    ),
     "unmanaged-accumulation": ("trainer", {**HF, "managed_gradient_accumulation": False}, "AssertionError"),
-    "clipping-missing": ("trainer", {k: v for k, v in HF.items() if k != "gradient_clipping"}, {"clipping": 1.0}),
+    "clipping-missing": (
+        "trainer",
+        {k: v for k, v in HF.items() if k != "gradient_clipping"},
+        {"clipping": 1.0},
+    ),
     "accumulation-missing": (
         "trainer",
         {k: v for k, v in HF.items() if k != "gradient_accumulation_steps"},
@@ -118,7 +126,7 @@ PROOFS: dict[str, tuple[str, object, object]] = {
     "train-batch-fixed": ("trainer", {**HF, "train_batch_size": 64}, "mismatch TrainingArguments"),
 }
 
-# Not run here, with the reason. What is measured on other hardware, or is the machine's, no run on this CPU shows.
+# Not run here, with the reason.
 NOT_RUN = {
     "not-a-number": "Python's reader takes NaN, DeepSpeed's does not: the effect depends on the key",
     "ignored-key": "a warning about keys that are not DeepSpeed's: there is no effect to show",

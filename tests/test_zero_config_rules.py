@@ -82,7 +82,11 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {"train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto"},
         {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8},
     ),
-    "offload-param-below-stage-3": (HF, zero(2, offload_param=CPU), zero(2, offload_param={"device": "none"})),
+    "offload-param-below-stage-3": (
+        HF,
+        zero(2, offload_param=CPU),
+        zero(2, offload_param={"device": "none"}),
+    ),
     "offload-optimizer-at-stage-0": (HF, zero(0, offload_optimizer=CPU), zero(1, offload_optimizer=CPU)),
     "needs-stage-3": (HF, zero(2, zero_quantized_weights=True), zero(2, zero_hpz_partition_size=1)),
     "super-offload-below-stage-3": (
@@ -141,7 +145,11 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {**zero(3), "optimizer": {"type": "Muon"}},
         {**zero(3, reduce_scatter=False), "optimizer": {"type": "Muon"}},
     ),
-    "unknown-scheduler": (HF, {"scheduler": {"type": "Cosine"}}, {"scheduler": {"type": "CosineAnnealingLR"}}),
+    "unknown-scheduler": (
+        HF,
+        {"scheduler": {"type": "Cosine"}},
+        {"scheduler": {"type": "CosineAnnealingLR"}},
+    ),
     "fp16-and-bf16": (
         HF,
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
@@ -356,7 +364,22 @@ def test_values_fit_as_pydantic_says():
 
     from recipes.zero_config.values import fits
 
-    samples = [*schema.SAMPLES.values(), -1, 2, 1.0, 0.5, 1e9, 1e300, "2", "2.0", "1e3", "yes", "OFF", "cpu", "inf"]
+    samples = [
+        *schema.SAMPLES.values(),
+        -1,
+        2,
+        1.0,
+        0.5,
+        1e9,
+        1e300,
+        "2",
+        "2.0",
+        "1e3",
+        "yes",
+        "OFF",
+        "cpu",
+        "inf",
+    ]
     compared = 0
     models = (DeepSpeedZeroConfig, DeepSpeedBF16Config, ZenFlowConfig, DeepSpeedZeroOffloadOptimizerConfig)
     for model in models:
@@ -390,4 +413,8 @@ def test_lint_takes_paths_dictionaries_and_models(tmp_path: Path):
     file = tmp_path / "zero.json"
     file.write_text(json.dumps(config, indent=1))
     (finding,) = [item for item in lint(file, model={"d_model": 8}) if item.rule == "no-hidden-size"]
-    assert (finding.severity, finding.line, finding.key) == ("error", 5, "zero_optimization.reduce_bucket_size")
+    assert (finding.severity, finding.line, finding.key) == (
+        "error",
+        5,
+        "zero_optimization.reduce_bucket_size",
+    )

@@ -116,20 +116,22 @@ def kind() -> str:
 
 
 def ops() -> list[Check]:
-    """Say which ops are built; one that is not is built by the first run that needs it, by every rank at once."""
+    """Say which ops are built; the first run that needs a missing one builds it, in every rank at once."""
     checks = []
     for _, name, purpose in OPS[kind()]:
-        # TORCH_EXTENSIONS_DIR is used as it is; the default folder has one more level, for the Python version.
+        # TORCH_EXTENSIONS_DIR is used as it is; the default folder has one more level, for Python's version.
         libraries = (f"{name}/{name}.so", f"*/{name}/{name}.so")
         built = any(any(extensions_folder().glob(pattern)) for pattern in libraries) or _installed(name)
         state = "ok" if built else "warning"
-        found = f"built ({purpose})" if built else f"not built ({purpose}): the first run takes minutes longer"
+        found = (
+            f"built ({purpose})" if built else f"not built ({purpose}): the first run takes minutes longer"
+        )
         checks.append(Check(f"op {name}", state, found, "" if built else "scripts/doctor.py --build"))
     return checks
 
 
 def _installed(name: str) -> bool:
-    """Was DeepSpeed installed with this op (DS_BUILD_OPS)?"""
+    """Return whether DeepSpeed was installed with this op (DS_BUILD_OPS)."""
     try:
         folder = metadata.distribution("deepspeed").locate_file("deepspeed/ops")
     except metadata.PackageNotFoundError:

@@ -196,7 +196,7 @@ def _loads(config: dict) -> bool:
 
 
 def _pydantic_section(path: tuple[str, ...]):
-    """Return the pydantic model that reads the section at `path`, or None; a test looks for forgotten ones."""
+    """Return the pydantic model that reads the section at `path`; a test looks for forgotten ones."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.inference.config import WeightQuantConfig
@@ -296,7 +296,7 @@ def _bounds(constraints) -> dict:
 
 
 def _pipeline_keys() -> dict:
-    """Return the keys of the default that DeepSpeed merges the pipeline section into: it has no other reader."""
+    """Return the keys of the default that the pipeline section is merged into: it has no other reader."""
     from deepspeed.runtime.config import get_pipeline_config
 
     default = get_pipeline_config({})

@@ -102,8 +102,8 @@ def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:
     """
     DeepSpeed's own verdict on a config without "auto": the first line of its objection, or None.
 
-    Imports DeepSpeed and torch. The config class counts ranks by torch.distributed, which is not running here,
-    so the batch numbers are checked for one rank: `train_batch_size` is divided by `world_size` first.
+    Imports DeepSpeed and torch. The config class asks torch.distributed for the ranks, which is not running
+    here, so the batch numbers are checked for one rank: `train_batch_size` is divided by `world_size` first.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig

@@ -1,8 +1,8 @@
 """
 Fill a template: every "auto" replaced by the number that the Hugging Face Trainer would put there.
 
-The formulas are those of `HfTrainerDeepSpeedConfig` (transformers) and `Accelerator._prepare_deepspeed`; a test
-compares the result with what a real Trainer hands to `deepspeed.initialize`, key by key.
+The formulas are those of `HfTrainerDeepSpeedConfig` (transformers) and `Accelerator._prepare_deepspeed`; a
+test compares the result with what a real Trainer hands to `deepspeed.initialize`, key by key.
 """
 
 import copy
@@ -52,15 +52,15 @@ class Numbers:
         """
         The global batch that makes DeepSpeed's identity hold.
 
-        Pipeline and sequence ranks share their micro batch; tensor ranks are counted by DeepSpeed as if each had
-        its own, so they are not divided away.
+        Pipeline and sequence ranks share their micro batch; DeepSpeed counts tensor ranks as if each had its
+        own, so they are not divided away.
         """
         sharing = self.world_size // (self.pipeline * self.sequence)
         return self.micro_batch_size * self.gradient_accumulation_steps * sharing
 
 
 def hidden_size(model: dict) -> int | None:
-    """Return the width that the Trainer finds in a model's config: of the text part, the largest of several."""
+    """Return the width that the Trainer finds in a model's config: the largest of several."""
     inner = model.get("text_config") if isinstance(model.get("text_config"), dict) else {}
     for config in (model, inner):
         if isinstance(config.get("hidden_size"), int):
@@ -74,8 +74,8 @@ def resolve(template: dict, numbers: Numbers) -> dict:
     """
     Return a copy of `template` without "auto", as the engine gets it; the template stays as it is.
 
-    Raises Unresolvable for a value that contradicts the numbers (the Trainer would stop with "mismatch"), for an
-    "auto" that nobody fills, and for a layout that does not divide the ranks.
+    Raises Unresolvable for a value that contradicts the numbers (the Trainer would stop with "mismatch"), for
+    an "auto" that nobody fills, and for a layout that does not divide the ranks.
     """
     _check_layout(numbers)
     config = copy.deepcopy(template)
@@ -164,7 +164,8 @@ def _mismatch(config: dict, path: str, value: object, fillings: dict) -> str | N
         node = node.get(name) if isinstance(node, dict) else None
     if node is None or node == "auto" or node == value:
         return None
-    return f'{path} is {shown(node)} in the template, and the run has {shown(value)}: write "auto" or change the run'
+    run = f"the run has {shown(value)}"
+    return f'{path} is {shown(node)} in the template, and {run}: write "auto" or change the run'
 
 
 def _fill(node: dict | list, fillings: dict[str, object], path: Key = ()) -> None:

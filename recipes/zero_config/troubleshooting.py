@@ -9,8 +9,8 @@ PAGE = Path(__file__).resolve().parents[2] / "configs" / "TROUBLESHOOTING.md"
 HEAD = """# Troubleshooting DeepSpeed configurations
 
 Search this page for the message you got, or let the linter find the cause in your file:
-`python scripts/check_config.py my_config.json` (`--fix` applies the safe fixes and shows the diff). It is generated
-from the linter's rules: `python -m recipes.zero_config.troubleshooting`.
+`python scripts/check_config.py my_config.json` (`--fix` applies the safe fixes and shows the diff). It is
+generated from the linter's rules: `python -m recipes.zero_config.troubleshooting`.
 """
 CHAPTERS = (
     (REJECTED, "DeepSpeed refuses the config"),
@@ -25,7 +25,9 @@ def text() -> str:
     parts = [HEAD]
     for kind, title in CHAPTERS:
         rows = [_row(rule) for rule in RULES if rule.kind == kind]
-        parts.append("\n".join([f"## {title}", "", "| symptom | cause | fix | rule |", "|---|---|---|---|", *rows]))
+        parts.append(
+            "\n".join([f"## {title}", "", "| symptom | cause | fix | rule |", "|---|---|---|---|", *rows])
+        )
     return "\n".join(f"{part}\n" for part in parts).rstrip("\n") + "\n"
 
 

@@ -1,4 +1,5 @@
-"""Runs configs that load but fail or do something else, one after the other on one rank, and writes what happened.
+"""
+Runs configs that load but fail or do something else, one after the other, and writes what happened.
 
 usage: prove.py OUTPUT, with the cases as JSON on standard input: [[name, "plain" | "trainer", config], ...]
 """
@@ -12,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import deepspeed
-import torch
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
 
 
 def plain(config: dict) -> dict:
@@ -22,7 +23,7 @@ def plain(config: dict) -> dict:
     own = None if "optimizer" in config else torch.optim.AdamW(model.parameters(), lr=0.01)
     if own and (config.get("zero_optimization") or {}).get("offload_optimizer"):
         own = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=0.01)
-    engine, optimizer, _, scheduler = deepspeed.initialize(
+    engine, _, _, scheduler = deepspeed.initialize(
         model=model, optimizer=own, model_parameters=model.parameters(), config=config
     )
     for _ in range(2):
@@ -46,14 +47,32 @@ def plain(config: dict) -> dict:
 
 def trainer(config: dict | str) -> dict:
     """`config` may be the text of a file, for what no dictionary can hold."""
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        Trainer,
+        TrainingArguments,
+        default_data_collator,
+    )
 
     file = Path("config.json")
     file.write_text(config if isinstance(config, str) else json.dumps(config))
     arguments = TrainingArguments(
-        output_dir="output", deepspeed=str(file), use_cpu=True, max_steps=2, report_to=[], save_strategy="no",
-        per_device_train_batch_size=1, max_grad_norm=0.25, gradient_accumulation_steps=2, weight_decay=0.1,
-        lr_scheduler_type="constant", optim="adafactor", disable_tqdm=True, logging_steps=1, learning_rate=0.01,
+        output_dir="output",
+        deepspeed=str(file),
+        use_cpu=True,
+        max_steps=2,
+        report_to=[],
+        save_strategy="no",
+        per_device_train_batch_size=1,
+        max_grad_norm=0.25,
+        gradient_accumulation_steps=2,
+        weight_decay=0.1,
+        lr_scheduler_type="constant",
+        optim="adafactor",
+        disable_tqdm=True,
+        logging_steps=1,
+        learning_rate=0.01,
     )
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     dimensions = AutoConfig.for_model("llama", num_attention_heads=2, num_key_value_heads=2, **sizes)

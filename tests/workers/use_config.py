@@ -15,10 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import deepspeed
-import torch
-from deepspeed.utils import groups
-from transformers import AutoConfig, AutoModelForCausalLM
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+from deepspeed.utils import groups  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 SETTINGS = {
     "per_device_train_batch_size": 2,
@@ -95,13 +95,14 @@ def with_trainer(name: str, template: Path | None, kind: str) -> dict:
         )
     else:
         arguments = TrainingArguments(**output)
-        model = build(name)
+        model = build(name, adapters=bool(template) and template.stem.endswith("-lora"))
         data = rows()
         if name == "sequence_parallel":
             data = [{**row, "position_ids": list(range(16))} for row in data]
         trainer = Trainer(model, arguments, train_dataset=data, data_collator=default_data_collator)
     result = trainer.train()
-    seen = observe(trainer.model_wrapped, name)
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    seen = {**observe(trainer.model_wrapped, name), "grad_norm": norms}
     config = dict(trainer.model_wrapped.config)
     return {**seen, "loss": result.training_loss, "config": config, "world": arguments.world_size}
 
@@ -115,10 +116,15 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>")
 
 
-def build(name: str):
+def build(name: str, adapters: bool = False):
     torch.manual_seed(0)
     config = AutoConfig.for_model(**dimensions(name))
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if adapters:
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model
 
 
 def with_plain(name: str, template: Path) -> dict:
@@ -154,7 +160,7 @@ def with_plain(name: str, template: Path) -> dict:
 
 
 def plain_batches(name: str) -> list[dict]:
-    """Return four micro batches (eight for ZenFlow, which steps every fourth), each rank's own part of them."""
+    """Return four micro batches (eight for ZenFlow, which steps every fourth): this rank's part."""
     ids = torch.tensor([row["input_ids"] for row in rows(32)])
     rank = deepspeed.comm.get_rank()
     batches = []
@@ -228,7 +234,7 @@ def shifted(logits, labels):
 
 
 def observe(engine, name: str) -> dict:
-    """What the engine really is: read from its objects, not from its config."""
+    """Return what the engine really is, read from its objects and not from its config."""
     optimizer, basic = engine.optimizer, engine.basic_optimizer
     parameters = list(engine.module.parameters())
     shards = [
