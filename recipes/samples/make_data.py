@@ -1,0 +1,178 @@
+"""
+Write the sample data: the chat task, its preference pairs and the raw-text corpus. Standard library only.
+
+    python -m recipes.samples.make_data            # writes recipes/samples/{extract,preferences,text}/*.jsonl
+    python -m recipes.samples.make_data --output /tmp/samples --seed 7
+
+With the default seed the files are the committed ones, byte for byte. Takes a few seconds.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from recipes.samples import corpus, world
+
+SEED = 2025
+COUNTS = {
+    "extract/train": 6000,
+    "extract/held_out": 400,
+    "preferences/train": 2000,
+    "preferences/held_out": 200,
+    "text/train": 6000,
+    "text/held_out": 300,
+}
+Make = Callable[[random.Random, int | None], tuple[dict, list[str]]]
+
+
+def compact(value: object) -> str:
+    """Return JSON without spaces: the one form in which an answer is right."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def extract(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
+    """Make one conversation: a notice, answered by its facts."""
+    text, facts = world.notice(rng, part)
+    answer = compact(facts)
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+    return {"messages": messages}, [text, answer]
+
+
+def swap_date(facts: dict[str, str]) -> str | None:
+    """Exchange month and day; None where that is no mistake or no date."""
+    if "date" not in facts:
+        return None
+    year, month, day = facts["date"].split("-")
+    return None if month == day else compact(facts | {"date": f"{year}-{day}-{month}"})
+
+
+def drop_currency(facts: dict[str, str]) -> str | None:
+    """Leave the currency out."""
+    return compact(facts | {"amount": facts["amount"].split(" ")[0]}) if "amount" in facts else None
+
+
+def shift_decimals(facts: dict[str, str]) -> str | None:
+    """Read the decimal mark wrongly: 45.50 becomes 4550.00."""
+    if "amount" not in facts:
+        return None
+    number, code = facts["amount"].split(" ")
+    return compact(facts | {"amount": f"{number.replace('.', '')}.00 {code}"})
+
+
+def reverse_keys(facts: dict[str, str]) -> str | None:
+    """Give the keys in the wrong order."""
+    return compact(dict(reversed(facts.items())))
+
+
+def lose_a_key(facts: dict[str, str]) -> str | None:
+    """Forget the last fact."""
+    return compact(dict(list(facts.items())[:-1]))
+
+
+def family_first(facts: dict[str, str]) -> str | None:
+    """Leave the name as `Family, Given`."""
+    given, family = facts["name"].split(" ")
+    return compact(facts | {"name": f"{family}, {given}"})
+
+
+def talk_around(facts: dict[str, str]) -> str | None:
+    """Put prose around the JSON."""
+    return f"Here is the answer: {compact(facts)}"
+
+
+def add_spaces(facts: dict[str, str]) -> str | None:
+    """Write the JSON with spaces."""
+    return json.dumps(facts, ensure_ascii=False)
+
+
+MISTAKES = (
+    swap_date,
+    drop_currency,
+    shift_decimals,
+    reverse_keys,
+    lose_a_key,
+    family_first,
+    talk_around,
+    add_spaces,
+)
+
+
+def preference(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
+    """Make one pair: the right answer, and one with a mistake that a half-trained model makes."""
+    text, facts = world.notice(rng, part)
+    answer, wrong = compact(facts), None
+    while wrong is None:
+        wrong = rng.choice(MISTAKES)(facts)
+    pair = {
+        "prompt": [{"role": "user", "content": text}],
+        "chosen": [{"role": "assistant", "content": answer}],
+        "rejected": [{"role": "assistant", "content": wrong}],
+    }
+    return pair, [text, answer]
+
+
+def document(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
+    """Make one document of raw text."""
+    text = corpus.document(rng, part)
+    return {"text": text}, [text]
+
+
+# file: (how one row is made, the reserved people it draws from)
+FILES: dict[str, tuple[Make, int | None]] = {
+    "extract/train": (extract, None),
+    "extract/held_out": (extract, 0),
+    "preferences/train": (preference, None),
+    "preferences/held_out": (preference, 1),
+    "text/train": (document, None),
+    "text/held_out": (document, 1),
+}
+
+
+def rows(name: str, seed: int, seen: set[str]) -> Iterator[dict]:
+    """Yield a file's rows; a row whose text or answer is in `seen` is drawn again."""
+    make, part = FILES[name]
+    rng = random.Random(f"{seed}/{name}")
+    left = COUNTS[name]
+    while left:
+        row, keys = make(rng, part)
+        if seen.isdisjoint(keys):
+            seen.update(keys)
+            left -= 1
+            yield row
+
+
+def write_all(output: Path, seed: int) -> None:
+    """Write every file under `output`; no text and no answer occurs twice, in one file or in two."""
+    seen: set[str] = set()
+    for name in FILES:
+        path = output / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows(name, seed, seen)]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the command line and write the files."""
+    parser = argparse.ArgumentParser(
+        description="Write the sample data. The same seed gives the same bytes, on every machine.",
+        epilog="Example: python -m recipes.samples.make_data --output /tmp/samples --seed 7",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).parent,
+        help="folder to write into (default: this folder)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help=f"another seed gives other people and sums (default: {SEED})"
+    )
+    options = parser.parse_args(arguments)
+    write_all(options.output, options.seed)
+    for name, count in COUNTS.items():
+        print(f"{options.output / name}.jsonl: {count} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The one exception for a user's mistake, and the rule that secrets are never written."""
+
+import os
+import re
+from collections.abc import Mapping
+
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
+# Hugging Face tokens, W&B keys (40 hexadecimal digits, or the newer prefixed form), user:password@host.
+_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|wandb_v\d_\w{16,}|\b[0-9a-f]{40}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: one to three lines naming the file or key, the value and the fix.
+
+    Every script prints the text without a traceback and exits with status 2.
+    """
+
+
+def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return `text` with everything that looks like a credential replaced by `***`.
+
+    Covers the known token shapes and the value of every environment variable whose name says that it
+    is a secret, so that `command.txt` and our own messages can be shown to anybody.
+    """
+    for name, value in environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= 8:
+            text = text.replace(value, "***")
+    return _SECRET_VALUE.sub("***", text)

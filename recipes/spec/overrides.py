@@ -1,0 +1,171 @@
+"""`learning_rate=5e-5 lora.rank=32` on a command line becomes a new Recipe."""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from recipes.spec.errors import UserError, redact
+from recipes.spec.recipe import Lora, Recipe, dataclass_in, from_dict, to_dict
+
+# What the same thing is called in TrainingArguments, TRL, PEFT, LLaMA-Factory, Axolotl and torchtune.
+FOREIGN_NAMES = {
+    "per_device_train_batch_size": "micro_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "micro_batch": "micro_batch_size",
+    "gradient_accumulation_steps": "global_batch_size",
+    "train_batch_size": "global_batch_size",
+    "batch_size": "global_batch_size",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_length": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "max_seq_len": "sequence_length",
+    "sequence_len": "sequence_length",
+    "cutoff_len": "sequence_length",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "schedule.kind",
+    "lr_scheduler": "schedule.kind",
+    "warmup_ratio": "schedule.warmup",
+    "warmup_steps": "schedule.warmup",
+    "max_norm": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "bf16": "precision",
+    "fp16": "precision",
+    "torch_dtype": "precision",
+    "dtype": "precision",
+    "model_name_or_path": "model.path",
+    "base_model": "model.path",
+    "model": "model.path",
+    "dataset": "data.path",
+    "dataset_name": "data.path",
+    "datasets": "data.path",
+    "data_path": "data.path",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "lora.r": "lora.rank",
+    "r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_target": "lora.target_modules",
+    "lora_target_modules": "lora.target_modules",
+    "target_modules": "lora.target_modules",
+    "attn_implementation": "model.attention",
+    "flash_attn": "model.attention",
+    "trust_remote_code": "model.trust_remote_code",
+    "beta": "dpo.beta",
+    "pref_beta": "dpo.beta",
+    "ds_config": "deepspeed",
+    "tensor_parallel_size": "layout.tensor",
+    "autotp_size": "layout.tensor",
+    "pipeline_parallel_size": "layout.pipeline",
+    "sequence_parallel_size": "layout.sequence",
+    "context_parallel_size": "layout.sequence",
+    "expert_parallel_size": "layout.expert",
+    "report_to": "wandb.mode",
+    "wandb_project": "wandb.project",
+    "run_name": "wandb.project",
+    "save_total_limit": "keep_checkpoints",
+    "activation_checkpointing": "gradient_checkpointing",
+    "sample_packing": "packing",
+    "dataloader_num_workers": "data.workers",
+}
+
+# A recipe's identity is chosen by its name on the command line, not by an override.
+_IDENTITY = {"family", "size", "variant", "method", "model.config", "draft.enabled"}
+
+
+def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:
+    """Return every override key with its type, in the order of the dataclasses."""
+    keys: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        nested = dataclass_in(hint)
+        if nested:
+            keys |= override_keys(nested, f"{prefix}{name}.")
+        elif prefix + name not in _IDENTITY:
+            keys[prefix + name] = hint
+    return keys
+
+
+def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
+    """Return `recipe` with every `key=value` of `assignments` applied, the last one winning.
+
+    All of them are applied at once, so their order never makes a valid set invalid.
+
+    Raises:
+        UserError: not of the form key=value, an unknown key (with the nearest right one), or a value
+            that does not fit the key's type.
+    """
+    keys = override_keys()
+    values = to_dict(recipe)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise UserError(f"{redact(assignment)!r} is not an override; write key=value, e.g. learning_rate=5e-5.")
+        if key not in keys:
+            raise UserError(_unknown(key, list(keys)))
+        section, _, name = key.rpartition(".")
+        if section == "lora" and values["lora"] is None:
+            # Setting one of its numbers is asking for adapters.
+            values["lora"] = dataclasses.asdict(Lora())
+        (values[section] if section else values)[name] = parse(key, text, keys[key])
+    return from_dict(values)
+
+
+def parse(key: str, text: str, hint: Any) -> Any:
+    """Read `text` as a value of type `hint`.
+
+    Raises:
+        UserError: names the key, the value and what would be right.
+    """
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in options and text.lower() in ("none", "null"):
+        return None
+    kind = next(option for option in options if option is not type(None))
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if text not in choices:
+            raise UserError(f"{key}={redact(text)}: must be one of {', '.join(choices)}.")
+        return text
+    if kind is bool:
+        words = {
+            "true": True,
+            "1": True,
+            "yes": True,
+            "on": True,
+            "false": False,
+            "0": False,
+            "no": False,
+            "off": False,
+        }
+        if text.lower() not in words:
+            raise UserError(f"{key}={redact(text)}: must be true or false.")
+        return words[text.lower()]
+    try:
+        value = kind(text)
+    except ValueError:
+        raise UserError(f"{key}={redact(text)}: must be {_KIND_NAMES[kind]}.") from None
+    if kind is float and not math.isfinite(value):
+        raise UserError(f"{key}={redact(text)}: must be a finite number.")
+    if kind is str and not text:
+        raise UserError(f"{key}=: a value is missing.")
+    return value
+
+
+_KIND_NAMES = {int: "a whole number, e.g. 8", float: "a number, e.g. 5e-5"}
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    if key in FOREIGN_NAMES:
+        ours = FOREIGN_NAMES[key]
+        meaning = " (sequences per optimizer step over the whole world)" if ours == "global_batch_size" else ""
+        return f"unknown key {key!r}: here it is {ours!r}{meaning}."
+    if key in _IDENTITY:
+        return f"{key!r} cannot be overridden: choose it by the recipe's name (launch.py --list)."
+    short = {name.rpartition(".")[2]: name for name in known}
+    near = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.6)
+    hint = f" Did you mean {short.get(near[0], near[0])!r}?" if near else ""
+    return f"unknown key {key!r}.{hint} All keys: launch.py --help."

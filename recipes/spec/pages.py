@@ -1,0 +1,89 @@
+"""Find and list the recipes: a page is a module in `recipes/` that defines `SIZES`, its functions are the variants."""
+
+import difflib
+import importlib
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def families() -> list[str]:
+    """Return the names of all pages, found by their `SIZES`."""
+    modules = sorted(path.stem for path in (ROOT / "recipes").glob("[a-z]*.py"))
+    return [name for name in modules if _defines_sizes(name)]
+
+
+def _defines_sizes(name: str) -> bool:
+    # Read as text: plain_loop.py stands beside the pages and imports torch.
+    return "\nSIZES = " in (ROOT / "recipes" / f"{name}.py").read_text(encoding="utf-8")
+
+
+def page(family: str) -> ModuleType:
+    """Import one page."""
+    return importlib.import_module(f"recipes.{family}")
+
+
+def variants(module: ModuleType) -> list[str]:
+    """Return the names of a page's variants in the order in which they stand."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def find(recipe: str, variant: str) -> Recipe:
+    """Return the recipe for `FAMILY[-SIZE]` and a variant; the size may be left out where there is one.
+
+    Raises:
+        UserError: unknown family, size or variant, with the nearest right one.
+    """
+    known = families()
+    # A size may hold dashes (`30b-a3b`), a family never does.
+    family, _, size = recipe.partition("-")
+    if family not in known:
+        raise UserError(_unknown("recipe", family, known))
+    module = page(family)
+    if not size:
+        if len(module.SIZES) > 1:
+            raise UserError(f"{family} comes in several sizes; choose one of: {_names(family, module)}.")
+        size = next(iter(module.SIZES))
+    if size not in module.SIZES:
+        raise UserError(_unknown(f"size of {family}", size, list(module.SIZES)))
+    if variant not in variants(module):
+        raise UserError(_unknown(f"variant of {family}", variant, variants(module)))
+    return getattr(module, variant)(size)
+
+
+def listing() -> list[dict[str, object]]:
+    """Return every family with its sizes and variants and the first line of each docstring."""
+    return [_entry(family) for family in families()]
+
+
+def _entry(family: str) -> dict[str, object]:
+    module = page(family)
+    return {
+        "recipe": family,
+        "about": _first_line(module),
+        "sizes": list(module.SIZES),
+        "variants": {name: _first_line(getattr(module, name)) for name in variants(module)},
+    }
+
+
+def _first_line(thing: object) -> str:
+    return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+def _names(family: str, module: ModuleType) -> str:
+    return ", ".join(f"{family}-{size}" for size in module.SIZES)
+
+
+def _unknown(what: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {what} {name!r}; {hint}There are: {', '.join(known)}. (launch.py --list)"

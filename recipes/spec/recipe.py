@@ -1,0 +1,243 @@
+"""What a recipe is: frozen data that says everything about a run before the run exists.
+
+A variant is a delta on another: `replace(full(size), deepspeed="zero2.json", lora=Lora(rank=16))`.
+The field names are the override keys of the command line (`learning_rate=5e-5 lora.rank=32`).
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from recipes.spec.errors import UserError
+
+Method = Literal["sft", "dpo", "pretrain"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Where the weights are, and the architecture's dimensions."""
+
+    path: str
+    """A Hub id, or a folder in Hugging Face form with safetensors (relative paths: from the project's root)."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """`AutoConfig.for_model(**config)`: `model_type` and the dimensions, for planning and drafts without a network."""
+    attention: str = "sdpa"
+    """Attention implementation, as `from_pretrained(attn_implementation=...)` names it."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's repository brings along. Off unless you have read that code."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the model learns from, and what it is measured on."""
+
+    path: str
+    """JSON Lines: `messages` for sft, `prompt`/`chosen`/`rejected` for dpo, `text` for pretrain."""
+    validation: str | None = None
+    """The held-out examples in the same form; None: no evaluation."""
+    metric: Literal["loss", "exact_match", "preference_accuracy"] = "loss"
+    """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked rightly."""
+    max_new_tokens: int = 96
+    """Longest answer that the exact-match metric generates, in tokens."""
+    workers: int = 0
+    """Data loader processes per rank; 0 loads in the training process."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), applied by PEFT."""
+
+    rank: int = 16
+    alpha: int = 32
+    """The adapter's output is scaled by alpha / rank."""
+    dropout: float = 0.0
+    target_modules: str = "all-linear"
+    """PEFT's `target_modules`: `all-linear`, or module names with commas (`q_proj,v_proj`)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks share one copy of the model, per kind of parallelism; the rest of the world is data parallel."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the run."""
+
+    kind: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
+    warmup: float = 0.03
+    """Share of the steps during which the rate rises from zero (at 1 or more: a number of steps)."""
+
+
+@dataclass(frozen=True)
+class Dpo:
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), run by TRL."""
+
+    beta: float = 0.1
+    """How strongly the trained model is held to the reference model."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The same recipe on a shrunken, randomly initialised model of the same class."""
+
+    enabled: bool = False
+    layers: int = 2
+    hidden_size: int = 64
+
+
+@dataclass(frozen=True)
+class Wandb:
+    """Weights & Biases, on rank 0."""
+
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """`online` falls back to `offline` when the machine has no API key."""
+    project: str = "deepspeed-recipes"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run: model, data, method, optimisation, DeepSpeed configuration and parallel layout."""
+
+    family: str
+    size: str
+    variant: str
+    method: Method
+    model: Model
+    data: Data
+    deepspeed: str = "zero3.json"
+    """A file in `configs/`, or a path to any DeepSpeed JSON."""
+    lora: Lora | None = None
+    layout: Layout = Layout()
+    schedule: Schedule = Schedule()
+    dpo: Dpo = Dpo()
+    draft: Draft = Draft()
+    wandb: Wandb = Wandb()
+    learning_rate: float = 2e-5
+    weight_decay: float = 0.0
+    adam_beta2: float = 0.999
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0 turns clipping off."""
+    epochs: float = 1.0
+    max_steps: int | None = None
+    """Optimizer steps; when set, `epochs` is ignored."""
+    global_batch_size: int = 32
+    """Sequences per optimizer step over the whole world (packed rows, when packing)."""
+    micro_batch_size: int = 1
+    """Sequences per forward pass and GPU."""
+    sequence_length: int = 2048
+    """Longest row in tokens. Longer conversations are dropped, longer raw texts are split."""
+    packing: bool = True
+    """Put several documents in a row, none of which sees another."""
+    precision: Precision = "bf16"
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: about a third more compute for much less memory."""
+    seed: int = 42
+    logging_steps: int = 10
+    eval_steps: int | None = None
+    """Evaluate the held-out loss every so many steps; None: only before and after."""
+    save_steps: int = 500
+    """Write a checkpoint every so many steps; 0: only the final export."""
+    keep_checkpoints: int = 2
+    """How many checkpoints stay on disk. At least 2, so that one survives while the next is written."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no run can have.
+
+        Raises:
+            UserError: names the key, the value and what is allowed.
+        """
+        for key, least in _LEAST.items():
+            value = _get(self, key)
+            if value is not None and value < least:
+                raise UserError(f"{key}={value}: must be at least {least}.")
+        if self.learning_rate <= 0:
+            raise UserError(f"learning_rate={self.learning_rate}: must be above 0, for instance 2e-5.")
+        if self.epochs <= 0:
+            raise UserError(f"epochs={self.epochs}: must be above 0.")
+        if self.lora is not None and not 0 <= self.lora.dropout < 1:
+            raise UserError(f"lora.dropout={self.lora.dropout}: must be at least 0 and below 1.")
+        if self.global_batch_size % self.micro_batch_size:
+            raise UserError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of "
+                f"micro_batch_size={self.micro_batch_size}."
+            )
+
+    @property
+    def name(self) -> str:
+        """`family-size-variant`, the name of its run folders and of its W&B runs."""
+        return f"{self.family}-{self.size}-{self.variant}"
+
+
+_LEAST = {
+    "max_steps": 1,
+    "global_batch_size": 1,
+    "micro_batch_size": 1,
+    "sequence_length": 8,
+    "logging_steps": 1,
+    "eval_steps": 1,
+    "save_steps": 0,
+    "keep_checkpoints": 2,
+    "max_grad_norm": 0,
+    "seed": 0,
+    "lora.rank": 1,
+    "lora.alpha": 1,
+    "layout.tensor": 1,
+    "layout.pipeline": 1,
+    "layout.sequence": 1,
+    "layout.expert": 1,
+    "draft.layers": 1,
+    "draft.hidden_size": 16,
+    "data.workers": 0,
+    "data.max_new_tokens": 1,
+    "schedule.warmup": 0,
+    "weight_decay": 0,
+}
+
+
+def _get(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = None if value is None else getattr(value, part)
+    return value
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as plain JSON types, the form of a run folder's `recipe.json`."""
+    return dataclasses.asdict(recipe)
+
+
+def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
+    """Rebuild a recipe from `to_dict`'s form.
+
+    Raises:
+        UserError: a field that this version does not know, or one that is missing.
+    """
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise UserError(f"recipe.json: unknown field {unknown[0]!r} in {kind.__name__}; written by another version?")
+    try:
+        return kind(**{key: _rebuild(hints[key], value) for key, value in values.items()})
+    except TypeError as error:
+        raise UserError(f"recipe.json: {error}") from error
+
+
+def _rebuild(hint: Any, value: Any) -> Any:
+    nested = dataclass_in(hint)
+    return from_dict(value, nested) if nested and value is not None else value
+
+
+def dataclass_in(hint: Any) -> type | None:
+    """Return the dataclass that a field's type names (`Lora` for `Lora | None`), or None."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)

@@ -1,0 +1,193 @@
+"""The run folder: where everything about one execution lies, and which of its checkpoints can be trusted."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from recipes.spec.errors import UserError
+from recipes.spec.pages import ROOT
+from recipes.spec.recipe import Recipe, from_dict, to_dict
+
+COMPLETE = "complete.json"
+"""Written into a checkpoint last of all, by rank 0 after every rank has finished: without it, it is half a one."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run; nothing is created before it is needed."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe as it runs, overrides included."""
+        return self.path / "recipe.json"
+
+    @property
+    def deepspeed(self) -> Path:
+        """The DeepSpeed configuration that the engine got, every value concrete."""
+        return self.path / "deepspeed.json"
+
+    @property
+    def command(self) -> Path:
+        """The command that started the run."""
+        return self.path / "command.txt"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, hardware and git commit."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """One JSON object per evaluation on the held-out data."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def draft_model(self) -> Path:
+        """The shrunken model that a draft trains."""
+        return self.path / "draft_model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Holds `checkpoint-STEP` folders, from which a run goes on."""
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """The result: a Hugging Face folder, or an adapter."""
+        return self.path / "export"
+
+    @property
+    def report(self) -> Path:
+        """Loss, learning rate, gradient norm and throughput over the steps."""
+        return self.path / "report.png"
+
+    @property
+    def summary(self) -> Path:
+        """What came out; its presence says that the run has ended."""
+        return self.path / "summary.json"
+
+
+def read_recipe(run: RunFolder) -> Recipe:
+    """Return the recipe that a run folder holds.
+
+    Raises:
+        UserError: the folder is not a run folder, or its recipe.json cannot be read.
+    """
+    return from_dict(read_json(run.recipe))
+
+
+def read_json(path: Path) -> Any:
+    """Return a JSON file's content.
+
+    Raises:
+        UserError: missing, or not JSON (with the line).
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file.") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text.") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` so that a reader sees either the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
+    """Return the folder for a new run: `output_dir`, or a dated one in `runs/`.
+
+    Raises:
+        UserError: the folder holds something that a new run would spoil.
+    """
+    if output_dir is None:
+        return RunFolder(ROOT / "runs" / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
+    run = RunFolder(output_dir.resolve())
+    if run.recipe.exists():
+        held = read_recipe(run).name
+        if held != recipe.name:
+            raise UserError(f"{output_dir} holds a run of {held}, not of {recipe.name}; choose another --output-dir.")
+        raise UserError(f"{output_dir} already holds a run of {held}; add --resume, or choose another --output-dir.")
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise UserError(f"{output_dir} exists and is not a run folder; choose an empty or new --output-dir.")
+    return run
+
+
+def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
+    """Return the run to go on with: the one in `output_dir`, or this recipe's newest.
+
+    Raises:
+        UserError: there is none, it is another recipe's, or it has no whole checkpoint.
+    """
+    if output_dir is None:
+        runs = sorted((ROOT / "runs" / recipe.name).glob("*/recipe.json"))
+        if not runs:
+            raise UserError(f"nothing to resume: no run of {recipe.name} in {ROOT / 'runs'}; name its --output-dir.")
+        run = RunFolder(runs[-1].parent)
+    else:
+        run = RunFolder(output_dir.resolve())
+        if not run.recipe.exists():
+            raise UserError(f"nothing to resume: {output_dir} holds no recipe.json, so it is not a run folder.")
+    held = read_recipe(run).name
+    if held != recipe.name:
+        raise UserError(f"{run.path} holds a run of {held}, not of {recipe.name}; choose another --output-dir.")
+    if run.summary.exists() and not read_json(run.summary).get("stopped"):
+        raise UserError(f"nothing to resume: the run in {run.path} has ended; start a new one without --resume.")
+    if newest_checkpoint(run) is None:
+        raise UserError(f"nothing to resume: {run.checkpoints} holds no whole checkpoint; start without --resume.")
+    return run
+
+
+def newest_checkpoint(run: RunFolder) -> Path | None:
+    """Return the whole checkpoint of the highest step, or None."""
+    whole = [marker.parent for marker in run.checkpoints.glob(f"checkpoint-*/{COMPLETE}")]
+    return max(whole, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer step after which a checkpoint was written."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def forget_after(run: RunFolder, checkpoint: Path) -> None:
+    """Remove what the lost steps left behind: half-written checkpoints and the metrics after `checkpoint`."""
+    for folder in run.checkpoints.glob("checkpoint-*"):
+        if step_of(folder) > step_of(checkpoint) or not (folder / COMPLETE).exists():
+            shutil.rmtree(folder)
+    for log in (run.metrics, run.evaluations):
+        kept = [json.dumps(row) for row in read_jsonl(log) if row["step"] <= step_of(checkpoint)]
+        log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    run.summary.unlink(missing_ok=True)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a log of ours; a line that a kill cut off is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+    """Add one object to a log of ours."""
+    with path.open("a", encoding="utf-8") as log:
+        log.write(json.dumps(row) + "\n")
+
+
+def write_recipe(run: RunFolder, recipe: Recipe) -> None:
+    """Write `recipe.json`."""
+    write_json(run.recipe, to_dict(recipe))

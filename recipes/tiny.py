@@ -1,0 +1,82 @@
+"""tiny: the model that ships with the project; every variant runs anywhere, offline, on CPU, in minutes.
+
+PLACEHOLDER
+
+    python scripts/launch.py tiny full
+    python scripts/launch.py tiny lora lora.rank=8 learning_rate=2e-3      # the change line: any key=value
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+SIZES = {
+    "3m": Model(path="recipes/samples/tiny_model"),
+}
+
+SAMPLES = "recipes/samples"
+
+
+def full(size: str) -> Recipe:
+    """All weights, ZeRO-3: learns to turn free text into JSON. The place to start."""
+    return Recipe(
+        family="tiny",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(
+            path=f"{SAMPLES}/extract/train.jsonl",
+            validation=f"{SAMPLES}/extract/held_out.jsonl",
+            metric="exact_match",
+        ),
+        deepspeed="zero3.json",
+        learning_rate=1e-3,
+        epochs=3,
+        global_batch_size=16,
+        micro_batch_size=8,
+        sequence_length=256,
+        schedule=Schedule("cosine", warmup=0.05),
+        precision="fp32",  # CPUs without bf16 units are slower in bf16, and nothing here is short of memory
+        gradient_checkpointing=False,
+        save_steps=100,
+        eval_steps=50,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on every linear layer, ZeRO-2: the same task with a tenth of the trained weights."""
+    return replace(full(size), variant="lora", deepspeed="zero2.json", lora=Lora(rank=32, alpha=64), learning_rate=4e-3)
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters, ZeRO-2: prefer the right JSON to a plausible mistake.
+
+    Best after `full`: add model.path=RUN_FOLDER/export.
+    """
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=1e-3,
+        epochs=1,
+        packing=False,
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights, ZeRO-1."""
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        deepspeed="zero1.json",
+        learning_rate=5e-4,
+        epochs=1,
+    )

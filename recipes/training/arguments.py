@@ -1,0 +1,54 @@
+"""A recipe in the words of `transformers.TrainingArguments` and TRL's `DPOConfig`."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+from trl import DPOConfig
+
+from recipes.spec.layout import gradient_accumulation_steps
+from recipes.spec.recipe import Recipe
+from recipes.spec.run_folder import RunFolder, read_json
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: bool) -> TrainingArguments:
+    """Return the Trainer's arguments; building them also makes `zero.Init` live, so build them before the model.
+
+    The DeepSpeed file goes in as it is: the Trainer fills its `"auto"` values from these arguments.
+    """
+    arguments: dict[str, Any] = {
+        "output_dir": str(run.checkpoints),
+        "deepspeed": read_json(Path(recipe.deepspeed)),
+        "use_cpu": not on_gpu,
+        "per_device_train_batch_size": recipe.micro_batch_size,
+        "per_device_eval_batch_size": recipe.micro_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps(recipe, world_size),
+        "num_train_epochs": recipe.epochs,
+        "max_steps": recipe.max_steps or -1,
+        "learning_rate": recipe.learning_rate,
+        "lr_scheduler_type": recipe.schedule.kind,
+        "warmup_steps": recipe.schedule.warmup,  # below 1 the Trainer reads it as a share of the steps
+        "weight_decay": recipe.weight_decay,
+        "adam_beta2": recipe.adam_beta2,
+        "max_grad_norm": recipe.max_grad_norm,
+        "bf16": recipe.precision == "bf16",
+        "fp16": recipe.precision == "fp16",
+        "gradient_checkpointing": recipe.gradient_checkpointing,
+        "seed": recipe.seed,
+        "logging_steps": recipe.logging_steps,
+        "save_strategy": "steps" if recipe.save_steps else "no",
+        "save_steps": recipe.save_steps or 1,
+        "save_total_limit": recipe.keep_checkpoints,
+        "dataloader_num_workers": recipe.data.workers,
+        "dataloader_pin_memory": on_gpu,
+        "disable_tqdm": True,  # our own progress bar says more
+        "report_to": "none",  # W&B gets the same numbers as metrics.jsonl, from tracking.py
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,  # it hides NaN losses, and costs a device synchronisation per step
+        "ddp_timeout": 1800,
+    }
+    if recipe.method == "dpo":
+        return DPOConfig(**arguments, beta=recipe.dpo.beta, max_length=recipe.sequence_length)
+    return TrainingArguments(**arguments)

@@ -1,0 +1,45 @@
+"""What a run ran on: versions, hardware and the project's commit, never a variable's value."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from recipes.spec.pages import ROOT
+
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "datasets", "wandb")
+
+
+def describe() -> dict[str, Any]:
+    """Return the facts that a measurement needs beside it."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "cpu": platform.processor() or platform.machine(),
+        "cpu_count": os.cpu_count(),
+        "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "backend": dist.get_backend() if dist.is_initialized() else None,
+        "git_commit": git_commit(),
+    }
+
+
+def git_commit() -> str | None:
+    """Return the checkout's commit, with `+changes` when files differ from it; None outside git."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return commit + ("+changes" if _git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

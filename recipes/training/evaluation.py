@@ -1,0 +1,105 @@
+"""The held-out data, measured before, during and after training."""
+
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerControl, TrainerState
+from trl.models.utils import unwrap_model_for_generation
+
+from recipes.spec.recipe import Recipe
+from recipes.spec.run_folder import RunFolder, append_jsonl, read_jsonl
+from recipes.training import score, world
+from recipes.training.console import say
+from recipes.training.data import Collator
+
+GATHER_LIMIT = 2**30
+"""Bytes of weights up to which ZeRO-3's shards are gathered once for generating, and not once per layer and token."""
+
+
+class Evaluation(TrainerCallback):
+    """Measures loss and metric at the start and the end, and the loss every `eval_steps`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        tokenizer: PreTrainedTokenizerBase,
+        raw: Dataset,
+        rows: Dataset | None,
+        on_record: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Take the held-out data twice: `raw` as read, and `rows` tokenised (None for preference pairs)."""
+        self.recipe = recipe
+        self.run = run
+        self.tokenizer = tokenizer
+        self.raw = raw
+        self.rows = rows
+        self.on_record = on_record
+        self.trainer: Trainer | None = None
+
+    @property
+    def metric(self) -> str:
+        """What the run is judged by: the recipe's metric."""
+        return self.recipe.data.metric
+
+    def before(self) -> float:
+        """Return the metric before the first step, from the log, so that a resumed run knows it too."""
+        return read_jsonl(self.run.evaluations)[0][self.metric]
+
+    def last_line(self, after: float) -> str:
+        """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
+        form = ".4f" if self.metric == "loss" else ".1%"
+        what = f"{self.metric.replace('_', ' ')} on {len(self.raw)} held-out examples"
+        return f"{what}: {self.before():{form}} -> {after:{form}}"
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Measure before the first step."""
+        if state.global_step == 0:
+            self.measure(0, whole=True)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Measure the loss on the way."""
+        every = self.recipe.eval_steps
+        if every and state.global_step % every == 0 and state.global_step < state.max_steps:
+            self.measure(state.global_step, whole=False)
+
+    def measure(self, step: int, whole: bool) -> float | None:
+        """Measure, log, and return the recipe's metric (None when `whole` is false and it is not the loss)."""
+        model = self.trainer.model
+        training = model.training
+        model.eval()
+        record: dict[str, Any] = {"step": step}
+        if self.rows is not None:
+            collator = Collator(self.tokenizer.pad_token_id)
+            record["loss"] = score.loss_per_token(model, self.rows, collator, self.recipe.micro_batch_size)
+        if whole or self.rows is None:
+            record |= self._metric(model)
+        model.train(training)
+        if world.is_first():
+            append_jsonl(self.run.evaluations, record)
+            shown = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in record.items() if key != "step")
+            say(f"held-out, step {step}: {shown}")
+            self.on_record({f"held_out/{key}" if key != "step" else key: value for key, value in record.items()})
+        return record.get(self.metric)
+
+    def _metric(self, model: Any) -> dict[str, float]:
+        if self.metric == "exact_match":
+            return {"exact_match": self._exact_match(model)}
+        if self.metric == "preference_accuracy":
+            size = self.recipe.micro_batch_size
+            return {"preference_accuracy": score.preference_accuracy(model, self.tokenizer, list(self.raw), size)}
+        return {}
+
+    def _exact_match(self, model: Any) -> float:
+        weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())
+        gather = weights <= GATHER_LIMIT
+        engine, accelerator = self.trainer.deepspeed, self.trainer.accelerator
+        with unwrap_model_for_generation(engine, accelerator, gather_deepspeed3_params=gather) as whole:
+            return score.exact_match(
+                whole,
+                self.tokenizer,
+                self.raw["messages"],
+                self.recipe.data.max_new_tokens,
+                synced_gpus=not gather and accelerator.state.deepspeed_plugin.zero_stage == 3,
+            )

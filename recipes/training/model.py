@@ -1,0 +1,146 @@
+"""Load the model that a recipe names, its tokenizer, and its adapters; or a draft of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from recipes.spec.errors import UserError
+from recipes.spec.pages import ROOT
+from recipes.spec.recipe import Draft, Lora, Recipe
+
+TINY_MODEL = ROOT / "recipes" / "samples" / "tiny_model"
+"""The model that ships with the project; drafts borrow its tokenizer."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer, with a pad token.
+
+    Raises:
+        UserError: the folder or Hub id has none.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(_cannot_load("tokenizer", recipe, error)) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(recipe: Recipe) -> PreTrainedModel | PeftModel:
+    """Return the model in the recipe's precision, with adapters where the recipe has them.
+
+    Call it after the training arguments exist: under ZeRO-3 every parameter is then sharded as it is read,
+    and no rank ever holds the whole model.
+
+    Raises:
+        UserError: the weights are missing, or only there as pickles.
+    """
+    model = _pretrained(recipe)
+    # With a key/value cache transformers does not look for packed documents, and they would see each other.
+    model.config.use_cache = False
+    if recipe.lora is None:
+        return model
+    if recipe.gradient_checkpointing:
+        model.enable_input_require_grads()
+    return add_adapters(model, recipe.lora)
+
+
+def _pretrained(recipe: Recipe) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            recipe.model.path,
+            dtype=DTYPES[recipe.precision],
+            attn_implementation=recipe.model.attention,
+            trust_remote_code=recipe.model.trust_remote_code,
+            use_safetensors=True,  # a pickle from a stranger can run code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(_cannot_load("model", recipe, error)) from error
+
+
+def _cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
+    reason = str(error).strip().partition("\n")[0]
+    folder = Path(recipe.model.path)
+    if folder.is_dir() and not list(folder.glob("*.safetensors")):
+        reason = (
+            "the folder holds no .safetensors file; pickled weights (.bin, .pt) are not loaded, since they can run code"
+        )
+    if "trust_remote_code" in str(error):
+        reason = "it brings its own Python code; read that code, then add model.trust_remote_code=true"
+    return f"model.path={recipe.model.path}: cannot load the {what}: {reason}"
+
+
+def write_draft(recipe: Recipe, folder: Path) -> None:
+    """Write a randomly initialised, shrunken model of the recipe's architecture class, with the tiny tokenizer.
+
+    As a folder, so that everything after it is what the real model goes through.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    dimensions = draft_dimensions(recipe.model.config, recipe.draft, len(tokenizer))
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = AutoConfig.for_model(**dimensions, **special, pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(recipe.seed)
+    AutoModelForCausalLM.from_config(config, dtype=DTYPES[recipe.precision]).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def draft_dimensions(config: Mapping[str, Any], draft: Draft, vocabulary: int) -> dict[str, Any]:
+    """Return the architecture's dimensions scaled down to the draft's layers and hidden size.
+
+    The feed-forward width keeps its ratio to the hidden size, rounded up to a multiple of 16; there are four
+    attention heads, and as few key/value heads per query head as the original has.
+    """
+    dimensions = dict(config)
+    heads = 4
+    group = max(1, config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"]))
+    width = config["intermediate_size"] * draft.hidden_size / config["hidden_size"]
+    return dimensions | {
+        "hidden_size": draft.hidden_size,
+        "num_hidden_layers": draft.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // group),
+        "head_dim": draft.hidden_size // heads,
+        "intermediate_size": -int(-width // 16) * 16,
+        "vocab_size": vocabulary,
+    }
+
+
+def add_adapters(model: PreTrainedModel, lora: Lora) -> PeftModel:
+    """Return the model with LoRA adapters; everything else is frozen.
+
+    Raises:
+        UserError: the target modules are not in this model.
+    """
+    targets: str | list[str] = lora.target_modules
+    if targets != "all-linear":
+        targets = [name.strip() for name in lora.target_modules.split(",")]
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"lora.target_modules={lora.target_modules}: {str(error).partition('.')[0]}.") from error
+
+
+def parameter_counts(model: PreTrainedModel | PeftModel) -> tuple[int, int]:
+    """Return (all, trainable) parameters, counted whole where ZeRO-3 has sharded them."""
+    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, _ in counts), sum(n for n, trains in counts if trains)

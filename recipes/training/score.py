@@ -1,0 +1,131 @@
+"""How good a model is on held-out data: loss per token, answers reproduced exactly, preferences ranked rightly.
+
+Every function shares the examples out over the ranks, makes the same number of forward passes on each (under
+ZeRO-3 a forward pass is a collective), and returns the value over all of them.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from recipes.training import world
+
+GENERATION_BATCH = 100
+"""Prompts per `generate` call; the answers are short, so the key/value cache stays small."""
+
+
+def shares(rows: Sequence[Any], batch_size: int) -> Iterator[tuple[list[Any], int]]:
+    """Yield this rank's batches with the number of rows in each that count.
+
+    Ranks with fewer rows get filler, the first row again, so that all make the same number of passes.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = list(rows)[rank::ranks]
+    passes = math.ceil(math.ceil(len(rows) / ranks) / batch_size)
+    for index in range(passes):
+        batch = mine[index * batch_size : (index + 1) * batch_size]
+        yield batch or [rows[0]], len(batch)
+
+
+@torch.no_grad()
+def loss_per_token(
+    model: PreTrainedModel,
+    rows: Sequence[dict[str, Any]],
+    collator: Callable[..., dict[str, Any]],
+    batch_size: int,
+) -> float:
+    """Return the mean cross-entropy over all labelled tokens, in nats."""
+    loss, tokens = 0.0, 0
+    for batch, count in shares(rows, batch_size):
+        inputs = _to_device(collator(batch))
+        summed = model(**inputs, num_items_in_batch=torch.ones((), device=world.device())).loss
+        if count:
+            loss += summed.item()
+            tokens += int((inputs["labels"][:, 1:] != -100).sum())
+    loss, tokens = world.total(loss, tokens)
+    return loss / tokens
+
+
+@torch.no_grad()
+def exact_match(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[list[dict[str, str]]],
+    max_new_tokens: int,
+    synced_gpus: bool,
+) -> float:
+    """Return the share of conversations whose last turn greedy decoding reproduces, but for outer white space."""
+    right = 0.0
+    for batch, count in shares(conversations, GENERATION_BATCH):
+        answers = generate(model, tokenizer, [turns[:-1] for turns in batch], max_new_tokens, synced_gpus)
+        expected = [turns[-1]["content"].strip() for turns in batch]
+        right += sum(a == e for a, e in zip(answers[:count], expected[:count], strict=True))
+    return world.total(right)[0] / len(conversations)
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[dict[str, str]]],
+    max_new_tokens: int,
+    synced_gpus: bool = False,
+) -> list[str]:
+    """Return the model's greedy answer to each conversation, without outer white space."""
+    texts = [tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) for turns in prompts]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    output = model.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_cache=True,
+        synced_gpus=synced_gpus,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    new = output[:, inputs["input_ids"].shape[1] :]
+    return [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+
+
+@torch.no_grad()
+def preference_accuracy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[dict[str, Any]],
+    batch_size: int,
+) -> float:
+    """Return the share of pairs whose chosen answer the model finds likelier than the rejected one."""
+    right = 0.0
+    for batch, count in shares(pairs, batch_size):
+        chosen = _log_likelihood(model, tokenizer, batch, "chosen")
+        rejected = _log_likelihood(model, tokenizer, batch, "rejected")
+        right += (chosen > rejected)[:count].sum().item()
+    return world.total(right)[0] / len(pairs)
+
+
+def _log_likelihood(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]], answer: str
+) -> torch.Tensor:
+    """Return the log-likelihood of each pair's answer given its prompt, [pairs], in nats."""
+    rows = []
+    for pair in pairs:
+        prompt = tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=True)
+        whole = tokenizer.apply_chat_template(pair["prompt"] + pair[answer], return_dict=True)
+        rows.append((len(prompt["input_ids"]), whole["input_ids"]))
+    width = max(len(tokens) for _, tokens in rows)
+    inputs = torch.full((len(rows), width), tokenizer.pad_token_id)
+    counted = torch.zeros((len(rows), width), dtype=torch.bool)
+    for index, (start, tokens) in enumerate(rows):
+        inputs[index, : len(tokens)] = torch.as_tensor(tokens)
+        counted[index, start : len(tokens)] = True
+    inputs, counted = inputs.to(world.device()), counted.to(world.device())
+    log_probabilities = model(input_ids=inputs).logits[:, :-1].float().log_softmax(-1)
+    chosen = log_probabilities.gather(-1, inputs[:, 1:, None])[..., 0]
+    return (chosen * counted[:, 1:]).sum(-1)
+
+
+def _to_device(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value.to(world.device()) for name, value in batch.items() if torch.is_tensor(value)}

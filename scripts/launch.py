@@ -1,0 +1,278 @@
+"""Run a recipe: the one launcher for every model, size and variant.
+
+    python scripts/launch.py --list
+    python scripts/launch.py tiny full
+    python scripts/launch.py tiny lora learning_rate=2e-3 lora.rank=8
+    python scripts/launch.py tiny full --resume
+
+It checks what can be checked, writes the run folder, prints and starts the real `deepspeed` command, and passes
+its exit status on. Ctrl-C or SIGTERM writes a checkpoint and ends the run; `--resume` goes on with it.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import typing
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from recipes.spec import overrides, pages, run_folder
+from recipes.spec.errors import UserError, redact
+from recipes.spec.layout import gradient_accumulation_steps
+from recipes.spec.recipe import Draft, to_dict
+from recipes.spec.run_folder import COMPLETE, RunFolder
+from recipes.training import ops, preflight
+
+RANK_MODULE = "recipes.training.run"
+LAST_GRACE = 15
+"""Seconds that ranks get to end after a second Ctrl-C, or after the DeepSpeed launcher is gone."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit status: the run's own, or 2 for a mistake in what was asked for."""
+    options = parse(arguments)
+    try:
+        if options.list:
+            print(listing(options.json))
+            return 0
+        if not options.recipe or not options.variant:
+            raise UserError("name a recipe and a variant, e.g. `launch.py tiny full`; `launch.py --list` shows all.")
+        return run(options)
+    except UserError as error:
+        print(f"launch.py: {error}", file=sys.stderr)
+        return 2
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; options and key=value may stand in any order."""
+    parser = argparse.ArgumentParser(
+        prog="launch.py",
+        description=__doc__,
+        epilog=key_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE[-SIZE]", help="for instance tiny; see --list")
+    parser.add_argument("variant", nargs="?", metavar="VARIANT", help="for instance full or lora; see --list")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe; the keys are below")
+    parser.add_argument("--list", action="store_true", help="list recipes, sizes and variants")
+    parser.add_argument("--json", action="store_true", help="with --list: as JSON")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="ranks on this machine (default: all GPUs; without GPUs 2 CPU ranks)",
+    )
+    parser.add_argument("--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)")
+    parser.add_argument("--resume", action="store_true", help="go on with the newest whole checkpoint")
+    parser.add_argument("--draft", action="store_true", help="train a shrunken, random model of the same class")
+    parser.add_argument("--dry-run", action="store_true", help="show recipe and command, write and start nothing")
+    return parser.parse_intermixed_args(arguments)
+
+
+def key_help() -> str:
+    """Return the override keys with their types, for --help."""
+    lines = [f"  {key:<28}{_type_name(hint)}" for key, hint in overrides.override_keys().items()]
+    return "override keys (what each means stands in recipes/spec/recipe.py):\n" + "\n".join(lines)
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(typing.get_args(hint))
+    return getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+
+
+def listing(as_json: bool) -> str:
+    """Return every recipe with its sizes and variants."""
+    entries = pages.listing()
+    if as_json:
+        return json.dumps(entries, indent=2)
+    lines = []
+    for entry in entries:
+        lines += [f"{entry['recipe']}: {entry['about']}", f"  sizes     {', '.join(entry['sizes'])}"]
+        lines += [f"  {name:<9} {about}" for name, about in entry["variants"].items()]
+    return "\n".join(lines)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, write the run folder, start the ranks, and wait for them."""
+    folder = None
+    recipe = pages.find(options.recipe, options.variant)
+    if options.resume:
+        folder = run_folder.to_resume(recipe, options.output_dir)
+        recipe = run_folder.read_recipe(folder)
+    recipe = overrides.apply(recipe, options.overrides)
+    if options.draft:
+        recipe = replace(recipe, draft=replace(recipe.draft or Draft(), enabled=True))
+    recipe = preflight.locate(recipe)
+    gpus = visible_gpus()
+    ranks = rank_count(options.gpus, gpus)
+    gradient_accumulation_steps(recipe, ranks)
+    preflight.check_data(recipe)
+    folder = folder or run_folder.new(recipe, options.output_dir)
+    command = deepspeed_command(folder, ranks)
+
+    if options.dry_run:
+        print(json.dumps(to_dict(recipe), indent=2))
+        print(shlex.join(command))
+        return 0
+    if options.resume:
+        check_world(folder, ranks)
+        run_folder.forget_after(folder, run_folder.newest_checkpoint(folder))
+    run_folder.write_recipe(folder, recipe)
+    with folder.command.open("a", encoding="utf-8") as log:
+        log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n" + shlex.join(command) + "\n")
+    print(shlex.join(command), flush=True)
+    status = supervise(command, rank_environment(ranks, gpus))
+    if status and not options.resume:
+        remove_if_unused(folder)
+    return status
+
+
+def visible_gpus() -> int:
+    """Return how many GPUs this process may use; torch, seconds of imports, is asked only where a driver is."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def rank_count(asked: int | None, gpus: int) -> int:
+    """Return how many ranks to start on this machine.
+
+    Raises:
+        UserError: fewer than one, or more than there are GPUs.
+    """
+    if asked is None:
+        return gpus or 2
+    if asked < 1:
+        raise UserError(f"--gpus {asked}: at least 1.")
+    if gpus and asked > gpus:
+        raise UserError(f"--gpus {asked}: this machine has {gpus}.")
+    return asked
+
+
+def check_world(folder: RunFolder, ranks: int) -> None:
+    """Refuse to resume with another number of ranks: each rank's optimizer shard is a file of its own.
+
+    Raises:
+        UserError: names the number that the checkpoint was written by.
+    """
+    checkpoint = run_folder.newest_checkpoint(folder)
+    written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
+    if written_by != ranks:
+        raise UserError(
+            f"{checkpoint} was written by {written_by} ranks and this run has {ranks}; use --gpus {written_by}."
+        )
+
+
+def deepspeed_command(folder: RunFolder, ranks: int) -> list[str]:
+    """Return the DeepSpeed launcher's command for a run folder."""
+    # A port of our own: the launcher's default is often still held by a run that is dying.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = Path(sys.executable).with_name("deepspeed")
+    return [
+        *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
+        *("--quiet", "--no_local_rank", "--num_gpus", str(ranks), "--master_port", str(port)),
+        *("--module", RANK_MODULE, str(folder.path)),
+    ]
+
+
+def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
+    """Return the environment of the ranks."""
+    path = [str(pages.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    extra = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "TOKENIZERS_PARALLELISM": "false",
+        # torch warns about the names of collectives that DeepSpeed calls, once per rank.
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore::FutureWarning:torch.distributed.c10d_logger"),
+        **ops.environment(),
+    }
+    if not gpus:
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        extra |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    return os.environ | extra
+
+
+def supervise(command: list[str], environment: dict[str, str]) -> int:
+    """Run the command in a session of its own and return its exit status; nothing of it outlives this call.
+
+    SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second one ends them at once.
+    """
+    launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+    asked = 0
+
+    def forward(number: int, frame: Any) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            print("\nstopping: the ranks write a checkpoint first (again to end at once)", flush=True)
+            signal_ranks(launcher.pid, number)
+        else:
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        status = launcher.wait()
+    finally:
+        end_session(launcher.pid)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return status if status >= 0 else 128 - status
+
+
+def signal_ranks(launcher: int, number: int) -> None:
+    """Send a signal to the ranks, and to the launchers above them only when no rank runs yet."""
+    import psutil
+
+    tree = psutil.Process(launcher).children(recursive=True)
+    ranks = [process for process in tree if is_rank(process)]
+    for process in ranks or [psutil.Process(launcher), *tree]:
+        process.send_signal(number)
+
+
+def is_rank(process: Any) -> bool:
+    """Return whether a process is one of the run's ranks, and not a launcher that has their command in its own."""
+    command = process.cmdline()
+    return RANK_MODULE in command and "deepspeed.launcher.launch" not in command
+
+
+def end_session(session: int) -> None:
+    """Wait for what is left of a session, and end what does not end by itself."""
+    deadline = time.monotonic() + LAST_GRACE
+    while session_alive(session) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if session_alive(session):
+        os.killpg(session, signal.SIGKILL)
+
+
+def session_alive(session: int) -> bool:
+    """Return whether a process group still has members."""
+    try:
+        os.killpg(session, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def remove_if_unused(folder: RunFolder) -> None:
+    """Remove a new run folder in which no step was trained, so that a mistake leaves nothing behind."""
+    if not folder.metrics.exists() and not folder.checkpoints.exists():
+        shutil.rmtree(folder.path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

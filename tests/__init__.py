@@ -1,0 +1,1 @@
+"""The test suite: one file per module, parity against plain PyTorch, and the documentation."""

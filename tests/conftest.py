@@ -1,0 +1,82 @@
+"""What every test stands on: no network, CPU ranks over gloo, and a model small enough to compare exactly."""
+
+import os
+
+# Before anything imports DeepSpeed or Hugging Face libraries.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning:torch.distributed.c10d_logger",
+}
+os.environ.pop("WANDB_API_KEY", None)
+
+from recipes.training import ops
+
+os.environ |= ops.environment()
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def caches(tmp_path_factory):
+    """Keep the data sets' cache of a test run to itself."""
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture(scope="session")
+def ranks(caches):
+    """Start ranks as forks of a process that has imported the stack once."""
+    with Ranks() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    """Make a random Qwen3 whose wrong gradients show: large initial weights, so that its output is not uniform."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    from recipes.training.model import TINY_MODEL
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory) -> Path:
+    """Write eight conversations whose answers differ in length, so that a wrong weighting shows."""
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    rows = [conversation(f"Count to {n}, please.", " ".join(str(i) for i in range(n))) for n in range(1, 24, 3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def conversation(question: str, answer: str) -> dict:
+    """Return one conversation in the messages form."""
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -1,0 +1,1 @@
+"""Every technique trains the same model as plain PyTorch."""

@@ -1,0 +1,65 @@
+"""The reference: supervised fine-tuning in plain PyTorch, one process, whole batches, no library but transformers."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the reference and the run under test have in common, and the mistakes that a test must notice."""
+
+    steps: int = 6
+    learning_rate: float = 1e-2
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    mean_of_means: bool = False
+    """Mistake: every conversation weighs the same, however long its answer is."""
+    decay_everything: bool = False
+    """Mistake: norms are decayed like matrices."""
+    learn_prompts: bool = False
+    """Mistake: the user's words are in the loss."""
+
+
+def train(folder: Path, data: Path, settings: Settings) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Return per step the loss and the gradient norm before clipping, and the final weights."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain, exempt = [], []
+    for name, parameter in model.named_parameters():
+        (exempt if "norm" in name and not settings.decay_everything else plain).append(parameter)
+    groups = [
+        {"params": plain, "weight_decay": settings.weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
+    examples = [_example(json.loads(line)["messages"], tokenizer, settings) for line in data.read_text().splitlines()]
+    records = []
+    for _ in range(settings.steps):
+        sums = [_summed_loss(model, *example) for example in examples]
+        if settings.mean_of_means:
+            loss = torch.stack([total / count for total, count in sums]).mean()
+        else:
+            loss = torch.stack([total for total, _ in sums]).sum() / sum(count for _, count in sums)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        records.append({"loss": loss.item(), "grad_norm": norm.item()})
+    return records, model.state_dict()
+
+
+def _example(messages, tokenizer, settings):
+    chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    tokens = torch.tensor([chat["input_ids"]])
+    learned = torch.tensor([chat["assistant_masks"]]).bool()
+    return tokens, torch.ones_like(learned) if settings.learn_prompts else learned
+
+
+def _summed_loss(model, tokens, learned):
+    log_probabilities = model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
+    chosen = log_probabilities.gather(-1, tokens[:, 1:, None])[..., 0]
+    return -(chosen * learned[:, 1:]).sum(), learned[:, 1:].sum()

@@ -1,0 +1,69 @@
+"""ZeRO 0, 1, 2 and 3 on two ranks train exactly the model that plain PyTorch trains in one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from tests.parity import plain
+from tests.small import small
+
+SETTINGS = plain.Settings()
+RELATIVE = 1e-5
+"""fp32 sums in another order differ by this much; the mistakes below differ by a hundred times more."""
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder, conversations):
+    return plain.train(model_folder, conversations, SETTINGS)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, accumulation):
+    run = RunFolder(tmp_path / "run")
+    recipe = small(
+        model_folder,
+        conversations,
+        f"zero{stage}.json",
+        learning_rate=SETTINGS.learning_rate,
+        weight_decay=SETTINGS.weight_decay,
+        max_grad_norm=SETTINGS.clip,
+        max_steps=SETTINGS.steps,
+        global_batch_size=8,
+        micro_batch_size=8 // 2 // accumulation,
+        gradient_checkpointing=stage == 2,
+    )
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+
+    records, weights = reference
+    logged = read_jsonl(run.metrics)
+    assert [row["step"] for row in logged] == list(range(1, SETTINGS.steps + 1))
+    for ours, theirs in zip(logged, records, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=RELATIVE)
+    exported = load_file(run.export / "model.safetensors")
+    assert set(exported) == set(weights) - {"lm_head.weight"}
+    for name, weight in exported.items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5, msg=name)
+    engine = read_json(run.deepspeed)
+    assert engine["zero_optimization"]["stage"] == stage
+    assert engine["gradient_accumulation_steps"] == accumulation
+    assert engine["train_batch_size"] == 8
+
+
+def test_clipping_is_part_of_the_comparison(reference):
+    assert all(row["grad_norm"] > SETTINGS.clip for row in reference[0][:3])
+
+
+@pytest.mark.parametrize("mistake", ["mean_of_means", "learn_prompts", "decay_everything", "clip"])
+def test_a_wrong_reference_is_noticed(model_folder, conversations, reference, mistake):
+    wrong = replace(SETTINGS, **{mistake: 10.0 if mistake == "clip" else True})
+    records, weights = plain.train(model_folder, conversations, wrong)
+    loss_differs = abs(records[-1]["loss"] / reference[0][-1]["loss"] - 1) > 100 * RELATIVE
+    weights_differ = any((weights[name] - reference[1][name]).abs().max() > 1e-3 for name in weights)
+    assert loss_differs and weights_differ

@@ -1,0 +1,35 @@
+"""The recipe that tests run: seconds long, exact in fp32, changed by keyword."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from recipes.spec.pages import ROOT
+from recipes.spec.recipe import Data, Model, Recipe, Schedule, Wandb
+
+
+def small(model: Path, data: Path, deepspeed: str = "zero0.json", **changes: Any) -> Recipe:
+    """Return a recipe for `model` on `data` with everything that costs time or noise turned off."""
+    recipe = Recipe(
+        family="tiny",
+        size="3m",
+        variant="full",
+        method="sft",
+        model=Model(path=str(model)),
+        data=Data(path=str(data)),
+        deepspeed=str(ROOT / "configs" / deepspeed),
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_steps=6,
+        schedule=Schedule(kind="constant", warmup=0),
+        global_batch_size=8,
+        micro_batch_size=4,
+        sequence_length=128,
+        packing=False,
+        precision="fp32",
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_steps=0,
+        wandb=Wandb(mode="disabled"),
+    )
+    return replace(recipe, **changes)

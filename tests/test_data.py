@@ -1,0 +1,160 @@
+"""Data: what is in the loss, what is dropped, and that packed documents do not see each other."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from recipes.spec.errors import UserError
+from recipes.training import data
+from recipes.training.data import IGNORED, Collator
+from recipes.training.model import load_model
+from tests.conftest import conversation
+from tests.small import small
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder):
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder, conversations):
+    """Load the model as a run does: with a key/value cache, transformers would not look for packed documents."""
+    return load_model(small(model_folder, conversations)).eval()
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_only_the_assistants_tokens_are_in_the_loss(tmp_path, model_folder, tokenizer):
+    turns = [
+        {"role": "user", "content": "What is 2 plus 2?"},
+        {"role": "assistant", "content": "It is 4."},
+        {"role": "user", "content": "And 3 plus 3?"},
+        {"role": "assistant", "content": "It is 6."},
+    ]
+    path = write(tmp_path / "chat.jsonl", [{"messages": turns}])
+    rows, report = data.prepare(path, small(model_folder, path), tokenizer)
+    learned = [label for label in rows[0]["labels"] if label != IGNORED]
+    end = tokenizer.eos_token
+    assert tokenizer.decode(learned) == f"It is 4.{end}It is 6.{end}"
+    assert rows[0]["labels"][0] == IGNORED
+    assert (report.examples, report.tokens, report.loss_tokens) == (1, len(rows[0]["input_ids"]), len(learned))
+
+
+def test_raw_text_is_learned_whole_and_cut_where_it_is_too_long(tmp_path, model_folder, tokenizer):
+    texts = ["Short.", "A longer text about 12 pears and 34 apples. " * 8]
+    path = write(tmp_path / "text.jsonl", [{"text": text} for text in texts])
+    recipe = small(model_folder, path, method="pretrain", sequence_length=40)
+    rows, report = data.prepare(path, recipe, tokenizer)
+    assert all(row["labels"] == [IGNORED, *row["input_ids"][1:]] for row in rows)
+    assert all(len(row["input_ids"]) <= 40 for row in rows)
+    joined = [token for row in rows for token in row["input_ids"]]
+    expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    assert joined == expected
+    assert report.extra_pieces == len(rows) - 2 > 0
+    assert any("cut into" in line for line in report.lines("training", 40))
+
+
+def test_what_is_too_long_is_dropped_and_counted(tmp_path, model_folder, tokenizer):
+    rows = [conversation("Hi", "Hello"), conversation("Hi", "Hello " * 100), conversation("Hi", "Bye")]
+    path = write(tmp_path / "chat.jsonl", rows)
+    kept, report = data.prepare(path, small(model_folder, path, sequence_length=64), tokenizer)
+    assert (len(kept), report.examples, report.dropped) == (2, 3, 1)
+    assert "1 dropped, longer than sequence_length=64" in "\n".join(report.lines("training", 64))
+    with pytest.raises(UserError, match="all 3 examples are longer than sequence_length=8"):
+        data.prepare(path, small(model_folder, path, sequence_length=8), tokenizer)
+
+
+def test_packing_keeps_every_document_and_fills_the_rows(conversations, model_folder, tokenizer):
+    recipe = small(model_folder, conversations)
+    alone, before = data.prepare(str(conversations), recipe, tokenizer)
+    packed, after = data.prepare(str(conversations), replace(recipe, packing=True), tokenizer)
+    assert len(packed) < len(alone)
+    assert (before.tokens, before.loss_tokens) == (after.tokens, after.loss_tokens)
+    assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) <= 128 for row in packed)
+    documents = {tuple(row["input_ids"]) for row in alone}
+    found = set()
+    for row in packed:
+        start = 0
+        for length in row["seq_lengths"]:
+            found.add(tuple(row["input_ids"][start : start + length]))
+            start += length
+    assert found == documents
+
+
+def packed_batch(conversations, model_folder, tokenizer):
+    recipe = small(model_folder, conversations, packing=True)
+    rows, _ = data.prepare(str(conversations), recipe, tokenizer)
+    assert max(len(row["seq_lengths"]) for row in rows) > 1
+    batch = Collator(tokenizer.pad_token_id)(list(rows))
+    return rows, batch
+
+
+def differences(model, rows, batch):
+    """Return, document by document, how far its logits in the packed batch are from those it has alone."""
+    with torch.no_grad():
+        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        for index, row in enumerate(rows):
+            start = 0
+            for length in row["seq_lengths"]:
+                tokens = torch.tensor([row["input_ids"][start : start + length]])
+                yield (together[index, start : start + length] - model(input_ids=tokens).logits[0]).abs().max().item()
+                start += length
+
+
+def test_no_document_attends_to_another(model, conversations, model_folder, tokenizer):
+    rows, batch = packed_batch(conversations, model_folder, tokenizer)
+    assert max(differences(model, rows, batch)) < 1e-3
+    model.config.use_cache = True
+    assert max(differences(model, rows, batch)) > 1, (
+        "transformers packs with a cache too: load_model need not turn it off"
+    )
+    model.config.use_cache = False
+    # The same rows with positions that run on: then they do see each other, and the test sees that.
+    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    assert max(differences(model, rows, batch)) > 1
+
+
+def test_the_loss_of_packed_rows_is_the_loss_of_their_documents(model, conversations, model_folder, tokenizer):
+    _, batch = packed_batch(conversations, model_folder, tokenizer)
+    alone, report = data.prepare(str(conversations), small(model_folder, conversations), tokenizer)
+    batch.pop("tokens")
+    with torch.no_grad():
+        packed = model(**batch, num_items_in_batch=torch.ones(())).loss
+        summed = 0
+        for row in alone:
+            inputs = Collator(tokenizer.pad_token_id)([row])
+            inputs.pop("tokens")
+            summed += model(**inputs, num_items_in_batch=torch.ones(())).loss
+    assert packed.item() == pytest.approx(summed.item(), rel=1e-5)
+    assert (batch["labels"][:, 1:] != IGNORED).sum() == report.loss_tokens
+
+
+def test_padding_counts_on_and_has_no_label(tokenizer):
+    rows = [
+        {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7], "seq_lengths": [2, 1]},
+        {"input_ids": list(range(10, 21)), "labels": [IGNORED] * 11, "seq_lengths": [11]},
+    ]
+    batch = Collator(pad_token_id=1)(rows)
+    assert batch["input_ids"].shape == (2, 16) and batch["tokens"] == 14
+    assert batch["position_ids"][0].tolist() == [0, 1, *range(14)]
+    assert batch["position_ids"][1].tolist() == list(range(16))
+    assert batch["labels"][0].tolist() == [IGNORED, 6, 7] + [IGNORED] * 13
+    assert batch["input_ids"][0, 3:].eq(1).all()
+
+
+def test_a_tokenizer_without_a_marking_template_is_refused(tmp_path, model_folder, conversations):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    recipe = small(model_folder, conversations)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(UserError, match="generation"):
+        data.prepare(str(conversations), recipe, tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        data.prepare(str(conversations), recipe, tokenizer)

@@ -1,0 +1,227 @@
+"""The launcher as a user meets it: real processes, real signals, real mistakes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recipes.spec.pages import ROOT
+from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_jsonl, step_of
+
+LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
+
+
+@pytest.fixture
+def small_run(model_folder, conversations, tmp_path):
+    """Return the launch command of a short fp32 run, and its folder."""
+    run = RunFolder(tmp_path / "run")
+    overrides = [
+        f"model.path={model_folder}",
+        f"data.path={conversations}",
+        "data.validation=none",
+        "data.metric=loss",
+        "packing=false",
+        "global_batch_size=2",
+        "micro_batch_size=1",
+        "sequence_length=128",
+        "max_steps=400",
+        "save_steps=5",
+        "logging_steps=1",
+        "wandb.mode=disabled",
+    ]
+    return [*LAUNCH, "tiny", "full", "--output-dir", str(run.path)], overrides, run
+
+
+def launch(*arguments, **options):
+    """Run launch.py to its end."""
+    return subprocess.run([*LAUNCH, *map(str, arguments)], capture_output=True, text=True, timeout=240, **options)
+
+
+def start(command):
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(process, run, step):
+    deadline = time.monotonic() + 180
+    while not any(row["step"] >= step for row in read_jsonl(run.metrics)):
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.05)
+
+
+def processes_of(run):
+    """Return every live process that has the run's folder in its command line."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        named = any(str(run.path) in part for part in process.info["cmdline"] or ())
+        if named and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def ranks_of(run):
+    """Return the rank processes: those that run the module themselves, and not as a launcher's argument."""
+    return [process for process in processes_of(run) if process.cmdline()[2:4] == ["-m", "recipes.training.run"]]
+
+
+def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_checkpoint(small_run):
+    command, overrides, run = small_run
+    process = start([*command, *overrides])
+    wait_for_step(process, run, 6)
+    ranks = ranks_of(run)
+    assert len(ranks) == 2
+    # Not the rank that logs, and at no particular point of its step.
+    victim = next(rank for rank in ranks if rank.environ()["RANK"] == "1")
+    victim.send_signal(signal.SIGKILL)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode not in (0, 2), output
+    assert not processes_of(run)
+    assert run.metrics.exists() and not run.summary.exists()
+
+    process = start([*command, "--resume"])
+    wait_for_step(process, run, step_of(newest_checkpoint(run)) + 2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0, output
+    assert not processes_of(run)
+    stopped = read_json(run.summary)
+    checkpoint = newest_checkpoint(run)
+    assert stopped == {"stopped": True, "steps": step_of(checkpoint)}
+    assert read_json(checkpoint / COMPLETE) == {"step": stopped["steps"], "world_size": 2}
+    steps = [row["step"] for row in read_jsonl(run.metrics)]
+    assert steps == list(range(1, stopped["steps"] + 1))
+
+    # With another number of ranks the shards do not fit, and nothing is touched.
+    before = sorted(path.name for path in run.path.rglob("*"))
+    other = launch("tiny", "full", "--output-dir", run.path, "--resume", "--gpus", 1)
+    assert other.returncode == 2 and "--gpus 2" in other.stderr
+    assert sorted(path.name for path in run.path.rglob("*")) == before
+
+
+def test_list_is_quick_and_imports_no_torch():
+    code = (
+        "import sys, time; sys.argv = ['launch.py', '--list', '--json']; start = time.perf_counter()\n"
+        f"import runpy; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+        "try: runpy.run_module('launch', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules), 'heavy imports'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    entries = {entry["recipe"]: entry for entry in json.loads(done.stdout)}
+    assert set(entries["tiny"]["variants"]) == {"full", "lora", "dpo_lora", "pretrain"}
+    assert "full" in launch("--list").stdout
+
+
+def test_dry_run_writes_nothing(tmp_path):
+    done = launch("tiny", "lora", "--dry-run", "--output-dir", tmp_path / "run", "lora.rank=8", "learning_rate=2e-3")
+    assert done.returncode == 0, done.stderr
+    text, _, command = done.stdout.rpartition("}\n")
+    recipe = json.loads(text + "}")
+    assert (recipe["lora"]["rank"], recipe["learning_rate"]) == (8, 2e-3)
+    assert re.search(r"deepspeed .*--num_gpus 2 .*--module recipes.training.run", command)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_launches_choose_different_ports():
+    ports = {re.search(r"--master_port (\d+)", launch("tiny", "full", "--dry-run").stdout)[1] for _ in range(2)}
+    assert len(ports) == 2 and "29500" not in ports
+
+
+MISTAKES = {
+    "recipe": (["tyni", "full"], "tiny"),
+    "size": (["tiny-7b", "full"], "3m"),
+    "variant": (["tiny", "ful"], "full"),
+    "nothing": ([], "--list"),
+    "key": (["tiny", "full", "learning_rat=1"], "learning_rate"),
+    "foreign key": (["tiny", "full", "per_device_train_batch_size=4"], "micro_batch_size"),
+    "not an override": (["tiny", "full", "fast"], "key=value"),
+    "type": (["tiny", "full", "epochs=many"], "epochs=many"),
+    "choice": (["tiny", "full", "precision=fp8"], "bf16"),
+    "negative": (["tiny", "full", "learning_rate=-1"], "above 0"),
+    "batch": (["tiny", "full", "micro_batch_size=3", "global_batch_size=8"], "multiple"),
+    "world": (["tiny", "full", "--gpus", "3"], "multiple"),
+    "no ranks": (["tiny", "full", "--gpus", "0"], "--gpus"),
+    "layout": (["tiny", "full", "layout.tensor=2"], "layout.tensor"),
+    "config": (["tiny", "full", "deepspeed=zero9.json"], "zero3.json"),
+    "data": (["tiny", "full", "data.path=missing.jsonl"], "missing.jsonl"),
+    "model": (["tiny", "full", "model.path=./missing"], "./missing"),
+    "nothing to resume": (["tiny", "full", "--resume", "--output-dir", "nowhere"], "nothing to resume"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_get_a_line_and_leave_nothing(mistake, tmp_path):
+    arguments, hint = MISTAKES[mistake]
+    done = launch(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert hint in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 3
+    assert not list(tmp_path.iterdir())
+
+
+LINE = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+BAD_DATA = {
+    "empty": (b"", "empty"),
+    "not utf-8": (LINE.encode() + b'{"messages": "\xff"}\n', ":2: not UTF-8"),
+    "not json": (LINE.encode() * 2 + b'{"messages": [\n', ":3: not JSON"),
+    "not an object": (b"[1]\n", ":1: a list"),
+    "deep": (b"[" * 100_000 + b"\n", ":1: not JSON"),
+    "no field": (LINE.encode() + b'{"text": "a"}\n', "'messages'"),
+    "no content": (b'{"messages": [{"role": "user"}]}\n', "'content'"),
+    "no assistant": (LINE.encode() + b'{"messages": [{"role": "user", "content": "a"}]}\n', ":2: no assistant turn"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD_DATA)
+def test_bad_data_is_refused_before_anything_starts(mistake, tmp_path):
+    content, hint = BAD_DATA[mistake]
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    done = launch("tiny", "full", "data.path=bad.jsonl", "--output-dir", "run", cwd=tmp_path)
+    assert done.returncode == 2 and "bad.jsonl" in done.stderr and hint in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_recipes_folder_is_left_alone(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    held = json.loads(launch("tiny", "lora", "--dry-run").stdout.rpartition("}\n")[0] + "}")
+    (folder / "recipe.json").write_text(json.dumps(held))
+    for extra, hint in (([], "tiny-3m-lora"), (["--resume"], "tiny-3m-lora")):
+        done = launch("tiny", "full", "--output-dir", folder, *extra)
+        assert done.returncode == 2 and hint in done.stderr
+    same = launch("tiny", "lora", "--output-dir", folder)
+    assert same.returncode == 2 and "--resume" in same.stderr
+    (folder / "recipe.json").rename(folder / "notes.txt")
+    foreign = launch("tiny", "lora", "--output-dir", folder)
+    assert foreign.returncode == 2 and "not a run folder" in foreign.stderr
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_mistake_found_by_the_ranks_leaves_nothing_either(small_run, tmp_path):
+    command, overrides, run = small_run
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        source = Path(overrides[0].partition("=")[2]) / name
+        (pickled / name).write_bytes(source.read_bytes())
+    (pickled / "pytorch_model.bin").write_bytes(b"a stranger's pickle")
+    done = subprocess.run([*command, *overrides, f"model.path={pickled}"], capture_output=True, text=True)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "safetensors" in done.stderr and done.stderr.count("cannot load the model") == 1
+    assert not run.path.exists()
+
+
+def test_credentials_never_reach_the_run_folder_or_the_screen(tmp_path):
+    token = "hf_" + "a1B2" * 8
+    key = "0123456789" * 4
+    environment = os.environ | {"HF_TOKEN": token, "WANDB_API_KEY": key}
+    done = launch("tiny", "full", f"wandb.projct={key}", "x" + token, env=environment, cwd=tmp_path)
+    assert done.returncode == 2
+    assert token not in done.stdout + done.stderr and key not in done.stdout + done.stderr

@@ -1,0 +1,100 @@
+"""A run that was killed goes on as if it had not been."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from recipes.spec.recipe import Lora, Schedule
+from recipes.spec.run_folder import (
+    COMPLETE,
+    RunFolder,
+    append_jsonl,
+    forget_after,
+    newest_checkpoint,
+    read_jsonl,
+    step_of,
+    write_json,
+    write_recipe,
+)
+from recipes.training import run as training_run
+from tests.ranks import read_logs
+from tests.small import small
+
+STEPS = 16
+LORA = Lora(rank=4, alpha=8, dropout=0.1)
+"""With dropout, so that a lost random state would show."""
+
+CASES = {
+    "zero0": ("zero0.json", None),
+    "zero1": ("zero1.json", None),
+    "zero2": ("zero2.json", None),
+    "zero3": ("zero3.json", None),
+    "lora": ("zero2.json", LORA),
+    "lora_zero3": ("zero3.json", LORA),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_run_logs_what_the_uninterrupted_one_logs(ranks, tmp_path, model_folder, conversations, case):
+    config, lora = CASES[case]
+    recipe = small(model_folder, conversations, config, lora=lora, max_steps=STEPS, save_steps=5)
+    # Two epochs and a half, in batches that differ: a wrong data order would show.
+    recipe = replace(recipe, global_batch_size=2, micro_batch_size=1, schedule=Schedule("cosine", 0.1))
+    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
+    write_recipe(whole, recipe)
+    write_recipe(killed, recipe)
+    ranks.check(training_run.main, str(whole.path), log=tmp_path / "whole.log")
+
+    kill_one_rank_after(ranks, killed, 7, tmp_path / "killed.log")
+    checkpoint = newest_checkpoint(killed)
+    assert step_of(checkpoint) >= 5
+    forget_after(killed, checkpoint)
+    ranks.check(training_run.main, str(killed.path), log=tmp_path / "resumed.log")
+
+    reference, resumed = read_jsonl(whole.metrics), read_jsonl(killed.metrics)
+    assert [row["step"] for row in resumed] == list(range(1, STEPS + 1))
+    for expected, got in zip(reference, resumed, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert got[key] == pytest.approx(expected[key], rel=1e-5), (case, got["step"], key)
+        assert got["tokens"] == expected["tokens"]
+    if lora:
+        losses = [row["loss"] for row in reference]
+        assert len(set(losses)) == STEPS
+
+
+def kill_one_rank_after(ranks, run, step, log):
+    """Start a run and SIGKILL rank 1 once `step` has been logged; rank 0 must not go on alone."""
+    processes = ranks.start(training_run.main, str(run.path), log=log)
+    deadline = time.monotonic() + 120
+    while not any(row["step"] >= step for row in read_jsonl(run.metrics)):
+        assert time.monotonic() < deadline and processes[1].is_alive(), "\n".join(read_logs(log))
+        time.sleep(0.02)
+    os.kill(processes[1].pid, signal.SIGKILL)
+    processes[0].join(20)
+    if processes[0].is_alive():  # stuck in a collective; the launcher would end it
+        os.kill(processes[0].pid, signal.SIGKILL)
+    for process in processes:
+        process.join()
+    assert not run.summary.exists()
+
+
+def test_half_a_checkpoint_is_never_chosen(tmp_path):
+    run = RunFolder(tmp_path)
+    for step, whole in ((5, True), (10, True), (15, False)):
+        folder = run.checkpoints / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"weights")
+        if whole:
+            write_json(folder / COMPLETE, {"step": step, "world_size": 2})
+    for step in range(1, 14):
+        append_jsonl(run.metrics, {"step": step})
+    with run.metrics.open("a") as log:
+        log.write('{"step": 14, "lo')
+    chosen = newest_checkpoint(run)
+    assert step_of(chosen) == 10
+    forget_after(run, chosen)
+    assert not (run.checkpoints / "checkpoint-15").exists()
+    assert [row["step"] for row in read_jsonl(run.metrics)] == list(range(1, 11))

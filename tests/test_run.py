@@ -1,0 +1,162 @@
+"""Every method, end to end on two ranks: what a run folder holds, and that what it exports is what was trained."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.spec import pages
+from recipes.spec.recipe import Draft, Lora, Wandb, from_dict, to_dict
+from recipes.spec.run_folder import COMPLETE, RunFolder, read_json, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from recipes.training.preflight import checkpoint_bytes, locate
+from scripts import export as export_script
+from scripts import generate as generate_script
+from tests.ranks import read_logs
+
+LINES = 60
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """Cut the shipped data sets to what a test needs."""
+    folder = tmp_path_factory.mktemp("samples")
+
+    def cut(path):
+        lines = (pages.ROOT / path).read_text(encoding="utf-8").splitlines(keepends=True)
+        short = folder / path.replace("/", "_")
+        short.write_text("".join(lines[:LINES]), encoding="utf-8")
+        return str(short)
+
+    return cut
+
+
+def train(ranks, tmp_path, samples, variant, **changes):
+    """Run a variant of `tiny` for four steps and return its folder and what rank 0 printed."""
+    recipe = pages.find("tiny", variant)
+    data = replace(recipe.data, path=samples(recipe.data.path), validation=samples(recipe.data.validation))
+    data = replace(data, max_new_tokens=4)
+    settings = {"max_steps": 4, "global_batch_size": 4, "micro_batch_size": 2, "save_steps": 2, "eval_steps": 2}
+    settings |= {"logging_steps": 1, "wandb": Wandb(mode="disabled")}
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, locate(replace(recipe, data=data, **(settings | changes))))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    return run, read_logs(tmp_path / "log")[0]
+
+
+def parameters(screen):
+    """Return (all, trained) as the run printed them."""
+    found = re.search(r"model: ([\d,]+) parameters, ([\d,]+) of them trained", screen)
+    return tuple(int(number.replace(",", "")) for number in found.groups())
+
+
+def logits(folder, text="Ada Brandt paid 51 euros."):
+    """Return what plain transformers computes with the model in `folder`."""
+    tokens = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        return model(**tokens).logits
+
+
+def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, samples):
+    run, screen = train(ranks, tmp_path, samples, "full", wandb=Wandb(mode="online", project="checks"))
+
+    engine = json.loads(run.deepspeed.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert "auto" not in run.deepspeed.read_text()
+    assert engine["zero_optimization"]["stage"] == 3 and engine["train_batch_size"] == 4
+    environment = read_json(run.environment)
+    assert environment["world_size"] == 2 and environment["backend"] == "gloo"
+    assert environment["packages"]["deepspeed"] and environment["git_commit"]
+    records = read_jsonl(run.metrics)
+    assert [row["step"] for row in records] == [1, 2, 3, 4]
+    for row in records:
+        assert row.keys() >= {"loss", "learning_rate", "grad_norm", "tokens_per_second", "tokens", "seconds"}
+        assert row.keys() >= {"data_wait_seconds", "host_peak_gib"}
+        assert row["tokens_per_second"] > 0 and 0 <= row["data_wait_seconds"] <= row["seconds"]
+    assert [row["step"] for row in read_jsonl(run.evaluations)] == [0, 2, 4]
+    assert {path.name for path in run.checkpoints.iterdir()} == {"checkpoint-2", "checkpoint-4"}
+    assert read_json(run.checkpoints / "checkpoint-4" / COMPLETE)["world_size"] == 2
+    summary = read_json(run.summary)
+    assert summary["metric"] == "exact_match" and summary["logit_difference"] <= 1e-4
+    assert run.report.stat().st_size > 10_000
+
+    # Online without a key is offline, with a run that can be synced later; rank 1 has none.
+    offline = list((run.path / "wandb").glob("offline-run-*"))
+    assert len(offline) == 1
+    last = screen.strip().splitlines()
+    assert last[-1].startswith(f"exact match on {LINES} held-out examples: ")
+    assert f"wandb sync {offline[0]}" in screen
+    assert any(line.startswith("talk to it") for line in last) and any(line.startswith("export it") for line in last)
+    # The Trainer's copy in the last checkpoint is the same model.
+    torch.testing.assert_close(logits(run.export), logits(run.checkpoints / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("config", ["zero2.json", "zero3.json"])
+def test_lora_gives_an_adapter_and_on_request_the_merged_model(ranks, tmp_path, samples, config, capsys):
+    config = str(pages.ROOT / "configs" / config)
+    run, screen = train(
+        ranks, tmp_path, samples, "lora", deepspeed=config, learning_rate=1e-1, lora=Lora(rank=4, alpha=8)
+    )
+    whole, trained = parameters(screen)
+    assert 0 < trained < whole / 10
+    assert (run.export / "adapter_model.safetensors").exists() and not (run.export / "model.safetensors").exists()
+    merged, adapter = tmp_path / "merged", tmp_path / "adapter"
+    assert export_script.main([str(run.path), "--output", str(merged), "--merge"]) == 0
+    assert export_script.main([str(run.path), "--output", str(adapter)]) == 0
+    assert (adapter / "adapter_config.json").exists() and not (merged / "adapter_config.json").exists()
+    torch.testing.assert_close(logits(merged), logits(adapter), rtol=1e-4, atol=1e-4)
+    base = read_json(run.recipe)["model"]["path"]
+    assert (logits(merged) - logits(base)).abs().max() > 1e-2
+    capsys.readouterr()
+    assert generate_script.main([str(merged), "Ada paid 51 euros.", "--max-new-tokens", "8"]) == 0
+    assert generate_script.main([str(adapter), "Ada paid 51 euros.", "--max-new-tokens", "8"]) == 0
+    assert generate_script.main([base, "Ada paid 51 euros.", "--adapter", str(adapter), "--max-new-tokens", "8"]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == second == third
+    assert export_script.main([str(run.path), "--output", str(merged)]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_dpo_raises_the_share_of_pairs_ranked_rightly(ranks, tmp_path, samples):
+    run, screen = train(ranks, tmp_path, samples, "dpo_lora", max_steps=20, eval_steps=None, global_batch_size=8)
+    summary = read_json(run.summary)
+    assert summary["metric"] == "preference_accuracy" and summary["after"] > summary["before"]
+    assert "rewards/accuracies" in read_jsonl(run.metrics)[-1]
+    assert screen.strip().splitlines()[-1].startswith(f"preference accuracy on {LINES} held-out examples: ")
+
+
+def test_continued_pretraining_lowers_the_held_out_loss(ranks, tmp_path, samples):
+    run, screen = train(ranks, tmp_path, samples, "pretrain", max_steps=6, learning_rate=1e-3)
+    first, *_, last = read_jsonl(run.evaluations)
+    assert last["loss"] < first["loss"]
+    assert "100% of them" not in screen  # the first token of a document has no label
+
+
+def test_a_draft_trains_a_shrunken_model_of_the_same_class(ranks, tmp_path, samples):
+    draft = Draft(enabled=True, layers=3, hidden_size=32)
+    run, _ = train(ranks, tmp_path, samples, "lora", draft=draft)
+    config = read_json(run.draft_model / "config.json")
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (3, 32)
+    assert config["architectures"] == read_json(pages.ROOT / "recipes/samples/tiny_model/config.json")["architectures"]
+    assert read_json(run.export / "adapter_config.json")["base_model_name_or_path"] == str(run.draft_model)
+
+
+def test_the_room_for_a_checkpoint_is_estimated_from_above_but_not_wildly(ranks, tmp_path, samples):
+    for variant, config in (("full", "zero3.json"), ("full", "zero1.json"), ("lora", "zero2.json")):
+        folder = tmp_path / f"{variant}-{config}"
+        folder.mkdir()
+        path = str(pages.ROOT / "configs" / config)
+        run, screen = train(ranks, folder, samples, variant, deepspeed=path, max_steps=2)
+        total, trained = parameters(screen)
+        written = sum(file.stat().st_size for file in (run.checkpoints / "checkpoint-2").rglob("*") if file.is_file())
+        assert written <= checkpoint_bytes(total, trained, 4) <= 1.5 * written + 4 * 2**20, (variant, config)
+
+
+def test_a_recipe_survives_its_file():
+    for entry in pages.listing():
+        for variant in entry["variants"]:
+            recipe = pages.find(f"{entry['recipe']}-{entry['sizes'][0]}", variant)
+            assert from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe

@@ -1,0 +1,122 @@
+"""Recipes, overrides and layouts: what a command line makes of a page."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.spec import overrides, pages
+from recipes.spec.errors import UserError, redact
+from recipes.spec.layout import gradient_accumulation_steps
+from recipes.spec.overrides import FOREIGN_NAMES, override_keys
+from recipes.spec.recipe import from_dict, to_dict
+
+RELIED_ON = {
+    "": "deepspeed learning_rate max_steps epochs global_batch_size micro_batch_size sequence_length precision "
+    "gradient_checkpointing packing seed save_steps logging_steps",
+    "model.": "path",
+    "data.": "path",
+    "lora.": "rank alpha dropout",
+    "layout.": "tensor pipeline sequence expert",
+    "wandb.": "mode project",
+    "draft.": "layers hidden_size",
+}
+
+
+@pytest.fixture
+def full():
+    return pages.find("tiny", "full")
+
+
+def test_the_keys_that_others_rely_on_exist():
+    wanted = {section + name for section, names in RELIED_ON.items() for name in names.split()}
+    assert wanted <= set(override_keys())
+
+
+def test_foreign_names_lead_to_keys_that_exist(full):
+    assert set(FOREIGN_NAMES.values()) <= set(override_keys())
+    for foreign, ours in FOREIGN_NAMES.items():
+        with pytest.raises(UserError, match=ours.replace(".", r"\.")):
+            overrides.apply(full, [f"{foreign}=1"])
+
+
+def test_values_get_the_types_of_their_fields(full):
+    changed = overrides.apply(
+        full, ["learning_rate=5e-5", "max_steps=7", "packing=no", "lora.rank=32", "precision=bf16", "max_steps=8"]
+    )
+    assert (changed.learning_rate, changed.max_steps, changed.packing) == (5e-5, 8, False)
+    assert changed.lora.rank == 32 and changed.precision == "bf16"
+    assert overrides.apply(changed, ["max_steps=none"]).max_steps is None
+    assert overrides.apply(full, []) == full
+
+
+def test_the_order_of_overrides_never_breaks_a_valid_set(full):
+    for pair in (["micro_batch_size=3", "global_batch_size=6"], ["global_batch_size=6", "micro_batch_size=3"]):
+        assert overrides.apply(full, pair).global_batch_size == 6
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_nothing_but_a_user_error_comes_of_any_text(key, value):
+    recipe = pages.find("tiny", "full")
+    for name in [key, *list(override_keys())[:40:3]]:
+        try:
+            changed = overrides.apply(recipe, [f"{name}={value}"])
+        except UserError as error:
+            assert str(error).count("\n") <= 2
+        else:
+            assert from_dict(to_dict(changed)) == changed
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_a_number_is_finite_or_refused(number):
+    recipe = pages.find("tiny", "full")
+    if math.isfinite(number) and number > 0:
+        assert overrides.apply(recipe, [f"learning_rate={number!r}"]).learning_rate == number
+    else:
+        with pytest.raises(UserError):
+            overrides.apply(recipe, [f"learning_rate={number!r}"])
+
+
+def test_a_misspelt_key_names_the_nearest(full):
+    for wrong, right in (
+        ("learning_rat", "learning_rate"),
+        ("lora.rnak", "lora.rank"),
+        ("seq_length", "sequence_length"),
+    ):
+        with pytest.raises(UserError, match=f"Did you mean '{right}'"):
+            overrides.apply(full, [f"{wrong}=1"])
+
+
+@pytest.mark.parametrize(("world", "micro", "expected"), [(2, 8, 1), (1, 8, 2), (2, 4, 2), (4, 2, 2)])
+def test_accumulation_makes_up_the_global_batch(full, world, micro, expected):
+    recipe = replace(full, global_batch_size=16, micro_batch_size=micro)
+    assert gradient_accumulation_steps(recipe, world) == expected
+
+
+def test_a_global_batch_that_cannot_be_made_up_names_those_that_can(full):
+    with pytest.raises(UserError, match="12, 18"):
+        gradient_accumulation_steps(replace(full, global_batch_size=16, micro_batch_size=2), 3)
+    with pytest.raises(UserError, match="8, 16"):
+        gradient_accumulation_steps(replace(full, global_batch_size=4, micro_batch_size=4), 2)
+
+
+def test_an_unknown_field_in_a_file_is_a_mistake_and_not_a_crash(full):
+    with pytest.raises(UserError, match="'speed'"):
+        from_dict(to_dict(full) | {"speed": 1})
+    with pytest.raises(UserError, match="missing"):
+        from_dict({"family": "tiny"})
+
+
+def test_secrets_are_taken_out_of_texts():
+    token = "hf_" + "Ab1" * 11
+    text = f"--token {token} url https://me:pass1234@host/x key {'0a' * 20} hunter2hunter2 step 5"
+    shown = redact(text, {"MY_PASSWORD": "hunter2hunter2", "HOME": "/root/somewhere"})
+    assert shown == "--token *** url https://***@host/x key *** *** step 5"
+
+
+def test_every_override_key_is_documented_where_it_is_defined():
+    source = (pages.ROOT / "recipes" / "spec" / "recipe.py").read_text(encoding="utf-8")
+    for key in override_keys():
+        assert f"    {key.rpartition('.')[2]}: " in source, key
