@@ -1,5 +1,4 @@
-"""
-Lint DeepSpeed JSON: what stops a run, what is silently ignored or done differently, and the fix for each.
+"""Lint DeepSpeed JSON: what stops a run, what is silently ignored or done differently, and the fix for each.
 
 python scripts/check_config.py configs/zero3.json my_config.json --world-size 8 --gpu-memory 80
 Exit status 0: loads and is sane (warnings may be shown); 1: errors; 2: a file cannot be read.
@@ -27,9 +26,7 @@ def main() -> int:
     try:
         facts = known(arguments)
     except (OSError, ValueError) as error:
-        print(
-            f"--model {arguments.model}: cannot be read as a model's config.json ({error})", file=sys.stderr
-        )
+        print(f"--model {arguments.model}: cannot be read as a model's config.json ({error})", file=sys.stderr)
         return 2
     reports = [check(file, facts, arguments) for file in arguments.files]
     if arguments.json:
@@ -39,14 +36,10 @@ def main() -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("files", nargs="+", metavar="FILE")
     result.add_argument("--json", action="store_true", help="print findings as JSON")
-    result.add_argument(
-        "--fix", action="store_true", help="apply the safe fixes to the file and show the diff"
-    )
+    result.add_argument("--fix", action="store_true", help="apply the safe fixes to the file and show the diff")
     result.add_argument("--trainer", choices=("hf", "plain"), default="hf", help="who reads the config (hf)")
     result.add_argument("--world-size", type=positive(int), help="number of ranks")
     result.add_argument("--gpu-memory", type=positive(float), metavar="GIB", help="memory of one GPU")
@@ -126,8 +119,7 @@ def ask(document: Document, facts: Facts) -> str | None:
 
 
 def repair(file: str, document: Document, facts: Facts, arguments: argparse.Namespace) -> Document:
-    """
-    Apply the safe fixes to the file, show the diff, and return what the file is now.
+    """Apply the safe fixes to the file, show the diff, and return what the file is now.
 
     A file with a key given twice stays as it is: which of the two is meant, its author has to say.
     """
@@ -140,9 +132,7 @@ def repair(file: str, document: Document, facts: Facts, arguments: argparse.Name
     after = json.dumps(fixed, indent=2, ensure_ascii=False) + "\n"
     path.write_text(after, encoding="utf-8")
     if not arguments.json:
-        lines = difflib.unified_diff(
-            before.splitlines(), after.splitlines(), file, f"{file} (fixed)", lineterm=""
-        )
+        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), file, f"{file} (fixed)", lineterm="")
         print("\n".join(lines))
     return read(file)
 

@@ -1,5 +1,4 @@
-"""
-Is this machine ready? Versions, GPU, compilers, DeepSpeed's ops, memory limits, disks, other hosts.
+"""Is this machine ready? Versions, GPU, compilers, DeepSpeed's ops, memory limits, disks, other hosts.
 
 python scripts/doctor.py                      (about 5 s; --build compiles DeepSpeed's ops once, for minutes)
 python scripts/doctor.py --nvme /local_nvme --hostfile hosts --checkpoint-gib 120
@@ -21,9 +20,7 @@ from recipes.machine.check import Check  # noqa: E402
 
 def main() -> int:
     """Run the checks and print them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.add_argument("--build", action="store_true", help="build DeepSpeed's ops, one process at a time")
     parser.add_argument("--output-dir", type=Path, default=Path("runs"), help="where checkpoints would go")

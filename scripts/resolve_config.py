@@ -1,5 +1,4 @@
-"""
-Turn a template into a JSON that plain deepspeed.initialize loads: every "auto" becomes a number.
+"""Turn a template into a JSON that plain deepspeed.initialize loads: every "auto" becomes a number.
 
 python scripts/resolve_config.py zero3.json --model path/to/config.json --world-size 8 micro_batch_size=2
 Costs no GPU and imports neither torch nor DeepSpeed.
@@ -46,9 +45,7 @@ class Mistake(Exception):
 
 def main() -> int:
     """Print the resolved config. Exit status 0; 1: does not fit the numbers; 2: cannot be read."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("template", help="a file in configs/, or a path")
     parser.add_argument("--model", help="RECIPE-SIZE, a config.json, or its folder")
     parser.add_argument("--world-size", type=int, default=1, help="number of ranks (default 1)")
@@ -130,8 +127,7 @@ def accumulate(numbers: Numbers, wanted: int) -> Numbers:
     step = numbers.micro_batch_size * max(1, copies)
     if wanted % step:
         raise Mistake(
-            f"{GLOBAL}={wanted}: write a multiple of {step}, "
-            f"micro batch {numbers.micro_batch_size} x {copies} replicas"
+            f"{GLOBAL}={wanted}: write a multiple of {step}, micro batch {numbers.micro_batch_size} x {copies} replicas"
         )
     return dataclasses.replace(numbers, gradient_accumulation_steps=wanted // step)
 

@@ -22,9 +22,7 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
     path = f"{BIN}{os.pathsep}{kept.get('PATH', '')}"  # ninja, which builds DeepSpeed's ops, stands there
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     return {**kept, **quiet, "PATH": path, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
@@ -69,9 +67,7 @@ def used(mode: str, *names: str) -> dict[str, dict]:
         output = Path(folder) / "seen.json"
         templates = [str(ROOT / "configs" / f"{name}.json") for name in names]
         if mode == "accelerate":
-            (Path(folder) / "configs").symlink_to(
-                ROOT / "configs"
-            )  # the YAML's path starts where one launches
+            (Path(folder) / "configs").symlink_to(ROOT / "configs")  # the YAML's path starts where one launches
             command = accelerate_launch("zero3.yaml", "use_config.py", mode, str(output), *templates)
         else:
             command = deepspeed_launch("use_config.py", mode, str(output), *templates)

@@ -38,9 +38,7 @@ def test_every_template_has_its_row_and_says_what_was_seen():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_value_has_its_reason(path: Path):
     for key in keys(json.loads(path.read_text())):
-        assert f"`{key}`" in README or (
-            key.startswith("optimizer.params.") and "`optimizer.params.*`" in README
-        ), key
+        assert f"`{key}`" in README or (key.startswith("optimizer.params.") and "`optimizer.params.*`" in README), key
 
 
 def test_the_diff_on_the_page_is_the_real_one():

@@ -153,9 +153,7 @@ def test_rejected_answers_are_wrong_and_of_every_kind():
         _, chosen = question_and_answer(row)
         [message] = row["rejected"]
         assert message["role"] == "assistant" and message["content"].strip() != chosen
-        made_by = {
-            mistake for mistake in make_data.MISTAKES if mistake(json.loads(chosen)) == message["content"]
-        }
+        made_by = {mistake for mistake in make_data.MISTAKES if mistake(json.loads(chosen)) == message["content"]}
         assert made_by
         kinds |= made_by
     assert kinds == set(make_data.MISTAKES)
@@ -186,9 +184,7 @@ def test_model_is_small_and_loads_in_plain_transformers(model):
     assert model.dtype == torch.float32
     assert 2_500_000 <= model.num_parameters() <= 3_900_000
     config = model.config
-    assert (
-        config.num_attention_heads % 4 == config.num_key_value_heads % 2 == config.num_hidden_layers % 2 == 0
-    )
+    assert config.num_attention_heads % 4 == config.num_key_value_heads % 2 == config.num_hidden_layers % 2 == 0
     assert config.max_position_embeddings == 1024
     assert config.tie_word_embeddings
 

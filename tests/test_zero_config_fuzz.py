@@ -122,9 +122,7 @@ def configs(draw) -> dict:
     }
     left_out = draw(st.sampled_from((None, *batch, "train_batch_size")))
     config = {name: value for name, value in batch.items() if name != left_out}
-    names = draw(
-        st.lists(st.sampled_from([n for n in ROOT["keys"] if n not in batch]), max_size=6, unique=True)
-    )
+    names = draw(st.lists(st.sampled_from([n for n in ROOT["keys"] if n not in batch]), max_size=6, unique=True))
     if draw(st.booleans()) and "zero_optimization" not in names:
         names.append("zero_optimization")
     for name in names:
@@ -162,13 +160,9 @@ def mutated(draw, base: st.SearchStrategy) -> dict:
         node, name = parent(config, path), path[-1]
         match draw(st.sampled_from(("rename", "move", "retype", "drop", "alias", "removed"))):
             case "rename":
-                node[draw(st.sampled_from((name[:-1] + "x", name + "s", name.upper(), "_comment")))] = (
-                    node.pop(name)
-                )
+                node[draw(st.sampled_from((name[:-1] + "x", name + "s", name.upper(), "_comment")))] = node.pop(name)
             case "move":
-                target = draw(
-                    st.sampled_from([(), *(p for p in found if isinstance(parent(config, p)[p[-1]], dict))])
-                )
+                target = draw(st.sampled_from([(), *(p for p in found if isinstance(parent(config, p)[p[-1]], dict))]))
                 value = node.pop(name)
                 spot = config
                 for part in target:
@@ -182,9 +176,7 @@ def mutated(draw, base: st.SearchStrategy) -> dict:
             case "alias":
                 zero = config.setdefault("zero_optimization", {})
                 if isinstance(zero, dict):
-                    extra = draw(
-                        st.sampled_from(("cpu_offload", "prefetch_bucket_size", "cpu_offload_param"))
-                    )
+                    extra = draw(st.sampled_from(("cpu_offload", "prefetch_bucket_size", "cpu_offload_param")))
                     zero[extra] = draw(st.sampled_from((True, False, 5, "auto")))
             case "removed":
                 config[draw(st.sampled_from(list(schema.load()["removed"])))] = {"enabled": False}

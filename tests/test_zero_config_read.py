@@ -150,9 +150,7 @@ def test_the_script_reports_places_and_exit_statuses(tmp_path: Path):
         run = check(str(file), "--json", "--trainer", "hf" if file == good else "plain")
         assert json.loads(run.stdout)[0]["status"] == run.returncode == status
         assert run.stderr == ""
-    (finding,) = [
-        item for item in json.loads(check(str(bad), "--json", "--trainer", "plain").stdout)[0]["findings"]
-    ]
+    (finding,) = [item for item in json.loads(check(str(bad), "--json", "--trainer", "plain").stdout)[0]["findings"]]
     assert (finding["rule"], finding["key"], finding["line"]) == ("misspelt-key", "gradient_cliping", 2)
     assert {"severity", "value", "what", "fix"} <= set(finding)
 

@@ -21,9 +21,7 @@ def memory() -> list[Check]:
         small = size < GIB
         found = f"{size / GIB:.1f} GiB"
         fix = "docker run --shm-size=8g (or --ipc=host)" if small else ""
-        checks.append(
-            Check("/dev/shm", "error" if size < 2**27 else "warning" if small else "ok", found, fix)
-        )
+        checks.append(Check("/dev/shm", "error" if size < 2**27 else "warning" if small else "ok", found, fix))
     except OSError:
         checks.append(Check("/dev/shm", "warning", "missing: NCCL and data loader workers need it"))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

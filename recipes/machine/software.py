@@ -123,9 +123,7 @@ def ops() -> list[Check]:
         libraries = (f"{name}/{name}.so", f"*/{name}/{name}.so")
         built = any(any(extensions_folder().glob(pattern)) for pattern in libraries) or _installed(name)
         state = "ok" if built else "warning"
-        found = (
-            f"built ({purpose})" if built else f"not built ({purpose}): the first run takes minutes longer"
-        )
+        found = f"built ({purpose})" if built else f"not built ({purpose}): the first run takes minutes longer"
         checks.append(Check(f"op {name}", state, found, "" if built else "scripts/doctor.py --build"))
     return checks
 

@@ -1,5 +1,4 @@
-"""
-The raw-text corpus: documents about the same world as the chat task, in none of its form.
+"""The raw-text corpus: documents about the same world as the chat task, in none of its form.
 
 A base model that reads them learns to copy names and to relate written dates and sums to normalised ones.
 It never sees a chat, nor a notice answered by a JSON object: that is what fine-tuning teaches. The only JSON
@@ -52,8 +51,7 @@ def filed_notice(rng: random.Random, part: int | None) -> str:
 
 
 def jotting(rng: random.Random, part: int | None) -> str:
-    """
-    Write one to three facts in no order and without a sentence, and then as a record.
+    """Write one to three facts in no order and without a sentence, and then as a record.
 
     With so little to look at, this is where a young model finds out that records repeat what stands above.
     """
@@ -81,14 +79,11 @@ def same_date(rng: random.Random, part: int | None) -> str:
 def same_amount(rng: random.Random, part: int | None) -> str:
     """Relate written amounts to normalised ones."""
     amounts = [world.any_amount(rng) for _ in range(3)]
-    return " ".join(
-        same(rng, world.amount_forms(*amount), world.normal_amount(*amount)) for amount in amounts
-    )
+    return " ".join(same(rng, world.amount_forms(*amount), world.normal_amount(*amount)) for amount in amounts)
 
 
 def same(rng: random.Random, forms: dict[str, str], normal: str) -> str:
-    """
-    Say that a written form means its normal form.
+    """Say that a written form means its normal form.
 
     Every second one is quoted: a token at the start of a value depends on what stands before it.
     """

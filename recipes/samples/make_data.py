@@ -1,5 +1,4 @@
-"""
-Write the sample data: the chat task, its preference pairs and the raw-text corpus. Standard library only.
+"""Write the sample data: the chat task, its preference pairs and the raw-text corpus. Standard library only.
 
     python -m recipes.samples.make_data            # writes recipes/samples/{extract,preferences,text}/*.jsonl
     python -m recipes.samples.make_data --output /tmp/samples --seed 7

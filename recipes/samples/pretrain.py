@@ -1,5 +1,4 @@
-"""
-Make the tiny base model: train its tokenizer, then pre-train it on raw text, from nothing, on a CPU.
+"""Make the tiny base model: train its tokenizer, then pre-train it on raw text, from nothing, on a CPU.
 
     python -m recipes.samples.pretrain --output /tmp/tiny_model        # 2,380 steps of 1,280 tokens
     python -m recipes.samples.pretrain --output /tmp/rough --documents 2000 --threads 8
@@ -218,12 +217,8 @@ def main(arguments: list[str] | None = None) -> None:
         default=36_000,
         help="documents to read, after a third as many jottings (default: %(default)s)",
     )
-    parser.add_argument(
-        "--batch-tokens", type=int, default=1280, help="tokens in a step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, default=3e-3, help="at the peak (default: %(default)s)"
-    )
+    parser.add_argument("--batch-tokens", type=int, default=1280, help="tokens in a step (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at the peak (default: %(default)s)")
     parser.add_argument(
         "--seed", type=int, default=2025, help="of the text, its order and the weights (default: %(default)s)"
     )

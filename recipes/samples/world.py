@@ -1,5 +1,4 @@
-"""
-The small invented world that the sample data is about: people, places, dates, sums of money, notices.
+"""The small invented world that the sample data is about: people, places, dates, sums of money, notices.
 
 Everything here is made up from the word lists below (no real persons, no copied text) and is a pure
 function of the `random.Random` it is given. `make_data.py` writes the committed files from it; `pretrain.py`
@@ -135,11 +134,7 @@ def person(rng: random.Random, part: int | None) -> str:
     """Draw a full name from the people of a held-out part, or with None from those of the training files."""
     while True:
         name = f"{rng.choice(GIVEN)} {rng.choice(FAMILY_START)}{rng.choice(FAMILY_END)}"
-        if (
-            is_reserved(name, part)
-            if part is not None
-            else not (is_reserved(name, 0) or is_reserved(name, 1))
-        ):
+        if is_reserved(name, part) if part is not None else not (is_reserved(name, 0) or is_reserved(name, 1)):
             return name
 
 
@@ -276,8 +271,7 @@ def aside(rng: random.Random) -> str:
 
 
 def notice(rng: random.Random, part: int | None = None) -> tuple[str, dict[str, str]]:
-    """
-    Write one notice and return it with its facts, keys in the order of KEYS.
+    """Write one notice and return it with its facts, keys in the order of KEYS.
 
     `part` chooses the people: None for the training files, 0 for extract's held-out file, 1 for the others'.
     """

@@ -154,9 +154,7 @@ def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]
     if "text" not in loads and any(_loads(_place(path, text)) for text in texts):
         accepted = [text for text in texts if _loads(_place(path, text))]
         key["texts"] = sorted({text.lower() for text in accepted})
-        key["any_case"] = _loads(_place(path, accepted[0].upper())) and _loads(
-            _place(path, accepted[0].lower())
-        )
+        key["any_case"] = _loads(_place(path, accepted[0].upper())) and _loads(_place(path, accepted[0].lower()))
     probe = Recorder(_filling(name))
     if _loads(_place(path, probe)) and (probe.seen or ".".join(path) in (*OPEN, "pipeline")):
         key["section"] = _recorded_section(path, texts)
@@ -342,10 +340,7 @@ def _torch_names(module: str, base: str) -> list[str]:
     return sorted(
         name
         for name, item in vars(found).items()
-        if inspect.isclass(item)
-        and issubclass(item, parent)
-        and item is not parent
-        and not name.startswith("_")
+        if inspect.isclass(item) and issubclass(item, parent) and item is not parent and not name.startswith("_")
     )
 
 

@@ -1,5 +1,4 @@
-"""
-Lint a DeepSpeed config: what stops a run, what silently does something else, and the fix for each.
+"""Lint a DeepSpeed config: what stops a run, what silently does something else, and the fix for each.
 
 Needs neither torch nor DeepSpeed (about 0.1 s); `ask_deepspeed` adds DeepSpeed's own verdict (about 4 s).
 """
@@ -24,8 +23,7 @@ def lint(
     sequence_parallel_size: int = 1,
     pipeline_stages: int = 1,
 ) -> list[Finding]:
-    """
-    All findings, errors first, in the order of the file.
+    """All findings, errors first, in the order of the file.
 
     `trainer` is "hf" (transformers' Trainer, TRL, accelerate: they fill "auto") or "plain"
     (deepspeed.initialize). `model` is a `config.json`, its folder or its content. What is not given is not
@@ -99,8 +97,7 @@ def _apply(config: dict, edit: Edit) -> None:
 
 
 def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:
-    """
-    DeepSpeed's own verdict on a config without "auto": the first line of its objection, or None.
+    """DeepSpeed's own verdict on a config without "auto": the first line of its objection, or None.
 
     Imports DeepSpeed and torch. The config class asks torch.distributed for the ranks, which is not running
     here, so the batch numbers are checked for one rank: `train_batch_size` is divided by `world_size` first.

@@ -1,5 +1,4 @@
-"""
-Strict JSON with positions, for files that people wrote by hand.
+"""Strict JSON with positions, for files that people wrote by hand.
 
 Python's own parser keeps the last of two equal keys, takes NaN, and stops at the first mistake without saying
 which key it was in. DeepSpeed (hjson) and the Trainer (json) also disagree about comments and duplicate keys,

@@ -1,5 +1,4 @@
-"""
-Fill a template: every "auto" replaced by the number that the Hugging Face Trainer would put there.
+"""Fill a template: every "auto" replaced by the number that the Hugging Face Trainer would put there.
 
 The formulas are those of `HfTrainerDeepSpeedConfig` (transformers) and `Accelerator._prepare_deepspeed`; a
 test compares the result with what a real Trainer hands to `deepspeed.initialize`, key by key.
@@ -49,8 +48,7 @@ class Numbers:
 
     @property
     def train_batch_size(self) -> int:
-        """
-        The global batch that makes DeepSpeed's identity hold.
+        """The global batch that makes DeepSpeed's identity hold.
 
         Pipeline and sequence ranks share their micro batch; DeepSpeed counts tensor ranks as if each had its
         own, so they are not divided away.
@@ -71,8 +69,7 @@ def hidden_size(model: dict) -> int | None:
 
 
 def resolve(template: dict, numbers: Numbers) -> dict:
-    """
-    Return a copy of `template` without "auto", as the engine gets it; the template stays as it is.
+    """Return a copy of `template` without "auto", as the engine gets it; the template stays as it is.
 
     Raises Unresolvable for a value that contradicts the numbers (the Trainer would stop with "mismatch"), for
     an "auto" that nobody fills, and for a layout that does not divide the ranks.

@@ -1,5 +1,4 @@
-"""
-What the installed DeepSpeed reads from its JSON, taken from DeepSpeed itself.
+"""What the installed DeepSpeed reads from its JSON, taken from DeepSpeed itself.
 
 `derive` imports DeepSpeed (about 3 s) and learns the schema in two ways:
 

@@ -25,9 +25,7 @@ def text() -> str:
     parts = [HEAD]
     for kind, title in CHAPTERS:
         rows = [_row(rule) for rule in RULES if rule.kind == kind]
-        parts.append(
-            "\n".join([f"## {title}", "", "| symptom | cause | fix | rule |", "|---|---|---|---|", *rows])
-        )
+        parts.append("\n".join([f"## {title}", "", "| symptom | cause | fix | rule |", "|---|---|---|---|", *rows]))
     return "\n".join(f"{part}\n" for part in parts).rstrip("\n") + "\n"
 
 

@@ -1,5 +1,4 @@
-"""
-Does a JSON value fit a field? The rules by which pydantic, in its lax mode, reads DeepSpeed's typed sections.
+"""Does a JSON value fit a field? The rules by which pydantic, in its lax mode, reads DeepSpeed's typed sections.
 
 Written out so that linting needs neither pydantic nor DeepSpeed; a test compares every kind with pydantic.
 """

@@ -1,5 +1,4 @@
-"""
-Runs configs that load but fail or do something else, one after the other, and writes what happened.
+"""Runs configs that load but fail or do something else, one after the other, and writes what happened.
 
 usage: prove.py OUTPUT, with the cases as JSON on standard input: [[name, "plain" | "trainer", config], ...]
 """

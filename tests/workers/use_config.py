@@ -1,5 +1,4 @@
-"""
-Runs templates for two real optimizer steps each and writes what the engine was, as JSON, on rank 0.
+"""Runs templates for two real optimizer steps each and writes what the engine was, as JSON, on rank 0.
 
 usage (under a launcher): use_config.py trainer|sft|accelerate|plain OUTPUT TEMPLATE...
 """
@@ -256,9 +255,7 @@ def observe(engine, name: str) -> dict:
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
         "sharded": sum(shards),
         "hpz": group_size(groups._get_zero_param_intra_parallel_group()),
-        "offload_optimizer": bool(
-            getattr(optimizer, "cpu_offload", getattr(optimizer, "offload_optimizer", False))
-        ),
+        "offload_optimizer": bool(getattr(optimizer, "cpu_offload", getattr(optimizer, "offload_optimizer", False))),
         "offload_param": bool(getattr(optimizer, "offload_param", False)),
         "nvme_bytes": swapped,
         "state_dtypes": sorted({str(value.dtype) for value in states if value.numel() > 1}),
@@ -266,9 +263,7 @@ def observe(engine, name: str) -> dict:
         "leaves": sum(bool(getattr(module, "_z3_leaf", False)) for module in engine.module.modules()),
         "tensor": engine.autotp_size(),
         "sequence": groups._get_sequence_parallel_world_size(),
-        "q_proj": next(
-            (list(p.shape) for n, p in engine.module.named_parameters() if "q_proj.weight" in n), None
-        ),
+        "q_proj": next((list(p.shape) for n, p in engine.module.named_parameters() if "q_proj.weight" in n), None),
         "zenflow": bool(getattr(engine, "zenflow", False)),
         "experts": sum(type(module).__name__ == "AutoEPMoELayer" for module in engine.module.modules()),
         "kinds": sorted({type(module).__name__ for module in engine.module.modules()}),
@@ -298,23 +293,19 @@ def main() -> int:
     results = {}
     for path in templates:
         template = Path(path).resolve()
-        name = template.stem
+        name = template.stem.partition("-")[0]  # `zero3-variant.json` is built and fed like zero3
         try:
             if mode == "accelerate":
-                os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(
-                    template
-                )  # what accelerate launch exports
-                results[name] = with_trainer(name, None, "trainer")
+                os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(template)  # what accelerate launch exports
+                seen = with_trainer(name, None, "trainer")
             elif mode == "plain":
-                results[name] = with_plain(name, template)
+                seen = with_plain(name, template)
             else:
-                results[name] = with_trainer(name, template, mode)
-            results[name]["finite"] = math.isfinite(results[name]["loss"])
+                seen = with_trainer(name, template, mode)
+            results[template.stem] = {**seen, "finite": math.isfinite(seen["loss"])}
         except Exception as error:
-            results[name] = {
-                "error": f"{type(error).__name__}: {error}",
-                "trace": traceback.format_exc()[-1500:],
-            }
+            trace = traceback.format_exc()[-1500:]
+            results[template.stem] = {"error": f"{type(error).__name__}: {error}", "trace": trace}
         forget()
         if os.environ.get("RANK") == "0":
             Path(output).write_text(json.dumps(results, default=str))

@@ -139,8 +139,7 @@ RULES = (
         "error",
         REJECTED,
         '"Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"',
-        "DeepSpeed derives two of its three batch numbers from one; the Trainer fills only keys that "
-        "are there.",
+        "DeepSpeed derives two of its three batch numbers from one; the Trainer fills only keys that are there.",
         'Add "train_micro_batch_size_per_gpu".',
         _missing,
     ),
@@ -162,8 +161,7 @@ RULES = (
         '"Check batch related parameters ... 4 != 1 * 1 * 2", or "Please correct the following '
         "DeepSpeed config "
         'values that mismatch TrainingArguments values"',
-        "With tensor parallelism the Trainer, zero.Init and the engine each divide by another number "
-        "of ranks.",
+        "With tensor parallelism the Trainer, zero.Init and the engine each divide by another number of ranks.",
         "Leave `train_batch_size` out.",
         _fixed_under_tensor,
     ),

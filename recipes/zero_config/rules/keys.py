@@ -21,8 +21,7 @@ def _walk(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, object
 
 
 def _unknown(config: Config, refused: bool) -> Iterator[tuple[Key, object, dict]]:
-    """
-    Yield the keys that no section knows: those that DeepSpeed refuses, or those that it ignores.
+    """Yield the keys that no section knows: those that DeepSpeed refuses, or those that it ignores.
 
     A section with types refuses a key, unless its value is "auto": such keys are dropped before it looks.
     """
@@ -187,8 +186,7 @@ RULES = (
         "error",
         WRONG,
         "a setting has no effect; no message",
-        "DeepSpeed reads the keys it knows and never looks at others: at the top level and in a "
-        "dozen sections.",
+        "DeepSpeed reads the keys it knows and never looks at others: at the top level and in a dozen sections.",
         "Correct the spelling.",
         _misspelt,
     ),

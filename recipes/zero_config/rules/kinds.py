@@ -86,9 +86,7 @@ def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
             fix = f"did you mean {shown(nearest)}?" if nearest else f"write {describe(entry['type'])}"
             yield Hit(path, value, f"{shown(value)} is not {describe(entry['type'])}", fix)
         elif "loads" in entry and not _loads(entry, value):
-            yield Hit(
-                path, value, f"DeepSpeed does not take {shown(value)} here", f"write {_accepted(entry)}"
-            )
+            yield Hit(path, value, f"DeepSpeed does not take {shown(value)} here", f"write {_accepted(entry)}")
 
 
 def _loads(entry: dict, value: object) -> bool:
@@ -133,9 +131,7 @@ def _text_for_number(config: Config, facts: Facts) -> Iterator[Hit]:
         number = _as_number(value)
         edits = () if number is None else (Edit("set", path, number),)
         fix = f"write {number if number is not None else default}"
-        yield Hit(
-            path, value, f"{shown(value)} is taken as it is and fails where a number is needed", fix, edits
-        )
+        yield Hit(path, value, f"{shown(value)} is taken as it is and fails where a number is needed", fix, edits)
 
 
 def _as_number(value: object) -> int | float | None:
@@ -163,9 +159,7 @@ def _dtype(config: Config, facts: Facts) -> Iterator[Hit]:
         value = config.get("data_types", name)
         if value is not None and value != "auto" and value not in words:
             short = [word for word in words if "." not in word]
-            yield Hit(
-                ("data_types", name), value, f"{shown(value)} is no dtype", f"write {' | '.join(short)}"
-            )
+            yield Hit(("data_types", name), value, f"{shown(value)} is no dtype", f"write {' | '.join(short)}")
 
 
 def _auto_paths(config: Config) -> Iterator[tuple[Key, bool]]:
@@ -189,9 +183,7 @@ def _auto_plain(config: Config, facts: Facts) -> Iterator[Hit]:
             continue
         if path[-1] in BATCH_KEYS:
             continue  # rejected: rules/batch.py
-        effect = (
-            f"is read as {shown(default)}" if typed else "is kept as the text `auto`, which nothing can use"
-        )
+        effect = f"is read as {shown(default)}" if typed else "is kept as the text `auto`, which nothing can use"
         yield Hit(path, "auto", f'"auto" means nothing outside the Hugging Face Trainer: it {effect}')
 
 
@@ -204,9 +196,7 @@ def _auto_unfilled(config: Config, facts: Facts) -> Iterator[Hit]:
             own = node["keys"].get(path[-1], {}).get("default") == "auto"
             fix = "remove it: it is the default" if own else "write the value"
             edits = (Edit("remove", path),) if own else ()
-            yield Hit(
-                path, "auto", f"the Trainer has nothing to fill `{dotted(path)}` with and stops", fix, edits
-            )
+            yield Hit(path, "auto", f"the Trainer has nothing to fill `{dotted(path)}` with and stops", fix, edits)
 
 
 RULES = (

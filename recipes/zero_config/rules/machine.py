@@ -122,8 +122,7 @@ RULES = (
         "warning",
         COSTS,
         '"torch.OutOfMemoryError: CUDA out of memory" in the first backward',
-        "Reduce buckets are allocated whole, twice with `overlap_comm`; the default is 5e8 elements, "
-        "1 GB in bf16.",
+        "Reduce buckets are allocated whole, twice with `overlap_comm`; the default is 5e8 elements, 1 GB in bf16.",
         'Write "auto".',
         _buckets,
     ),

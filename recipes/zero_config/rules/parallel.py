@@ -40,9 +40,7 @@ def _sequence_scatter(config: Config, facts: Facts) -> Iterator[Hit]:
 
 def _sequence_alone(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.has(*_SEQUENCE) and not config.has("data_parallel_size"):
-        what = (
-            "without `data_parallel_size` no sequence groups are made: only the batch is counted differently"
-        )
+        what = "without `data_parallel_size` no sequence groups are made: only the batch is counted differently"
         fix = "with the Trainer use ParallelismConfig(sp_size=...); else add `data_parallel_size`"
         yield Hit(_SEQUENCE, config.get(*_SEQUENCE), what, fix)
 
@@ -58,9 +56,7 @@ def _tensor_preset(config: Config, facts: Facts) -> Iterator[Hit]:
     presets = schema.load()["tensor_presets"]
     if name is not None and name != "auto" and name.lower() not in presets:
         what = f"there is no tensor-parallel preset `{name}`: it is skipped"
-        yield Hit(
-            ("tensor_parallel", "preset_model"), name, what, f"write {', '.join(presets)}, or remove it"
-        )
+        yield Hit(("tensor_parallel", "preset_model"), name, what, f"write {', '.join(presets)}, or remove it")
 
 
 def _divides(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -160,8 +156,7 @@ RULES = (
         "error",
         WRONG,
         "grad_norm is as many times larger as there are sequence ranks; clipping bites too early",
-        "The Trainer's loss sums gradients over the sequence ranks; stages 0 to 2 do not divide by "
-        "them again.",
+        "The Trainer's loss sums gradients over the sequence ranks; stages 0 to 2 do not divide by them again.",
         "Use stage 3.",
         _sequence_stage,
     ),

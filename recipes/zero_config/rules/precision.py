@@ -57,12 +57,8 @@ def _overflow(config: Config, facts: Facts) -> Iterator[Hit]:
 def _loss_scale(config: Config, facts: Facts) -> Iterator[Hit]:
     scale = config.get("fp16", "loss_scale", default=0)
     number = _number(scale)
-    if scale != "auto" and (
-        isinstance(scale, bool) or number is None or number < 0 or not math.isfinite(number)
-    ):
-        yield Hit(
-            ("fp16", "loss_scale"), scale, f"{shown(scale)} is no loss scale", "0 is dynamic; else above 0"
-        )
+    if scale != "auto" and (isinstance(scale, bool) or number is None or number < 0 or not math.isfinite(number)):
+        yield Hit(("fp16", "loss_scale"), scale, f"{shown(scale)} is no loss scale", "0 is dynamic; else above 0")
         return
     for name in ("loss_scale_window", "min_loss_scale"):
         value = config.get("fp16", name, default=1)
@@ -147,8 +143,7 @@ RULES = (
         "accumulation-type-at-stage-0",
         "error",
         FAILS_LATER,
-        '"NotImplementedError: unsupported mix of model_dtype=torch.bfloat16 and '
-        'grad_accum_dtype=torch.float32"',
+        '"NotImplementedError: unsupported mix of model_dtype=torch.bfloat16 and grad_accum_dtype=torch.float32"',
         "Only ZeRO's optimizers keep gradients in another precision than parameters.",
         "Set the stage to 1.",
         _accumulate,

@@ -120,8 +120,7 @@ RULES = (
         "warning",
         WRONG,
         "lr_scheduler_type= has no effect; the learning rate never decays",
-        "With a `scheduler` block DeepSpeed builds the schedule. WarmupLR has no decay and warms up "
-        "logarithmically.",
+        "With a `scheduler` block DeepSpeed builds the schedule. WarmupLR has no decay and warms up logarithmically.",
         "Remove the block.",
         _scheduler,
     ),

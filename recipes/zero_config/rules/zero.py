@@ -267,8 +267,7 @@ RULES = (
         "error",
         WRONG,
         "out of memory although parameters are offloaded; no message",
-        "Only stage 3 partitions parameters, so only it can offload them. Stage 2 accepts the block "
-        "and ignores it.",
+        "Only stage 3 partitions parameters, so only it can offload them. Stage 2 accepts the block and ignores it.",
         "Set the stage to 3, or remove `offload_param`.",
         _offload_param,
     ),
@@ -341,10 +340,8 @@ RULES = (
         WRONG,
         '"stage3_gather_16bit_weights_on_model_save=false. Saving the full checkpoint instead"; tensors of '
         'shape [0] when loaded; with NVMe "FileExistsError: .../offloaded_tensors/rank00"',
-        "At stage 3 no rank has whole weights. Unless they are gathered, a save holds DeepSpeed's "
-        "shards only.",
-        "Set `stage3_gather_16bit_weights_on_model_save` to true; rank 0 needs host memory for the "
-        "whole model.",
+        "At stage 3 no rank has whole weights. Unless they are gathered, a save holds DeepSpeed's shards only.",
+        "Set `stage3_gather_16bit_weights_on_model_save` to true; rank 0 needs host memory for the whole model.",
         _gather_on_save,
     ),
     Rule(
