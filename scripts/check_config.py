@@ -8,6 +8,7 @@ Imports neither torch nor DeepSpeed unless --deepspeed asks DeepSpeed itself as 
 import argparse
 import difflib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -158,4 +159,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

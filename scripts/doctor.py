@@ -7,6 +7,7 @@ Exit status 1 when something would stop a run, else 0.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,12 @@ sys.path.insert(0, str(ROOT))
 
 from recipes.machine import hardware, software  # noqa: E402
 from recipes.machine.check import Check  # noqa: E402
+from recipes.training import ops  # noqa: E402
 
 
 def main() -> int:
     """Run the checks and print them."""
+    os.environ |= ops.environment()  # look where runs look for built ops
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.add_argument("--build", action="store_true", help="build DeepSpeed's ops, one process at a time")
@@ -70,4 +73,7 @@ def show(checks: list[Check]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,6 +7,7 @@ Costs no GPU and imports neither torch nor DeepSpeed.
 import argparse
 import dataclasses
 import difflib
+import os
 import sys
 from pathlib import Path
 
@@ -150,9 +151,10 @@ def recipe_model(name: str) -> dict:
     try:
         family = name.partition("-")[0]
         first = pages.variants(pages.page(family))[0] if family in pages.families() else "full"
-        return dict(pages.find(name, first).model.config)
+        model = pages.find(name, first).model
     except UserError as error:
         raise Mistake(f"--model {name}: neither a file nor a recipe. {error}") from None
+    return dict(model.config) or architecture(str(ROOT / model.path))
 
 
 def fail(status: int, message: str) -> int:
@@ -164,4 +166,7 @@ def fail(status: int, message: str) -> int:
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")
     sys.stderr.reconfigure(errors="backslashreplace")
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

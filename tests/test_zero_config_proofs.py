@@ -146,7 +146,7 @@ NOT_RUN = {
     "sequence-parallel-without-scatter": "two ranks: tests/test_zero_config_proofs_ranks.py",
     "sequence-parallel-alone": "a warning",
     "tensor-parallel-with-lora": "two ranks: tests/test_zero_config_proofs_ranks.py",
-    "train-batch-under-tensor-parallel": "two ranks: tests/test_zero_config_proofs_ranks.py",
+    "tensor-parallel-at-stage-3": "two ranks: tests/test_zero_config_proofs_ranks.py",
     "unknown-tensor-preset": "a warning",
     "pipeline-with-stage-2-or-3": "two ranks: tests/test_zero_config_proofs_ranks.py",
     "pipeline-with-autotp": "hangs or corrupts the groups of the process: not for a test suite",

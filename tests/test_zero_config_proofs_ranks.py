@@ -60,13 +60,15 @@ def test_expert_parallel_needs_its_optimizer_and_a_preset(tmp_path: Path):
     assert "expert-parallel-without-optimizer" in rules(variants["expert_parallel-optimizer"])
 
 
-def test_tensor_parallel_refuses_adapters_and_a_batch_size(tmp_path: Path):
-    batch = {**template("tensor_parallel", stage=3), "train_batch_size": "auto"}
-    variants = {"tensor_parallel-batch": batch, "tensor_parallel-lora": template("tensor_parallel")}
+def test_tensor_parallel_refuses_adapters_and_zero3_checkpoints(tmp_path: Path):
+    variants = {
+        "tensor_parallel-pretrained": template("tensor_parallel", stage=3),
+        "tensor_parallel-lora": template("tensor_parallel"),
+    }
     seen = outcomes(tmp_path, "trainer", variants)
-    assert "Check batch related parameters" in seen["tensor_parallel-batch"]["error"]
+    assert "Weight conversions" in seen["tensor_parallel-pretrained"]["error"]
     assert "error" in seen["tensor_parallel-lora"]
-    assert "train-batch-under-tensor-parallel" in rules(batch)
+    assert "tensor-parallel-at-stage-3" in rules(variants["tensor_parallel-pretrained"])
     assert "tensor-parallel-with-lora" in rules(variants["tensor_parallel-lora"], lora=True)
 
 

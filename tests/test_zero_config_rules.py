@@ -71,10 +71,10 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {**M, "train_batch_size": 4, "gradient_accumulation_steps": 1},
         {**M, "train_batch_size": 4, "gradient_accumulation_steps": 2},
     ),
-    "train-batch-under-tensor-parallel": (
+    "tensor-parallel-at-stage-3": (
         HF,
-        {**zero(3), "train_batch_size": "auto", "tensor_parallel": {"autotp_size": 2}},
-        {**zero(1), "train_batch_size": "auto", "tensor_parallel": {"autotp_size": 2}},
+        {**zero(3), "tensor_parallel": {"autotp_size": 2}},
+        {**zero(1), "tensor_parallel": {"autotp_size": 2}},
     ),
     "accumulation-missing": (HF, M, {**M, "gradient_accumulation_steps": "auto"}),
     "train-batch-fixed": (

@@ -102,7 +102,7 @@ def _beside_python(name: str) -> str | None:
 
 
 def extensions_folder() -> Path:
-    """Return where torch keeps built ops."""
+    """Return where torch keeps built ops; the scripts set the variable to the environment's own folder."""
     kept = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(kept) if kept else Path.home() / ".cache" / "torch_extensions"
 

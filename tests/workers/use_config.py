@@ -93,8 +93,13 @@ def with_trainer(name: str, template: Path | None, kind: str) -> dict:
             model=model, args=arguments, train_dataset=Dataset.from_list(rows()), processing_class=tokenizer()
         )
     else:
+        variant = template.stem.partition("-")[2] if template else ""
+        if variant == "pretrained":  # saved before the arguments, that is, before zero.Init is live
+            if deepspeed.comm.get_rank() == 0:
+                build(name).save_pretrained("saved")
+            deepspeed.comm.barrier()
         arguments = TrainingArguments(**output)
-        model = build(name, adapters=bool(template) and template.stem.endswith("-lora"))
+        model = build(name, adapters=variant == "lora", checkpoint=variant == "pretrained")
         data = rows()
         if name == "sequence_parallel":
             data = [{**row, "position_ids": list(range(16))} for row in data]
@@ -115,9 +120,11 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>")
 
 
-def build(name: str, adapters: bool = False):
+def build(name: str, adapters: bool = False, checkpoint: bool = False):
     torch.manual_seed(0)
     config = AutoConfig.for_model(**dimensions(name))
+    if checkpoint:
+        return AutoModelForCausalLM.from_pretrained("saved", attn_implementation="sdpa")
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if adapters:
         from peft import LoraConfig, get_peft_model
@@ -277,9 +284,11 @@ def group_size(group) -> int:
 def forget() -> None:
     """Let the next template in this process start as if it were the first."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.zero import partition_parameters
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    parallel_state_sp._release_sequence_parallel_groups()
     gc.collect()
     unset_hf_deepspeed_config()
     partition_parameters.shutdown_init_context()
@@ -290,6 +299,9 @@ def forget() -> None:
 
 def main() -> int:
     mode, output, *templates = sys.argv[1:]
+    deepspeed.init_distributed(dist_backend="gloo")
+    # DeepSpeed's CPU all-reduce through shared memory ignores its group: wrong where a group is not the whole world.
+    deepspeed.comm.comm.cdb.shm_vector_kernel_level = 0
     results = {}
     for path in templates:
         template = Path(path).resolve()

@@ -88,17 +88,6 @@ def _ranks(config: Config, facts: Facts) -> int | None:
     return max(1, facts.world_size // facts.sequence_parallel_size // facts.pipeline_stages)
 
 
-def _fixed_under_tensor(config: Config, facts: Facts) -> Iterator[Hit]:
-    size = config.number("tensor_parallel", "autotp_size") or 0
-    if facts.trainer != "hf" or size < 2 or not config.has(_TRAIN):
-        return
-    value = config.get(_TRAIN)
-    if value == "auto" and config.stage != 3:
-        return
-    what = "the Trainer, zero.Init and the engine count tensor-parallel ranks differently"
-    yield Hit((_TRAIN,), value, what, "remove `train_batch_size`", (Edit("remove", (_TRAIN,)),))
-
-
 def _accumulation_missing(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and not config.has(_ACCUMULATION):
         what = "without this key the engine accumulates over 1 step, whatever TrainingArguments say"
@@ -153,17 +142,6 @@ RULES = (
         "means that `use_cpu=True` is missing and every rank believes it is alone.",
         "Leave `train_batch_size` out and let DeepSpeed compute it.",
         _identity,
-    ),
-    Rule(
-        "train-batch-under-tensor-parallel",
-        "error",
-        FAILS_LATER,
-        '"Check batch related parameters ... 4 != 1 * 1 * 2", or "Please correct the following '
-        "DeepSpeed config "
-        'values that mismatch TrainingArguments values"',
-        "With tensor parallelism the Trainer, zero.Init and the engine each divide by another number of ranks.",
-        "Leave `train_batch_size` out.",
-        _fixed_under_tensor,
     ),
     Rule(
         "accumulation-missing",

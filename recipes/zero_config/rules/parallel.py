@@ -51,6 +51,12 @@ def _tensor_lora(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(_TENSOR, _tensor(config), what, "use ZeRO-3 for LoRA, or train without adapters")
 
 
+def _tensor_stage(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer == "hf" and _tensor(config) > 1 and config.stage == 3:
+        what = "from_pretrained cannot load most checkpoints into tensor-parallel ZeRO-3 shards"
+        yield Hit(_TENSOR, _tensor(config), what, "set the stage to 1 or 2")
+
+
 def _tensor_preset(config: Config, facts: Facts) -> Iterator[Hit]:
     name = config.text("tensor_parallel", "preset_model")
     presets = schema.load()["tensor_presets"]
@@ -187,6 +193,17 @@ RULES = (
         "AutoTP replaces every linear layer it knows, lora_A and lora_B among them.",
         "Use ZeRO-3 with LoRA.",
         _tensor_lora,
+    ),
+    Rule(
+        "tensor-parallel-at-stage-3",
+        "warning",
+        FAILS_LATER,
+        '"NotImplementedError: Weight conversions (e.g., MoE expert fusion) with DeepSpeed Tensor Parallelism are not '
+        'yet implemented"',
+        "transformers' ZeRO-3 loader converts weights while it shards them, and cannot with tensor parallelism. A "
+        "model built from its config trains.",
+        "Use stage 1 or 2 with tensor parallelism.",
+        _tensor_stage,
     ),
     Rule(
         "unknown-tensor-preset",
