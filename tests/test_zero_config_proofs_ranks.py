@@ -31,19 +31,22 @@ def rules(config: dict, **facts: object) -> set[str]:
 
 def test_sequence_parallel_gradients_are_right_at_stage_3_only(tmp_path: Path):
     variants = {
-        "sequence_parallel-right": template("sequence_parallel"),
-        "sequence_parallel-stage2": template("sequence_parallel", stage=2),
-        "sequence_parallel-noscatter": template("sequence_parallel", reduce_scatter=False),
+        "right": template("sequence_parallel"),
+        "stage2": template("sequence_parallel", stage=2),
+        "noscatter": template("sequence_parallel", reduce_scatter=False),
     }
-    seen = outcomes(tmp_path, "trainer", variants)
-    right = seen["sequence_parallel-right"]["grad_norm"][0]
-    assert right > 0
-    for name in ("stage2", "noscatter"):
-        assert seen[f"sequence_parallel-{name}"]["grad_norm"][0] == pytest.approx(2 * right, rel=0.05)
+    norms = {}
+    for name, config in variants.items():  # Ulysses replaces the attention once per process
+        (tmp_path / name).mkdir()
+        # From one checkpoint: under zero.Init a model built from its config gets other random weights.
+        seen = outcomes(tmp_path / name, "trainer", {"sequence_parallel-pretrained": config})
+        norms[name] = seen["sequence_parallel-pretrained"]["grad_norm"][0]
+    assert norms["stage2"] == pytest.approx(2 * norms["right"], rel=0.01)
+    assert norms["noscatter"] > 1.2 * norms["right"]  # only what goes through a bucket is reduced wrongly
     found = {name: rules(config, sequence_parallel_size=2) for name, config in variants.items()}
-    assert "sequence-parallel-below-stage-3" in found["sequence_parallel-stage2"]
-    assert "sequence-parallel-without-scatter" in found["sequence_parallel-noscatter"]
-    assert not any(rule.startswith("sequence") for rule in found["sequence_parallel-right"])
+    assert "sequence-parallel-below-stage-3" in found["stage2"]
+    assert "sequence-parallel-without-scatter" in found["noscatter"]
+    assert not any(rule.startswith("sequence") for rule in found["right"])
 
 
 def test_expert_parallel_needs_its_optimizer_and_a_preset(tmp_path: Path):

@@ -34,7 +34,7 @@ def _sequence_stage(config: Config, facts: Facts) -> Iterator[Hit]:
 def _sequence_scatter(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("zero_optimization", "reduce_scatter")
     if _sequence(config, facts) > 1 and config.stage == 3 and not config.on(*path, default=True):
-        what = f"gradients come out {_sequence(config, facts)} times too large"
+        what = f"gradients come out up to {_sequence(config, facts)} times too large"
         yield Hit(path, False, what, "remove it", (Edit("remove", path),))
 
 
@@ -170,7 +170,7 @@ RULES = (
         "sequence-parallel-without-scatter",
         "error",
         WRONG,
-        "grad_norm is as many times larger as there are sequence ranks",
+        "grad_norm is larger, up to as many times as there are sequence ranks",
         "Stage 3 divides by the whole world only when it reduces by scatter.",
         "Remove `reduce_scatter`: true is the default.",
         _sequence_scatter,
