@@ -15,6 +15,7 @@ from recipes.spec.pages import ROOT, families
 LAYERS = {
     "spec": set(),
     "zero_config": {"spec"},
+    "machine": set(),
     "planning": {"spec"},
     "training": {"spec"},
     "samples": set(),

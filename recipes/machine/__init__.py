@@ -1,0 +1,1 @@
+"""Is this machine ready for a run: what `scripts/doctor.py` looks at."""

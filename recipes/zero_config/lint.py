@@ -1,0 +1,126 @@
+"""Lint a DeepSpeed config: what stops a run, what silently does something else, and the fix for each.
+
+Needs neither torch nor DeepSpeed (about 0.1 s); `ask_deepspeed` adds DeepSpeed's own verdict (about 4 s).
+"""
+
+import copy
+import os
+from pathlib import Path
+
+from recipes.zero_config.read import Document, read
+from recipes.zero_config.rule import Config, Edit, Facts, Finding, Hit, Rule, dotted, model_config, shown
+from recipes.zero_config.rules import RULES
+
+
+def lint(
+    path_or_dict: str | Path | dict,
+    *,
+    world_size: int | None = None,
+    model: str | Path | dict | None = None,
+    gpu_memory_gib: float | None = None,
+    trainer: str = "hf",
+    lora: bool = False,
+    sequence_parallel_size: int = 1,
+    pipeline_stages: int = 1,
+) -> list[Finding]:
+    """All findings, errors first, in the order of the file.
+
+    `trainer` is "hf" (transformers' Trainer, TRL, accelerate: they fill "auto") or "plain"
+    (deepspeed.initialize). `model` is a `config.json`, its folder or its content. What is not given is not
+    judged. Raises `read.Unreadable` for a file that is no JSON object, OSError or ValueError for a model that
+    cannot be read.
+    """
+    facts = Facts(
+        trainer="plain" if trainer == "plain" else "hf",
+        world_size=world_size,
+        model=model if isinstance(model, dict) or model is None else model_config(model),
+        gpu_memory_gib=gpu_memory_gib,
+        lora=lora,
+        sequence_parallel_size=sequence_parallel_size,
+        pipeline_stages=pipeline_stages,
+    )
+    document = path_or_dict if isinstance(path_or_dict, dict) else read(path_or_dict)
+    return judge(document, facts)
+
+
+def judge(config: Document | dict, facts: Facts) -> list[Finding]:
+    """`lint` for a parsed file, or for a dictionary (which has no lines)."""
+    seen = Config.of(config) if isinstance(config, Document) else Config(config)
+    findings = [_finding(rule, hit, seen) for rule in RULES for hit in rule.check(seen, facts)]
+    return sorted(findings, key=lambda finding: (finding.severity != "error", finding.line or 0))
+
+
+def _finding(rule: Rule, hit: Hit, config: Config) -> Finding:
+    line, column = _place(config, hit)
+    severity = hit.severity or rule.severity
+    fix = hit.fix or rule.fix
+    return Finding(rule.id, severity, dotted(hit.path), line, column, hit.value, hit.what, fix, hit.edits)
+
+
+def _place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
+    """Where a hit stands: a problem's own spot, else its key, else the nearest enclosing key."""
+    for problem in config.problems:
+        if problem.key == hit.path and problem.what == hit.what:
+            return problem.line, problem.column
+    path = hit.path
+    while path:
+        if path in config.places:
+            return config.places[path]
+        path = path[:-1]
+    return None, None
+
+
+def fix(config: dict, findings: list[Finding]) -> dict:
+    """Return a copy of `config` with the findings' safe edits applied; what needs a decision stays."""
+    fixed = copy.deepcopy(config)
+    for finding in findings:
+        for edit in finding.edits:
+            _apply(fixed, edit)
+    return fixed
+
+
+def _apply(config: dict, edit: Edit) -> None:
+    node = config
+    for part in edit.path[:-1]:
+        node = node.get(part) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        return
+    name = edit.path[-1]
+    if edit.action == "set":
+        node[name] = edit.value
+    elif edit.action == "remove":
+        node.pop(name, None)
+    elif name in node and edit.value not in node:
+        items = [(edit.value if key == name else key, value) for key, value in node.items()]
+        node.clear()
+        node.update(items)  # in place, so that the key keeps its position and the diff is one line
+
+
+def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:
+    """DeepSpeed's own verdict on a config without "auto": the first line of its objection, or None.
+
+    Imports DeepSpeed and torch. The config class asks torch.distributed for the ranks, which is not running
+    here, so the batch numbers are checked for one rank: `train_batch_size` is divided by `world_size` first.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = copy.deepcopy(config)
+    train = config.get("train_batch_size")
+    if isinstance(train, int) and world_size > 1 and train % world_size == 0:
+        config["train_batch_size"] = train // world_size
+    try:
+        DeepSpeedConfig(config)
+    except Exception as error:  # its verdict is whatever it raises
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {' '.join(lines[:3])}"
+    return None
+
+
+def describe(finding: Finding, file: str = "") -> str:
+    """Return one finding as two lines of text, ready for a terminal."""
+    place = ":".join(str(part) for part in (file, finding.line, finding.column) if part not in ("", None))
+    value = "" if finding.value is None else shown(finding.value)
+    what = " = ".join(part for part in (finding.key, value) if part)
+    head = ": ".join(part for part in (place, finding.severity, what, finding.what) if part)
+    return f"{head} [{finding.rule}]\n    fix: {finding.fix}"

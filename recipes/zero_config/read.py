@@ -1,0 +1,270 @@
+"""Strict JSON with positions, for files that people wrote by hand.
+
+Python's own parser keeps the last of two equal keys, takes NaN, and stops at the first mistake without saying
+which key it was in. DeepSpeed (hjson) and the Trainer (json) also disagree about comments and duplicate keys,
+so a file that loads in one fails in the other. This parser names every such spot with its line and column,
+goes on where it can, and never recurses: 10,000 nested brackets are one message, not a stack overflow.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_DEPTH = 64  # the deepest real config has six levels
+MAX_BYTES = 4 * 1024 * 1024  # the largest real config is under 10 kB; more is not a config
+
+Key = tuple[str | int, ...]
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,400})(?:\.\d{1,400})?(?:[eE][+-]?\d{1,6})?(?![\w.])")
+_WORD = re.compile(r"[+-]?[A-Za-z_][A-Za-z0-9_]*")
+_WORDS = {"true": True, "false": False, "null": None}
+_NOT_NUMBERS = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+_FOREIGN_WORDS = {"True": True, "False": False, "None": None}
+
+
+class Unreadable(Exception):
+    """The file is no JSON object; the message says where and why in one line."""
+
+    def __init__(self, what: str, line: int = 1, column: int = 1):
+        super().__init__(what)
+        self.what, self.line, self.column = what, line, column
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A spot that strict JSON forbids but that can be understood: parsing went on behind it."""
+
+    kind: str
+    """`duplicate`, `comment`, `not-a-number`, `trailing-comma` or `python-word`."""
+    key: Key
+    line: int
+    column: int
+    value: object
+    what: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed file: its value, where each key stands, and what strict JSON would not have taken."""
+
+    value: dict
+    places: dict[Key, tuple[int, int]]
+    """Line and column (from 1) of each key, or of each list item."""
+    problems: tuple[Problem, ...]
+
+
+def read(path: str | Path) -> Document:
+    """Parse the file at `path`. Raises Unreadable for all that is no JSON object, no file included."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise Unreadable(getattr(error, "strerror", None) or str(error)) from None
+    return parse(data)
+
+
+def parse(data: bytes | str) -> Document:
+    """Parse `data` (UTF-8). Raises Unreadable with a line and a column."""
+    if len(data) > MAX_BYTES:
+        raise Unreadable(f"larger than {MAX_BYTES // 2**20} MiB: this is not a DeepSpeed config")
+    return _Parser(_decode(data)).document()
+
+
+def _decode(data: bytes | str) -> str:
+    if isinstance(data, bytes):
+        try:
+            data = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            column = error.start - data.rfind(b"\n", 0, error.start)
+            byte = data[error.start]
+            raise Unreadable(f"byte 0x{byte:02x} is not UTF-8 text", line, column) from None
+    if data.startswith("\ufeff"):
+        raise Unreadable("starts with a byte order mark: save it as UTF-8 without BOM")
+    if not data.strip():
+        raise Unreadable("is empty")
+    return data
+
+
+class _Parser:
+    """One pass over the text with an explicit stack of open objects and lists."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.at = 0
+        self.places: dict[Key, tuple[int, int]] = {}
+        self.problems: list[Problem] = []
+        self.line_starts = [0] + [found.end() for found in re.finditer("\n", text)]
+
+    def document(self) -> Document:
+        value = self._value()
+        self._skip(())
+        if self.at < len(self.text):
+            raise self._stop("text after the end of the config", self.at)
+        if not isinstance(value, dict):
+            raise Unreadable(f"a config is an object in braces; this is {_name(value)}")
+        return Document(value, self.places, tuple(self.problems))
+
+    def _value(self) -> object:
+        """Parse one value; containers are kept on `stack` as (container, its key, its opening place)."""
+        stack: list[tuple[dict | list, Key, int]] = []
+        key: Key = ()
+        while True:
+            self._skip(key)
+            opener = self.text[self.at : self.at + 1]
+            if opener in ("{", "["):
+                if len(stack) >= MAX_DEPTH:
+                    raise self._stop(f"nested deeper than {MAX_DEPTH} levels", self.at)
+                stack.append(({} if opener == "{" else [], key, self.at))
+                self.at += 1
+                value, done = None, False
+            else:
+                value, done = self._scalar(key), True
+            # Hand finished values to their containers until one of them expects another item.
+            while True:
+                if not stack:
+                    return value
+                container, base, opened = stack[-1]
+                if done:
+                    self._store(container, key, value)
+                following = self._next_key(container, base, opened, first=not done)
+                if following is not None:
+                    key = following
+                    break
+                stack.pop()
+                value, key, done = container, base, True
+
+    def _store(self, container: dict | list, key: Key, value: object) -> None:
+        if isinstance(container, list):
+            container.append(value)
+        else:
+            container[key[-1]] = value
+
+    def _next_key(self, container: dict | list, base: Key, opened: int, first: bool) -> Key | None:
+        """Move to the next item of `container` and return its key; None when the container is closed."""
+        closer = "}" if isinstance(container, dict) else "]"
+        self._skip(base)
+        if self._take(closer):
+            return None
+        if not first:
+            comma = self.at
+            if not self._take(","):
+                raise self._expected("a comma", closer, opened)
+            self._skip(base)
+            if self._take(closer):
+                self._note("trailing-comma", base, comma, None, f"comma before the closing {closer}")
+                return None
+        if isinstance(container, list):
+            key = (*base, len(container))
+            self.places[key] = self._place(self.at)
+            return key
+        return self._name(container, base, opened)
+
+    def _name(self, container: dict, base: Key, opened: int) -> Key:
+        start = self.at
+        found = _STRING.match(self.text, self.at)
+        if not found:
+            if self.text[self.at : self.at + 1] == '"':
+                raise self._bad_string()
+            raise self._expected('a key in double quotes (")', "}", opened)
+        key = (*base, json.loads(found.group()))
+        self.at = found.end()
+        if key[-1] in container:
+            first = self.places[key][0]
+            what = f"`{_short(key[-1])}` is given twice (first on line {first}): DeepSpeed refuses it, "
+            self._note("duplicate", key, start, container[key[-1]], what + "the Trainer takes the last one")
+        self.places[key] = self._place(start)
+        self._skip(key)
+        if not self._take(":"):
+            raise self._stop(f'expected a colon after the key "{_short(key[-1])}"', self.at)
+        return key
+
+    def _scalar(self, key: Key) -> object:
+        text, start = self.text, self.at
+        if found := _STRING.match(text, start):
+            self.at = found.end()
+            return json.loads(found.group())
+        if found := _NUMBER.match(text, start):
+            self.at = found.end()
+            number = json.loads(found.group())
+            if number in (float("inf"), float("-inf")):
+                self._note("not-a-number", key, start, found.group(), "is too large for a number")
+            return number
+        if found := _WORD.match(text, start):
+            word = found.group()
+            self.at = found.end()
+            if word in _WORDS:
+                return _WORDS[word]
+            if word in _NOT_NUMBERS:
+                self._note("not-a-number", key, start, word, f"{word} is not JSON: write a finite number")
+                return float(_NOT_NUMBERS[word])
+            if word in _FOREIGN_WORDS:
+                right = json.dumps(_FOREIGN_WORDS[word])
+                self._note("python-word", key, start, word, f"{word} is Python, not JSON: write {right}")
+                return _FOREIGN_WORDS[word]
+            raise self._stop(f"`{_short(word)}` is no JSON value: strings stand in double quotes", start)
+        if start >= len(text):
+            raise self._stop("the file ends where a value should stand", start)
+        if text[start] == '"':
+            raise self._bad_string()
+        raise self._stop(f"expected a value, found {_show(text[start])}", start)
+
+    def _skip(self, key: Key) -> None:
+        """Pass white space, and comments with a note."""
+        while True:
+            self.at = _SPACE.match(self.text, self.at).end()
+            found = _COMMENT.match(self.text, self.at)
+            if not found:
+                return
+            what = "comments are not JSON: DeepSpeed reads them, the Trainer and accelerate do not"
+            self._note("comment", key, self.at, _short(found.group()), what)
+            self.at = found.end()
+
+    def _take(self, character: str) -> bool:
+        if self.text[self.at : self.at + 1] == character:
+            self.at += 1
+            return True
+        return False
+
+    def _note(self, kind: str, key: Key, at: int, value: object, what: str) -> None:
+        if len(self.problems) < 200:  # a file of nothing but comments needs no 100,000 messages
+            self.problems.append(Problem(kind, key, *self._place(at), value, what))
+
+    def _place(self, at: int) -> tuple[int, int]:
+        low, high = 0, len(self.line_starts)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.line_starts[middle] <= at else (low, middle)
+        return low + 1, at - self.line_starts[low] + 1
+
+    def _stop(self, what: str, at: int) -> Unreadable:
+        return Unreadable(what, *self._place(at))
+
+    def _expected(self, what: str, closer: str, opened: int) -> Unreadable:
+        if self.at >= len(self.text):
+            line, _ = self._place(opened)
+            return self._stop(f"the file ends before the {closer} that closes line {line}", self.at)
+        return self._stop(f"expected {what} or {closer}, found {_show(self.text[self.at])}", self.at)
+
+    def _bad_string(self) -> Unreadable:
+        end = self.text.find("\n", self.at)
+        line = self.text[self.at : end if end >= 0 else len(self.text)]
+        why = "has an escape that JSON does not know" if line.count('"') > 1 else "is not closed on its line"
+        return self._stop(f"the string {_show(line[:20])} {why}", self.at)
+
+
+def _name(value: object) -> str:
+    names = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _show(text: str) -> str:
+    return json.dumps(text, ensure_ascii=True)

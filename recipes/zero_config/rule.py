@@ -1,0 +1,202 @@
+"""What a rule is, what it looks at, and what it finds."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from recipes.zero_config.read import Document, Key, Problem
+
+Severity = Literal["error", "warning"]
+
+REJECTED = "rejected"
+"""DeepSpeedConfig raises."""
+FAILS_LATER = "fails later"
+"""DeepSpeedConfig takes it; the engine or the Trainer stops in front of, or during, the first steps."""
+WRONG = "loads but wrong"
+"""It runs, and does something else than the file says."""
+COSTS = "costs"
+"""It runs and does what it says, for more memory, time or disk than needed."""
+
+_TRUE_TEXTS = {"1", "on", "t", "true", "y", "yes"}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One safe change: `set` and `remove` the key at `path`, or `rename` its last part to `value`."""
+
+    action: Literal["set", "remove", "rename"]
+    path: Key
+    value: object = None
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A place where a rule applies."""
+
+    path: Key
+    value: object
+    what: str
+    """One sentence: what happens here, with the value."""
+    fix: str = ""
+    """What to do here; the rule's general fix where empty."""
+    edits: tuple[Edit, ...] = ()
+    severity: Severity | None = None
+    """Where it differs from the rule's."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about the run beside the config; what is None is not known, and not judged."""
+
+    trainer: Literal["hf", "plain"] = "hf"
+    world_size: int | None = None
+    model: dict | None = None
+    """The model's `config.json`."""
+    gpu_memory_gib: float | None = None
+    lora: bool = False
+    sequence_parallel_size: int = 1
+    pipeline_stages: int = 1
+
+    @property
+    def text_model(self) -> dict:
+        """The part of the model's config that has the language model's sizes."""
+        model = self.model or {}
+        inner = model.get("text_config")
+        return inner if isinstance(inner, dict) else model
+
+
+@dataclass(frozen=True)
+class Config:
+    """A parsed config with forgiving look-ups: any value may be of any type."""
+
+    value: dict
+    problems: tuple[Problem, ...] = ()
+    places: dict[Key, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, document: Document) -> "Config":
+        """Return a config with the positions that its file gave."""
+        return cls(document.value, document.problems, document.places)
+
+    def get(self, *path: str, default: object = None) -> object:
+        """Return the value at `path`; `default` where a part is missing or no object."""
+        node: object = self.value
+        for name in path:
+            if not isinstance(node, dict) or name not in node:
+                return default
+            node = node[name]
+        return node
+
+    def has(self, *path: str) -> bool:
+        """Return whether there is a value, null included, at `path`."""
+        return self.get(*path, default=_NOTHING) is not _NOTHING
+
+    def on(self, *path: str, default: bool = False) -> bool:
+        """Return the truth at `path` as typed sections read it; "auto" and a wrong type give `default`."""
+        value = self.get(*path, default=default)
+        if isinstance(value, str) and value != "auto":
+            return value.lower() in _TRUE_TEXTS
+        return bool(value) if isinstance(value, (bool, int, float)) else default
+
+    def number(self, *path: str) -> float | int | None:
+        """Return the number at `path`; None where there is none (true and false are no numbers)."""
+        value = self.get(*path)
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    def text(self, *path: str) -> str | None:
+        """Return the text at `path`; None where there is none."""
+        value = self.get(*path)
+        return value if isinstance(value, str) else None
+
+    def section(self, *path: str) -> dict:
+        """Return the object at `path`; empty where there is none."""
+        value = self.get(*path)
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def stage(self) -> int | None:
+        """The ZeRO stage; None where it is "auto" or no stage."""
+        zero = self.get("zero_optimization", default={})
+        if isinstance(zero, bool):
+            return int(zero)
+        if not isinstance(zero, dict):
+            return None
+        stage = zero.get("stage", 0)
+        if isinstance(stage, str) and stage in ("0", "1", "2", "3"):
+            return int(stage)  # a typed section takes a number in quotes
+        return int(stage) if isinstance(stage, (int, float)) and stage in (0, 1, 2, 3) else None
+
+    def zero(self, *path: str) -> object:
+        """Return the value at `path` inside `zero_optimization`."""
+        return self.get("zero_optimization", *path)
+
+    def offload_device(self, what: str) -> str | None:
+        """Return the device of `offload_optimizer` or `offload_param`; None where it is not offloaded."""
+        device = self.text("zero_optimization", what, "device")
+        if device is None and what == "offload_optimizer" and self.on("zero_optimization", "cpu_offload"):
+            return "cpu"
+        return None if device in (None, "none", "auto") else device
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named fact about configs. The texts are what TROUBLESHOOTING.md shows."""
+
+    id: str
+    severity: Severity
+    kind: str
+    symptom: str
+    """What one sees: the error text that one would search for, in quotes, or the silent effect."""
+    cause: str
+    fix: str
+    check: Callable[[Config, Facts], Iterable[Hit]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the linter says about one place."""
+
+    rule: str
+    severity: Severity
+    key: str
+    """`zero_optimization.stage`; empty for the file as a whole."""
+    line: int | None
+    column: int | None
+    value: object
+    what: str
+    fix: str
+    edits: tuple[Edit, ...] = ()
+
+    def as_json(self) -> dict:
+        """Return the finding as `check_config.py --json` prints it."""
+        names = ("rule", "severity", "key", "line", "column", "value", "what", "fix")
+        return {name: getattr(self, name) for name in names}
+
+
+def dotted(path: Key) -> str:
+    """Return `("a", 0, "b")` as `a[0].b`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: JSON, cut to 60 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def model_config(path: str | Path) -> dict:
+    """Return the `config.json` at `path`, or in the folder `path`. Raises OSError and ValueError."""
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError("is no JSON object")
+    return config
+
+
+_NOTHING = object()

@@ -1,0 +1,16 @@
+"""The linter's rules: one tuple per topic, and all of them here in the order in which findings are shown."""
+
+from recipes.zero_config.rule import Rule
+from recipes.zero_config.rules import batch, keys, kinds, machine, parallel, precision, syntax, trainer, zero
+
+RULES: tuple[Rule, ...] = (
+    *syntax.RULES,
+    *keys.RULES,
+    *kinds.RULES,
+    *batch.RULES,
+    *zero.RULES,
+    *precision.RULES,
+    *parallel.RULES,
+    *trainer.RULES,
+    *machine.RULES,
+)

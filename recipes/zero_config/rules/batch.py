@@ -1,0 +1,164 @@
+"""Batch sizes: DeepSpeed's own arithmetic, and what the Trainer adds to it."""
+
+from collections.abc import Iterator
+
+from recipes.zero_config.rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
+from recipes.zero_config.rules.kinds import BATCH_KEYS
+
+_TRAIN, _MICRO, _ACCUMULATION = BATCH_KEYS
+_MISSING = "neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is given"
+
+
+def _given(config: Config, facts: Facts) -> dict[str, object]:
+    """Return those of the three batch keys that are given; null counts as left out, as for DeepSpeed."""
+    values = {name: config.get(name) for name in BATCH_KEYS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _filled_by_trainer(config: Config, facts: Facts) -> bool:
+    return facts.trainer == "hf" and "auto" in _given(config, facts).values()
+
+
+def _not_positive(config: Config, facts: Facts) -> Iterator[Hit]:
+    for name, value in _given(config, facts).items():
+        if value == "auto" and facts.trainer == "hf":
+            continue
+        if not isinstance(value, (int, float)) or value <= 0:
+            text = isinstance(value, str) and value.isdigit() and int(value) > 0
+            edits = (Edit("set", (name,), int(value)),) if text else ()
+            fix = f"write {value} without quotes" if text else "write a whole number above 0"
+            yield Hit((name,), value, f"{shown(value)} is no batch size", fix, edits)
+
+
+def _fraction(config: Config, facts: Facts) -> Iterator[Hit]:
+    for name, value in _given(config, facts).items():
+        if isinstance(value, bool) or (isinstance(value, float) and value > 0 and not value.is_integer()):
+            yield Hit((name,), value, f"{shown(value)} is calculated with as if it were a batch size")
+
+
+def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
+    given = _given(config, facts)
+    if _TRAIN not in given and _MICRO not in given:
+        edits = (Edit("set", (_MICRO,), "auto"),) if facts.trainer == "hf" else ()
+        value = '"auto"' if facts.trainer == "hf" else "1, or what fits"
+        yield Hit((_MICRO,), None, _MISSING, f'add "{_MICRO}": {value}', edits)
+
+
+def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
+    given = _given(config, facts)
+    numbers = all(isinstance(value, (int, float)) and value > 0 for value in given.values())
+    if _filled_by_trainer(config, facts) or not numbers or _TRAIN not in given:
+        return
+    train, micro, accumulation = (given.get(name) for name in BATCH_KEYS)
+    ranks = _ranks(config, facts)
+    if ranks is None:
+        step = (micro or 1) * (accumulation or 1)
+        if train % step:
+            product = f"{micro or 1} x {accumulation or 1}"
+            yield Hit((_TRAIN,), train, f"{train} is no multiple of micro batch x accumulation ({product})")
+        return
+    derived_micro, derived_accumulation = _derive(train, micro, accumulation, ranks)
+    if train == derived_micro * derived_accumulation * ranks and derived_micro and derived_accumulation:
+        return
+    product = f"micro batch {derived_micro} x accumulation {derived_accumulation} x {_on(ranks)}"
+    right = (micro or 1) * (accumulation or 1) * ranks
+    fix = f"remove it, or write {right}" if micro else f"write a multiple of {right}"
+    yield Hit((_TRAIN,), train, f"{shown(train)} is not {product}", fix)
+
+
+def _derive(train: float, micro: float | None, accumulation: float | None, ranks: int) -> tuple[float, float]:
+    """Return micro batch and accumulation as DeepSpeed derives the missing ones (`DeepSpeedConfig`)."""
+    if micro is None and accumulation is None:
+        return train // ranks, 1
+    if micro is None:
+        return train // ranks // accumulation, accumulation
+    if accumulation is None:
+        return micro, train // micro // ranks
+    return micro, accumulation
+
+
+def _on(ranks: int) -> str:
+    return f"{ranks} data-parallel rank{'s' if ranks != 1 else ''}"
+
+
+def _ranks(config: Config, facts: Facts) -> int | None:
+    """Return the ranks that share a batch: tensor parallel ranks count, pipeline and sequence do not."""
+    if facts.world_size is None:
+        return None
+    return max(1, facts.world_size // facts.sequence_parallel_size // facts.pipeline_stages)
+
+
+def _accumulation_missing(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer == "hf" and not config.has(_ACCUMULATION):
+        what = "without this key the engine accumulates over 1 step, whatever TrainingArguments say"
+        edits = (Edit("set", (_ACCUMULATION,), "auto"),)
+        yield Hit((_ACCUMULATION,), None, what, 'add "gradient_accumulation_steps": "auto"', edits)
+
+
+def _fixed_batch(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer != "hf":
+        return
+    given = _given(config, facts)
+    if given.get(_TRAIN) not in (None, "auto") and given.get(_MICRO) == "auto":
+        what = "a fixed global batch fits one number of ranks: on any other the Trainer stops with a mismatch"
+        yield Hit((_TRAIN,), given[_TRAIN], what, 'write "auto"', (Edit("set", (_TRAIN,), "auto"),))
+
+
+RULES = (
+    Rule(
+        "batch-value",
+        "error",
+        REJECTED,
+        '"Train batch size: 0 has to be greater than 0", or a TypeError between str and int',
+        "A batch size is a whole number above 0, not text.",
+        "Write a whole number above 0.",
+        _not_positive,
+    ),
+    Rule(
+        "batch-fraction",
+        "warning",
+        WRONG,
+        "steps that never reach, or never leave, the accumulation boundary",
+        "DeepSpeed multiplies and divides whatever number it is given.",
+        "Write a whole number.",
+        _fraction,
+    ),
+    Rule(
+        "batch-missing",
+        "error",
+        REJECTED,
+        '"Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"',
+        "DeepSpeed derives two of its three batch numbers from one; the Trainer fills only keys that are there.",
+        'Add "train_micro_batch_size_per_gpu".',
+        _missing,
+    ),
+    Rule(
+        "batch-identity",
+        "error",
+        REJECTED,
+        '"Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * '
+        'gradient_acc_step * world_size 4 != 1 * 1 * 2"',
+        "train_batch_size = micro batch x accumulation x ranks must hold exactly. On a CPU the same message "
+        "means that `use_cpu=True` is missing and every rank believes it is alone.",
+        "Leave `train_batch_size` out and let DeepSpeed compute it.",
+        _identity,
+    ),
+    Rule(
+        "accumulation-missing",
+        "warning",
+        WRONG,
+        "gradient accumulation set in TrainingArguments has no effect in the engine",
+        "The Trainer fills only keys that are there; accelerate adds this one with the value 1.",
+        'Add "gradient_accumulation_steps": "auto".',
+        _accumulation_missing,
+    ),
+    Rule(
+        "train-batch-fixed",
+        "warning",
+        FAILS_LATER,
+        '"ds train_batch_size=256 vs hf train_batch_size (calculated)=64"',
+        "The Trainer compares the number with what it computes from its arguments and the number of ranks.",
+        'Write "auto".',
+        _fixed_batch,
+    ),
+)

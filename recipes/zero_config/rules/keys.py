@@ -1,0 +1,265 @@
+"""Keys: unknown, misspelt, misplaced, removed, renamed, given twice."""
+
+import difflib
+from collections.abc import Iterator
+
+from recipes.zero_config import schema
+from recipes.zero_config.read import Key
+from recipes.zero_config.rule import REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted
+
+# Word for word what old guides use, too far from the right name for a spelling match.
+_OLD_NAMES = {("aio", "thread_count"): "intra_op_parallelism"}
+
+
+def _walk(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, object, dict]]:
+    """Every key of the config with the schema node of the section it stands in."""
+    for name, inner in value.items():
+        yield (*path, name), inner, node
+        section = node["keys"].get(name, {}).get("section")
+        if isinstance(inner, dict) and section:
+            yield from _walk(inner, section, (*path, name))
+
+
+def _unknown(config: Config, refused: bool) -> Iterator[tuple[Key, object, dict]]:
+    """Yield the keys that no section knows: those that DeepSpeed refuses, or those that it ignores.
+
+    A section with types refuses a key, unless its value is "auto": such keys are dropped before it looks.
+    """
+    removed = schema.load()["removed"]
+    removed_zero = schema.load()["removed_zero"]
+    for path, value, node in _walk(config.value, schema.load()["root"]):
+        gone = path[-1] in (removed if len(path) == 1 else removed_zero if len(path) == 2 else ())
+        if path[-1] in node["keys"] or node["unknown"] == "open" or gone:
+            continue
+        if path[0] == "bfloat16" and config.get("bf16") is not None:
+            continue  # not looked at: `bf16-twice` says so
+        if refused == (node["unknown"] == "rejected" and value != "auto"):
+            yield path, value, node
+
+
+def _nearest(name: str, known: dict) -> str | None:
+    """Return the known key that `name` is a misspelling of, compared without case, `-` and `_`."""
+    if name.startswith(("_", "/", "#")) or "comment" in name.lower():
+        return None  # a comment, not a misspelt `comet`
+    plain = {key.lower().replace("_", ""): key for key in known}
+    wanted = name.lower().replace("_", "").replace("-", "").replace(" ", "")
+    close = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.8)
+    return plain[close[0]] if close else None
+
+
+def _home(name: str) -> Key | None:
+    """Return the one other section that has a key of this name; None for names that several have."""
+    homes = []
+    pending: list[tuple[Key, dict]] = [((), schema.load()["root"])]
+    while pending:
+        path, node = pending.pop()
+        for key, entry in node["keys"].items():
+            if key == name and not entry.get("alias_of"):
+                homes.append((*path, key))
+            if "section" in entry:
+                pending.append(((*path, key), entry["section"]))
+    return homes[0] if len(homes) == 1 else None
+
+
+def _rename(path: Key, right: str, siblings: dict) -> tuple[Edit, ...]:
+    return () if right in siblings else (Edit("rename", path, right),)
+
+
+def _rejected(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, node in _unknown(config, refused=True):
+        section = dotted(path[:-1])
+        nearest = _nearest(path[-1], node["keys"])
+        home = _home(path[-1])
+        if nearest:
+            fix = f"did you mean `{nearest}`?"
+        elif home:
+            fix = f"move it: the key is `{dotted(home)}`"
+        else:
+            fix = f"remove it: `{section}` has no such key"
+        edits = _rename(path, nearest, config.section(*path[:-1])) if nearest else ()
+        yield Hit(path, value, f"`{section}` refuses unknown keys", fix, edits)
+
+
+def _misspelt(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, node in _unknown(config, refused=False):
+        if path in _OLD_NAMES:
+            continue
+        if nearest := _nearest(path[-1], node["keys"]):
+            edits = _rename(path, nearest, config.section(*path[:-1]) if path[:-1] else config.value)
+            yield Hit(path, value, f"`{path[-1]}` is ignored in silence", f"did you mean `{nearest}`?", edits)
+
+
+def _misplaced(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, node in _unknown(config, refused=False):
+        home = _home(path[-1])
+        if home and not _nearest(path[-1], node["keys"]):
+            yield Hit(path, value, f"`{dotted(path)}` is ignored in silence", f"move it to `{dotted(home)}`")
+
+
+def _ignored(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, node in _unknown(config, refused=False):
+        if path not in _OLD_NAMES and not _home(path[-1]) and not _nearest(path[-1], node["keys"]):
+            yield Hit(path, value, f"DeepSpeed has no key `{dotted(path)}` and ignores it")
+
+
+def _old_name(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, right in _OLD_NAMES.items():
+        if config.has(*path):
+            edits = _rename(path, right, config.section(*path[:-1]))
+            what = f"`{path[-1]}` is ignored since DeepSpeed 0.16"
+            yield Hit(path, config.get(*path), what, f"rename it to `{right}`", edits)
+
+
+def _removed(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, messages in (((), "removed"), (("zero_optimization",), "removed_zero")):
+        for name, message in schema.load()[messages].items():
+            value = config.get(*path, name)
+            if config.has(*path, name):
+                off = isinstance(value, dict) and value.get("enabled") is False
+                edits = (Edit("remove", (*path, name)),) if off or value is False else ()
+                what = message.split(". ")[0].rstrip(".")
+                even = ", even when it is switched off" if off else ""
+                yield Hit((*path, name), value, f"{what}; the key itself stops the start{even}", "", edits)
+
+
+def _deprecated(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, node in _walk(config.value, schema.load()["root"]):
+        entry = node["keys"].get(path[-1], {})
+        right = entry.get("deprecated")
+        if right and value != "auto":
+            yield Hit(path, value, f"`{path[-1]}` is deprecated", f"use `{_public(node, right)}`")
+
+
+def _deprecated_and_new(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, node in _walk(config.value, schema.load()["root"]):
+        entry = node["keys"].get(path[-1], {})
+        right = entry.get("deprecated")
+        if not right or not entry["excludes"] or value == "auto":
+            continue
+        siblings = config.section(*path[:-1])
+        names = [right, *(name for name, other in node["keys"].items() if other.get("alias_of") == name)]
+        names.append(_public(node, right))
+        if any(name in siblings and siblings[name] != "auto" for name in names):
+            what = f"`{path[-1]}` and `{_public(node, right)}` cannot be given together"
+            yield Hit(path, value, what, f"remove `{path[-1]}`", (Edit("remove", path),))
+
+
+def _both_spellings(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, node in _walk(config.value, schema.load()["root"]):
+        alias = node["keys"].get(path[-1], {}).get("alias_of")
+        siblings = config.section(*path[:-1])
+        if alias and value != "auto" and siblings.get(alias, "auto") != "auto":
+            what = f"`{path[-1]}` and `{alias}` are one field: the second spelling is refused"
+            yield Hit(path, value, what, f"remove `{path[-1]}`", (Edit("remove", path),))
+
+
+def _public(node: dict, name: str) -> str:
+    """Return the spelling of a field that documentation uses (`stage3_...`)."""
+    return node["keys"].get(name, {}).get("alias_of", name)
+
+
+def _bf16_twice(config: Config, facts: Facts) -> Iterator[Hit]:
+    if config.get("bf16") is not None and config.has("bfloat16"):
+        differ = config.get("bf16") != config.get("bfloat16")
+        yield Hit(
+            ("bfloat16",),
+            config.get("bfloat16"),
+            "`bf16` and `bfloat16` are both given: `bfloat16` is not looked at",
+            "keep `bf16` alone",
+            () if differ else (Edit("remove", ("bfloat16",)),),
+            "error" if differ else "warning",
+        )
+
+
+RULES = (
+    Rule(
+        "unknown-key",
+        "error",
+        REJECTED,
+        '"Extra inputs are not permitted [type=extra_forbidden]"',
+        "The section is read by a pydantic model that forbids unknown keys.",
+        "Correct the spelling, or move the key to its section.",
+        _rejected,
+    ),
+    Rule(
+        "misspelt-key",
+        "error",
+        WRONG,
+        "a setting has no effect; no message",
+        "DeepSpeed reads the keys it knows and never looks at others: at the top level and in a dozen sections.",
+        "Correct the spelling.",
+        _misspelt,
+    ),
+    Rule(
+        "misplaced-key",
+        "error",
+        WRONG,
+        "a setting has no effect; no message",
+        "The key exists, but in another section; here it is ignored.",
+        "Move the key to its section.",
+        _misplaced,
+    ),
+    Rule(
+        "ignored-key",
+        "warning",
+        WRONG,
+        "a setting has no effect; no message",
+        "DeepSpeed has no such key. Comments written as keys (`_comment`) are harmless.",
+        "Remove it, or look up what replaced it.",
+        _ignored,
+    ),
+    Rule(
+        "renamed-key",
+        "warning",
+        WRONG,
+        "NVMe is read by one thread however many are asked for",
+        "`aio.thread_count`, which most guides show, was renamed and is ignored now.",
+        "Rename it to `intra_op_parallelism`.",
+        _old_name,
+    ),
+    Rule(
+        "removed-feature",
+        "error",
+        REJECTED,
+        '"... has been removed. See https://github.com/deepspeedai/DeepSpeed/issues/8489"',
+        "The feature left DeepSpeed, and its key is refused so that nobody believes it still works.",
+        "Remove the block; the message says what replaced it.",
+        _removed,
+    ),
+    Rule(
+        "deprecated-key",
+        "warning",
+        "costs",
+        '"Config parameter ... is deprecated use ... instead"',
+        "An old name that DeepSpeed still translates.",
+        "Use the new name.",
+        _deprecated,
+    ),
+    Rule(
+        "deprecated-and-new",
+        "error",
+        REJECTED,
+        "\"Cannot provide deprecated parameter 'cpu_offload' and replacing parameter 'offload_optimizer'\"",
+        "A deprecated key and the key that replaced it are both given.",
+        "Remove the deprecated one.",
+        _deprecated_and_new,
+    ),
+    Rule(
+        "both-spellings",
+        "error",
+        REJECTED,
+        '"Extra inputs are not permitted [type=extra_forbidden]"',
+        "A field has a public name (`stage3_...`) and a short one; each is accepted, both together are not.",
+        "Keep the public name.",
+        _both_spellings,
+    ),
+    Rule(
+        "bf16-twice",
+        "error",
+        WRONG,
+        "training runs in fp32, or with other bf16 settings than written; no message",
+        "`bfloat16` is the old name of `bf16` and is read only where `bf16` is missing.",
+        "Keep `bf16` alone.",
+        _bf16_twice,
+    ),
+)

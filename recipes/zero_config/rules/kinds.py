@@ -1,0 +1,257 @@
+"""Values: wrong type, wrong word, "auto" where nobody fills it in."""
+
+import difflib
+from collections.abc import Iterator
+
+from recipes.zero_config import schema
+from recipes.zero_config.read import Key
+from recipes.zero_config.rule import (
+    FAILS_LATER,
+    REJECTED,
+    WRONG,
+    Config,
+    Edit,
+    Facts,
+    Hit,
+    Rule,
+    dotted,
+    shown,
+)
+from recipes.zero_config.values import describe, fits
+
+# Batch sizes follow from each other by arithmetic: rules/batch.py says everything about them.
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+# What the Trainer (and accelerate under it) fills in; a test compares this with a real Trainer.
+FILLED = (
+    *BATCH_KEYS,
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+    "optimizer.params.lr",
+    "optimizer.params.betas",
+    "optimizer.params.eps",
+    "optimizer.params.weight_decay",
+    "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_max_lr",
+    "scheduler.params.warmup_num_steps",
+    "scheduler.params.total_num_steps",
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+)
+
+
+def _entries(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, object, dict]]:
+    """Every known key of the config with its schema entry; sections after their own entry."""
+    for name, inner in value.items():
+        entry = node["keys"].get(name)
+        if entry is None or (path == () and name in BATCH_KEYS):
+            continue
+        yield (*path, name), inner, entry
+        if isinstance(inner, dict) and "section" in entry:
+            yield from _entries(inner, entry["section"], (*path, name))
+
+
+def _all(config: Config) -> Iterator[tuple[Key, object, dict]]:
+    """Yield the known keys that DeepSpeed looks at."""
+    unread = set()
+    if config.get("bf16") is not None:
+        unread.add(("bfloat16",))
+    if config.get("optimizer", "type") is None:
+        unread.add(("optimizer", "params"))
+    for path, value, entry in _entries(config.value, schema.load()["root"]):
+        if path[:1] not in unread and path[:2] not in unread:
+            yield path, value, entry
+
+
+def _is_typed(path: Key) -> bool:
+    """Is this a field of a section that pydantic reads? There "auto" means "the default"."""
+    node = schema.section(*path[:-1])
+    return bool(node) and "type" in node["keys"].get(path[-1], {})
+
+
+def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, entry in _all(config):
+        if value == "auto" and "type" in entry:
+            continue
+        if "type" in entry and not fits(entry["type"], value):
+            nearest = _nearest_value(entry["type"], value)
+            fix = f"did you mean {shown(nearest)}?" if nearest else f"write {describe(entry['type'])}"
+            yield Hit(path, value, f"{shown(value)} is not {describe(entry['type'])}", fix)
+        elif "loads" in entry and not _loads(entry, value):
+            yield Hit(path, value, f"DeepSpeed does not take {shown(value)} here", f"write {_accepted(entry)}")
+
+
+def _loads(entry: dict, value: object) -> bool:
+    if schema.kind_of(value) in entry["loads"]:
+        return True
+    if isinstance(value, dict) and "section" in entry and "empty object" in entry["loads"]:
+        return True  # its content is judged key by key
+    if isinstance(value, str) and "texts" in entry:
+        return value in entry["texts"] or (entry["any_case"] and value.lower() in entry["texts"])
+    return False
+
+
+def _accepted(entry: dict) -> str:
+    if "texts" in entry:
+        return " | ".join(shown(text) for text in entry["texts"][:8])
+    if "section" in entry or "object" in entry["loads"]:
+        return "an object"
+    kinds = {
+        "a list of text": "list of text",
+        "true or false": "true",
+        "a number": "fraction",
+        "text": "text",
+        "null": "null",
+    }
+    return next((words for words, kind in kinds.items() if kind in entry["loads"]), "nothing: remove the key")
+
+
+def _nearest_value(kind: dict, value: object) -> object:
+    words = [word for word in kind.get("values", ()) if isinstance(word, str)]
+    close = difflib.get_close_matches(str(value).lower(), words, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def _text_for_number(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, entry in _all(config):
+        default = entry.get("default")
+        untyped_number = "type" not in entry and isinstance(default, (int, float))
+        if not untyped_number or isinstance(default, bool) or not isinstance(value, (str, list, dict)):
+            continue
+        if value == "auto" or not _loads({"loads": schema.SAMPLES, **entry}, value):
+            continue
+        number = _as_number(value)
+        edits = () if number is None else (Edit("set", path, number),)
+        fix = f"write {number if number is not None else default}"
+        yield Hit(path, value, f"{shown(value)} is taken as it is and fails where a number is needed", fix, edits)
+
+
+def _as_number(value: object) -> int | float | None:
+    try:
+        number = float(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    if number is None or number - number != 0:  # not for inf and nan
+        return None
+    return int(number) if number == int(number) and "." not in value else number
+
+
+def _text_for_truth(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, entry in _all(config):
+        if "type" in entry or not isinstance(entry.get("default"), bool) or not isinstance(value, str):
+            continue
+        if value.lower() in ("false", "no", "off", "0") and _loads({"loads": schema.SAMPLES, **entry}, value):
+            what = f"the text {shown(value)} counts as true: every text that is not empty does"
+            yield Hit(path, value, what, "write false", (Edit("set", path, False),))
+
+
+def _dtype(config: Config, facts: Facts) -> Iterator[Hit]:
+    words = schema.load()["dtypes"]
+    for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
+        value = config.get("data_types", name)
+        if value is not None and value != "auto" and value not in words:
+            short = [word for word in words if "." not in word]
+            yield Hit(("data_types", name), value, f"{shown(value)} is no dtype", f"write {' | '.join(short)}")
+
+
+def _auto_paths(config: Config) -> Iterator[tuple[Key, bool]]:
+    """Return the path of every "auto" and whether it stands in a typed section."""
+    pending: list[tuple[Key, object]] = [((), config.value)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, dict):
+            pending.extend(((*path, name), inner) for name, inner in reversed(value.items()))
+        elif value == "auto":
+            yield path, _is_typed(path)
+
+
+def _auto_plain(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer != "plain":
+        return
+    for path, typed in _auto_paths(config):
+        node = schema.section(*path[:-1]) or {"keys": {}}
+        default = node["keys"].get(path[-1], {}).get("default")
+        if default == "auto" or dotted(path) in ("datastates_ckpt", "scheduler.type", "optimizer.type"):
+            continue
+        if path[-1] in BATCH_KEYS:
+            continue  # rejected: rules/batch.py
+        effect = f"is read as {shown(default)}" if typed else "is kept as the text `auto`, which nothing can use"
+        yield Hit(path, "auto", f'"auto" means nothing outside the Hugging Face Trainer: it {effect}')
+
+
+def _auto_unfilled(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer != "hf":
+        return
+    for path, _ in _auto_paths(config):
+        if dotted(path) not in FILLED:
+            node = schema.section(*path[:-1]) or {"keys": {}}
+            own = node["keys"].get(path[-1], {}).get("default") == "auto"
+            fix = "remove it: it is the default" if own else "write the value"
+            edits = (Edit("remove", path),) if own else ()
+            yield Hit(path, "auto", f"the Trainer has nothing to fill `{dotted(path)}` with and stops", fix, edits)
+
+
+RULES = (
+    Rule(
+        "wrong-type",
+        "error",
+        REJECTED,
+        '"pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig"',
+        "The value is of a type, or outside the range, that the key takes.",
+        "Write a value of the key's type.",
+        _wrong_type,
+    ),
+    Rule(
+        "text-for-number",
+        "error",
+        FAILS_LATER,
+        "\"'>' not supported between instances of 'str' and 'float'\" in the first optimizer step",
+        "A number in quotes. Sections without types keep it as text until it is used.",
+        "Remove the quotes.",
+        _text_for_number,
+    ),
+    Rule(
+        "text-for-truth",
+        "error",
+        WRONG,
+        'a switch written "false" is on',
+        "Keys outside the typed sections are tested for emptiness, and no text but the empty one is empty.",
+        "Write false without quotes.",
+        _text_for_truth,
+    ),
+    Rule(
+        "unknown-dtype",
+        "error",
+        FAILS_LATER,
+        "\"ValueError: 'fp8' is not a valid DtypeEnum\" in deepspeed.initialize",
+        "`data_types` is read without a check; the word is looked up when the engine is built.",
+        "Write fp32, fp16 or bf16.",
+        _dtype,
+    ),
+    Rule(
+        "auto-without-trainer",
+        "error",
+        WRONG,
+        '"auto" trains with ZeRO stage 0, in fp32, without offload; or "\'<=\' not supported between ..."',
+        'Typed sections drop every "auto" and use their default; other keys keep the text.',
+        "Fill the template: `python scripts/resolve_config.py TEMPLATE`.",
+        _auto_plain,
+    ),
+    Rule(
+        "auto-not-filled",
+        "error",
+        FAILS_LATER,
+        '"`...` not found in kwargs. Please specify `...` without `auto` (set to correct value)"',
+        'accelerate visits every "auto" in the config and stops at one that it has no value for.',
+        "Write the value.",
+        _auto_unfilled,
+    ),
+)

@@ -1,0 +1,156 @@
+"""The config against the machine: GPU memory, NVMe folders, MoE layers, GPUDirect."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes.zero_config.rule import COSTS, FAILS_LATER, REJECTED, Config, Facts, Hit, Rule
+
+_ZERO = "zero_optimization"
+_DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's default of reduce_bucket_size and allgather_bucket_size
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "lustre", "ceph", "fuse.sshfs", "9p", "glusterfs")
+
+
+def _buckets(config: Config, facts: Facts) -> Iterator[Hit]:
+    """Reduce buckets: 2 bytes per element in bf16, 4 in fp32, and two of them with overlap_comm."""
+    if facts.gpu_memory_gib is None or config.stage not in (1, 2, 3):
+        return
+    path = (_ZERO, "reduce_bucket_size")
+    value = config.get(*path, default=_DEFAULT_BUCKET)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return
+    width = 2 if any(config.get(name, "enabled") in (True, "auto") for name in ("bf16", "fp16")) else 4
+    overlap = config.on(_ZERO, "overlap_comm", default=config.stage == 3)
+    copies = 2 if overlap or config.stage == 3 else 1
+    gib = value * width * copies / 2**30
+    if gib > facts.gpu_memory_gib:
+        what = f"buckets of {gib:.1f} GiB on a GPU of {facts.gpu_memory_gib:g} GiB"
+        yield Hit(path, config.get(*path), what, _smaller(facts), severity="error")
+    elif gib > facts.gpu_memory_gib / 8:
+        share = gib / facts.gpu_memory_gib
+        what = f"buckets take {gib:.1f} GiB, {share:.0%} of the GPU"
+        yield Hit(path, config.get(*path), what, _smaller(facts))
+
+
+def _smaller(facts: Facts) -> str:
+    return 'write "auto"' if facts.trainer == "hf" else "write hidden size squared, or 5e7"
+
+
+def _nvme_folder(config: Config, facts: Facts) -> Iterator[Hit]:
+    seen = set()
+    for what in ("offload_optimizer", "offload_param"):
+        path = (_ZERO, what, "nvme_path")
+        folder = config.text(*path)
+        if config.offload_device(what) != "nvme" or not folder or folder == "auto" or folder in seen:
+            continue
+        seen.add(folder)
+        if trouble := _trouble(folder):
+            yield Hit(path, folder, *trouble)
+
+
+def _trouble(folder: str) -> tuple[str, str] | None:
+    """Return what is wrong with a swap folder on this machine, and the fix."""
+    if "\0" in folder:
+        return "is no path", "write a folder"
+    existing = Path(os.path.abspath(folder))
+    while not _exists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not os.path.isdir(existing):
+        return f"{existing} is a file", "write a folder"
+    if not os.access(existing, os.W_OK):
+        return f"cannot be made here: no permission to write in {existing}", "choose a folder of yours"
+    kind = _file_system(str(existing))
+    if kind in _MEMORY_FILE_SYSTEMS:
+        return f"lies on {kind}, which is memory: nothing is saved by swapping", "choose a folder on a drive"
+    if kind in _NETWORK_FILE_SYSTEMS:
+        return f"lies on {kind}: every step reads and writes all states over the network", "use a local drive"
+    return None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long
+        return False
+
+
+def _file_system(path: str) -> str:
+    """Return the type of the file system that `path` lies on; empty where /proc/mounts does not exist."""
+    best, kind = "", ""
+    try:
+        lines = Path("/proc/mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        parts = line.split()
+        if len(parts) > 2 and len(parts[1]) >= len(best):
+            mount = parts[1].rstrip("/")
+            if path == mount or path.startswith(mount + "/"):
+                best, kind = parts[1], parts[2]
+    return kind
+
+
+def _gds(config: Config, facts: Facts) -> Iterator[Hit]:
+    if config.get("aio") and config.get("aio", "use_gds") and not _has_cuda():
+        yield Hit(("aio", "use_gds"), True, "GPUDirect Storage needs CUDA, and this machine has none")
+
+
+def _has_cuda() -> bool:
+    wanted = os.environ.get("DS_ACCELERATOR")
+    return wanted == "cuda" or (wanted is None and Path("/proc/driver/nvidia").exists())
+
+
+def _swap_buffer(config: Config, facts: Facts) -> Iterator[Hit]:
+    """Compare the largest parameter's shard with one buffer of the NVMe swapper (elements, default 1e8)."""
+    model = facts.text_model
+    vocabulary, hidden = model.get("vocab_size"), model.get("hidden_size")
+    if config.offload_device("offload_param") != "nvme" or not isinstance(vocabulary, int):
+        return
+    size = config.number(_ZERO, "offload_param", "buffer_size")
+    size = 100_000_000 if size is None else size
+    if isinstance(hidden, int) and facts.world_size and vocabulary * hidden // facts.world_size > size:
+        shard = vocabulary * hidden // facts.world_size
+        path = (_ZERO, "offload_param", "buffer_size")
+        what = f"the embedding's shard has {shard:,} elements and a buffer only {int(size):,}"
+        yield Hit(path, config.get(*path), what, f"write at least {shard + shard // 100}")
+
+
+RULES = (
+    Rule(
+        "bucket-too-large",
+        "warning",
+        COSTS,
+        '"torch.OutOfMemoryError: CUDA out of memory" in the first backward',
+        "Reduce buckets are allocated whole, twice with `overlap_comm`; the default is 5e8 elements, 1 GB in bf16.",
+        'Write "auto".',
+        _buckets,
+    ),
+    Rule(
+        "nvme-folder",
+        "warning",
+        FAILS_LATER,
+        '"PermissionError: [Errno 13]", "OSError: [Errno 22] Invalid argument", or steps of minutes',
+        "The swap folder must be writable and lie on a local drive that takes direct I/O.",
+        "Choose a folder on a local NVMe drive.",
+        _nvme_folder,
+    ),
+    Rule(
+        "gds-without-cuda",
+        "error",
+        REJECTED,
+        '"GDS currently only supported for CUDA accelerator"',
+        "GPUDirect Storage moves data between the drive and a CUDA GPU.",
+        "Remove `use_gds`.",
+        _gds,
+    ),
+    Rule(
+        "swap-buffer-too-small",
+        "error",
+        FAILS_LATER,
+        '"AssertionError: More elements ... than buffer size ..."',
+        "Each parameter's shard is read into one buffer of the pool.",
+        "Make `buffer_size` as large as the largest shard; `buffer_count` buffers are pinned.",
+        _swap_buffer,
+    ),
+)

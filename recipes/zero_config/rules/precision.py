@@ -1,0 +1,160 @@
+"""Precision: bf16, fp16, master weights, the loss scale, activation checkpointing."""
+
+import math
+from collections.abc import Iterator
+
+from recipes.zero_config.rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
+
+
+def _bf16(config: Config) -> str:
+    """Return the name of the section that DeepSpeed reads for bf16."""
+    return "bf16" if config.get("bf16") is not None or not config.has("bfloat16") else "bfloat16"
+
+
+def _both(config: Config, facts: Facts) -> Iterator[Hit]:
+    name = _bf16(config)
+    if config.on(name, "enabled") and config.on("fp16", "enabled"):
+        what = f"`fp16` and `{name}` are both on"
+        yield Hit(("fp16", "enabled"), True, what, "switch one of them off")
+
+
+def _master_weights(config: Config, facts: Facts) -> Iterator[Hit]:
+    name = _bf16(config)
+    keys = (
+        ("fp16", "fp16_master_weights_and_grads"),
+        (name, "bf16_master_weights_and_grads"),
+        (name, "bf16_optimizer_states"),
+    )
+    for path in keys:
+        if config.on(*path) and config.stage in (None, 0):
+            yield Hit(path, config.get(*path), "needs ZeRO stage 1, 2 or 3", "set the stage, or remove it")
+    path = (name, "bf16_optimizer_states")
+    if config.on(*path) and not config.on(name, "bf16_master_weights_and_grads"):
+        what = "bf16 states need bf16 master weights"
+        yield Hit(path, config.get(*path), what, 'add "bf16_master_weights_and_grads": true')
+
+
+def _master_weights_offload(config: Config, facts: Facts) -> Iterator[Hit]:
+    if config.stage not in (1, 2, 3) or config.offload_device("offload_optimizer"):
+        return
+    name = _bf16(config)
+    path = (name, "bf16_master_weights_and_grads")
+    if config.on(*path) and not config.on(name, "bf16_optimizer_states"):
+        what = "bf16 master weights with fp32 states need an optimizer that is offloaded to the CPU"
+        yield Hit(path, True, what, 'add "bf16_optimizer_states": true, or offload the optimizer')
+    path = ("fp16", "fp16_master_weights_and_grads")
+    if config.on(*path):
+        yield Hit(path, True, "fp16 master weights need an optimizer that is offloaded to the CPU")
+
+
+def _overflow(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = (_bf16(config), "check_grad_overflow")
+    if config.has(*path) and config.get(*path) != "auto" and not config.on(*path, default=True):
+        what = "a step with infinite gradients is applied, and Adam's states stay NaN"
+        yield Hit(path, config.get(*path), what, "remove it", (Edit("remove", path),))
+
+
+def _loss_scale(config: Config, facts: Facts) -> Iterator[Hit]:
+    scale = config.get("fp16", "loss_scale", default=0)
+    number = _number(scale)
+    if scale != "auto" and (isinstance(scale, bool) or number is None or number < 0 or not math.isfinite(number)):
+        yield Hit(("fp16", "loss_scale"), scale, f"{shown(scale)} is no loss scale", "0 is dynamic; else above 0")
+        return
+    for name in ("loss_scale_window", "min_loss_scale"):
+        value = config.get("fp16", name, default=1)
+        if isinstance(value, bool):
+            yield Hit(("fp16", name), value, f"{shown(value)} is no number", "write a whole number above 0")
+        dynamic = config.on("fp16", "enabled") and number in (0, None)
+        size = _number(value)
+        if dynamic and not isinstance(value, bool) and size is not None and size < 1:
+            yield Hit(("fp16", name), value, "a dynamic loss scale needs at least 1", "remove it")
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(value) if isinstance(value, (int, float, str)) else None
+    except ValueError:
+        return None
+
+
+def _accumulate(config: Config, facts: Facts) -> Iterator[Hit]:
+    dtype = config.get("data_types", "grad_accum_dtype")
+    low = config.on(_bf16(config), "enabled") or config.on("fp16", "enabled")
+    if config.stage == 0 and low and isinstance(dtype, str) and dtype in ("fp32", "float32", "float"):
+        what = "stage 0 accumulates gradients in the parameters' own precision"
+        path = ("data_types", "grad_accum_dtype")
+        yield Hit(path, dtype, what, "set the stage to 1, or remove it")
+
+
+def _checkpointing(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer == "hf" and any(config.section("activation_checkpointing").values()):
+        path = ("activation_checkpointing",)
+        what = "the section serves models that call deepspeed.checkpointing; Hugging Face models do not"
+        yield Hit(path, config.get(*path), what, "set gradient_checkpointing=True in TrainingArguments")
+
+
+RULES = (
+    Rule(
+        "fp16-and-bf16",
+        "error",
+        REJECTED,
+        '"bfloat16 and fp16 modes cannot be simultaneously enabled"',
+        "A model has one precision.",
+        'Switch one of them off; with the Trainer write "auto" in both.',
+        _both,
+    ),
+    Rule(
+        "master-weights",
+        "error",
+        REJECTED,
+        '"bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."',
+        "Low-precision master weights are kept by ZeRO's optimizer, and states cannot be lower than weights.",
+        "Set a stage; add `bf16_master_weights_and_grads`.",
+        _master_weights,
+    ),
+    Rule(
+        "master-weights-without-offload",
+        "error",
+        FAILS_LATER,
+        '"Master weights feature requires ZeRO-2 Offload with DeepSpeedCPUAdam"',
+        "Without offload only the combination with bf16 states exists.",
+        "Add `bf16_optimizer_states`, or offload the optimizer.",
+        _master_weights_offload,
+    ),
+    Rule(
+        "overflow-unchecked",
+        "warning",
+        WRONG,
+        "the loss becomes NaN and stays NaN",
+        "One infinite gradient reaches Adam's running averages.",
+        "Remove `check_grad_overflow`: it is on by default.",
+        _overflow,
+    ),
+    Rule(
+        "loss-scale",
+        "error",
+        REJECTED,
+        '"fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled (loss_scale=0)"',
+        "The loss scale multiplies every gradient.",
+        "Leave the fp16 section to its defaults.",
+        _loss_scale,
+    ),
+    Rule(
+        "accumulation-type-at-stage-0",
+        "error",
+        FAILS_LATER,
+        '"NotImplementedError: unsupported mix of model_dtype=torch.bfloat16 and grad_accum_dtype=torch.float32"',
+        "Only ZeRO's optimizers keep gradients in another precision than parameters.",
+        "Set the stage to 1.",
+        _accumulate,
+    ),
+    Rule(
+        "activation-checkpointing-unused",
+        "warning",
+        WRONG,
+        "activations take as much memory as before; no message",
+        "Hugging Face models checkpoint with torch, switched on by TrainingArguments.",
+        "Set `gradient_checkpointing=True`; remove the section.",
+        _checkpointing,
+    ),
+)

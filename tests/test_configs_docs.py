@@ -1,0 +1,61 @@
+"""The pages in configs/ say what is there."""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes.zero_config import troubleshooting
+from tests.test_configs_run import CONFIGS, CUDA
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "configs" / "README.md").read_text()
+
+
+def keys(config: dict, path: tuple[str, ...] = ()) -> Iterator[str]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from keys(value, (*path, name))
+        else:
+            yield ".".join((*path, name))
+
+
+def test_troubleshooting_is_up_to_date():
+    assert troubleshooting.PAGE.read_text() == troubleshooting.text()
+
+
+def test_every_template_has_its_row_and_says_what_was_seen():
+    rows = {found[1]: found[0] for found in re.finditer(r"^\| `(\w+)\.json` \|.*$", README, re.MULTILINE)}
+    assert set(rows) == {path.stem for path in CONFIGS}
+    for name, row in rows.items():
+        assert row.rstrip(" |").endswith("loads" if name in CUDA else "4"), row
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_value_has_its_reason(path: Path):
+    for key in keys(json.loads(path.read_text())):
+        assert f"`{key}`" in README or (key.startswith("optimizer.params.") and "`optimizer.params.*`" in README), key
+
+
+def test_the_diff_on_the_page_is_the_real_one():
+    command = ["diff", "configs/zero2.json", "configs/zero2_offload.json"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.stdout in README
+
+
+def test_accelerate_files_name_templates_that_exist():
+    files = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+    assert len(files) == 8
+    named = 0
+    for file in files:
+        content = yaml.safe_load(file.read_text())
+        if content["distributed_type"] == "DEEPSPEED":
+            template = ROOT / content["deepspeed_config"]["deepspeed_config_file"]
+            stage = json.loads(template.read_text())["zero_optimization"]["stage"]
+            assert content["deepspeed_config"]["zero3_init_flag"] == (stage == 3)
+            named += 1
+    assert named == 7

@@ -1,0 +1,86 @@
+"""The doctor on the machine that runs the tests."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from recipes.machine import hardware, software
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *arguments]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", check=False)
+
+
+def states(run: subprocess.CompletedProcess) -> dict[str, str]:
+    return {check["name"]: check["state"] for check in json.loads(run.stdout)}
+
+
+def test_this_machine_can_train(tmp_path: Path):
+    run = doctor("--json", "--output-dir", str(tmp_path), "--nvme", str(tmp_path / "swap"))
+    found = states(run)
+    assert run.stderr == ""
+    assert {"torch", "deepspeed", "GPU", "g++", "ninja", "libaio", "/dev/shm", "disk", "W&B"} <= set(found)
+    assert found["torch"] == found["deepspeed"] == "ok"
+    assert run.returncode == ("error" in found.values())
+    assert not list((tmp_path / "swap").iterdir())
+
+
+def test_what_would_stop_a_run_is_an_error(tmp_path: Path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("nowhere.invalid slots=8  # no such host\n")
+    run = doctor("--json", "--checkpoint-gib", "1e9", "--hostfile", str(hosts), PATH="/nowhere")
+    found = states(run)
+    assert run.returncode == 1
+    assert found["disk"] == found["ssh nowhere.invalid"] == found["pdsh"] == found["g++"] == "error"
+
+
+def test_the_table_names_a_fix_for_each_error():
+    run = doctor("--checkpoint-gib", "1e9")
+    lines = run.stdout.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("error"))
+    assert "disk" in lines[at]
+    assert lines[at + 1].strip().startswith("fix:")
+    assert "error" in lines[-1]
+
+
+def test_another_version_is_a_warning():
+    assert software._version("torch", "0.1").state == "warning"
+    assert software._version("no-such-package", "1").state == "error"
+
+
+def test_direct_io_is_measured_or_refused(tmp_path: Path):
+    write, read = hardware.nvme(tmp_path, megabytes=16)
+    assert float(write.found.split()[0]) > 0
+    assert float(read.found.split()[0]) > 0
+    (refused,) = hardware.nvme(Path("/proc/nowhere"))
+    assert refused.state == "error"
+
+
+def test_no_key_is_ever_shown(tmp_path: Path):
+    run = doctor("--json", WANDB_API_KEY="0123456789abcdef0123456789abcdef01234567", WANDB_MODE="")
+    assert "0123456789" not in run.stdout + run.stderr
+    assert "a key is set" in run.stdout
+
+
+def test_a_second_build_waits_for_the_first(tmp_path: Path):
+    """Held by us, the lock keeps a build from starting; nothing is compiled."""
+    with open(tmp_path / ".doctor.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), "--build"]
+        environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+        waiting = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            waiting.wait(timeout=12)
+            raise AssertionError("the build did not wait")
+        except subprocess.TimeoutExpired:
+            assert not list(tmp_path.glob("*/*"))
+        finally:
+            waiting.kill()
+            waiting.communicate()

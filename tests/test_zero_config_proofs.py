@@ -1,0 +1,213 @@
+"""Rules about configs that DeepSpeed loads: each proven by a run that fails, or does something else."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from recipes.zero_config.lint import lint
+from recipes.zero_config.rule import FAILS_LATER, WRONG
+from recipes.zero_config.rules import RULES
+from tests.launching import WORKERS, environment, free_port
+
+M = {"train_micro_batch_size_per_gpu": 1}
+A = {"type": "AdamW", "params": {"lr": 0.01}}
+HF = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 1},
+}
+CPU = {"device": "cpu"}
+
+
+def zero(stage: int, **more: object) -> dict:
+    return {**M, "zero_optimization": {"stage": stage, **more}}
+
+
+# rule -> (who reads it, config, words of the error, or what is seen instead of what is written)
+PROOFS: dict[str, tuple[str, object, object]] = {
+    "comment": ("trainer", '{"train_batch_size": 1 // one\n}', "JSONDecodeError"),
+    "trailing-comma": ("trainer", '{"train_batch_size": 1,}', "JSONDecodeError"),
+    "python-word": ("trainer", '{"train_batch_size": 1, "dump_state": True}', "JSONDecodeError"),
+    "misspelt-key": ("plain", {**M, "gradient_cliping": 0.1}, {"clipping": 1.0}),
+    "misplaced-key": ("plain", {**M, "stage": 3}, {"stage": 0, "partitioned": False}),
+    "bf16-twice": (
+        "plain",
+        {**M, "bf16": {"enabled": False}, "bfloat16": {"enabled": True}},
+        {"dtype": "torch.float32"},
+    ),
+    "text-for-number": ("plain", {**zero(1), "gradient_clipping": "1.0"}, "not supported between instances"),
+    "text-for-truth": ("plain", {**M, "prescale_gradients": "false"}, {"postscale": False}),
+    "unknown-dtype": ("plain", {**M, "data_types": {"grad_accum_dtype": "fp8"}}, "DtypeEnum"),
+    "auto-without-trainer": ("plain", {**M, "zero_optimization": {"stage": "auto"}}, {"stage": 0}),
+    "auto-not-filled": (
+        "trainer",
+        {**HF, "zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}},
+        "not found in kwargs",
+    ),
+    "offload-param-below-stage-3": ("plain", zero(2, offload_param=CPU), {"partitioned": False}),
+    "offload-optimizer-at-stage-0": ("plain", zero(0, offload_optimizer=CPU), {"offloaded": False}),
+    "needs-stage-3": (
+        "plain",
+        zero(2, zero_quantized_weights=True, zero_hpz_partition_size=8),
+        {"optimizer": "DeepSpeedZeroOptimizer", "partitioned": False},
+    ),
+    "super-offload-below-stage-3": (
+        "plain",
+        zero(2, offload_optimizer={**CPU, "super_offload": True}),
+        {"optimizer": "DeepSpeedZeroOptimizer", "basic": "DeepSpeedCPUAdam"},
+    ),
+    "nvme-without-path": ("plain", zero(3, offload_optimizer={"device": "nvme"}), "TypeError"),
+    "nvme-below-stage-3": (
+        "plain",
+        zero(2, offload_optimizer={"device": "nvme", "nvme_path": "swap"}),
+        {"offloaded": True, "files": 0},
+    ),
+    "zenflow-without-offload": ("plain", {**zero(2, zenflow={}), "optimizer": A}, "cpu offload"),
+    "grad-norm-off-but-needed": ("plain", zero(1, compute_grad_norm=False), "requires gradient_clipping=0"),
+    "legacy-stage-1": ("plain", zero(1, legacy_stage1=True), "deprecated version of ZeRO Stage 1"),
+    "scaling-before-scatter": ("plain", {**zero(2), "prescale_gradients": True}, "pre-scale gradients"),
+    "unknown-optimizer": ("plain", {**M, "optimizer": {"type": "OneBitAdam"}}, "not a supported DeepSpeed"),
+    "untested-optimizer": (
+        "plain",
+        {**zero(1), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        "untested ZeRO Optimizer",
+    ),
+    "max-grad-norm-in-optimizer": (
+        "plain",
+        {**M, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
+        "gradient_clipping",
+    ),
+    "muon-at-stage-3": (
+        "plain",
+        {**zero(3), "optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
+        "(?i)muon",
+    ),
+    "unknown-scheduler": (
+        "plain",
+        {**M, "optimizer": A, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 9}}},
+        "unexpected keyword argument",
+    ),
+    "master-weights-without-offload": (
+        "plain",
+        {**zero(2), "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        "Master weights feature requires",
+    ),
+    "accumulation-type-at-stage-0": (
+        "plain",
+        {**zero(0), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        "unsupported mix",
+    ),
+    "zero-block-missing": (
+        "trainer",
+        {**M, "gradient_accumulation_steps": "auto"},
+        "Please specify the ZeRO",
+    ),
+    "unmanaged-accumulation": ("trainer", {**HF, "managed_gradient_accumulation": False}, "AssertionError"),
+    "clipping-missing": (
+        "trainer",
+        {k: v for k, v in HF.items() if k != "gradient_clipping"},
+        {"clipping": 1.0},
+    ),
+    "accumulation-missing": (
+        "trainer",
+        {k: v for k, v in HF.items() if k != "gradient_accumulation_steps"},
+        {"accumulation": 1},
+    ),
+    "optimizer-block": (
+        "trainer",
+        {**HF, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}},
+        {"basic": "FusedAdam", "decays": [0.1]},
+    ),
+    "train-batch-fixed": ("trainer", {**HF, "train_batch_size": 64}, "mismatch TrainingArguments"),
+}
+
+# Not run here, with the reason.
+NOT_RUN = {
+    "not-a-number": "Python's reader takes NaN, DeepSpeed's does not: the effect depends on the key",
+    "ignored-key": "a warning about keys that are not DeepSpeed's: there is no effect to show",
+    "renamed-key": "the number of I/O threads shows only as speed",
+    "batch-fraction": "a warning about arithmetic",
+    "no-gather-on-save": "shown when a checkpoint is saved and loaded; see the tests of export",
+    "overflow-unchecked": "a warning; needs an overflow",
+    "activation-checkpointing-unused": "shows only as memory",
+    "ranks-not-divisible": "needs more ranks than two",
+    "heads-not-divisible": "needs a model whose heads do not divide",
+    "no-hidden-size": "needs a model without a hidden size",
+    "section-unused": "a warning",
+    "scheduler-block": "a warning; the Trainer's own documentation says so",
+    "nvme-folder": "about the machine",
+    "swap-buffer-too-small": "needs a parameter of more than 1e8 elements",
+    "sequence-parallel-below-stage-3": "two ranks: tests/test_zero_config_proofs_ranks.py",
+    "sequence-parallel-without-scatter": "two ranks: tests/test_zero_config_proofs_ranks.py",
+    "sequence-parallel-alone": "a warning",
+    "tensor-parallel-with-lora": "two ranks: tests/test_zero_config_proofs_ranks.py",
+    "tensor-parallel-at-stage-3": "two ranks: tests/test_zero_config_proofs_ranks.py",
+    "unknown-tensor-preset": "a warning",
+    "pipeline-with-stage-2-or-3": "two ranks: tests/test_zero_config_proofs_ranks.py",
+    "pipeline-with-autotp": "hangs or corrupts the groups of the process: not for a test suite",
+    "unknown-expert-preset": "two ranks: tests/test_zero_config_proofs_ranks.py",
+    "expert-parallel-without-optimizer": "two ranks: tests/test_zero_config_proofs_ranks.py",
+    "known-bad-versions": "needs another version of transformers",
+    "deepcompile-at-stage-0": "a warning; needs CUDA",
+    "universal-at-stage-3": "a warning; needs a universal checkpoint",
+}
+
+
+@cache
+def outcomes(folder: str) -> dict[str, dict]:
+    cases = [(name, kind, config) for name, (kind, config, _) in PROOFS.items()]
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, str(WORKERS / "prove.py"), os.path.join(folder, "outcomes.json")]
+    run = subprocess.run(
+        command,
+        input=json.dumps(cases),
+        cwd=folder,
+        env={**environment(), **port, **rank},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    with open(os.path.join(folder, "outcomes.json")) as file:
+        return json.load(file)
+
+
+@pytest.fixture(scope="module")
+def happened(tmp_path_factory) -> dict[str, dict]:
+    return outcomes(str(tmp_path_factory.mktemp("proofs")))
+
+
+@pytest.mark.parametrize("rule", PROOFS)
+def test_the_run_shows_what_the_rule_says(happened: dict[str, dict], rule: str):
+    expected = PROOFS[rule][2]
+    outcome = happened[rule]
+    if isinstance(expected, str):
+        import re
+
+        assert "error" in outcome, outcome
+        assert re.search(expected, outcome["error"]), outcome["error"]
+    else:
+        assert "error" not in outcome, outcome["error"]
+        assert {key: outcome[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("rule", PROOFS)
+def test_the_linter_finds_it(tmp_path, rule: str):
+    kind, config, _ = PROOFS[rule]
+    file = tmp_path / "config.json"
+    file.write_text(config if isinstance(config, str) else json.dumps(config))
+    found = lint(file, trainer="hf" if kind == "trainer" else "plain", world_size=1)
+    assert rule in {finding.rule for finding in found}
+
+
+def test_every_rule_about_configs_that_load_is_proven_or_excused():
+    loading = {rule.id for rule in RULES if rule.kind in (WRONG, FAILS_LATER)}
+    assert loading == {*PROOFS, *NOT_RUN}
+    assert not {*PROOFS} & {*NOT_RUN}

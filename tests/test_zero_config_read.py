@@ -1,0 +1,196 @@
+"""The strict reader: what it says, where, and that no input makes it stumble."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.zero_config.lint import lint
+from recipes.zero_config.read import Unreadable, parse, read
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PROBLEMS = [
+    ('{"a": 1, "a": 2}', "duplicate", 1, 10),
+    ('{"a": {"b": 1,\n  "b": 1}}', "duplicate", 2, 3),
+    ('{"a": 1 // why\n}', "comment", 1, 9),
+    ('{\n  # why\n"a": 1}', "comment", 2, 3),
+    ('{"a": /* why */ 1}', "comment", 1, 7),
+    ('{"a": NaN}', "not-a-number", 1, 7),
+    ('{"a": -Infinity}', "not-a-number", 1, 7),
+    ('{"a": 1e999}', "not-a-number", 1, 7),
+    ('{"a": [1, 2,]}', "trailing-comma", 1, 12),
+    ('{"a": 1,\n}', "trailing-comma", 1, 8),
+    ('{"a": True}', "python-word", 1, 7),
+]
+
+UNREADABLE = [
+    (b"", 1, 1, "empty"),
+    (b" \n ", 1, 1, "empty"),
+    (b"[1]", 1, 1, "a config is an object"),
+    (b"{a: 1}", 1, 2, "double quotes"),
+    (b"{'a': 1}", 1, 2, "double quotes"),
+    (b'{"a" 1}', 1, 6, "colon"),
+    (b'{"a": 1 "b": 2}', 1, 9, "comma"),
+    (b'{"a": 1', 1, 8, "ends before the }"),
+    (b'{"a": yes}', 1, 7, "no JSON value"),
+    (b'{"a": "x\ny"}', 1, 7, "not closed"),
+    (b'{"a": "\\x"}', 1, 7, "escape"),
+    (b'{"a": 01}', 1, 7, "expected a value"),
+    (b'{"a": 1} x', 1, 10, "after the end"),
+    (b'{"a": "\xff"}', 1, 8, "not UTF-8"),
+    (b'\xef\xbb\xbf{"a": 1}', 1, 1, "byte order mark"),
+    (b"\x00\x01", 1, 1, "expected a value"),
+    (b"[" * 10_000, 1, 65, "nested deeper"),
+    (b'{"a":' * 10_000, 1, 321, "nested deeper"),
+    (b'"' * 1_000_000, 1, 3, "after the end"),
+]
+
+
+@pytest.mark.parametrize(("text", "kind", "line", "column"), PROBLEMS)
+def test_a_spot_that_strict_json_forbids_is_named(text: str, kind: str, line: int, column: int):
+    (problem,) = parse(text).problems
+    assert (problem.kind, problem.line, problem.column) == (kind, line, column)
+
+
+@pytest.mark.parametrize(("data", "line", "column", "words"), UNREADABLE, ids=range(len(UNREADABLE)))
+def test_what_cannot_be_read_is_said(data: bytes, line: int, column: int, words: str):
+    with pytest.raises(Unreadable, match=words) as caught:
+        parse(data)
+    assert (caught.value.line, caught.value.column) == (line, column)
+    assert "\n" not in caught.value.what
+
+
+def test_a_mistake_does_not_hide_the_next():
+    text = '{"a": 1, // one\n "a": 2,\n "b": NaN,}'
+    kinds = [problem.kind for problem in parse(text).problems]
+    assert kinds == ["comment", "duplicate", "not-a-number", "trailing-comma"]
+
+
+def test_every_key_has_its_place():
+    places = parse('{\n "a": {"b": [1,\n {"c": 2}]}}').places
+    assert places[("a",)] == (2, 2)
+    assert places[("a", "b")] == (2, 8)
+    assert places[("a", "b", 1)] == (3, 2)
+    assert places[("a", "b", 1, "c")] == (3, 3)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(), values))
+def test_reads_what_python_writes(config: dict):
+    for indent in (None, 2):
+        document = parse(json.dumps(config, indent=indent))
+        assert document.value == config
+        assert document.problems == ()
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=200) | st.text(alphabet='{}[]",:1truefalsnu/#*-. \n\\').map(str.encode))
+def test_any_bytes_are_a_document_or_unreadable(data: bytes):
+    try:
+        document = parse(data)
+    except Unreadable as error:
+        assert error.line >= 1
+        assert error.column >= 1
+    else:
+        assert isinstance(document.value, dict)
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.text(), values))
+def test_the_linter_takes_any_object(config: dict):
+    for trainer in ("hf", "plain"):
+        lint(config, trainer=trainer, world_size=4, gpu_memory_gib=24, model={"hidden_size": 8})
+
+
+def test_ten_megabytes_of_random_bytes(tmp_path: Path):
+    file = tmp_path / "noise.json"
+    file.write_bytes(os.urandom(10 * 2**20))
+    with pytest.raises(Unreadable, match="larger than"):
+        read(file)
+
+
+@pytest.mark.parametrize("path", ["nowhere.json", ".", "\0"])
+def test_a_path_without_a_file(path: str):
+    with pytest.raises(Unreadable):
+        read(path)
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / "check_config.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+
+
+def test_the_script_reports_places_and_exit_statuses(tmp_path: Path):
+    good, bad, broken = (tmp_path / name for name in ("good.json", "bad.json", "broken.json"))
+    good.write_text((ROOT / "configs" / "zero2.json").read_text())
+    bad.write_text('{"train_batch_size": 8,\n  "gradient_cliping": 1.0}')
+    broken.write_bytes(b"{" * 10_000)
+    assert check(str(good)).returncode == 0
+    run = check(str(bad), "--trainer", "plain")
+    assert run.returncode == 1
+    assert f"{bad}:2:3: error: gradient_cliping = 1.0" in run.stdout
+    assert "did you mean `gradient_clipping`?" in run.stdout
+    run = check(str(broken), str(good))
+    assert run.returncode == 2
+    assert f"{broken}:1:2: cannot be read" in run.stdout
+    for status, file in ((0, good), (1, bad), (2, broken)):
+        run = check(str(file), "--json", "--trainer", "hf" if file == good else "plain")
+        assert json.loads(run.stdout)[0]["status"] == run.returncode == status
+        assert run.stderr == ""
+    (finding,) = [item for item in json.loads(check(str(bad), "--json", "--trainer", "plain").stdout)[0]["findings"]]
+    assert (finding["rule"], finding["key"], finding["line"]) == ("misspelt-key", "gradient_cliping", 2)
+    assert {"severity", "value", "what", "fix"} <= set(finding)
+
+
+def test_fix_changes_what_is_safe_and_shows_it(tmp_path: Path):
+    file = tmp_path / "old.json"
+    file.write_text(
+        '{"train_micro_batch_size_per_gpu": "8", // comment\n "amp": {"enabled": false},\n'
+        ' "zero_optimization": {"stage": 3, "overlap_com": true,}, "aio": {"thread_count": 4}}'
+    )
+    run = check(str(file), "--fix")
+    assert '-{"train_micro_batch_size_per_gpu": "8", // comment' in run.stdout
+    assert json.loads(file.read_text()) == {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "aio": {"intra_op_parallelism": 4},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+    assert check(str(file)).returncode == 0
+
+
+def test_fix_leaves_a_file_whose_meaning_is_open(tmp_path: Path):
+    file = tmp_path / "twice.json"
+    text = '{"train_batch_size": 8, "train_batch_size": 16}'
+    file.write_text(text)
+    assert check(str(file), "--fix").returncode == 1
+    assert file.read_text() == text
+
+
+def test_linting_is_fast_and_imports_no_torch():
+    code = (
+        "import sys; sys.argv = ['check', 'configs/zero3.json']; sys.path.insert(0, '.');"
+        "import runpy\ntry: runpy.run_path('scripts/check_config.py', run_name='__main__')\n"
+        "except SystemExit: pass\nassert not {'torch', 'deepspeed', 'pydantic'} & set(sys.modules)"
+    )
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+    assert time.monotonic() - started < 1  # about 0.2 s on one core

@@ -1,0 +1,123 @@
+"""The resolver against a real Trainer: what it hands to the engine, key by key."""
+
+import json
+import math
+
+import pytest
+
+from recipes.zero_config.resolve import NEVER, Numbers, Unresolvable, dumps, hidden_size, resolve
+from recipes.zero_config.rules.kinds import FILLED
+from tests.launching import ROOT, used
+from tests.test_configs_run import ALONE, TOGETHER
+
+# SETTINGS of tests/workers/use_config.py, two ranks.
+NUMBERS = Numbers(
+    micro_batch_size=2,
+    gradient_accumulation_steps=2,
+    world_size=2,
+    hidden_size=32,
+    precision="bf16",
+    gradient_clipping=0.5,
+    learning_rate=3e-4,
+    adam_beta2=0.95,
+    weight_decay=0.02,
+    total_steps=2,
+)
+COMPARED = [*TOGETHER, *ALONE]
+
+
+def template(name: str) -> dict:
+    return json.loads((ROOT / "configs" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_equals_what_the_trainer_hands_to_the_engine(name: str):
+    from dataclasses import replace
+
+    seen = (used("trainer", *TOGETHER) if name in TOGETHER else used("trainer", name))[name]
+    handed = seen["config"]
+    width = 256 if name == "zero3_nvme" else 32
+    numbers = replace(NUMBERS, hidden_size=width, sequence=2 if name == "sequence_parallel" else 1)
+    # deepspeed.initialize writes the size a second time into the dictionary that it is handed.
+    assert handed.get("tensor_parallel", {}).pop("tp", {"tp_size": 2}) == {"tp_size": 2}
+    assert handed.pop("steps_per_print") == math.inf
+    ours = resolve(template(name), numbers)
+    assert ours.pop("steps_per_print") == NEVER
+    assert ours == handed
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.json")))
+def test_result_loads_in_deepspeed(name: str):
+    from recipes.zero_config.lint import ask_deepspeed
+
+    numbers = Numbers(world_size=8, hidden_size=64, precision="fp16" if name == "fp16" else "bf16")
+    text = dumps(resolve(template(name), numbers))
+    assert '"auto"' not in text
+    assert ask_deepspeed(json.loads(text), world_size=8) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({}, 2 * 4 * 8),
+        ({"pipeline": 2}, 2 * 4 * 4),
+        ({"sequence": 4}, 2 * 4 * 2),
+        ({"tensor": 2}, 2 * 4 * 8),
+        ({"pipeline": 2, "tensor": 2}, 2 * 4 * 4),
+    ],
+)
+def test_batch_identity_under_each_layout(layout: dict, expected: int):
+    numbers = Numbers(micro_batch_size=2, gradient_accumulation_steps=4, world_size=8, **layout)
+    assert numbers.train_batch_size == expected
+
+
+def test_every_key_that_the_trainer_fills_is_filled():
+    config: dict = {}
+    for key in FILLED:
+        node = config
+        *parts, last = key.split(".")
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[last] = "auto"
+    numbers = Numbers(hidden_size=10, total_steps=7, warmup_steps=3, learning_rate=0.25)
+    filled = resolve(config, numbers)
+    assert "auto" not in dumps(filled)
+    assert filled["zero_optimization"]["reduce_bucket_size"] == 100
+    assert filled["zero_optimization"]["stage3_prefetch_bucket_size"] == 90
+    assert filled["zero_optimization"]["stage3_param_persistence_threshold"] == 100
+    params = {"warmup_min_lr": 0, "warmup_max_lr": 0.25, "warmup_num_steps": 3, "total_num_steps": 7}
+    assert filled["scheduler"]["params"] == params
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers", "words"),
+    [
+        ({"fp16": {"enabled": True}}, Numbers(precision="bf16"), "fp16.enabled is true"),
+        ({"train_batch_size": 7}, Numbers(), "train_batch_size is 7 in the template, and the run has 1"),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, Numbers(), "hidden size is not known"),
+        ({"zero_optimization": {"sub_group_size": "auto"}}, Numbers(), "has nothing to put there"),
+        ({"scheduler": {"params": {"total_num_steps": "auto"}}}, Numbers(), "max_steps=N"),
+        ({}, Numbers(world_size=6, tensor=4), "layout.tensor=4 does not divide 6 ranks"),
+        ({}, Numbers(world_size=12, tensor=4, sequence=6), "12 ranks cannot be cut into groups of 24"),
+    ],
+)
+def test_what_does_not_fit_is_said(config: dict, numbers: Numbers, words: str):
+    with pytest.raises(Unresolvable, match=words):
+        resolve(config, numbers)
+
+
+def test_infinity_is_written_as_a_number():
+    assert json.loads(dumps({"steps_per_print": math.inf})) == {"steps_per_print": NEVER}
+
+
+@pytest.mark.parametrize(
+    ("model", "width"),
+    [
+        ({"hidden_size": 8}, 8),
+        ({"text_config": {"hidden_size": 8}}, 8),
+        ({"hidden_sizes": [8, 16]}, 16),
+        ({"d_model": 8}, None),
+    ],
+)
+def test_hidden_size_is_found_where_the_trainer_finds_it(model: dict, width: int | None):
+    assert hidden_size(model) == width

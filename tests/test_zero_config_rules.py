@@ -1,0 +1,420 @@
+"""Every rule: a config that it speaks about, and its neighbour that it leaves alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.zero_config import derive, schema
+from recipes.zero_config.lint import ask_deepspeed, judge, lint
+from recipes.zero_config.read import parse
+from recipes.zero_config.rule import REJECTED, Facts
+from recipes.zero_config.rules import RULES
+
+ROOT = Path(__file__).resolve().parents[1]
+M = {"train_micro_batch_size_per_gpu": 1}
+CPU = {"device": "cpu"}
+HF = Facts()
+PLAIN = Facts(trainer="plain", world_size=1)
+SP = Facts(sequence_parallel_size=2)
+NVME = {"device": "nvme", "nvme_path": "nvme_offload"}
+
+
+def zero(stage: object, **more: object) -> dict:
+    return {**M, "zero_optimization": {"stage": stage, **more}}
+
+
+def own(name: str) -> dict:
+    return {**zero(1), "optimizer": {"type": name, "params": {"lr": 0.1}}}
+
+
+# rule -> (facts, the config it speaks about, the one it does not). Texts are files.
+CASES: dict[str, tuple[Facts, object, object]] = {
+    "duplicate-key": (HF, '{"a": 1, "a": 1}', '{"a": 1}'),
+    "comment": (HF, '{"a": 1 // why\n}', '{"a": "// why"}'),
+    "trailing-comma": (HF, '{"a": [1,]}', '{"a": [1]}'),
+    "not-a-number": (HF, '{"a": NaN}', '{"a": "NaN"}'),
+    "python-word": (HF, '{"a": None}', '{"a": null}'),
+    "unknown-key": (HF, zero(2, overlap_com=True), zero(2, overlap_comm=True)),
+    "misspelt-key": (HF, {**M, "gradient_cliping": 1}, {**M, "gradient_clipping": 1}),
+    "misplaced-key": (HF, {**M, "sub_group_size": 9}, zero(3, sub_group_size=9)),
+    "ignored-key": (HF, {**M, "my_notes": 1}, {**M, "dump_state": True}),
+    "renamed-key": (HF, {"aio": {"thread_count": 2}}, {"aio": {"intra_op_parallelism": 2}}),
+    "removed-feature": (HF, {"amp": {"enabled": False}}, {"fp16": {"enabled": False}}),
+    "deprecated-key": (HF, zero(2, cpu_offload=True), zero(2, offload_optimizer=CPU)),
+    "deprecated-and-new": (
+        HF,
+        zero(2, cpu_offload=True, offload_optimizer=CPU),
+        zero(2, cpu_offload_use_pin_memory=True, offload_optimizer=CPU),
+    ),
+    "both-spellings": (
+        HF,
+        zero(3, prefetch_bucket_size=1, stage3_prefetch_bucket_size=1),
+        zero(3, prefetch_bucket_size=1),
+    ),
+    "bf16-twice": (HF, {"bf16": {}, "bfloat16": {"enabled": True}}, {"bfloat16": {"enabled": True}}),
+    "wrong-type": (HF, zero(4), zero("2")),
+    "text-for-number": (PLAIN, {**M, "gradient_clipping": "1.0"}, {**M, "gradient_clipping": 1}),
+    "text-for-truth": (HF, {"prescale_gradients": "false"}, {"prescale_gradients": False}),
+    "unknown-dtype": (
+        HF,
+        {"data_types": {"grad_accum_dtype": "fp8"}},
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+    ),
+    "auto-without-trainer": (PLAIN, zero("auto"), {**M, "data_types": {"keep_in_fp32_modules": "auto"}}),
+    "auto-not-filled": (HF, zero(3, sub_group_size="auto"), zero(3, reduce_bucket_size="auto")),
+    "batch-value": (HF, {"train_batch_size": "8"}, {"train_batch_size": 8}),
+    "batch-fraction": (PLAIN, {"train_batch_size": 2.5}, {"train_batch_size": 2.0}),
+    "batch-missing": (HF, {"gradient_accumulation_steps": 2}, M),
+    "batch-identity": (
+        Facts(trainer="plain", world_size=2),
+        {**M, "train_batch_size": 4, "gradient_accumulation_steps": 1},
+        {**M, "train_batch_size": 4, "gradient_accumulation_steps": 2},
+    ),
+    "tensor-parallel-at-stage-3": (
+        HF,
+        {**zero(3), "tensor_parallel": {"autotp_size": 2}},
+        {**zero(1), "tensor_parallel": {"autotp_size": 2}},
+    ),
+    "accumulation-missing": (HF, M, {**M, "gradient_accumulation_steps": "auto"}),
+    "train-batch-fixed": (
+        HF,
+        {"train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto"},
+        {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8},
+    ),
+    "offload-param-below-stage-3": (
+        HF,
+        zero(2, offload_param=CPU),
+        zero(2, offload_param={"device": "none"}),
+    ),
+    "offload-optimizer-at-stage-0": (HF, zero(0, offload_optimizer=CPU), zero(1, offload_optimizer=CPU)),
+    "needs-stage-3": (HF, zero(2, zero_quantized_weights=True), zero(2, zero_hpz_partition_size=1)),
+    "super-offload-below-stage-3": (
+        HF,
+        zero(2, offload_optimizer={**CPU, "super_offload": True}),
+        zero(3, offload_optimizer={**CPU, "super_offload": True}),
+    ),
+    "stage-3-key-below-stage-3": (
+        HF,
+        zero(2, stage3_max_live_parameters=9),
+        zero(3, stage3_max_live_parameters=9),
+    ),
+    "nvme-without-path": (HF, zero(3, offload_param={"device": "nvme"}), zero(3, offload_param=NVME)),
+    "nvme-below-stage-3": (HF, zero(2, offload_optimizer=NVME), zero(3, offload_optimizer=NVME)),
+    "ratio-below-stage-3": (
+        HF,
+        zero(2, offload_optimizer={**CPU, "ratio": 0.5}),
+        zero(3, offload_optimizer={**CPU, "ratio": 0.5}),
+    ),
+    "no-gather-on-save": (HF, zero(3), zero(3, stage3_gather_16bit_weights_on_model_save=True)),
+    "prefetch-off": (
+        HF,
+        zero(3, stage3_prefetch_bucket_size=0),
+        zero(3, stage3_prefetch_bucket_size=0, overlap_comm=False),
+    ),
+    "sub-group-size-0": (HF, zero(3, sub_group_size=0), zero(2, sub_group_size=0)),
+    "live-parameters-0": (HF, zero(3, stage3_max_live_parameters=0), zero(3, stage3_max_live_parameters=9)),
+    "zenflow-without-offload": (HF, zero(2, zenflow={}), zero(2, zenflow={}, offload_optimizer=CPU)),
+    "grad-norm-off": (HF, zero(3, compute_grad_norm=False), zero(2, compute_grad_norm=False)),
+    "grad-norm-off-but-needed": (
+        HF,
+        zero(2, compute_grad_norm=False),
+        {**zero(2, compute_grad_norm=False), "gradient_clipping": 0},
+    ),
+    "legacy-stage-1": (HF, zero(1, legacy_stage1=True), zero(1, legacy_stage1=False)),
+    "legacy-zero-format": (HF, {**M, "zero_optimization": True}, zero(1)),
+    "scaling-before-scatter": (
+        HF,
+        {**zero(3), "gradient_predivide_factor": 2.0},
+        {**zero(3, reduce_scatter=False), "gradient_predivide_factor": 2.0},
+    ),
+    "sum-of-gradients": (
+        HF,
+        {**zero(3), "gradient_allreduce_op": "sum"},
+        {**zero(2), "gradient_allreduce_op": "sum"},
+    ),
+    "unknown-optimizer": (HF, own("OneBitAdam"), own("SGD")),
+    "untested-optimizer": (HF, own("SGD"), {**own("SGD"), "zero_allow_untested_optimizer": True}),
+    "max-grad-norm-in-optimizer": (
+        HF,
+        {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}},
+        {"optimizer": {"type": "Adam", "params": {"lr": 1}}},
+    ),
+    "muon-at-stage-3": (
+        HF,
+        {**zero(3), "optimizer": {"type": "Muon"}},
+        {**zero(3, reduce_scatter=False), "optimizer": {"type": "Muon"}},
+    ),
+    "unknown-scheduler": (
+        HF,
+        {"scheduler": {"type": "Cosine"}},
+        {"scheduler": {"type": "CosineAnnealingLR"}},
+    ),
+    "fp16-and-bf16": (
+        HF,
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        {"fp16": {"enabled": "auto"}, "bf16": {"enabled": True}},
+    ),
+    "master-weights": (
+        HF,
+        {**zero(1), "bf16": {"bf16_optimizer_states": True}},
+        {**zero(1), "bf16": {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}},
+    ),
+    "master-weights-without-offload": (
+        HF,
+        {**zero(1), "bf16": {"bf16_master_weights_and_grads": True}},
+        {**zero(1, offload_optimizer=CPU), "bf16": {"bf16_master_weights_and_grads": True}},
+    ),
+    "overflow-unchecked": (
+        HF,
+        {"bf16": {"check_grad_overflow": False}},
+        {"bf16": {"check_grad_overflow": True}},
+    ),
+    "loss-scale": (
+        HF,
+        {"fp16": {"enabled": True, "min_loss_scale": 0}},
+        {"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 0}},
+    ),
+    "accumulation-type-at-stage-0": (
+        HF,
+        {**zero(0), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        {**zero(1), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    ),
+    "activation-checkpointing-unused": (
+        HF,
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"activation_checkpointing": {"cpu_checkpointing": False}},
+    ),
+    "sequence-parallel-below-stage-3": (SP, zero(2), zero(3)),
+    "sequence-parallel-without-scatter": (SP, zero(3, reduce_scatter=False), zero(3)),
+    "sequence-parallel-alone": (
+        HF,
+        {"sequence_parallel_size": 2},
+        {"sequence_parallel_size": 2, "data_parallel_size": 1},
+    ),
+    "tensor-parallel-with-lora": (
+        Facts(lora=True),
+        {"tensor_parallel": {"autotp_size": 2}},
+        {"tensor_parallel": {"autotp_size": 1}},
+    ),
+    "unknown-tensor-preset": (
+        HF,
+        {"tensor_parallel": {"preset_model": "gpt9"}},
+        {"tensor_parallel": {"preset_model": "llama"}},
+    ),
+    "ranks-not-divisible": (
+        Facts(world_size=6),
+        zero(3, zero_hpz_partition_size=4),
+        zero(3, zero_hpz_partition_size=3),
+    ),
+    "heads-not-divisible": (
+        Facts(model={"num_attention_heads": 6, "num_key_value_heads": 6}),
+        {"tensor_parallel": {"autotp_size": 4}},
+        {"tensor_parallel": {"autotp_size": 3}},
+    ),
+    "pipeline-with-stage-2-or-3": (Facts(pipeline_stages=2), zero(2), zero(1)),
+    "pipeline-with-autotp": (
+        Facts(pipeline_stages=2),
+        {"tensor_parallel": {"autotp_size": 2}},
+        {"tensor_parallel": {"autotp_size": 1}},
+    ),
+    "unknown-expert-preset": (
+        HF,
+        {"expert_parallel": {"enabled": True, "preset_model": "gpt9"}},
+        {"expert_parallel": {"enabled": True, "preset_model": "mixtral"}},
+    ),
+    "expert-parallel-without-optimizer": (
+        HF,
+        {"expert_parallel": {"enabled": True}},
+        {"expert_parallel": {"enabled": False}},
+    ),
+    "deepcompile-at-stage-0": (
+        HF,
+        {**zero(0), "compile": {"deepcompile": True}},
+        {**zero(1), "compile": {"deepcompile": True}},
+    ),
+    "universal-at-stage-3": (
+        HF,
+        {**zero(3), "checkpoint": {"load_universal": True}},
+        {**zero(2), "checkpoint": {"load_universal": True}},
+    ),
+    "clipping-missing": (HF, M, {**M, "gradient_clipping": "auto"}),
+    "optimizer-block": (HF, own("AdamW"), {**own("AdamW"), "expert_parallel": {"enabled": True}}),
+    "scheduler-block": (HF, {"scheduler": {"type": "WarmupLR"}}, {"scheduler": {}}),
+    "zero-block-missing": (HF, M, zero(0)),
+    "unmanaged-accumulation": (
+        HF,
+        {"managed_gradient_accumulation": False},
+        {"managed_gradient_accumulation": True},
+    ),
+    "no-hidden-size": (
+        Facts(model={"d_model": 8}),
+        zero(3, reduce_bucket_size="auto"),
+        zero(3, reduce_bucket_size=64),
+    ),
+    "logged-twice": (HF, {"wandb": {"enabled": True}}, {"wandb": {"enabled": False}}),
+    "section-unused": (HF, {"pipeline": {"stages": 2}}, {"data_efficiency": {"enabled": False}}),
+    "timers-on": (HF, {"wall_clock_breakdown": True}, {"wall_clock_breakdown": False}),
+    "bucket-too-large": (
+        Facts(gpu_memory_gib=8),
+        {**zero(2, overlap_comm=True), "bf16": {"enabled": True}},
+        {**zero(2, reduce_bucket_size="auto"), "bf16": {"enabled": True}},
+    ),
+    "nvme-folder": (
+        HF,
+        zero(3, offload_param={"device": "nvme", "nvme_path": "/proc/version"}),
+        zero(3, offload_param=NVME),
+    ),
+    "swap-buffer-too-small": (
+        Facts(world_size=1, model={"vocab_size": 128_256, "hidden_size": 4096}),
+        zero(3, offload_param=NVME),
+        zero(3, offload_param={**NVME, "buffer_size": 600_000_000}),
+    ),
+}
+
+# What depends on the installed versions, or on the machine's accelerator.
+MACHINE = {"known-bad-versions", "gds-without-cuda"}
+
+
+def found(config: object, facts: Facts) -> set[str]:
+    subject = parse(config) if isinstance(config, str) else config
+    return {finding.rule for finding in judge(subject, facts)}
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_speaks_about_this_and_not_about_that(rule: str):
+    facts, bad, good = CASES[rule]
+    assert rule in found(bad, facts)
+    assert rule not in found(good, facts)
+
+
+def test_every_rule_has_its_two_configs():
+    assert len(RULES) == len({rule.id for rule in RULES}) == 86
+    assert {rule.id for rule in RULES} == {*CASES} | MACHINE
+
+
+@pytest.mark.parametrize("rule", [rule.id for rule in RULES if rule.kind == REJECTED and rule.id in CASES])
+def test_deepspeed_refuses_what_is_said_to_be_rejected(rule: str):
+    facts, bad, _ = CASES[rule]
+    if rule == "duplicate-key":  # only a file can have one; DeepSpeed's reader of files raises it
+        return
+    config = {**M, **bad} if rule not in ("batch-missing", "batch-value") else bad
+    assert ask_deepspeed(config, facts.world_size or 1) is not None
+
+
+@pytest.mark.parametrize("name", ["_comment", "comment", "//", "#why"])
+def test_a_comment_written_as_a_key_is_only_mentioned(name: str):
+    assert {"ignored-key"} == {item.rule for item in judge({**zero(1), name: "why"}, PLAIN)}
+
+
+def test_gds_follows_the_accelerator(monkeypatch):
+    config = {**M, "aio": {"use_gds": True}}
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert "gds-without-cuda" in found(config, HF)
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    assert "gds-without-cuda" not in found(config, HF)
+
+
+def test_messages_are_short_and_complete():
+    for rule, (facts, bad, _) in CASES.items():
+        subject = parse(bad) if isinstance(bad, str) else bad
+        for finding in judge(subject, facts):
+            if finding.rule == rule:
+                assert finding.what
+                assert finding.fix
+                assert "\n" not in finding.what + finding.fix
+                assert len(finding.what) < 220
+                assert json.dumps(finding.as_json())
+
+
+def test_schema_is_what_deepspeed_says():
+    """schema.json is derived, never edited: `python -m recipes.zero_config.derive` writes it."""
+    assert derive.derive() == json.loads(schema.SHIPPED.read_text())
+
+
+def test_what_cannot_be_derived_stands_in_the_source():
+    import deepspeed
+
+    folder = Path(deepspeed.__file__).parent
+    for file, text in {**derive.READ_ELSEWHERE, **derive.OPEN}.values():
+        assert text in (folder / file).read_text(), (file, text)
+
+
+def test_no_pydantic_section_is_forgotten():
+    """Every config model that DeepSpeedConfig holds after reading is one whose fields the schema knows."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    config = DeepSpeedConfig({**M, "weight_quantization": {}, "comms_logger": {}})
+    held = [value for value in vars(config).values() if isinstance(value, DeepSpeedConfigModel)]
+    known = json.dumps(schema.load()["root"])
+    assert len(held) >= 8
+    for model in held:
+        for name, field in type(model).model_fields.items():
+            assert f'"{field.alias or name}"' in known, (type(model).__name__, name)
+
+
+def test_values_fit_as_pydantic_says():
+    """The written-out type rules against pydantic itself, for every typed field of every section."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+    from pydantic import TypeAdapter, ValidationError
+
+    from recipes.zero_config.values import fits
+
+    samples = [
+        *schema.SAMPLES.values(),
+        -1,
+        2,
+        1.0,
+        0.5,
+        1e9,
+        1e300,
+        "2",
+        "2.0",
+        "1e3",
+        "yes",
+        "OFF",
+        "cpu",
+        "inf",
+    ]
+    compared = 0
+    models = (DeepSpeedZeroConfig, DeepSpeedBF16Config, ZenFlowConfig, DeepSpeedZeroOffloadOptimizerConfig)
+    for model in models:
+        for field in model.model_fields.values():
+            kind = derive._type(field.annotation, field.metadata)
+            if "section" in json.dumps(kind):
+                continue
+            annotation = field.annotation
+            for constraint in field.metadata:
+                from typing import Annotated
+
+                annotation = Annotated[annotation, constraint]
+            adapter = TypeAdapter(annotation)
+            for sample in samples:
+                try:
+                    adapter.validate_python(sample)
+                    accepted = True
+                except ValidationError:
+                    accepted = False
+                assert fits(kind, sample) == accepted, (field, sample)
+                compared += 1
+    assert compared > 1000
+
+
+def test_lint_takes_paths_dictionaries_and_models(tmp_path: Path):
+    model = tmp_path / "config.json"
+    model.write_text('{"d_model": 8}')
+    config = zero(3, reduce_bucket_size="auto")
+    assert "no-hidden-size" in {finding.rule for finding in lint(config, model=model)}
+    assert "no-hidden-size" in {finding.rule for finding in lint(config, model=tmp_path)}
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps(config, indent=1))
+    (finding,) = [item for item in lint(file, model={"d_model": 8}) if item.rule == "no-hidden-size"]
+    assert (finding.severity, finding.line, finding.key) == (
+        "error",
+        5,
+        "zero_optimization.reduce_bucket_size",
+    )
