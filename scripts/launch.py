@@ -30,9 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes.spec import overrides, pages, run_folder
 from recipes.spec.errors import UserError, redact
 from recipes.spec.layout import gradient_accumulation_steps
-from recipes.spec.recipe import Draft, to_dict
+from recipes.spec.recipe import Recipe, to_dict
 from recipes.spec.run_folder import COMPLETE, RunFolder
 from recipes.training import ops, preflight
+from recipes.zero_config import lint
+from recipes.zero_config.read import Unreadable
 
 RANK_MODULE = "recipes.training.run"
 LAST_GRACE = 15
@@ -113,11 +115,12 @@ def run(options: argparse.Namespace) -> int:
         recipe = run_folder.read_recipe(folder)
     recipe = overrides.apply(recipe, options.overrides)
     if options.draft:
-        recipe = replace(recipe, draft=replace(recipe.draft or Draft(), enabled=True))
+        recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
     recipe = preflight.locate(recipe)
     gpus = visible_gpus()
     ranks = rank_count(options.gpus, gpus)
     gradient_accumulation_steps(recipe, ranks)
+    check_config(recipe, ranks)
     preflight.check_data(recipe)
     folder = folder or run_folder.new(recipe, options.output_dir)
     command = deepspeed_command(folder, ranks)
@@ -137,6 +140,31 @@ def run(options: argparse.Namespace) -> int:
     if status == 2 and not folder.metrics.exists():
         shutil.rmtree(folder.path, ignore_errors=True)  # a mistake that the ranks found leaves nothing behind
     return status
+
+
+def check_config(recipe: Recipe, ranks: int) -> None:
+    """Lint the DeepSpeed configuration for this run: warnings are shown, errors stop it.
+
+    Raises:
+        UserError: names the key, the line, the value and the fix.
+    """
+    local = Path(recipe.model.path, "config.json")
+    try:
+        findings = lint.lint(
+            recipe.deepspeed,
+            world_size=ranks,
+            model=local if local.exists() else dict(recipe.model.config) or None,
+            lora=recipe.lora is not None,
+        )
+    except Unreadable as error:
+        raise UserError(f"deepspeed={recipe.deepspeed}: {error}") from error
+    lines = [lint.describe(finding, recipe.deepspeed) for finding in findings]
+    errors = [line for line, finding in zip(lines, findings, strict=True) if finding.severity == "error"]
+    if errors:
+        more = f"\n({len(errors) - 1} more; check_config.py shows them)" if len(errors) > 1 else ""
+        raise UserError(errors[0] + more)
+    for line in lines:
+        print(line, flush=True)
 
 
 def visible_gpus() -> int:

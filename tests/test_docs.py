@@ -1,5 +1,6 @@
 """The documentation: every command in it parses, every file it names is there."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -9,11 +10,19 @@ from pathlib import Path
 import pytest
 
 from recipes.spec.pages import ROOT
-from scripts import benchmark, export, generate, launch
+from scripts import benchmark, check_config, doctor, export, generate, launch, resolve_config
 
 PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "runs"} & set(path.relative_to(ROOT).parts))
 README = ROOT / "README.md"
-PARSERS = {"launch.py": launch, "export.py": export, "generate.py": generate, "benchmark.py": benchmark}
+PARSERS = {
+    "launch.py": launch,
+    "export.py": export,
+    "generate.py": generate,
+    "benchmark.py": benchmark,
+    "check_config.py": check_config,
+    "resolve_config.py": resolve_config,
+    "doctor.py": doctor,
+}
 
 EXAMPLES = {
     "MODEL": "recipes/samples/tiny_model",
@@ -29,10 +38,16 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(command.partition("   #")[0]) for command in found]
 
 
+def documentation(path: Path) -> str:
+    """Return a page's text, or a module's docstring."""
+    text = path.read_text(encoding="utf-8")
+    return text if path.suffix == ".md" else ast.get_docstring(ast.parse(text)) or ""
+
+
 DOCUMENTED = [
     (path.name, command)
     for path in [*PAGES, *(ROOT / "recipes").glob("*.py"), *(ROOT / "scripts").glob("*.py")]
-    for command in commands(path.read_text(encoding="utf-8"))
+    for command in commands(documentation(path))
 ]
 
 

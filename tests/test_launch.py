@@ -188,6 +188,22 @@ def test_bad_data_is_refused_before_anything_starts(mistake, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_config_that_would_fail_or_mislead_is_named_before_the_launch(tmp_path):
+    config = json.loads((ROOT / "configs" / "zero2.json").read_text())
+    (tmp_path / "wrong.json").write_text(json.dumps(config | {"zero_optimization": {"stage": 2, "stag": 3}}, indent=1))
+    wrong = launch("tiny", "full", "deepspeed=wrong.json", "--output-dir", "run", cwd=tmp_path)
+    assert wrong.returncode == 2 and "zero_optimization.stag" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert len(wrong.stderr.strip().splitlines()) <= 3
+    (tmp_path / "cut.json").write_text('{"zero_optimization": {')
+    cut = launch("tiny", "full", "deepspeed=cut.json", "--output-dir", "run", cwd=tmp_path)
+    assert cut.returncode == 2 and "cut.json" in cut.stderr
+    del config["gradient_clipping"]
+    (tmp_path / "silent.json").write_text(json.dumps(config))
+    warned = launch("tiny", "full", "deepspeed=silent.json", "--dry-run", cwd=tmp_path)
+    assert warned.returncode == 0 and warned.stdout.count("gradient_clipping") >= 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_recipes_folder_is_left_alone(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
