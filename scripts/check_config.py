@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,9 +22,9 @@ from recipes.zero_config.resolve import Numbers, Unresolvable, hidden_size, reso
 from recipes.zero_config.rule import Facts, Finding, model_config  # noqa: E402
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Check every file and return the exit status."""
-    arguments = parser().parse_args()
+    arguments = parser().parse_args(words)
     try:
         facts = known(arguments)
     except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +20,7 @@ from recipes.machine.check import Check  # noqa: E402
 from recipes.training import ops  # noqa: E402
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run the checks and print them."""
     os.environ |= ops.environment()  # look where runs look for built ops
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--checkpoint-gib", type=float, help="size of one checkpoint")
     parser.add_argument("--nvme", type=Path, help="measure this folder with direct I/O (256 MiB)")
     parser.add_argument("--hostfile", type=Path, help="try ssh to each host")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     checks = list(examine(arguments))
     if arguments.json:
         print(json.dumps([check.as_json() for check in checks], indent=2))

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,14 +45,14 @@ class Mistake(Exception):
     """A mistake on the command line; the message says what to write instead."""
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Print the resolved config. Exit status 0; 1: does not fit the numbers; 2: cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("template", help="a file in configs/, or a path")
     parser.add_argument("--model", help="RECIPE-SIZE, a config.json, or its folder")
     parser.add_argument("--world-size", type=int, default=1, help="number of ranks (default 1)")
     parser.add_argument("settings", nargs="*", metavar="key=value", help=", ".join([*NAMES, GLOBAL]))
-    arguments = parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args(words)
     try:
         template = read(find(arguments.template)).value
         numbers = gather(arguments)

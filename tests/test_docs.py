@@ -35,7 +35,7 @@ EXAMPLES = {
 def commands(text: str) -> list[list[str]]:
     """Return every `python scripts/...` command of a text, comments and shell variables left out."""
     found = re.findall(r"python (scripts/\w+\.py[^\n`|]*)", text)
-    return [shlex.split(command.partition("   #")[0]) for command in found]
+    return [shlex.split(command.partition("  ")[0]) for command in found]
 
 
 def documentation(path: Path) -> str:
