@@ -24,7 +24,7 @@ $(ROOT).venv/.installed: constraints.txt
 	touch $@
 
 demo: install
-	$(PYTHON) scripts/launch.py tiny full
+	$(PYTHON) scripts/launch.py tiny full --gpus $$($(PYTHON) -c "import torch; print(min(2, torch.cuda.device_count() or 2))")
 
 test: install
 	$(PYTHON) -m pytest

@@ -55,16 +55,16 @@ def full(size: str) -> Recipe:
             metric="exact_match",
         ),
         deepspeed="zero3.json",
-        learning_rate=1e-3,
-        epochs=3,
-        global_batch_size=16,
-        micro_batch_size=8,
+        learning_rate=2e-3,
+        epochs=1,
+        global_batch_size=8,
+        micro_batch_size=4,
         sequence_length=256,
         schedule=Schedule("cosine", warmup=0.05),
         precision="fp32",  # CPUs without bf16 units are slower in bf16, and nothing here is short of memory
         gradient_checkpointing=False,
         save_steps=100,
-        eval_steps=50,
+        eval_steps=100,
     )
 
 
@@ -88,7 +88,6 @@ def dpo_lora(size: str) -> Recipe:
             metric="preference_accuracy",
         ),
         learning_rate=1e-3,
-        epochs=1,
         packing=False,
     )
 
@@ -102,5 +101,4 @@ def pretrain(size: str) -> Recipe:
         data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
         deepspeed="zero1.json",
         learning_rate=5e-4,
-        epochs=1,
     )

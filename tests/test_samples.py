@@ -279,7 +279,8 @@ def test_pretraining_lowers_the_loss_and_saves_what_it_trained(tmp_path, tokeniz
     model = pretrain.new_model(tokenizer)
     data = pretrain.batches(tokenizer, pretrain.documents(96, seed=0), tokens_per_batch=640, seed=0)
     before = mean_loss(model.eval(), data[0])
-    assert pretrain.pretrain(model, data, learning_rate=2e-3) < before - 1
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"][0]
+    assert pretrain.pretrain(model, data, learning_rate=2e-3, newline=newline)[0] < before - 1
     pretrain.save(model, tokenizer, tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.dtype == torch.float32
