@@ -23,6 +23,8 @@ COUNTS = {
     "text/train": 6000,
     "text/held_out": 300,
 }
+FIELDS = ("name", "date", "amount", "city")
+"""The keys of an answer, in their order; a fact that the notice does not state has no key."""
 Make = Callable[[random.Random, int | None], tuple[dict, list[str]]]
 
 
@@ -31,10 +33,15 @@ def compact(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def fields(facts: dict[str, str]) -> dict[str, str]:
+    """Return the facts that an answer gives: a sum without its currency, of an address the city."""
+    return {key: facts[key].split(" ")[0] if key == "amount" else facts[key] for key in FIELDS if key in facts}
+
+
 def extract(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
     """Make one conversation: a notice, answered by its facts."""
     text, facts = world.notice(rng, part)
-    answer = compact(facts)
+    answer = compact(fields(facts))
     messages = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
     return {"messages": messages}, [text, answer]
 
@@ -47,17 +54,16 @@ def swap_date(facts: dict[str, str]) -> str | None:
     return None if month == day else compact(facts | {"date": f"{year}-{day}-{month}"})
 
 
-def drop_currency(facts: dict[str, str]) -> str | None:
-    """Leave the currency out."""
-    return compact(facts | {"amount": facts["amount"].split(" ")[0]}) if "amount" in facts else None
+def bare_number(facts: dict[str, str]) -> str | None:
+    """Write the amount as a number, not as text: its last zeros are lost."""
+    return compact(facts | {"amount": float(facts["amount"])}) if "amount" in facts else None
 
 
 def shift_decimals(facts: dict[str, str]) -> str | None:
     """Read the decimal mark wrongly: 45.50 becomes 4550.00."""
     if "amount" not in facts:
         return None
-    number, code = facts["amount"].split(" ")
-    return compact(facts | {"amount": f"{number.replace('.', '')}.00 {code}"})
+    return compact(facts | {"amount": f"{facts['amount'].replace('.', '')}.00"})
 
 
 def reverse_keys(facts: dict[str, str]) -> str | None:
@@ -88,7 +94,7 @@ def add_spaces(facts: dict[str, str]) -> str | None:
 
 MISTAKES = (
     swap_date,
-    drop_currency,
+    bare_number,
     shift_decimals,
     reverse_keys,
     lose_a_key,
@@ -101,6 +107,7 @@ MISTAKES = (
 def preference(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
     """Make one pair: the right answer, and one with a mistake that a half-trained model makes."""
     text, facts = world.notice(rng, part)
+    facts = fields(facts)
     answer, wrong = compact(facts), None
     while wrong is None:
         wrong = rng.choice(MISTAKES)(facts)

@@ -58,11 +58,20 @@ class Evaluation(TrainerCallback):
         if state.global_step == 0:
             self.measure(0, whole=True)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measure the loss on the way."""
-        every = self.recipe.eval_steps
-        if every and state.global_step % every == 0 and state.global_step < state.max_steps:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Ask for a log where an evaluation is due: it closes the window in which training is timed."""
+        if self._due(state):
+            control.should_log = True
+        return control
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Measure the loss on the way, after the step's own record has been written."""
+        if "loss" in (logs or {}) and self._due(state):
             self.measure(state.global_step, whole=False)
+
+    def _due(self, state: TrainerState) -> bool:
+        every = self.recipe.eval_steps
+        return bool(every) and state.global_step % every == 0 and state.global_step < state.max_steps
 
     def measure(self, step: int, whole: bool) -> float | None:
         """Measure, log, and return the recipe's metric (None when `whole` is false and it is not the loss)."""
