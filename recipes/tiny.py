@@ -56,7 +56,7 @@ def full(size: str) -> Recipe:
         ),
         deepspeed="zero3.json",
         learning_rate=2e-3,
-        epochs=1,
+        epochs=0.9,
         global_batch_size=8,
         micro_batch_size=4,
         sequence_length=256,

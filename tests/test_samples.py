@@ -4,6 +4,7 @@ import datetime
 import itertools
 import json
 import math
+import random
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.samples import make_data, pretrain, world
+from recipes.samples import corpus, make_data, pretrain, world
 
 SAMPLES = Path(make_data.__file__).parent
 MODEL = SAMPLES / "tiny_model"
@@ -256,16 +257,22 @@ def mean_loss(model, rows: list[list[int]]) -> float:
     return model(input_ids=tokens, labels=labels).loss.item()
 
 
-def test_base_model_has_learned_the_raw_text(tokenizer, model):
-    texts = [row["text"] for row in read("text/held_out")[:64]]
+def test_base_model_has_learned_notices_of_people_it_has_never_met(tokenizer, model):
+    """The second round of pre-training read only these; of the other documents it has forgotten some."""
+    rng = random.Random("unseen")
+    filed = [world.notice(rng, 1) for _ in range(64)]
+    texts = [f"{text}\n{corpus.settings(facts)}" for text, facts in filed]
     perplexity = math.exp(mean_loss(model, tokenizer(texts)["input_ids"]))
-    assert perplexity < 5, f"{perplexity:.2f}; uniform is {len(tokenizer)}"
+    assert perplexity < 2.5, f"{perplexity:.2f}; uniform is {len(tokenizer)}"
+    texts = [row["text"] for row in read("text/held_out")[:64]]
+    assert math.exp(mean_loss(model, tokenizer(texts)["input_ids"])) < 15
 
 
-def test_base_model_knows_dates_but_cannot_answer_a_chat(tokenizer, model):
-    known = tokenizer("€1,250 is 1250.00 EUR. 14 March 2025 is", return_tensors="pt")
-    said = model.generate(**known, max_new_tokens=12)[0, known["input_ids"].shape[1] :]
-    assert "2025-03-14" in tokenizer.decode(said)
+def test_base_model_reads_notices_but_cannot_answer_a_chat(tokenizer, model):
+    notice = 'Felix Vandland from Belburg owes 1,250 euros since 14 March 2025.\nname = "'
+    known = tokenizer(notice, return_tensors="pt")
+    said = tokenizer.decode(model.generate(**known, max_new_tokens=40)[0, known["input_ids"].shape[1] :])
+    assert said.startswith("Felix Vandland") and "2025-03-14" in said
     for text, answer in map(question_and_answer, read("extract/held_out")[:8]):
         question = [{"role": "user", "content": text}]
         chat = tokenizer.apply_chat_template(
