@@ -1,6 +1,7 @@
 """What a person sees while the model trains: a bar on a terminal, a line per logged step elsewhere."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -21,6 +22,11 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def shown(path: Path) -> str:
+    """Return a path as the user would type it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 class Progress(TrainerCallback):

@@ -26,7 +26,7 @@ from recipes.spec.run_folder import (
 from recipes.training import data, evaluation, export, model, report, tracking, world
 from recipes.training.arguments import DTYPE_BYTES, training_arguments
 from recipes.training.checkpoints import Checkpoints, StopOnSignal
-from recipes.training.console import Progress, duration, say
+from recipes.training.console import Progress, duration, say, shown
 from recipes.training.environment import describe
 from recipes.training.preflight import checkpoint_bytes
 from recipes.training.trainer import EngineReady, build, report_grad_norm, resolved_config
@@ -184,11 +184,6 @@ def finish(
         else f"training loss: {records[0]['loss']:.4f} -> {last['loss']:.4f}",
     ]
     say("\n".join(line for line in lines if line is not None))
-
-
-def shown(path: Path) -> str:
-    """Return a path as the user would type it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def fail(error: UserError) -> None:

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from recipes.spec.recipe import Recipe, to_dict
 from recipes.spec.run_folder import RunFolder, append_jsonl, read_jsonl
 from recipes.training import world
-from recipes.training.console import say, step_line
+from recipes.training.console import say, shown, step_line
 
 GIB = 2**30
 
@@ -146,7 +146,7 @@ class Tracker:
         if self.wandb is None:
             return None
         self.wandb.summary.update(summary)
-        where = self.wandb.url if self.mode == "online" else f"wandb sync {Path(self.wandb.dir).parent}"
+        where = self.wandb.url if self.mode == "online" else f"wandb sync {shown(Path(self.wandb.dir).parent)}"
         self.wandb.finish()
         return where
 
