@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 CPU_OPS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "PinMemoryBuilder", "AsyncIOBuilder")
-"""What ranks on a CPU compile at their first step: collectives, offloaded Adam, DeepSpeed's Adam, pinned memory, NVMe."""
+"""What ranks on a CPU compile at their first step: collectives, two kinds of Adam, pinned memory, NVMe."""
 
 
 def extensions_dir() -> Path:
