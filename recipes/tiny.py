@@ -56,7 +56,7 @@ def full(size: str) -> Recipe:
         ),
         deepspeed="zero3.json",
         learning_rate=2e-3,
-        epochs=0.9,
+        epochs=1,
         global_batch_size=8,
         micro_batch_size=4,
         sequence_length=256,
@@ -70,7 +70,14 @@ def full(size: str) -> Recipe:
 
 def lora(size: str) -> Recipe:
     """Adapters on every linear layer, ZeRO-2: the same task with a tenth of the trained weights."""
-    return replace(full(size), variant="lora", deepspeed="zero2.json", lora=Lora(rank=32, alpha=64), learning_rate=4e-3)
+    return replace(
+        full(size),
+        variant="lora",
+        deepspeed="zero2.json",
+        lora=Lora(rank=32, alpha=64),
+        learning_rate=4e-3,
+        epochs=0.8,
+    )
 
 
 def dpo_lora(size: str) -> Recipe:
