@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
@@ -48,8 +49,7 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
     exported = load_file(run.export / "model.safetensors")
     assert set(exported) == set(weights) - {"lm_head.weight"}
     for name, weight in exported.items():
-        # By norm: Adam divides by the gradient's size, so where that is rounding noise single elements differ.
-        assert (weight - weights[name]).norm() <= 1e-4 * weights[name].norm(), name
+        torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5, msg=name)
     engine = read_json(run.deepspeed)
     assert engine["zero_optimization"]["stage"] == stage
     assert engine["gradient_accumulation_steps"] == accumulation
