@@ -36,6 +36,7 @@ def options():
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--weight-decay", type=float, default=0.0)
+    parser.add_argument("--adam-epsilon", type=float, default=1e-8)
     parser.add_argument("--schedule", choices=["cosine", "constant"], default="cosine")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--log-every", type=int, default=10)
@@ -111,7 +112,7 @@ def main():
     decayed = [p for n, p in model.named_parameters() if "norm" not in n and not n.endswith("bias")]
     others = [p for n, p in model.named_parameters() if "norm" in n or n.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=o.lr, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, eps=o.adam_epsilon, fused=True)
     warmup = max(1, o.steps // 20)
 
     def rate(step):

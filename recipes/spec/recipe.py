@@ -125,6 +125,7 @@ class Recipe:
     learning_rate: float = 2e-5
     weight_decay: float = 0.0
     adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
     epochs: float = 1.0

@@ -32,6 +32,7 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
         "warmup_steps": recipe.schedule.warmup,  # below 1 the Trainer reads it as a share of the steps
         "weight_decay": recipe.weight_decay,
         "adam_beta2": recipe.adam_beta2,
+        "adam_epsilon": recipe.adam_epsilon,
         "max_grad_norm": recipe.max_grad_norm,
         "bf16": recipe.precision == "bf16",
         "fp16": recipe.precision == "fp16",

@@ -4,7 +4,6 @@ import json
 import sys
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from recipes import plain_loop
@@ -28,6 +27,7 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
         "--micro-batch": 4 // accumulation,
         "--accumulation": accumulation,
         "--lr": SETTINGS.learning_rate,
+        "--adam-epsilon": SETTINGS.epsilon,
         "--weight-decay": SETTINGS.weight_decay,
         "--schedule": "constant",
         "--dtype": "fp32",
@@ -44,4 +44,4 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
     for name, weight in load_file(output / "model.safetensors").items():
-        torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
+        assert plain.worst(weight, weights[name]) <= 1, name

@@ -31,6 +31,7 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
         f"zero{stage}.json",
         learning_rate=SETTINGS.learning_rate,
         weight_decay=SETTINGS.weight_decay,
+        adam_epsilon=SETTINGS.epsilon,
         max_grad_norm=SETTINGS.clip,
         max_steps=SETTINGS.steps,
         global_batch_size=8,
@@ -49,11 +50,21 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
     exported = load_file(run.export / "model.safetensors")
     assert set(exported) == set(weights) - {"lm_head.weight"}
     for name, weight in exported.items():
-        torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5, msg=name)
+        assert plain.worst(weight, weights[name]) <= 1, name
     engine = read_json(run.deepspeed)
     assert engine["zero_optimization"]["stage"] == stage
     assert engine["gradient_accumulation_steps"] == accumulation
     assert engine["train_batch_size"] == 8
+
+
+@pytest.mark.parametrize("epsilon", [SETTINGS.epsilon, 1e-8])
+def test_the_reference_is_exact_enough(model_folder, conversations, epsilon):
+    """The bounds mean something only where rounding alone stays inside them."""
+    settings = replace(SETTINGS, epsilon=epsilon)
+    _, single = plain.train(model_folder, conversations, settings)
+    _, double = plain.train(model_folder, conversations, settings, torch.float64)
+    differences = [plain.worst(weight.double(), double[name]) for name, weight in single.items()]
+    assert (max(differences) < 0.5) == (epsilon == SETTINGS.epsilon)
 
 
 def test_clipping_is_part_of_the_comparison(reference):
