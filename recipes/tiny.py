@@ -56,7 +56,7 @@ def full(size: str) -> Recipe:
         ),
         deepspeed="zero3.json",
         learning_rate=2e-3,
-        epochs=1,
+        epochs=0.7,
         global_batch_size=8,
         micro_batch_size=4,
         sequence_length=256,
@@ -76,7 +76,6 @@ def lora(size: str) -> Recipe:
         deepspeed="zero2.json",
         lora=Lora(rank=32, alpha=64),
         learning_rate=4e-3,
-        epochs=0.8,
     )
 
 

@@ -1,7 +1,8 @@
 """Make the tiny base model: train its tokenizer, then pre-train it on raw text, from nothing, on a CPU.
 
     python -m recipes.samples.pretrain --output first                                  # about 18 minutes, 2 threads
-    python -m recipes.samples.pretrain --continue-from first --output tiny_model       # about 9 minutes
+    python -m recipes.samples.pretrain --continue-from first --output second           # about 11 minutes
+    python -m recipes.samples.pretrain --continue-from second --notices 48000 --seed 2026       # about 15 minutes
     python -m recipes.samples.pretrain --output /tmp/rough --documents 2000 --threads 8
 
 The text is `text/train.jsonl` and then more documents of the same kinds from another seed, each read once; no
@@ -136,7 +137,7 @@ def primer(count: int, seed: int) -> Iterator[str]:
 
 
 def notices(count: int, seed: int) -> Iterator[str]:
-    """Yield the notices of the second round, each with one record: nothing else to learn but what follows from what."""
+    """Yield the notices of the later rounds, each with one record: nothing else to learn but what follows from what."""
     rng = random.Random(f"{seed}/notices")
     for _ in range(count):
         text, facts = world.notice(rng, None)
@@ -261,10 +262,10 @@ def main(arguments: list[str] | None = None) -> None:
         "--seed", type=int, default=2025, help="of the text, its order and the weights (default: %(default)s)"
     )
     parser.add_argument(
-        "--notices", type=int, default=28_000, help="notices of the second round (default: %(default)s)"
+        "--notices", type=int, default=28_000, help="notices of a later round (default: %(default)s)"
     )
     parser.add_argument(
-        "--continue-from", type=Path, metavar="DIR", help="only the second round, on the model that the first one saved"
+        "--continue-from", type=Path, metavar="DIR", help="a later round, on the model that the one before saved"
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     options = parser.parse_args(arguments)
