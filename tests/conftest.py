@@ -1,6 +1,7 @@
 """What every test stands on: no network, CPU ranks over gloo, and a model small enough to compare exactly."""
 
 import os
+from pathlib import Path
 
 # Before anything imports DeepSpeed or Hugging Face libraries.
 os.environ |= {
@@ -9,6 +10,7 @@ os.environ |= {
     "CUDA_VISIBLE_DEVICES": "",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(Path(__file__).parents[1]),
     "PYTHONWARNINGS": "ignore::FutureWarning:torch.distributed.c10d_logger",
 }
 os.environ.pop("WANDB_API_KEY", None)
@@ -18,10 +20,11 @@ from recipes.training import ops
 os.environ |= ops.environment()
 
 import json
-from pathlib import Path
+from functools import cache, partial
 
 import pytest
 
+from tests.launching import train_with
 from tests.ranks import Ranks
 
 
@@ -36,6 +39,13 @@ def ranks(caches):
     """Start ranks as forks of a process that has imported the stack once."""
     with Ranks() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def used(ranks, tmp_path_factory):
+    """Return a function that says what the engine was after two steps with a template, each trained once."""
+    folder = tmp_path_factory.mktemp("used")
+    return cache(partial(train_with, ranks, folder))
 
 
 @pytest.fixture(scope="session")

@@ -1,31 +1,24 @@
-"""Start workers on two CPU ranks with the real launchers, once per test session, and read what they wrote."""
+"""Train with DeepSpeed templates on two CPU ranks and read what the engine was; start other people's launchers."""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-from functools import cache
 from pathlib import Path
+
+from tests.ranks import Ranks, free_port, read_logs
+from tests.workers.use_config import use
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ROOT / "tests" / "workers"
 BIN = Path(sys.executable).parent
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
     path = f"{BIN}{os.pathsep}{kept.get('PATH', '')}"  # ninja, which builds DeepSpeed's ops, stands there
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    return {**kept, **quiet, "PATH": path, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    return {**kept, "PATH": path}
 
 
 def run(command: list[str], folder: Path, timeout: int = 400) -> str:
@@ -49,28 +42,14 @@ def run(command: list[str], folder: Path, timeout: int = 400) -> str:
     return output
 
 
-def deepspeed_launch(worker: str, *arguments: str, ranks: int = 2) -> list[str]:
-    port = str(free_port())
-    head = [str(BIN / "deepspeed"), "--no_local_rank", "--num_gpus", str(ranks), "--master_port", port]
-    return [*head, str(WORKERS / worker), *arguments]
-
-
-def accelerate_launch(config: str, worker: str, *arguments: str) -> list[str]:
+def accelerate_launch(config: str, *arguments: str) -> list[str]:
     head = [str(BIN / "accelerate"), "launch", "--config_file", str(ROOT / "configs" / "accelerate" / config)]
-    return [*head, "--main_process_port", str(free_port()), str(WORKERS / worker), *arguments]
+    return [*head, "--main_process_port", str(free_port()), *arguments]
 
 
-@cache
-def used(mode: str, *names: str) -> dict[str, dict]:
-    """Return what each template's engine was, after two steps in one process pair."""
-    with tempfile.TemporaryDirectory(prefix="use_config_") as folder:
-        output = Path(folder) / "seen.json"
-        templates = [str(ROOT / "configs" / f"{name}.json") for name in names]
-        if mode == "accelerate":
-            (Path(folder) / "configs").symlink_to(ROOT / "configs")  # the YAML's path starts where one launches
-            command = accelerate_launch("zero3.yaml", "use_config.py", mode, str(output), *templates)
-        else:
-            command = deepspeed_launch("use_config.py", mode, str(output), *templates)
-        log = run(command, Path(folder))
-        assert output.exists(), log[-3000:]
-        return json.loads(output.read_text())
+def train_with(ranks: Ranks, folder: Path, mode: str, template: Path) -> dict:
+    """Train two steps with `template` and return what the engine was, or the error; `mode` as in `use`."""
+    place = folder / f"{mode}-{template.stem}"
+    ranks.check(use, mode, str(template), str(place), log=folder / f"{place.name}.log")
+    assert (place / "seen.json").exists(), "\n".join(read_logs(folder / f"{place.name}.log"))
+    return json.loads((place / "seen.json").read_text())

@@ -1,33 +1,19 @@
 """Every template trains, unmodified, by each of the ways in which people use one."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.launching import ROOT, used
+from tests.launching import ROOT, WORKERS, accelerate_launch, run
 
+LIBAIO = Path("/usr/include/libaio.h").exists()
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 # The kernels of these exist for CUDA only; tests below give them to DeepSpeed's own config class.
 CUDA = ("fp16", "zeropp", "zero3_lora", "superoffload", "deepcompile")
-# Templates that share a process, and those whose process groups need one of their own.
-TOGETHER = (
-    "zero0",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero2_offload",
-    "zero3_offload",
-    "zero3_offload_params",
-    "zero3_nvme",
-    "bf16_states",
-    "zero3_moe",
-    "zenflow",
-    "zero3_hpz",
-    "pipeline",  # last: the grid of a PipelineModule stays for the rest of the process
-)
-ALONE = ("tensor_parallel", "sequence_parallel", "expert_parallel")
-MODES = ("trainer", "sft", "accelerate", "plain")
+RUN = sorted(path.stem for path in CONFIGS if path.stem not in CUDA)
 
 STAGES = {
     "zero0": 0,
@@ -61,24 +47,75 @@ ACTIVE = {
 }
 
 
-def test_every_template_is_accounted_for():
-    names = {path.stem for path in CONFIGS}
-    assert len(names) == 21
-    assert names == {*CUDA, *TOGETHER, *ALONE} == {*CUDA, *ACTIVE}
+def template(name: str) -> Path:
+    return ROOT / "configs" / f"{name}.json"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [*TOGETHER, *ALONE])
-def test_template_trains(mode: str, name: str):
-    seen = (used(mode, *TOGETHER) if name in TOGETHER else used(mode, name))[name]
+def check(seen: dict, name: str) -> None:
     assert "error" not in seen, seen.get("trace")
     assert seen["world"] == seen["engine_world"] == 2
     assert seen["stage"] == STAGES.get(name, 3)
     assert seen["steps"] == 2
     assert seen["finite"]
     assert ACTIVE[name](seen), seen
+
+
+def test_every_template_is_accounted_for():
+    assert len(CONFIGS) == 21
+    assert {path.stem for path in CONFIGS} == {*CUDA, *ACTIVE}
+
+
+@pytest.mark.parametrize("mode", ["trainer", "sft", "plain"])
+@pytest.mark.parametrize("name", RUN)
+def test_template_trains(used, mode: str, name: str):
+    if name == "zero3_nvme" and not LIBAIO:
+        pytest.skip("/usr/include/libaio.h is missing (Debian's libaio-dev): nothing can be written to NVMe")
+    seen = used(mode, template(name))
+    check(seen, name)
     if name == "pipeline" and mode == "plain":
         assert (seen["engine"], seen["stages"]) == ("PipelineEngine", 2)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> Path:
+    """Train with every template under one real `accelerate launch`, each in a fork of the two ranks."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    (folder / "configs").symlink_to(ROOT / "configs")  # the YAML's path starts where one launches
+    files = [str(template(name)) for name in RUN if LIBAIO or name != "zero3_nvme"]
+    run(accelerate_launch("zero3.yaml", str(WORKERS / "use_config.py"), str(folder), *files), folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_template_trains_under_accelerate_launch(launched: Path, name: str):
+    if name == "zero3_nvme" and not LIBAIO:
+        pytest.skip("/usr/include/libaio.h is missing (Debian's libaio-dev): nothing can be written to NVMe")
+    check(json.loads((launched / name / "seen.json").read_text()), name)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_accelerate_file_starts_its_ranks_with_its_template(tmp_path: Path, file: Path):
+    """What reaches the ranks; that a template trains when it reaches them is the test above."""
+    content = yaml.safe_load(file.read_text())
+    script = [str(WORKERS / "say_environment.py"), str(tmp_path)]
+    if content["num_machines"] == 1:
+        run(accelerate_launch(file.name, *script), tmp_path)
+    else:  # two hosts of one rank, both of them this machine
+        hosts = ["--main_process_ip", "127.0.0.1", "--num_processes", "2"]
+        command = accelerate_launch(file.name, *hosts)
+        with ThreadPoolExecutor() as both:
+            list(both.map(lambda rank: run([*command, "--machine_rank", rank, *script], tmp_path), "01"))
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert {rank["WORLD_SIZE"] for rank in seen} == {"2"}
+    for rank in seen:
+        if content["distributed_type"] == "FSDP":
+            assert (rank["ACCELERATE_USE_FSDP"], rank["FSDP_VERSION"]) == ("true", "2")
+        else:
+            named = content["deepspeed_config"]["deepspeed_config_file"]
+            assert rank["ACCELERATE_USE_DEEPSPEED"] == "true"
+            assert rank["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == named
+            stage = json.loads((ROOT / named).read_text())["zero_optimization"]["stage"]
+            assert rank["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == str(stage == 3).lower()
 
 
 @pytest.mark.parametrize("name", CUDA)
@@ -86,9 +123,8 @@ def test_template_for_cuda_loads(name: str):
     from recipes.zero_config.lint import ask_deepspeed
     from recipes.zero_config.resolve import Numbers, resolve
 
-    template = json.loads((ROOT / "configs" / f"{name}.json").read_text())
     numbers = Numbers(world_size=8, hidden_size=4096, precision="fp16" if name == "fp16" else "bf16")
-    assert ask_deepspeed(resolve(template, numbers), world_size=8) is None
+    assert ask_deepspeed(resolve(json.loads(template(name).read_text()), numbers), world_size=8) is None
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

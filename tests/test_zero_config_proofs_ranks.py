@@ -1,13 +1,14 @@
 """Rules about parallel layouts, each proven by a run on two ranks."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from recipes.zero_config.lint import judge
 from recipes.zero_config.rule import Facts
-from tests.launching import ROOT, deepspeed_launch, run
+from tests.launching import ROOT, train_with
 
 
 def template(name: str, drop: tuple[str, ...] = (), **zero: object) -> dict:
@@ -16,31 +17,31 @@ def template(name: str, drop: tuple[str, ...] = (), **zero: object) -> dict:
     return {key: value for key, value in config.items() if key not in drop}
 
 
-def outcomes(folder: Path, mode: str, variants: dict[str, dict]) -> dict[str, dict]:
-    """Train each variant; its name begins with the template whose model and data it gets."""
-    for name, config in variants.items():
+@pytest.fixture
+def outcome(ranks, tmp_path):
+    """Return a function that trains with a config; its name begins with the template whose model and data it gets."""
+
+    def train(mode: str, name: str, config: dict) -> dict:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
         (folder / f"{name}.json").write_text(json.dumps(config))
-    files = [str(folder / f"{name}.json") for name in variants]
-    run(deepspeed_launch("use_config.py", mode, str(folder / "seen.json"), *files), folder)
-    return json.loads((folder / "seen.json").read_text())
+        return train_with(ranks, folder, mode, folder / f"{name}.json")
+
+    return train
 
 
 def rules(config: dict, **facts: object) -> set[str]:
     return {finding.rule for finding in judge(config, Facts(world_size=2, **facts))}
 
 
-def test_sequence_parallel_gradients_are_right_at_stage_3_only(tmp_path: Path):
+def test_sequence_parallel_gradients_are_right_at_stage_3_only(outcome):
     variants = {
         "right": template("sequence_parallel"),
         "stage2": template("sequence_parallel", stage=2),
         "noscatter": template("sequence_parallel", reduce_scatter=False),
     }
-    norms = {}
-    for name, config in variants.items():  # Ulysses replaces the attention once per process
-        (tmp_path / name).mkdir()
-        # From one checkpoint: under zero.Init a model built from its config gets other random weights.
-        seen = outcomes(tmp_path / name, "trainer", {"sequence_parallel-pretrained": config})
-        norms[name] = seen["sequence_parallel-pretrained"]["grad_norm"][0]
+    # From one checkpoint: under zero.Init a model built from its config gets other random weights.
+    seen = {name: outcome("trainer", "sequence_parallel-pretrained", config) for name, config in variants.items()}
+    norms = {name: what["grad_norm"][0] for name, what in seen.items()}
     assert norms["stage2"] == pytest.approx(2 * norms["right"], rel=0.01)
     assert norms["noscatter"] > 1.2 * norms["right"]  # only what goes through a bucket is reduced wrongly
     found = {name: rules(config, sequence_parallel_size=2) for name, config in variants.items()}
@@ -49,34 +50,34 @@ def test_sequence_parallel_gradients_are_right_at_stage_3_only(tmp_path: Path):
     assert not any(rule.startswith("sequence") for rule in found["right"])
 
 
-def test_expert_parallel_needs_its_optimizer_and_a_preset(tmp_path: Path):
+def test_expert_parallel_needs_its_optimizer_and_a_preset(outcome):
     unknown = template("expert_parallel")
     unknown["expert_parallel"] = {**unknown["expert_parallel"], "preset_model": "gpt9"}
     variants = {
         "expert_parallel-preset": unknown,
         "expert_parallel-optimizer": template("expert_parallel", drop=("optimizer",)),
     }
-    seen = outcomes(tmp_path, "trainer", variants)
+    seen = {name: outcome("trainer", name, config) for name, config in variants.items()}
     assert "Unknown preset_model" in seen["expert_parallel-preset"]["error"]
     assert "marked as MoE" in seen["expert_parallel-optimizer"]["error"]
     assert "unknown-expert-preset" in rules(unknown)
     assert "expert-parallel-without-optimizer" in rules(variants["expert_parallel-optimizer"])
 
 
-def test_tensor_parallel_refuses_adapters_and_zero3_checkpoints(tmp_path: Path):
+def test_tensor_parallel_refuses_adapters_and_zero3_checkpoints(outcome):
     variants = {
         "tensor_parallel-pretrained": template("tensor_parallel", stage=3),
         "tensor_parallel-lora": template("tensor_parallel"),
     }
-    seen = outcomes(tmp_path, "trainer", variants)
+    seen = {name: outcome("trainer", name, config) for name, config in variants.items()}
     assert "Weight conversions" in seen["tensor_parallel-pretrained"]["error"]
     assert "error" in seen["tensor_parallel-lora"]
     assert "tensor-parallel-at-stage-3" in rules(variants["tensor_parallel-pretrained"])
     assert "tensor-parallel-with-lora" in rules(variants["tensor_parallel-lora"], lora=True)
 
 
-def test_the_pipeline_refuses_stage_2(tmp_path: Path):
+def test_the_pipeline_refuses_stage_2(outcome):
     config = template("pipeline", stage=2)
-    seen = outcomes(tmp_path, "plain", {"pipeline-stage2": config})
-    assert "incompatible with pipeline parallelism" in seen["pipeline-stage2"]["error"]
+    seen = outcome("plain", "pipeline-stage2", config)
+    assert "incompatible with pipeline parallelism" in seen["error"]
     assert "pipeline-with-stage-2-or-3" in rules(config, pipeline_stages=2)

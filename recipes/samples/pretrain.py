@@ -261,9 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--seed", type=int, default=2025, help="of the text, its order and the weights (default: %(default)s)"
     )
-    parser.add_argument(
-        "--notices", type=int, default=28_000, help="notices of a later round (default: %(default)s)"
-    )
+    parser.add_argument("--notices", type=int, default=28_000, help="notices of a later round (default: %(default)s)")
     parser.add_argument(
         "--continue-from", type=Path, metavar="DIR", help="a later round, on the model that the one before saved"
     )

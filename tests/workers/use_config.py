@@ -1,9 +1,8 @@
-"""Runs templates for two real optimizer steps each and writes what the engine was, as JSON, on rank 0.
+"""Trains with a template for two real optimizer steps and writes what the engine was, as JSON, on rank 0.
 
-usage (under a launcher): use_config.py trainer|sft|accelerate|plain OUTPUT TEMPLATE...
+usage (under accelerate launch): use_config.py FOLDER TEMPLATE...
 """
 
-import gc
 import json
 import math
 import os
@@ -82,7 +81,6 @@ def with_trainer(name: str, template: Path | None, kind: str) -> dict:
             sp_seq_length=16, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
         )
         extra["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
-    deepspeed.init_distributed(dist_backend="gloo")
     output = {"output_dir": "output", **SETTINGS, **extra}
     if kind == "sft":
         from trl import SFTConfig, SFTTrainer
@@ -137,7 +135,6 @@ def with_plain(name: str, template: Path) -> dict:
     """Train with deepspeed.initialize on the resolved template: no transformers.Trainer anywhere."""
     from recipes.zero_config.resolve import Numbers, resolve
 
-    deepspeed.init_distributed(dist_backend="gloo")
     stages = 2 if name == "pipeline" else 1
     numbers = Numbers(
         micro_batch_size=2,
@@ -281,48 +278,45 @@ def group_size(group) -> int:
     return 1 if group is None else deepspeed.comm.get_world_size(group=group)
 
 
-def forget() -> None:
-    """Let the next template in this process start as if it were the first."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-    from deepspeed.runtime.zero import partition_parameters
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+def use(mode: str, template: str, folder: str) -> None:
+    """Train in `folder` with the template; `mode` is trainer, sft, accelerate or plain.
 
-    parallel_state_sp._release_sequence_parallel_groups()
-    gc.collect()
-    unset_hf_deepspeed_config()
-    partition_parameters.shutdown_init_context()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
-
-
-def main() -> int:
-    mode, output, *templates = sys.argv[1:]
+    What follows one run in a process is not a new beginning (groups, patches, singletons), so this is called once.
+    """
+    path, rank = Path(template).resolve(), int(os.environ["RANK"])
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
+    torch.distributed.init_process_group("gloo", **where)
     deepspeed.init_distributed(dist_backend="gloo")
     # DeepSpeed's CPU all-reduce through shared memory ignores its group: wrong where a group is not the whole world.
     deepspeed.comm.comm.cdb.shm_vector_kernel_level = 0
-    results = {}
-    for path in templates:
-        template = Path(path).resolve()
-        name = template.stem.partition("-")[0]  # `zero3-variant.json` is built and fed like zero3
-        try:
-            if mode == "accelerate":
-                os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(template)  # what accelerate launch exports
-                seen = with_trainer(name, None, "trainer")
-            elif mode == "plain":
-                seen = with_plain(name, template)
-            else:
-                seen = with_trainer(name, template, mode)
-            results[template.stem] = {**seen, "finite": math.isfinite(seen["loss"])}
-        except Exception as error:
-            trace = traceback.format_exc()[-1500:]
-            results[template.stem] = {"error": f"{type(error).__name__}: {error}", "trace": trace}
-        forget()
-        if os.environ.get("RANK") == "0":
-            Path(output).write_text(json.dumps(results, default=str))
-    return 0
+    name = path.stem.partition("-")[0]  # `zero3-variant.json` is built and fed like zero3
+    try:
+        if mode == "accelerate":
+            os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)  # what accelerate launch exports
+            seen = with_trainer(name, None, "trainer")
+        elif mode == "plain":
+            seen = with_plain(name, path)
+        else:
+            seen = with_trainer(name, path, mode)
+        seen["finite"] = math.isfinite(seen["loss"])
+    except Exception as error:
+        seen = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-1500:]}
+    if rank == 0:
+        Path("seen.json").write_text(json.dumps(seen, default=str))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    folder, *templates = sys.argv[1:]
+    for template in templates:
+        child = os.fork()
+        if not child:
+            use("accelerate", template, f"{folder}/{Path(template).stem}")
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
