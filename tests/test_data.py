@@ -121,16 +121,21 @@ def test_no_document_attends_to_another(model, conversations, model_folder, toke
     assert max(differences(model, rows, batch)) > 1
 
 
+def without_counts(batch):
+    """Take out what the trainer takes out before the model sees the batch."""
+    del batch["tokens"], batch["squared_lengths"]
+    return batch
+
+
 def test_the_loss_of_packed_rows_is_the_loss_of_their_documents(model, conversations, model_folder, tokenizer):
     _, batch = packed_batch(conversations, model_folder, tokenizer)
     alone, report = data.prepare(str(conversations), small(model_folder, conversations), tokenizer)
-    batch.pop("tokens")
+    without_counts(batch)
     with torch.no_grad():
         packed = model(**batch, num_items_in_batch=torch.ones(())).loss
         summed = 0
         for row in alone:
-            inputs = Collator(tokenizer.pad_token_id)([row])
-            inputs.pop("tokens")
+            inputs = without_counts(Collator(tokenizer.pad_token_id)([row]))
             summed += model(**inputs, num_items_in_batch=torch.ones(())).loss
     assert packed.item() == pytest.approx(summed.item(), rel=1e-5)
     assert (batch["labels"][:, 1:] != IGNORED).sum() == report.loss_tokens
@@ -143,6 +148,7 @@ def test_padding_counts_on_and_has_no_label(tokenizer):
     ]
     batch = Collator(pad_token_id=1)(rows)
     assert batch["input_ids"].shape == (2, 16) and batch["tokens"] == 14
+    assert batch["squared_lengths"] == 2**2 + 1 + 11**2
     assert batch["position_ids"][0].tolist() == [0, 1, *range(14)]
     assert batch["position_ids"][1].tolist() == list(range(16))
     assert batch["labels"][0].tolist() == [IGNORED, 6, 7] + [IGNORED] * 13

@@ -2,7 +2,10 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,6 +95,24 @@ def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, sampl
     assert any(line.startswith("talk to it") for line in last) and any(line.startswith("export it") for line in last)
     # The Trainer's copy in the last checkpoint is the same model.
     torch.testing.assert_close(logits(run.export), logits(run.checkpoints / "checkpoint-4"))
+
+
+def test_the_export_scores_the_same_in_plain_transformers(ranks, tmp_path, samples):
+    """Eight conversations learned by heart, and as many that were not: the score is neither 0 nor 1."""
+    shown = Path(samples("recipes/samples/extract/train.jsonl")).read_text(encoding="utf-8").splitlines(keepends=True)
+    learned, asked = tmp_path / "learned.jsonl", tmp_path / "asked.jsonl"
+    learned.write_text("".join(shown[:8]), encoding="utf-8")
+    asked.write_text("".join(shown[:16]), encoding="utf-8")
+    data = replace(pages.find("tiny", "full").data, path=str(learned), validation=str(asked))
+    recipe = replace(pages.find("tiny", "full"), data=data, max_steps=40, save_steps=0, eval_steps=None)
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, locate(replace(recipe, micro_batch_size=1, global_batch_size=2, wandb=Wandb(mode="disabled"))))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    ours = read_json(run.summary)["after"]
+    command = [sys.executable, str(pages.ROOT / "tests" / "workers" / "plain_score.py"), str(run.export), str(asked)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 0 < ours < 1 and float(done.stdout) == ours
 
 
 @pytest.mark.parametrize("config", ["zero2.json", "zero3.json"])

@@ -158,7 +158,7 @@ class Collator:
     multiple: int = 8
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return `input_ids`, `labels`, `position_ids`, each [rows, longest], and `tokens`, a plain count."""
+        """Return `input_ids`, `labels`, `position_ids`, each [rows, longest], and two plain counts."""
         longest = max(len(row["input_ids"]) for row in rows)
         width = -(-longest // self.multiple) * self.multiple
         return {
@@ -166,6 +166,7 @@ class Collator:
             "labels": self._pad([row["labels"] for row in rows], width, IGNORED),
             "position_ids": torch.stack([_positions(row["seq_lengths"], width) for row in rows]),
             "tokens": sum(len(row["input_ids"]) for row in rows),
+            "squared_lengths": sum(length**2 for row in rows for length in row["seq_lengths"]),
         }
 
     @staticmethod

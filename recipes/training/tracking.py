@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
+from recipes.spec.gpus import peak_flops
 from recipes.spec.recipe import Recipe, to_dict
 from recipes.spec.run_folder import RunFolder, append_jsonl, read_jsonl
 from recipes.training import world
 from recipes.training.console import say, shown, step_line
+from recipes.training.flops import Work, work_of
 
 GIB = 2**30
 
@@ -31,12 +33,15 @@ class Metrics(TrainerCallback):
         self.tokens = earlier[-1]["tokens"] if earlier else 0
         self.seconds = earlier[-1]["seconds"] if earlier else 0.0
         self.new_tokens = 0
+        self.new_squares = 0
         self.waited = 0.0
         self.window_start: float | None = None
+        self.work: Work | None = None
 
     def watch(self, trainer: Trainer) -> None:
         """Count what goes into every optimizer step of `trainer`."""
         fetch = trainer.get_batch_samples
+        self.work = work_of(trainer.model)
 
         def counted(epoch_iterator: Any, num_batches: int, device: Any) -> Any:
             start = time.perf_counter()
@@ -44,7 +49,10 @@ class Metrics(TrainerCallback):
                 self.window_start = start
             batches, items = fetch(epoch_iterator, num_batches, device)
             self.waited += time.perf_counter() - start
-            self.new_tokens += sum(_tokens(batch) for batch in batches)
+            for batch in batches:
+                tokens, squares = _count(batch)
+                self.new_tokens += tokens
+                self.new_squares += squares
             return batches, items
 
         trainer.get_batch_samples = counted
@@ -63,10 +71,10 @@ class Metrics(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         elapsed = time.perf_counter() - (self.window_start or time.perf_counter())
-        tokens, waited = world.total(self.new_tokens, self.waited)
+        tokens, squares, waited = world.total(self.new_tokens, self.new_squares, self.waited)
         self.tokens += int(tokens)
         self.seconds += elapsed
-        self.new_tokens, self.waited, self.window_start = 0, 0.0, None
+        self.new_tokens, self.new_squares, self.waited, self.window_start = 0, 0, 0.0, None
         if not world.is_first():
             return
         record = {
@@ -79,16 +87,26 @@ class Metrics(TrainerCallback):
             "seconds": self.seconds,
             "data_wait_seconds": waited / torch.distributed.get_world_size(),
             **memory(),
+            **self._utilisation(tokens, squares, elapsed, logs),
             **{key: value for key, value in logs.items() if key.startswith("rewards/")},
         }
         append_jsonl(self.run.metrics, record)
         say(step_line(record, state.max_steps))
         self.on_record(record)
 
+    def _utilisation(self, tokens: float, squares: float, elapsed: float, logs: dict[str, Any]) -> dict[str, float]:
+        """Return `mfu` on a GPU whose peak is known; for preferences, with their second model, it has no meaning."""
+        peak = peak_flops(torch.cuda.get_device_name()) if world.on_gpu() else None
+        if peak is None or not elapsed or "rewards/chosen" in logs:
+            return {}
+        return {"mfu": self.work.of(tokens, squares) / (elapsed * peak * torch.distributed.get_world_size())}
 
-def _tokens(batch: dict[str, Any]) -> int:
-    # Our collator counts; TRL's preference collator gives a mask.
-    return batch.pop("tokens") if "tokens" in batch else int(batch["attention_mask"].sum())
+
+def _count(batch: dict[str, Any]) -> tuple[int, int]:
+    """Return the tokens in a batch and the sum of its documents' squared lengths."""
+    if "tokens" in batch:  # our collator counts
+        return batch.pop("tokens"), batch.pop("squared_lengths")
+    return int(batch["attention_mask"].sum()), 0  # TRL's preference collator gives a mask
 
 
 def memory() -> dict[str, float]:

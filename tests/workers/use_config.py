@@ -3,6 +3,7 @@
 usage (under accelerate launch): use_config.py FOLDER TEMPLATE...
 """
 
+import importlib
 import json
 import math
 import os
@@ -17,6 +18,8 @@ import deepspeed  # noqa: E402
 import torch  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from tests.ranks import PRELOADED  # noqa: E402
 
 SETTINGS = {
     "per_device_train_batch_size": 2,
@@ -311,6 +314,8 @@ def use(mode: str, template: str, folder: str) -> None:
 
 def main() -> None:
     folder, *templates = sys.argv[1:]
+    for module in PRELOADED:
+        importlib.import_module(module)
     for template in templates:
         child = os.fork()
         if not child:

@@ -1,0 +1,30 @@
+"""What GPUs can do at best. Standard library only."""
+
+import re
+
+BF16_TFLOPS = {
+    "RTX 3090": 71,  # GA102 whitepaper: bf16 with fp32 accumulation
+    "RTX 4090": 165.2,  # Ada whitepaper
+    "RTX 5090": 209.5,  # RTX Blackwell whitepaper
+    "T4": 65,  # datasheet; fp16: it has no bf16
+    "L4": 121,
+    "A10": 125,
+    "L40S": 362,
+    "A100": 312,
+    "H100 PCIe": 756,
+    "H100": 989.4,  # SXM
+    "H200": 989.4,
+    "GH200": 989.4,
+    "B200": 2250,
+    "MI300X": 1307.4,
+}
+"""Dense matrix products in bf16, without sparsity, in 10^12 operations per second: the makers' datasheets."""
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the peak of the GPU that calls itself `device` (`NVIDIA H100 80GB HBM3`) per second, None if unknown."""
+    words = device.replace("-", " ")
+    for name in sorted(BF16_TFLOPS, key=len, reverse=True):
+        if re.search(rf"\b{name}\b", words):
+            return BF16_TFLOPS[name] * 1e12
+    return None

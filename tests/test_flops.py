@@ -1,0 +1,75 @@
+"""MFU's arithmetic against torch's own counter of floating-point operations."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from recipes.spec.gpus import BF16_TFLOPS, peak_flops
+from recipes.spec.recipe import Lora
+from recipes.training.flops import work_of
+from recipes.training.model import add_adapters
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+}
+LENGTH = 48
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_work_is_what_torch_counts(tied: bool, adapters: bool):
+    config = AutoConfig.for_model("qwen3", tie_word_embeddings=tied, **SIZES)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if adapters:
+        model.enable_input_require_grads()
+        model = add_adapters(model, Lora(rank=8))
+    tokens = torch.randint(0, 512, (2, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    work = work_of(model)
+    # Eager attention computes the half above the diagonal too.
+    expected = work.of(2 * LENGTH, 2 * 2 * LENGTH**2)
+    # torch also counts rotary tables; and adapters need no gradient of what goes into the first layer.
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.01 if not adapters else 0.03)
+
+
+def test_a_token_uses_some_of_the_experts():
+    config = AutoConfig.for_model(
+        "qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, **SIZES, decoder_sparse_step=1
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    config.num_experts_per_tok = 8
+    assert work_of(model).per_token - 6 * experts * 6 / 8 == pytest.approx(
+        work_of_with(model, config, 2).per_token, rel=1e-6
+    )
+
+
+def work_of_with(model, config, used):
+    config.num_experts_per_tok = used
+    return work_of(model)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("GeForce GTX 1080", None),
+    ],
+)
+def test_a_gpu_is_known_by_what_it_calls_itself(device: str, name: str | None):
+    assert peak_flops(device) == (BF16_TFLOPS[name] * 1e12 if name else None)
