@@ -10,24 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# What ranks import, some of it only when they first need it: seconds in each of them, and once here.
-PRELOADED = [
-    "recipes.training.run",
-    "tests.workers.use_config",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.muon.original_muon",  # torch.compile at its head: imports dynamo and inductor
-    "transformers.models.qwen3.modeling_qwen3",
-    "trl.trainer.dpo_trainer",
-    "trl.trainer.sft_trainer",
-]
-
 
 class Ranks:
     """Runs a function on several ranks over gloo, as the launcher would."""
 
     def __enter__(self) -> "Ranks":
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
+        self.context.set_forkserver_preload(["tests.preload", "tests.workers.use_config"])
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,8 +19,6 @@ import torch  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from tests.ranks import PRELOADED  # noqa: E402
-
 SETTINGS = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -314,8 +312,7 @@ def use(mode: str, template: str, folder: str) -> None:
 
 def main() -> None:
     folder, *templates = sys.argv[1:]
-    for module in PRELOADED:
-        importlib.import_module(module)
+    importlib.import_module("tests.preload")
     for template in templates:
         child = os.fork()
         if not child:
