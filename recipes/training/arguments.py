@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
-from trl import DPOConfig
 
 from recipes.spec.layout import gradient_accumulation_steps
 from recipes.spec.recipe import Recipe
@@ -51,5 +50,7 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
         "ddp_timeout": 1800,
     }
     if recipe.method == "dpo":
+        from trl import DPOConfig  # 20 MB and a second that other methods do not need
+
         return DPOConfig(**arguments, beta=recipe.dpo.beta, max_length=recipe.sequence_length)
     return TrainingArguments(**arguments)

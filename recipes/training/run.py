@@ -73,7 +73,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     room = checkpoint_bytes(total, trainable, DTYPE_BYTES[recipe.precision])
     # Metrics stand before the evaluation: a window of training is closed before the held-out data is read.
     callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, metrics, held_out]
-    trainer = build(trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
+    trainer = build(recipe.method, trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
     metrics.watch(trainer)
     if held_out:
         held_out.trainer = trainer

@@ -14,8 +14,8 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer
 
+from recipes.spec.recipe import Method
 from recipes.training.data import Collator
 
 INFINITY = 2147483647
@@ -34,13 +34,14 @@ class EngineReady(TrainerCallback):
 
 
 def build(
+    method: Method,
     model: Any,
     arguments: TrainingArguments,
     rows: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     callbacks: Sequence[TrainerCallback],
 ) -> Trainer:
-    """Return the trainer for the arguments' method: TRL's for preferences, transformers' own for the rest.
+    """Return the trainer for the method: TRL's for preferences, transformers' own for the rest.
 
     SFT takes transformers' Trainer on rows that `data.prepare` has packed and masked: TRL's SFTTrainer computes
     entropy and accuracy and gathers them over all ranks at every step, which costs more than it tells.
@@ -52,7 +53,9 @@ def build(
         "processing_class": tokenizer,
         "callbacks": list(callbacks),
     }
-    if isinstance(arguments, DPOConfig):
+    if method == "dpo":
+        from trl import DPOTrainer
+
         trainer = DPOTrainer(**shared)
     else:
         trainer = Trainer(**shared, data_collator=Collator(tokenizer.pad_token_id))
