@@ -100,9 +100,10 @@ def repaired(path: tuple[str, ...], section: dict) -> dict:
         if section.get("compute_grad_norm") is False or offload.get("ratio", 1) < 1:
             section["stage"] = 2 if section.get("compute_grad_norm") is False else 3
             offload.pop("ratio", None) if section["stage"] == 2 else None
-    if path == ("data_efficiency", "data_sampling"):
-        for name in ("curriculum_learning", "dynamic_batching"):
-            section.pop(name, None)
+    if path == ("data_efficiency", "data_sampling", "curriculum_learning") and section.get("enabled"):
+        section["curriculum_metrics"] = {}
+    if path == ("data_efficiency", "data_sampling", "dynamic_batching") and section.get("enabled"):
+        section.setdefault("max_tokens", 8)
     if path == ("zero_optimization", "zenflow") and section.get("select_strategy") == "x":
         section["select_strategy"] = "step"
     if path == ("zero_optimization", "zenflow"):

@@ -56,6 +56,11 @@ CASES: dict[str, tuple[Facts, object, object]] = {
     "wrong-type": (HF, zero(4), zero("2")),
     "text-for-number": (PLAIN, {**M, "gradient_clipping": "1.0"}, {**M, "gradient_clipping": 1}),
     "text-for-truth": (HF, {"prescale_gradients": "false"}, {"prescale_gradients": False}),
+    "data-sampling-without-settings": (
+        HF,
+        {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
+        {"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 512}}}},
+    ),
     "unknown-dtype": (
         HF,
         {"data_types": {"grad_accum_dtype": "fp8"}},
@@ -289,7 +294,7 @@ def test_speaks_about_this_and_not_about_that(rule: str):
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 86
+    assert len(RULES) == len({rule.id for rule in RULES}) == 87
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 

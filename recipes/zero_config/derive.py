@@ -45,6 +45,9 @@ OPEN = {
     "autotuning.arg_mappings": ("autotuning/config.py", "AUTOTUNING_ARG_MAPPINGS"),
 }
 
+# What these load with depends on the machine that derives, so nothing is recorded; a rule looks at the machine.
+MACHINE_DEPENDENT = {("aio", "use_gds")}
+
 _BATCH = {"train_micro_batch_size_per_gpu": 1}
 _MISSING = object()
 
@@ -149,7 +152,7 @@ def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]
     name = path[-1]
     loads = [kind for kind, sample in SAMPLES.items() if _loads(_place(path, copy.deepcopy(sample)))]
     key = {"default": _plain(default)}
-    if len(loads) < len(SAMPLES):
+    if len(loads) < len(SAMPLES) and path not in MACHINE_DEPENDENT:
         key["loads"] = loads
     if "text" not in loads and any(_loads(_place(path, text)) for text in texts):
         accepted = [text for text in texts if _loads(_place(path, text))]
@@ -178,9 +181,17 @@ def _place(path: tuple[str, ...], value: object) -> dict:
     return config
 
 
+_FILLINGS = {
+    "optimizer": {"type": "Adam"},
+    "scheduler": {"type": "Adam"},
+    "curriculum_learning": {"curriculum_metrics": {}},
+    "dynamic_batching": {"max_tokens": 1},
+}
+
+
 def _filling(name: str) -> dict:
     """Return what a section needs before DeepSpeed looks at the rest of it."""
-    return {"type": "Adam"} if name in ("optimizer", "scheduler") else {}
+    return dict(_FILLINGS.get(name, {}))
 
 
 def _loads(config: dict) -> bool:

@@ -8,7 +8,10 @@ from recipes.zero_config.read import Key
 from recipes.zero_config.rule import REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted
 
 # Word for word what old guides use, too far from the right name for a spelling match.
-_OLD_NAMES = {("aio", "thread_count"): "intra_op_parallelism"}
+_OLD_NAMES = {
+    ("aio", "thread_count"): "intra_op_parallelism",
+    ("aio", "num_threads"): "intra_op_parallelism",  # what ds_nvme_tune prints
+}
 
 
 def _walk(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, object, dict]]:

@@ -153,6 +153,18 @@ def _text_for_truth(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, value, what, "write false", (Edit("set", path, False),))
 
 
+_NEEDED = {
+    ("data_efficiency", "data_sampling", "curriculum_learning"): "curriculum_metrics",
+    ("data_efficiency", "data_sampling", "dynamic_batching"): "max_tokens",
+}
+
+
+def _switched_on_empty(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, needed in _NEEDED.items():
+        if config.get(*path, "enabled") and not config.has(*path, needed):
+            yield Hit((*path, "enabled"), True, f"needs `{dotted((*path, needed))}`", f"add `{needed}`")
+
+
 def _dtype(config: Config, facts: Facts) -> Iterator[Hit]:
     words = schema.load()["dtypes"]
     for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
@@ -226,6 +238,15 @@ RULES = (
         "Keys outside the typed sections are tested for emptiness, and no text but the empty one is empty.",
         "Write false without quotes.",
         _text_for_truth,
+    ),
+    Rule(
+        "data-sampling-without-settings",
+        "error",
+        REJECTED,
+        '"AssertionError: Curriculum learning is enabled, curriculum_metrics must be specified"',
+        "A part of data efficiency is switched on without the key that says what it should do.",
+        "Add the key, or switch the part off.",
+        _switched_on_empty,
     ),
     Rule(
         "unknown-dtype",
