@@ -41,7 +41,7 @@ def _sequence_scatter(config: Config, facts: Facts) -> Iterator[Hit]:
 def _sequence_alone(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.has(*_SEQUENCE) and not config.has("data_parallel_size"):
         what = "without `data_parallel_size` no sequence groups are made: only the batch is counted differently"
-        fix = "use the Trainer's ParallelismConfig(sp_size=...) or pass `mpu` to initialize; else add `data_parallel_size`"
+        fix = "use the Trainer's ParallelismConfig, or pass `mpu` to initialize, or add `data_parallel_size`"
         yield Hit(_SEQUENCE, config.get(*_SEQUENCE), what, fix)
 
 
