@@ -31,6 +31,7 @@ def zero(stage: int, **more: object) -> dict:
 # rule -> (who reads it, config, words of the error, or what is seen instead of what is written)
 PROOFS: dict[str, tuple[str, object, object]] = {
     "comment": ("trainer", '{"train_batch_size": 1 // one\n}', "JSONDecodeError"),
+    "missing-comma": ("trainer", '{"train_batch_size": 1\n"steps_per_print": 5}', "JSONDecodeError"),
     "trailing-comma": ("trainer", '{"train_batch_size": 1,}', "JSONDecodeError"),
     "python-word": ("trainer", '{"train_batch_size": 1, "dump_state": True}', "JSONDecodeError"),
     "misspelt-key": ("plain", {**M, "gradient_cliping": 0.1}, {"clipping": 1.0}),

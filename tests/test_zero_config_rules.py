@@ -32,6 +32,7 @@ def own(name: str) -> dict:
 CASES: dict[str, tuple[Facts, object, object]] = {
     "duplicate-key": (HF, '{"a": 1, "a": 1}', '{"a": 1}'),
     "comment": (HF, '{"a": 1 // why\n}', '{"a": "// why"}'),
+    "missing-comma": (HF, '{"a": 1\n "b": 2}', '{"a": 1,\n "b": 2}'),
     "trailing-comma": (HF, '{"a": [1,]}', '{"a": [1]}'),
     "not-a-number": (HF, '{"a": NaN}', '{"a": "NaN"}'),
     "python-word": (HF, '{"a": None}', '{"a": null}'),
@@ -294,7 +295,7 @@ def test_speaks_about_this_and_not_about_that(rule: str):
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 87
+    assert len(RULES) == len({rule.id for rule in RULES}) == 88
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 

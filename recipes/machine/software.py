@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -143,7 +144,11 @@ def build() -> list[Check]:
     folder = extensions_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".doctor.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another build is running; waiting for it to end", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         return [_build(builder, name) for builder, name, _ in OPS[kind()]]
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
+from recipes.zero_config import names
 from recipes.zero_config.schema import FORMAT, SAMPLES, SHIPPED
 
 # Read where the config class does not look, so no recording of the config class can show it:
@@ -111,7 +112,7 @@ def derive() -> dict:
     from deepspeed.runtime import config as ds
 
     with _silence():
-        root = _recorded_section((), _texts())
+        root = _recorded_section((), names.texts())
         for name in READ_ELSEWHERE:
             root["keys"].setdefault(name, {"default": None})
         for name in ds._REMOVED_TOP_LEVEL_CONFIG_KEYS:
@@ -122,13 +123,13 @@ def derive() -> dict:
             "root": root,
             "removed": dict(ds._REMOVED_TOP_LEVEL_CONFIG_KEYS),
             "removed_zero": dict(ds._REMOVED_ZERO_CONFIG_KEYS),
-            "optimizers": _optimizers(),
-            "schedulers": _schedulers(),
-            "torch_optimizers": _torch_names("optim", "Optimizer"),
-            "torch_schedulers": _torch_names("optim.lr_scheduler", "LRScheduler"),
+            "optimizers": names.optimizers(),
+            "schedulers": names.schedulers(),
+            "torch_optimizers": names.torch_names("optim", "Optimizer"),
+            "torch_schedulers": names.torch_names("optim.lr_scheduler", "LRScheduler"),
             "dtypes": sorted(text for kind in ds.DtypeEnum for text in kind._all_values[1:]),
-            "expert_presets": _expert_presets(),
-            "tensor_presets": _tensor_presets(),
+            "expert_presets": names.expert_presets(),
+            "tensor_presets": names.tensor_presets(),
         }
 
 
@@ -310,62 +311,6 @@ def _pipeline_keys() -> dict:
 
     default = get_pipeline_config({})
     return {name: {"default": value} for name, value in sorted(default.items())}
-
-
-def _texts() -> tuple[str, ...]:
-    """Words that DeepSpeed's own constants hold: candidates for keys that take only certain words."""
-    from deepspeed.runtime import config, constants
-    from deepspeed.runtime.model_checkpointing import constants as checkpointing
-
-    words = {value for kind in config.DtypeEnum for value in kind._all_values if isinstance(value, str)}
-    words |= {word for kind in config.DtypeEnum for word in (kind.name,)}
-    for module in (constants, checkpointing):
-        for value in vars(module).values():
-            values = vars(value).values() if inspect.isclass(value) else [value]
-            words |= {item for item in values if isinstance(item, str) and item.isidentifier()}
-    return tuple(sorted(words - {"auto"}))
-
-
-def _optimizers() -> list[str]:
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
-    return sorted(DEEPSPEED_OPTIMIZERS)
-
-
-def _schedulers() -> dict[str, list[str]]:
-    from deepspeed.runtime import lr_schedules
-
-    result = {}
-    for name in lr_schedules.VALID_LR_SCHEDULES:
-        parameters = list(inspect.signature(getattr(lr_schedules, name)).parameters)
-        result[name] = [parameter for parameter in parameters if parameter != "optimizer"]
-    return result
-
-
-def _torch_names(module: str, base: str) -> list[str]:
-    """Classes that DeepSpeed looks up in torch by the name in the config."""
-    import importlib
-
-    found = importlib.import_module(f"torch.{module}")
-    parent = getattr(found, base)
-    return sorted(
-        name
-        for name, item in vars(found).items()
-        if inspect.isclass(item) and issubclass(item, parent) and item is not parent and not name.startswith("_")
-    )
-
-
-def _expert_presets() -> list[str]:
-    from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
-
-    return sorted(available_preset_names())
-
-
-def _tensor_presets() -> list[str]:
-    from deepspeed.module_inject.autotp_config import AutoTPPresets
-
-    names = (name for name in vars(AutoTPPresets) if not name.startswith("_") and name != "get_preset")
-    return sorted(name for name in names if AutoTPPresets.get_preset(name) is not None)
 
 
 def _plain(value: object) -> object:

@@ -39,7 +39,7 @@ class Problem:
     """A spot that strict JSON forbids but that can be understood: parsing went on behind it."""
 
     kind: str
-    """`duplicate`, `comment`, `not-a-number`, `trailing-comma` or `python-word`."""
+    """`duplicate`, `comment`, `not-a-number`, `trailing-comma`, `missing-comma` or `python-word`."""
     key: Key
     line: int
     column: int
@@ -146,16 +146,19 @@ class _Parser:
 
     def _next_key(self, container: dict | list, base: Key, opened: int, first: bool) -> Key | None:
         """Move to the next item of `container` and return its key; None when the container is closed."""
-        closer = "}" if isinstance(container, dict) else "]"
+        closer, end = "}" if isinstance(container, dict) else "]", self.at
         self._skip(base)
         if self._take(closer):
             return None
         if not first:
             comma = self.at
-            if not self._take(","):
+            taken = self._take(",")
+            if not taken and not self._new_line_since(end):
                 raise self._expected("a comma", closer, opened)
             self._skip(base)
-            if self._take(closer):
+            if not taken:
+                self._note("missing-comma", base, end, None, "no comma between this item and the next line")
+            elif self._take(closer):
                 self._note("trailing-comma", base, comma, None, f"comma before the closing {closer}")
                 return None
         if isinstance(container, list):
@@ -163,6 +166,10 @@ class _Parser:
             self.places[key] = self._place(self.at)
             return key
         return self._name(container, base, opened)
+
+    def _new_line_since(self, start: int) -> bool:
+        """Return whether the next item stands on another line: hjson, which DeepSpeed reads, needs no comma there."""
+        return "\n" in self.text[start : self.at] and self.text[self.at : self.at + 1] not in ("", "}", "]", ":")
 
     def _name(self, container: dict, base: Key, opened: int) -> Key:
         start = self.at

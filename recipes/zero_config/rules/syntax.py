@@ -10,7 +10,7 @@ def _problems(kind: str) -> Callable[[Config, Facts], Iterator[Hit]]:
         for problem in config.problems:
             if problem.kind == kind:
                 # DeepSpeed itself reads hjson, where these are no mistakes.
-                mild = facts.trainer == "plain" and kind in ("comment", "trailing-comma")
+                mild = facts.trainer == "plain" and kind in ("comment", "trailing-comma", "missing-comma")
                 yield Hit(problem.key, problem.value, problem.what, severity="warning" if mild else None)
 
     return check
@@ -43,6 +43,15 @@ RULES = (
         "The Trainer and accelerate read strict JSON.",
         "Remove the comma (`--fix` does).",
         _problems("trailing-comma"),
+    ),
+    Rule(
+        "missing-comma",
+        "error",
+        FAILS_LATER,
+        "\"json.decoder.JSONDecodeError: Expecting ',' delimiter\"",
+        "The Trainer and accelerate read strict JSON. DeepSpeed itself takes the end of a line for a comma.",
+        "Add the comma (`--fix` does).",
+        _problems("missing-comma"),
     ),
     Rule(
         "not-a-number",

@@ -1,8 +1,7 @@
-"""ZeRO stages and offload: what a stage ignores, what it refuses, what it makes slow."""
+"""ZeRO stages: what a stage ignores, what it refuses, what it makes slow."""
 
 from collections.abc import Iterator
 
-from recipes.zero_config import schema
 from recipes.zero_config.rule import (
     COSTS,
     FAILS_LATER,
@@ -24,20 +23,6 @@ _NEEDS_STAGE_3 = (
 )
 
 
-def _offload_param(config: Config, facts: Facts) -> Iterator[Hit]:
-    if config.stage in (0, 1, 2) and config.offload_device("offload_param"):
-        what = f"stage {config.stage} keeps every parameter on the GPU: `offload_param` is not looked at"
-        path = (_ZERO, "offload_param")
-        yield Hit(path, config.get(*path), what, "set the stage to 3, or remove `offload_param`")
-
-
-def _offload_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
-    if config.stage == 0 and config.offload_device("offload_optimizer"):
-        path = (_ZERO, "offload_optimizer")
-        what = "stage 0 has no ZeRO optimizer: the states stay on the GPU"
-        yield Hit(path, config.get(*path), what, "set the stage to 1, 2 or 3, or remove `offload_optimizer`")
-
-
 def _stage_3_only(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage not in (0, 1, 2):
         return
@@ -50,13 +35,6 @@ def _stage_3_only(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit((_ZERO, name), zero[name], what, "set the stage to 3, or remove it")
 
 
-def _super_offload(config: Config, facts: Facts) -> Iterator[Hit]:
-    path = (_ZERO, "offload_optimizer", "super_offload")
-    if config.stage in (0, 1, 2) and config.on(*path):
-        what = f"SuperOffload exists at stage 3 only: stage {config.stage} offloads the ordinary way"
-        yield Hit(path, config.get(*path), what, "set the stage to 3, or remove it")
-
-
 def _stage_3_keys(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage not in (0, 1, 2):
         return
@@ -64,30 +42,6 @@ def _stage_3_keys(config: Config, facts: Facts) -> Iterator[Hit]:
         if name.startswith("stage3_"):
             what = f"`{name}` has no meaning at stage {config.stage}"
             yield Hit((_ZERO, name), value, what, "remove it, or set the stage to 3")
-
-
-def _nvme_path(config: Config, facts: Facts) -> Iterator[Hit]:
-    for what in ("offload_optimizer", "offload_param"):
-        path = (_ZERO, what, "nvme_path")
-        if config.offload_device(what) == "nvme" and not config.get(*path):
-            message = 'the device is "nvme" and no folder is given'
-            yield Hit(path, config.get(*path), message, "add `nvme_path`: a folder on a local NVMe drive")
-
-
-def _nvme_stage(config: Config, facts: Facts) -> Iterator[Hit]:
-    path = (_ZERO, "offload_optimizer", "device")
-    if config.stage in (1, 2) and config.offload_device("offload_optimizer") == "nvme":
-        what = f"stage {config.stage} cannot swap to NVMe: the states are kept in CPU memory instead"
-        yield Hit(path, "nvme", what, 'set the stage to 3, or the device to "cpu"')
-
-
-def _ratio(config: Config, facts: Facts) -> Iterator[Hit]:
-    path = (_ZERO, "offload_optimizer", "ratio")
-    ratio = config.number(*path)
-    stage = 0 if config.stage is None else config.stage
-    if ratio is not None and 0 <= ratio < 1 and stage != 3:
-        what = f"a partial offload ({shown(ratio)}) exists at stage 3 only"
-        yield Hit(path, ratio, what, "remove `ratio`, or set the stage to 3")
 
 
 def _gather_on_save(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -126,16 +80,6 @@ def _live_parameters(config: Config, facts: Facts) -> Iterator[Hit]:
         if config.number(_ZERO, name) == 0:
             what = "0 drops every layer at once, so that backward gathers it a second time"
             yield Hit((_ZERO, name), 0, what, "remove it (the default is 1e9)")
-
-
-def _zenflow(config: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(config.zero("zenflow"), dict):
-        return
-    path = (_ZERO, "zenflow")
-    if config.stage in (1, 2, 3) and config.offload_device("offload_optimizer") != "cpu":
-        yield Hit(path, config.get(*path), "ZenFlow works on an optimizer that is offloaded to the CPU")
-    elif config.stage == 0:
-        yield Hit(path, config.get(*path), "ZenFlow needs ZeRO stage 1, 2 or 3", "set the stage to 2")
 
 
 def _grad_norm(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -192,94 +136,7 @@ def _sum(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("gradient_allreduce_op",), value, what, 'write "mean"')
 
 
-def _optimizer_names(config: Config, facts: Facts) -> Iterator[Hit]:
-    name = config.text("optimizer", "type")
-    known = schema.load()
-    if not name or name == "auto" or name.lower() in known["optimizers"]:
-        return
-    if name not in known["torch_optimizers"]:
-        gone = "1-bit optimizers were removed; " if "bit" in name.lower() or "zeroone" in name.lower() else ""
-        what = f"{gone}`{name}` is an optimizer of neither DeepSpeed nor torch.optim"
-        yield Hit(("optimizer", "type"), name, what, "write AdamW, Adam, Lion, Adagrad, Lamb, Muon or SGD")
-
-
-def _untested(config: Config, facts: Facts) -> Iterator[Hit]:
-    name = config.text("optimizer", "type")
-    tested = (
-        "adam",
-        "adamw",
-        "adagrad",
-        "lamb",
-        "lion",
-        "muadam",
-        "muadamw",
-        "musgd",
-        "muon",
-        "Adam",
-        "AdamW",
-    )
-    if not name or name.lower() in tested or name not in schema.load()["torch_optimizers"]:
-        return
-    if config.stage in (1, 2, 3) and not config.get("zero_allow_untested_optimizer"):
-        what = f"ZeRO refuses `{name}` until it is allowed to"
-        edit = Edit("set", ("zero_allow_untested_optimizer",), True)
-        yield Hit(("optimizer", "type"), name, what, 'add "zero_allow_untested_optimizer": true', (edit,))
-
-
-def _max_grad_norm(config: Config, facts: Facts) -> Iterator[Hit]:
-    path = ("optimizer", "params", "max_grad_norm")
-    if config.has(*path) and config.text("optimizer", "type"):
-        what = "DeepSpeed clips by `gradient_clipping` and refuses this key"
-        yield Hit(path, config.get(*path), what, "move the number to `gradient_clipping`")
-
-
-def _muon(config: Config, facts: Facts) -> Iterator[Hit]:
-    name = config.text("optimizer", "type") or ""
-    if name.lower() == "muon" and config.stage == 3 and config.on(_ZERO, "reduce_scatter", default=True):
-        what = "Muon at stage 3 needs whole gradients"
-        path = (_ZERO, "reduce_scatter")
-        fix = 'add "reduce_scatter": false'
-        yield Hit(path, config.get(*path), what, fix, (Edit("set", path, False),))
-
-
-def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
-    name = config.text("scheduler", "type")
-    known = schema.load()
-    if not name or name in known["torch_schedulers"]:
-        return
-    if name not in known["schedulers"]:
-        what = f"`{name}` is a schedule of neither DeepSpeed nor torch"
-        yield Hit(("scheduler", "type"), name, what, f"write {', '.join(known['schedulers'])}")
-        return
-    for parameter, value in config.section("scheduler", "params").items():
-        if parameter not in known["schedulers"][name]:
-            path = ("scheduler", "params", parameter)
-            yield Hit(path, value, f"{name} takes no `{parameter}`", f"it takes {_list(known, name)}")
-
-
-def _list(known: dict, name: str) -> str:
-    return ", ".join(known["schedulers"][name][:-1])
-
-
 RULES = (
-    Rule(
-        "offload-param-below-stage-3",
-        "error",
-        WRONG,
-        "out of memory although parameters are offloaded; no message",
-        "Only stage 3 partitions parameters, so only it can offload them. Stage 2 accepts the block and ignores it.",
-        "Set the stage to 3, or remove `offload_param`.",
-        _offload_param,
-    ),
-    Rule(
-        "offload-optimizer-at-stage-0",
-        "error",
-        WRONG,
-        "out of memory although the optimizer is offloaded; or only a slower optimizer",
-        "Stage 0 is plain data parallelism: there is no ZeRO optimizer whose states could be offloaded.",
-        "Set the stage to 1, 2 or 3.",
-        _offload_optimizer,
-    ),
     Rule(
         "needs-stage-3",
         "error",
@@ -290,15 +147,6 @@ RULES = (
         _stage_3_only,
     ),
     Rule(
-        "super-offload-below-stage-3",
-        "error",
-        WRONG,
-        "SuperOffload brings no speed; no message",
-        "`super_offload` is read at stage 3 only.",
-        "Set the stage to 3.",
-        _super_offload,
-    ),
-    Rule(
         "stage-3-key-below-stage-3",
         "warning",
         COSTS,
@@ -306,33 +154,6 @@ RULES = (
         "`stage3_...` keys belong to stage 3.",
         "Remove them.",
         _stage_3_keys,
-    ),
-    Rule(
-        "nvme-without-path",
-        "error",
-        FAILS_LATER,
-        '"TypeError: unsupported operand type(s)", "expected str, bytes or os.PathLike object, not NoneType"',
-        "The config class takes NVMe without a folder; the swapper fails when it wants to make one.",
-        "Add `nvme_path`.",
-        _nvme_path,
-    ),
-    Rule(
-        "nvme-below-stage-3",
-        "error",
-        WRONG,
-        "host memory runs out although the optimizer is on NVMe; no message",
-        "Only stage 3 swaps optimizer states. Stages 1 and 2 read every offload device as CPU.",
-        "Set the stage to 3.",
-        _nvme_stage,
-    ),
-    Rule(
-        "ratio-below-stage-3",
-        "error",
-        REJECTED,
-        '"Partial offloading only supported for ZeRO Stage 3."',
-        "Partial offload (Twin-Flow) belongs to stage 3.",
-        "Remove `ratio`.",
-        _ratio,
     ),
     Rule(
         "no-gather-on-save",
@@ -370,15 +191,6 @@ RULES = (
         "A budget of 0 live parameters releases each layer at once.",
         "Remove it unless memory is short by one layer.",
         _live_parameters,
-    ),
-    Rule(
-        "zenflow-without-offload",
-        "error",
-        FAILS_LATER,
-        '"Zenflow must be used with cpu offload"',
-        "ZenFlow splits the work between a GPU optimizer and one that is offloaded.",
-        'Add "offload_optimizer": {"device": "cpu"}.',
-        _zenflow,
     ),
     Rule(
         "grad-norm-off",
@@ -433,50 +245,5 @@ RULES = (
         "Stage 3, ZenFlow and DeepCompile know the mean only.",
         'Write "mean".',
         _sum,
-    ),
-    Rule(
-        "unknown-optimizer",
-        "error",
-        FAILS_LATER,
-        '"OneBitAdam is not a supported DeepSpeed Optimizer"',
-        "The name is looked up when the engine is built: in DeepSpeed's list, then in torch.optim.",
-        "Write a name that exists.",
-        _optimizer_names,
-    ),
-    Rule(
-        "untested-optimizer",
-        "error",
-        FAILS_LATER,
-        '"You are using an untested ZeRO Optimizer. Please add <"zero_allow_untested_optimizer": true>"',
-        "ZeRO was tested with DeepSpeed's own optimizers and Adam; others have to be allowed.",
-        'Add "zero_allow_untested_optimizer": true.',
-        _untested,
-    ),
-    Rule(
-        "max-grad-norm-in-optimizer",
-        "error",
-        FAILS_LATER,
-        "\"'max_grad_norm' is not supported as an optimizer parameter\"",
-        "Clipping is the engine's task.",
-        "Use `gradient_clipping`.",
-        _max_grad_norm,
-    ),
-    Rule(
-        "muon-at-stage-3",
-        "error",
-        FAILS_LATER,
-        '"Muon and reduce scatter cannot be used together"',
-        "Muon orthogonalises whole matrices, so a rank needs the whole gradient.",
-        'Add "reduce_scatter": false.',
-        _muon,
-    ),
-    Rule(
-        "unknown-scheduler",
-        "error",
-        FAILS_LATER,
-        '"DeepSpeed does not recognize LR scheduler ...", "got an unexpected keyword argument"',
-        "The schedule is built by name, with `params` as its arguments.",
-        "Use a schedule and parameters that exist.",
-        _scheduler,
     ),
 )

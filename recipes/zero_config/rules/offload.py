@@ -1,0 +1,138 @@
+"""Offload of optimizer states and parameters to the CPU and to NVMe, ZenFlow and SuperOffload."""
+
+from collections.abc import Iterator
+
+from recipes.zero_config.rule import (
+    FAILS_LATER,
+    REJECTED,
+    WRONG,
+    Config,
+    Facts,
+    Hit,
+    Rule,
+    shown,
+)
+
+_ZERO = "zero_optimization"
+
+
+def _offload_param(config: Config, facts: Facts) -> Iterator[Hit]:
+    if config.stage in (0, 1, 2) and config.offload_device("offload_param"):
+        what = f"stage {config.stage} keeps every parameter on the GPU: `offload_param` is not looked at"
+        path = (_ZERO, "offload_param")
+        yield Hit(path, config.get(*path), what, "set the stage to 3, or remove `offload_param`")
+
+
+def _offload_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
+    if config.stage == 0 and config.offload_device("offload_optimizer"):
+        path = (_ZERO, "offload_optimizer")
+        what = "stage 0 has no ZeRO optimizer: the states stay on the GPU"
+        yield Hit(path, config.get(*path), what, "set the stage to 1, 2 or 3, or remove `offload_optimizer`")
+
+
+def _super_offload(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = (_ZERO, "offload_optimizer", "super_offload")
+    if config.stage in (0, 1, 2) and config.on(*path):
+        what = f"SuperOffload exists at stage 3 only: stage {config.stage} offloads the ordinary way"
+        yield Hit(path, config.get(*path), what, "set the stage to 3, or remove it")
+
+
+def _nvme_path(config: Config, facts: Facts) -> Iterator[Hit]:
+    for what in ("offload_optimizer", "offload_param"):
+        path = (_ZERO, what, "nvme_path")
+        if config.offload_device(what) == "nvme" and not config.get(*path):
+            message = 'the device is "nvme" and no folder is given'
+            yield Hit(path, config.get(*path), message, "add `nvme_path`: a folder on a local NVMe drive")
+
+
+def _nvme_stage(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = (_ZERO, "offload_optimizer", "device")
+    if config.stage in (1, 2) and config.offload_device("offload_optimizer") == "nvme":
+        what = f"stage {config.stage} cannot swap to NVMe: the states are kept in CPU memory instead"
+        yield Hit(path, "nvme", what, 'set the stage to 3, or the device to "cpu"')
+
+
+def _ratio(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = (_ZERO, "offload_optimizer", "ratio")
+    ratio = config.number(*path)
+    stage = 0 if config.stage is None else config.stage
+    if ratio is not None and 0 <= ratio < 1 and stage != 3:
+        what = f"a partial offload ({shown(ratio)}) exists at stage 3 only"
+        yield Hit(path, ratio, what, "remove `ratio`, or set the stage to 3")
+
+
+def _zenflow(config: Config, facts: Facts) -> Iterator[Hit]:
+    if not isinstance(config.zero("zenflow"), dict):
+        return
+    path = (_ZERO, "zenflow")
+    if config.stage in (1, 2, 3) and config.offload_device("offload_optimizer") != "cpu":
+        yield Hit(path, config.get(*path), "ZenFlow works on an optimizer that is offloaded to the CPU")
+    elif config.stage == 0:
+        yield Hit(path, config.get(*path), "ZenFlow needs ZeRO stage 1, 2 or 3", "set the stage to 2")
+
+
+RULES = (
+    Rule(
+        "offload-param-below-stage-3",
+        "error",
+        WRONG,
+        "out of memory although parameters are offloaded; no message",
+        "Only stage 3 partitions parameters, so only it can offload them. Stage 2 accepts the block and ignores it.",
+        "Set the stage to 3, or remove `offload_param`.",
+        _offload_param,
+    ),
+    Rule(
+        "offload-optimizer-at-stage-0",
+        "error",
+        WRONG,
+        "out of memory although the optimizer is offloaded; or only a slower optimizer",
+        "Stage 0 is plain data parallelism: there is no ZeRO optimizer whose states could be offloaded.",
+        "Set the stage to 1, 2 or 3.",
+        _offload_optimizer,
+    ),
+    Rule(
+        "super-offload-below-stage-3",
+        "error",
+        WRONG,
+        "SuperOffload brings no speed; no message",
+        "`super_offload` is read at stage 3 only.",
+        "Set the stage to 3.",
+        _super_offload,
+    ),
+    Rule(
+        "nvme-without-path",
+        "error",
+        FAILS_LATER,
+        '"TypeError: unsupported operand type(s)", "expected str, bytes or os.PathLike object, not NoneType"',
+        "The config class takes NVMe without a folder; the swapper fails when it wants to make one.",
+        "Add `nvme_path`.",
+        _nvme_path,
+    ),
+    Rule(
+        "nvme-below-stage-3",
+        "error",
+        WRONG,
+        "host memory runs out although the optimizer is on NVMe; no message",
+        "Only stage 3 swaps optimizer states. Stages 1 and 2 read every offload device as CPU.",
+        "Set the stage to 3.",
+        _nvme_stage,
+    ),
+    Rule(
+        "ratio-below-stage-3",
+        "error",
+        REJECTED,
+        '"Partial offloading only supported for ZeRO Stage 3."',
+        "Partial offload (Twin-Flow) belongs to stage 3.",
+        "Remove `ratio`.",
+        _ratio,
+    ),
+    Rule(
+        "zenflow-without-offload",
+        "error",
+        FAILS_LATER,
+        '"Zenflow must be used with cpu offload"',
+        "ZenFlow splits the work between a GPU optimizer and one that is offloaded.",
+        'Add "offload_optimizer": {"device": "cpu"}.',
+        _zenflow,
+    ),
+)

@@ -1,0 +1,133 @@
+"""The `optimizer` and `scheduler` blocks: what DeepSpeed can build, and with what it can be combined."""
+
+from collections.abc import Iterator
+
+from recipes.zero_config import schema
+from recipes.zero_config.rule import (
+    FAILS_LATER,
+    Config,
+    Edit,
+    Facts,
+    Hit,
+    Rule,
+)
+
+_ZERO = "zero_optimization"
+
+
+def _optimizer_names(config: Config, facts: Facts) -> Iterator[Hit]:
+    name = config.text("optimizer", "type")
+    known = schema.load()
+    if not name or name == "auto" or name.lower() in known["optimizers"]:
+        return
+    if name not in known["torch_optimizers"]:
+        gone = "1-bit optimizers were removed; " if "bit" in name.lower() or "zeroone" in name.lower() else ""
+        what = f"{gone}`{name}` is an optimizer of neither DeepSpeed nor torch.optim"
+        yield Hit(("optimizer", "type"), name, what, "write AdamW, Adam, Lion, Adagrad, Lamb, Muon or SGD")
+
+
+def _untested(config: Config, facts: Facts) -> Iterator[Hit]:
+    name = config.text("optimizer", "type")
+    tested = (
+        "adam",
+        "adamw",
+        "adagrad",
+        "lamb",
+        "lion",
+        "muadam",
+        "muadamw",
+        "musgd",
+        "muon",
+        "Adam",
+        "AdamW",
+    )
+    if not name or name.lower() in tested or name not in schema.load()["torch_optimizers"]:
+        return
+    if config.stage in (1, 2, 3) and not config.get("zero_allow_untested_optimizer"):
+        what = f"ZeRO refuses `{name}` until it is allowed to"
+        edit = Edit("set", ("zero_allow_untested_optimizer",), True)
+        yield Hit(("optimizer", "type"), name, what, 'add "zero_allow_untested_optimizer": true', (edit,))
+
+
+def _max_grad_norm(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = ("optimizer", "params", "max_grad_norm")
+    if config.has(*path) and config.text("optimizer", "type"):
+        what = "DeepSpeed clips by `gradient_clipping` and refuses this key"
+        yield Hit(path, config.get(*path), what, "move the number to `gradient_clipping`")
+
+
+def _muon(config: Config, facts: Facts) -> Iterator[Hit]:
+    name = config.text("optimizer", "type") or ""
+    if name.lower() == "muon" and config.stage == 3 and config.on(_ZERO, "reduce_scatter", default=True):
+        what = "Muon at stage 3 needs whole gradients"
+        path = (_ZERO, "reduce_scatter")
+        fix = 'add "reduce_scatter": false'
+        yield Hit(path, config.get(*path), what, fix, (Edit("set", path, False),))
+
+
+def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
+    name = config.text("scheduler", "type")
+    known = schema.load()
+    if not name or name in known["torch_schedulers"]:
+        return
+    if name not in known["schedulers"]:
+        what = f"`{name}` is a schedule of neither DeepSpeed nor torch"
+        yield Hit(("scheduler", "type"), name, what, f"write {', '.join(known['schedulers'])}")
+        return
+    for parameter, value in config.section("scheduler", "params").items():
+        if parameter not in known["schedulers"][name]:
+            path = ("scheduler", "params", parameter)
+            yield Hit(path, value, f"{name} takes no `{parameter}`", f"it takes {_list(known, name)}")
+
+
+def _list(known: dict, name: str) -> str:
+    return ", ".join(known["schedulers"][name][:-1])
+
+
+RULES = (
+    Rule(
+        "unknown-optimizer",
+        "error",
+        FAILS_LATER,
+        '"OneBitAdam is not a supported DeepSpeed Optimizer"',
+        "The name is looked up when the engine is built: in DeepSpeed's list, then in torch.optim.",
+        "Write a name that exists.",
+        _optimizer_names,
+    ),
+    Rule(
+        "untested-optimizer",
+        "error",
+        FAILS_LATER,
+        '"You are using an untested ZeRO Optimizer. Please add <"zero_allow_untested_optimizer": true>"',
+        "ZeRO was tested with DeepSpeed's own optimizers and Adam; others have to be allowed.",
+        'Add "zero_allow_untested_optimizer": true.',
+        _untested,
+    ),
+    Rule(
+        "max-grad-norm-in-optimizer",
+        "error",
+        FAILS_LATER,
+        "\"'max_grad_norm' is not supported as an optimizer parameter\"",
+        "Clipping is the engine's task.",
+        "Use `gradient_clipping`.",
+        _max_grad_norm,
+    ),
+    Rule(
+        "muon-at-stage-3",
+        "error",
+        FAILS_LATER,
+        '"Muon and reduce scatter cannot be used together"',
+        "Muon orthogonalises whole matrices, so a rank needs the whole gradient.",
+        'Add "reduce_scatter": false.',
+        _muon,
+    ),
+    Rule(
+        "unknown-scheduler",
+        "error",
+        FAILS_LATER,
+        '"DeepSpeed does not recognize LR scheduler ...", "got an unexpected keyword argument"',
+        "The schedule is built by name, with `params` as its arguments.",
+        "Use a schedule and parameters that exist.",
+        _scheduler,
+    ),
+)
