@@ -1,6 +1,7 @@
 """The documentation: every command in it parses, every file it names is there."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -113,3 +114,9 @@ def test_nothing_names_what_the_project_must_not_name():
     pattern = r"(^|[^a-z.])/(w[o]rk|f[a]rm)/|pyt[h]onhosted|pyp[i]\.|\.libr[a]ry/"
     done = subprocess.run(["git", "grep", "-nIE", pattern], cwd=ROOT, capture_output=True, text=True)
     assert not done.stdout
+
+
+def test_the_readme_shows_the_measured_overhead():
+    for stage in (2, 3):
+        measured = json.loads((ROOT / f"recipes/planning/measurements/overhead_zero{stage}_cpu.json").read_text())
+        assert benchmark.table(measured) in README.read_text(encoding="utf-8")
