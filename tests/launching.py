@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,18 +16,26 @@ WORKERS = ROOT / "tests" / "workers"
 BIN = Path(sys.executable).parent
 
 
-def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
+def gpus() -> int:
+    """Return how many GPUs the machine has; the tests themselves hide them."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+
+
+def environment(on_gpu: bool = False) -> dict[str, str]:
+    dropped = ("ACCELERATE_", "WANDB_") + (("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR") if on_gpu else ())
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     path = f"{BIN}{os.pathsep}{kept.get('PATH', '')}"  # ninja, which builds DeepSpeed's ops, stands there
     return {**kept, "PATH": path}
 
 
-def run(command: list[str], folder: Path, timeout: int = 400) -> str:
+def run(command: list[str], folder: Path, timeout: int = 400, on_gpu: bool = False) -> str:
     """Run a launcher in `folder` and return its output; whatever it started is ended with it."""
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env=environment(),
+        env=environment(on_gpu),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launching import ROOT, WORKERS, accelerate_launch, run
+from tests.launching import BIN, ROOT, WORKERS, accelerate_launch, gpus, run
+from tests.ranks import free_port
 
 LIBAIO = Path("/usr/include/libaio.h").exists()
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
@@ -82,7 +83,7 @@ def launched(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("accelerate")
     (folder / "configs").symlink_to(ROOT / "configs")  # the YAML's path starts where one launches
     files = [str(template(name)) for name in RUN if LIBAIO or name != "zero3_nvme"]
-    run(accelerate_launch("zero3.yaml", str(WORKERS / "use_config.py"), str(folder), *files), folder)
+    run(accelerate_launch("zero3.yaml", str(WORKERS / "use_config.py"), "accelerate", str(folder), *files), folder)
     return folder
 
 
@@ -125,6 +126,20 @@ def test_template_for_cuda_loads(name: str):
 
     numbers = Numbers(world_size=8, hidden_size=4096, precision="fp16" if name == "fp16" else "bf16")
     assert ask_deepspeed(resolve(json.loads(template(name).read_text()), numbers), world_size=8) is None
+
+
+@pytest.mark.parametrize("name", CUDA)
+def test_template_for_cuda_trains_where_there_is_a_gpu(tmp_path: Path, name: str):
+    needed = 8 if name == "zeropp" else 1
+    if gpus() < needed:
+        pytest.skip(f"needs {needed} GPU{'s' * (needed > 1)}, and this machine has {gpus()}")
+    head = [str(BIN / "deepspeed"), "--no_local_rank", "--num_gpus", str(needed), "--master_port", str(free_port())]
+    script = [str(WORKERS / "use_config.py"), "trainer", str(tmp_path), str(template(name))]
+    run([*head, *script], tmp_path, on_gpu=True)
+    seen = json.loads((tmp_path / name / "seen.json").read_text())
+    assert "error" not in seen, seen.get("trace")
+    assert (seen["stage"], seen["steps"], seen["world"]) == (2 if name == "fp16" else 3, 2, needed)
+    assert seen["finite"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -14,6 +14,7 @@ import pytest
 
 from recipes.spec.pages import ROOT
 from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_jsonl, step_of
+from tests.conftest import shared_buffers
 
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 
@@ -72,6 +73,7 @@ def ranks_of(run):
 
 def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_checkpoint(small_run):
     command, overrides, run = small_run
+    buffers = shared_buffers()
     process = start([*command, *overrides])
     wait_for_step(process, run, 6)
     ranks = ranks_of(run)
@@ -82,6 +84,7 @@ def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_che
     output, _ = process.communicate(timeout=20)
     assert process.returncode not in (0, 2), output
     assert not processes_of(run)
+    assert shared_buffers() <= buffers
     assert run.metrics.exists() and not run.summary.exists()
 
     process = start([*command, "--resume"])

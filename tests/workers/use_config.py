@@ -1,6 +1,6 @@
 """Trains with a template for two real optimizer steps and writes what the engine was, as JSON, on rank 0.
 
-usage (under accelerate launch): use_config.py FOLDER TEMPLATE...
+usage (under a launcher): use_config.py accelerate|trainer FOLDER TEMPLATE...
 """
 
 import importlib
@@ -19,6 +19,8 @@ import torch  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from recipes.training.world import release_shared_memory  # noqa: E402
+
 SETTINGS = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -27,8 +29,7 @@ SETTINGS = {
     "weight_decay": 0.02,
     "adam_beta2": 0.95,
     "max_grad_norm": 0.5,
-    "bf16": True,
-    "use_cpu": True,
+    "use_cpu": not torch.cuda.is_available(),
     "report_to": [],
     "save_strategy": "no",
     "logging_steps": 1,
@@ -82,7 +83,8 @@ def with_trainer(name: str, template: Path | None, kind: str) -> dict:
             sp_seq_length=16, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
         )
         extra["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
-    output = {"output_dir": "output", **SETTINGS, **extra}
+    precision = {"fp16": name == "fp16", "bf16": name != "fp16", "torch_compile": name == "deepcompile"}
+    output = {"output_dir": "output", **SETTINGS, **precision, **extra}
     if kind == "sft":
         from trl import SFTConfig, SFTTrainer
 
@@ -288,8 +290,10 @@ def use(mode: str, template: str, folder: str) -> None:
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
     where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
-    torch.distributed.init_process_group("gloo", **where)
-    deepspeed.init_distributed(dist_backend="gloo")
+    backend = "gloo" if SETTINGS["use_cpu"] else "nccl"
+    torch.distributed.init_process_group(backend, **where)
+    deepspeed.init_distributed(dist_backend=backend)
+    release_shared_memory()
     # DeepSpeed's CPU all-reduce through shared memory ignores its group: wrong where a group is not the whole world.
     deepspeed.comm.comm.cdb.shm_vector_kernel_level = 0
     name = path.stem.partition("-")[0]  # `zero3-variant.json` is built and fed like zero3
@@ -311,12 +315,13 @@ def use(mode: str, template: str, folder: str) -> None:
 
 
 def main() -> None:
-    folder, *templates = sys.argv[1:]
-    importlib.import_module("tests.preload")
+    mode, folder, *templates = sys.argv[1:]
+    if len(templates) > 1:  # a process for each, and the imports once
+        importlib.import_module("tests.preload")
     for template in templates:
-        child = os.fork()
+        child = os.fork() if len(templates) > 1 else 0  # CUDA does not survive a fork
         if not child:
-            use("accelerate", template, f"{folder}/{Path(template).stem}")
+            use(mode, template, f"{folder}/{Path(template).stem}")
         os.waitpid(child, 0)
 
 
