@@ -4,7 +4,7 @@ A Qwen3 made and pre-trained by `recipes/samples/pretrain.py`, so that what foll
 from noise. The task: turn a sentence into one JSON object, scored by exact match.
 
     size  layers  hidden  heads  parameters  context  licence     weights
-    3m    4       256     8      3,049,984   1,024    Apache-2.0  recipes/samples/tiny_model (ships with the project)
+    3m    4       256     8      3.05M       1,024    Apache-2.0  recipes/samples/tiny_model (ships with the project)
 
     variant   method    trains         DeepSpeed  needs
     full      SFT       all weights    ZeRO-3     1 GPU of any kind, or 2 CPU cores
@@ -23,6 +23,7 @@ from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
 SIZES = {
     "3m": Model(
         path="recipes/samples/tiny_model",
+        parameters=3_049_984,
         config={
             "model_type": "qwen3",
             "vocab_size": 1152,

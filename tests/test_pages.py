@@ -1,12 +1,12 @@
 """The recipe pages: what they say is true, and every variant can be launched."""
 
-import re
+import json
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.spec import pages
+from recipes.spec import overrides, pages
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import read_json
 from recipes.training import preflight
@@ -31,18 +31,22 @@ def test_every_variant_is_a_recipe_with_a_first_line(family, size, variant):
 
 
 @pytest.mark.parametrize(("family", "size"), ALL)
-def test_the_page_states_the_dimensions_and_the_size_that_they_give(family, size):
+def test_the_page_states_the_dimensions_and_the_published_size(family, size):
     module = pages.page(family)
-    config = AutoConfig.for_model(**module.SIZES[size].config)
+    model = module.SIZES[size]
+    config = AutoConfig.for_model(**model.config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        counted = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert counted == pytest.approx(model.parameters, rel=0.01)
     row = next(line.split() for line in module.__doc__.splitlines() if line.split()[:1] == [size])
     stated = dict(zip(["size", "layers", "hidden", "heads", "parameters", "context"], row, strict=False))
+    context = getattr(config, "max_position_embeddings", None)
     assert int(stated["layers"]) == config.num_hidden_layers
     assert int(stated["hidden"]) == config.hidden_size
     assert int(stated["heads"]) == config.num_attention_heads
-    assert int(stated["parameters"].replace(",", "")) == sum(p.numel() for p in model.parameters())
-    assert int(stated["context"].replace(",", "")) == config.max_position_embeddings
+    assert stated["parameters"] == pages.human(model.parameters)
+    assert stated["context"] == (f"{context:,}" if context else "-")
+    assert model.path in row
 
 
 @pytest.mark.parametrize(("family", "size"), ALL)
@@ -50,9 +54,19 @@ def test_the_docstring_lists_the_variants_with_their_configs(family, size):
     module = pages.page(family)
     for name in pages.variants(module):
         recipe = getattr(module, name)(size)
-        config = re.match(r"zero(\d)", recipe.deepspeed)
+        stage = json.loads((pages.ROOT / "configs" / recipe.deepspeed).read_text())["zero_optimization"]["stage"]
         row = next(line for line in module.__doc__.splitlines() if line.split()[:1] == [name])
-        assert f"ZeRO-{config[1]}" in row and ("adapters" in row) == (recipe.lora is not None)
+        assert f"ZeRO-{stage}" in row and ("adapters" in row) == (recipe.lora is not None)
+
+
+@pytest.mark.parametrize("family", pages.families())
+def test_the_run_and_change_lines_of_the_docstring_are_right(family):
+    """Two commands, the second with overrides."""
+    commands = [line.split() for line in pages.page(family).__doc__.splitlines() if "scripts/launch.py" in line]
+    assert len(commands) >= 2 and any("=" in word for word in commands[1])
+    for words in commands:
+        _, _, recipe, variant, *changes = words[: words.index("#")] if "#" in words else words
+        overrides.apply(pages.find(recipe, variant), [change for change in changes if "=" in change])
 
 
 def test_the_shipped_model_has_the_dimensions_of_the_page():

@@ -53,9 +53,16 @@ FOREIGN_NAMES = {
     "lora_target": "lora.target_modules",
     "lora_target_modules": "lora.target_modules",
     "target_modules": "lora.target_modules",
+    "use_dora": "lora.dora",
+    "lora_target_parameters": "lora.target_parameters",
+    "target_parameters": "lora.target_parameters",
     "attn_implementation": "model.attention",
     "flash_attn": "model.attention",
     "trust_remote_code": "model.trust_remote_code",
+    "load_in_4bit": "model.quantization",
+    "quantization_bit": "model.quantization",
+    "template": "model.chat_template",
+    "chat_template": "model.chat_template",
     "beta": "dpo.beta",
     "pref_beta": "dpo.beta",
     "ds_config": "deepspeed",
@@ -75,7 +82,7 @@ FOREIGN_NAMES = {
 }
 
 # A recipe's identity is chosen by its name on the command line, not by an override.
-_IDENTITY = {"family", "size", "variant", "method", "model.config", "draft.enabled"}
+_IDENTITY = {"family", "size", "variant", "method", "model.config", "model.parameters", "draft.enabled"}
 
 
 def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:

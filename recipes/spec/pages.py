@@ -75,6 +75,11 @@ def _entry(family: str) -> dict[str, object]:
     }
 
 
+def human(parameters: int) -> str:
+    """Return a parameter count as the pages and the index show it: `8.03B`, `124.44M`."""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
+
+
 def _first_line(thing: object) -> str:
     return (inspect.getdoc(thing) or "").partition("\n")[0]
 
