@@ -74,7 +74,7 @@ class Lora:
     target_modules: str = "all-linear"
     """PEFT's `target_modules`: `all-linear`, or module names with commas (`q_proj,v_proj`)."""
     target_parameters: str | None = None
-    """PEFT's `target_parameters`, with commas: 3-D weights that no linear layer holds, as the fused experts of a mixture
+    """PEFT's `target_parameters`, with commas: 3-D weights that no linear layer holds, as a mixture's fused experts
     (`mlp.experts.gate_up_proj,mlp.experts.down_proj`)."""
     dora: bool = False
     """Train each weight's magnitude too (DoRA, Liu et al. 2024, arXiv:2402.09353): slower, often better at low rank."""
