@@ -68,7 +68,7 @@ def model_folder(tmp_path_factory) -> Path:
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from recipes.training.model import TINY_MODEL
+    from recipes.training.draft import TINY_MODEL
 
     folder = tmp_path_factory.mktemp("model")
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)

@@ -1,13 +1,11 @@
 """Load the model that a recipe names, its tokenizer, and its adapters; or a draft of it."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -15,11 +13,7 @@ from transformers import (
 )
 
 from recipes.spec.errors import UserError
-from recipes.spec.pages import ROOT
-from recipes.spec.recipe import Draft, Lora, Recipe
-
-TINY_MODEL = ROOT / "recipes" / "samples" / "tiny_model"
-"""The model that ships with the project; drafts borrow its tokenizer."""
+from recipes.spec.recipe import Lora, Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,41 +75,6 @@ def _cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         reason = "it brings its own Python code; read that code, then add model.trust_remote_code=true"
     return f"model.path={recipe.model.path}: cannot load the {what}: {reason}"
-
-
-def write_draft(recipe: Recipe, folder: Path) -> None:
-    """Write a randomly initialised, shrunken model of the recipe's architecture class, with the tiny tokenizer.
-
-    As a folder, so that everything after it is what the real model goes through.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    dimensions = draft_dimensions(recipe.model.config, recipe.draft, len(tokenizer))
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = AutoConfig.for_model(**dimensions, **special, pad_token_id=tokenizer.pad_token_id)
-    torch.manual_seed(recipe.seed)
-    AutoModelForCausalLM.from_config(config, dtype=DTYPES[recipe.precision]).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def draft_dimensions(config: Mapping[str, Any], draft: Draft, vocabulary: int) -> dict[str, Any]:
-    """Return the architecture's dimensions scaled down to the draft's layers and hidden size.
-
-    The feed-forward width keeps its ratio to the hidden size, rounded up to a multiple of 16; there are four
-    attention heads, and as few key/value heads per query head as the original has.
-    """
-    dimensions = dict(config)
-    heads = 4
-    group = max(1, config["num_attention_heads"] // config.get("num_key_value_heads", config["num_attention_heads"]))
-    width = config["intermediate_size"] * draft.hidden_size / config["hidden_size"]
-    return dimensions | {
-        "hidden_size": draft.hidden_size,
-        "num_hidden_layers": draft.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // group),
-        "head_dim": draft.hidden_size // heads,
-        "intermediate_size": -int(-width // 16) * 16,
-        "vocab_size": vocabulary,
-    }
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora) -> PeftModel:

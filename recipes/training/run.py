@@ -23,7 +23,7 @@ from recipes.spec.run_folder import (
     read_recipe,
     write_json,
 )
-from recipes.training import data, evaluation, export, model, report, tracking, world
+from recipes.training import data, draft, evaluation, export, model, report, tracking, world
 from recipes.training.arguments import DTYPE_BYTES, training_arguments
 from recipes.training.checkpoints import Checkpoints, StopOnSignal
 from recipes.training.console import Progress, duration, say, shown
@@ -95,7 +95,7 @@ def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
     if not recipe.draft.enabled:
         return recipe
     if world.is_first() and not run.draft_model.exists():
-        model.write_draft(recipe, run.draft_model)
+        draft.write(recipe, run.draft_model, model.DTYPES[recipe.precision])
     dist.barrier()
     return replace(recipe, model=replace(recipe.model, path=str(run.draft_model)))
 
