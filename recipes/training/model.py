@@ -1,7 +1,6 @@
 """Load the model that a recipe names, its tokenizer, and its adapters; or a draft of it."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
