@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -17,9 +18,12 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from recipes.spec.errors import UserError
+from recipes.spec.run_folder import read_json, write_json
 from recipes.training import world
 
 ADAPTER = "adapter_config.json"
+QUANTIZATION = "base_quantization.json"
+"""Beside an adapter that was trained on a quantised base model: how to quantise it again."""
 
 
 def save(trainer: Trainer, folder: Path) -> None:
@@ -37,6 +41,8 @@ def save(trainer: Trainer, folder: Path) -> None:
         model.save_pretrained(draft, state_dict=state)
         trainer.processing_class.save_pretrained(draft)
         (draft / "README.md").unlink(missing_ok=True)  # PEFT's model card: a page of blanks
+        if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
+            write_json(draft / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
     torch.distributed.barrier()
@@ -73,21 +79,64 @@ def verify(trainer: Trainer, folder: Path, tokens: list[int]) -> float:
 
 
 def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreTrainedModel | PeftModel:
-    """Return the model in `folder`: a whole one, or an adapter together with its base model.
+    """Return the model in `folder`: a whole one, or an adapter on its base model in the form that it was trained on.
+
+    Args:
+        folder: a whole model, or an adapter that names its base model.
+        dtype: of the weights; "auto" as they are stored.
+        adapter: put this adapter on the whole model in `folder`.
 
     Raises:
         UserError: not a model folder, or the adapter's base model cannot be found.
     """
-    if (folder / ADAPTER).exists():
-        base = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        return load(Path(base), dtype, adapter=folder)
+    if adapter is None and (folder / ADAPTER).exists():
+        folder, adapter = base_of(folder), folder
+    if adapter is None:
+        return load_whole(folder, dtype)
+    return PeftModel.from_pretrained(load_base(folder, adapter, dtype), adapter)
+
+
+def base_of(adapter: Path) -> Path:
+    """Return the folder or Hub id of the model that an adapter was trained on."""
+    return Path(json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+
+
+def load_base(folder: Path, adapter: Path, dtype: Any = "auto") -> PreTrainedModel:
+    """Return the model in `folder`, quantised if it was when `adapter` was trained on it."""
+    quantization = adapter / QUANTIZATION
+    if not quantization.exists():
+        return load_whole(folder, dtype)
+    config = BitsAndBytesConfig.from_dict(read_json(quantization))
+    return load_whole(folder, config.bnb_4bit_compute_dtype, config)
+
+
+def load_whole(folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None = None) -> PreTrainedModel:
+    """Return the whole model in `folder`, which may be a Hub id.
+
+    Raises:
+        UserError: not a model folder, or weights that cannot be loaded.
+    """
     if folder.is_absolute() and not (folder / "config.json").exists():
         raise UserError(f"{folder}: not a model folder (it holds neither config.json nor {ADAPTER}).")
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
+    if quantization:
+        options["quantization_config"] = quantization
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        return AutoModelForCausalLM.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot load the model: {str(error).partition(chr(10))[0]}") from error
-    return model if adapter is None else PeftModel.from_pretrained(model, adapter)
+
+
+def load_merged(folder: Path) -> PreTrainedModel:
+    """Return the adapter in `folder` merged into its base model.
+
+    Into a quantised base's own values, dequantised: those the adapter was trained on. PEFT would quantise the sum
+    again, and lose most of what was learned to rounding.
+    """
+    base = load_base(base_of(folder), folder)
+    if getattr(base, "hf_quantizer", None):
+        base = base.dequantize()
+    return PeftModel.from_pretrained(base, folder).merge_and_unload()
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -124,8 +173,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
     draft = output.with_name(output.name + ".part")
     shutil.rmtree(draft, ignore_errors=True)
     if is_adapter and merge:
-        model = load(source).merge_and_unload()
-        model.save_pretrained(draft)
+        load_merged(source).save_pretrained(draft)
         load_tokenizer(source).save_pretrained(draft)
         kind = "a whole model, the adapter merged into it"
     else:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -12,7 +12,8 @@ from transformers import (
 )
 
 from recipes.spec.errors import UserError
-from recipes.spec.recipe import Lora, Recipe
+from recipes.spec.recipe import Recipe
+from recipes.training import adapters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,14 +49,16 @@ def load_model(recipe: Recipe) -> PreTrainedModel | PeftModel:
         return model
     if recipe.gradient_checkpointing:
         model.enable_input_require_grads()
-    return add_adapters(model, recipe.lora)
+    return adapters.add(model, recipe.lora)
 
 
 def _pretrained(recipe: Recipe) -> PreTrainedModel:
+    dtype = DTYPES[recipe.precision]
     try:
         return AutoModelForCausalLM.from_pretrained(
             recipe.model.path,
-            dtype=DTYPES[recipe.precision],
+            dtype=dtype,
+            quantization_config=adapters.nf4(dtype) if recipe.model.quantization == "nf4" else None,
             attn_implementation=recipe.model.attention,
             trust_remote_code=recipe.model.trust_remote_code,
             use_safetensors=True,  # a pickle from a stranger can run code
@@ -74,28 +77,6 @@ def _cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         reason = "it brings its own Python code; read that code, then add model.trust_remote_code=true"
     return f"model.path={recipe.model.path}: cannot load the {what}: {reason}"
-
-
-def add_adapters(model: PreTrainedModel, lora: Lora) -> PeftModel:
-    """Return the model with LoRA adapters; everything else is frozen.
-
-    Raises:
-        UserError: the target modules are not in this model.
-    """
-    targets: str | list[str] = lora.target_modules
-    if targets != "all-linear":
-        targets = [name.strip() for name in lora.target_modules.split(",")]
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(f"lora.target_modules={lora.target_modules}: {str(error).partition('.')[0]}.") from error
 
 
 def parameter_counts(model: PreTrainedModel | PeftModel) -> tuple[int, int]:

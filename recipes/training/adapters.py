@@ -1,0 +1,56 @@
+"""LoRA, QLoRA and DoRA: what is frozen, in which form, and what is trained beside it."""
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Lora
+
+
+def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Return 4-bit quantisation as QLoRA has it (arXiv:2305.14314): NF4, and its scales quantised once more.
+
+    The packed bytes are stored as the training dtype: DeepSpeed casts every floating parameter to that dtype, which
+    would convert bytes stored as another one as if they were numbers.
+    """
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
+
+
+def add(model: PreTrainedModel, lora: Lora) -> PeftModel:
+    """Return the model with adapters in the model's dtype; everything else is frozen.
+
+    Raises:
+        UserError: the targets are not in this model, or cannot be adapted in this way.
+    """
+    modules = _names(lora.target_modules)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if modules == ["all-linear"] else modules,
+        target_parameters=_names(lora.target_parameters) or None,
+        use_dora=lora.dora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        targets = f"lora.target_modules={lora.target_modules}"
+        if lora.target_parameters:
+            targets += f" lora.target_parameters={lora.target_parameters}"
+        raise UserError(f"{targets}: {str(error).partition('. ')[0]}.") from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype)
+    return adapted
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
