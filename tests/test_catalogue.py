@@ -1,4 +1,4 @@
-"""Every family and variant trains for real: as a draft, on two ranks, with the DeepSpeed configuration that it names."""
+"""Every family and variant trains for real: as a draft, on two ranks, with the configuration that it names."""
 
 import json
 import shutil
