@@ -71,7 +71,10 @@ def test_it_trains_resumes_and_exports(ranks, tmp_path, family, size, variant):
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     records, summary = read_jsonl(run.metrics), read_json(run.summary)
     assert [row["step"] for row in records] == [1, 2, 3]
-    assert records[2]["loss"] < records[0]["loss"]
+    if summary["metric"] == "loss":
+        assert summary["after"] < summary["before"]
+    else:
+        assert records[2]["loss"] < records[0]["loss"]
     assert summary["logit_difference"] <= (1e-4 if read_json(run.recipe)["precision"] == "fp32" else 3e-2)
 
     again = RunFolder(tmp_path / "again")
