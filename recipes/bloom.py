@@ -1,0 +1,170 @@
+"""bloom: BigScience's BLOOM, base models of 46 languages and 13 programming languages, 560M to 176B.
+
+    size  layers  hidden  heads  parameters  context  licence                    weights
+    560m  24      1024    16     559.21M     -        bigscience-bloom-rail-1.0  bigscience/bloom-560m
+    1b1   24      1536    16     1.07B       -        bigscience-bloom-rail-1.0  bigscience/bloom-1b1
+    3b    30      2560    32     3.00B       -        bigscience-bloom-rail-1.0  bigscience/bloom-3b
+    7b1   30      4096    32     7.07B       -        bigscience-bloom-rail-1.0  bigscience/bloom-7b1
+    176b  70      14336   112    176.25B     -        bigscience-bloom-rail-1.0  bigscience/bloom
+
+    variant       method    trains       DeepSpeed                                             peak GPU memory
+    full          SFT       all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3                        -
+    lora          SFT       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
+    qlora         SFT       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
+    dora          SFT       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
+    full_offload  SFT       all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3; optimizer on the CPU  -
+    dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
+    pretrain      raw text  all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3                        -
+
+    python scripts/launch.py bloom-560m full
+    python scripts/launch.py bloom-7b1 lora data.path=FILE model.path=bigscience/bloomz-7b1 epochs=3
+
+Rates: `full` as BLOOMZ was trained, bigscience-workshop/bigscience train/tr13-mtf/*xp3capmixnewcodelonglossseq.slurm
+(2e-5 for every size, constant, beta2 0.95, weight decay 1e-4; the warm-up is ours). Adapters: QLoRA (arXiv:2305.14314,
+2e-4 up to 13B, 1e-4 above), TRL trl/scripts/dpo.py (5e-6). `pretrain`: the last rate of each pre-training, train/
+tr11-176B-ml/tr11-176B-ml.slurm (6e-6) and smaller_models/*.slurm there (1e-5).
+
+Positions are ALiBi biases, trained on 2,048 tokens, and transformers has BLOOM with eager attention only; packed
+documents would see each other, so rows are not packed. The logits of 2,048 tokens are 2 GB in fp32.
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+COMMON = {
+    "model_type": "bloom",
+    "vocab_size": 250880,
+    "layer_norm_epsilon": 1e-5,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+
+SIZES = {
+    "560m": Model(
+        path="bigscience/bloom-560m",
+        parameters=559_214_592,
+        config=COMMON | {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
+        attention="eager",
+    ),
+    "1b1": Model(
+        path="bigscience/bloom-1b1",
+        parameters=1_065_314_304,
+        config=COMMON | {"hidden_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 16},
+        attention="eager",
+    ),
+    "3b": Model(
+        path="bigscience/bloom-3b",
+        parameters=3_002_557_440,
+        config=COMMON | {"hidden_size": 2560, "num_hidden_layers": 30, "num_attention_heads": 32},
+        attention="eager",
+    ),
+    "7b1": Model(
+        path="bigscience/bloom-7b1",
+        parameters=7_069_016_064,
+        config=COMMON | {"hidden_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32},
+        attention="eager",
+    ),
+    "176b": Model(
+        path="bigscience/bloom",
+        parameters=176_247_271_424,
+        config=COMMON | {"hidden_size": 14336, "num_hidden_layers": 70, "num_attention_heads": 112},
+        attention="eager",
+    ),
+}
+
+SAMPLES = "recipes/samples"
+SMALL = ("560m", "1b1", "3b")
+
+
+def full(size: str) -> Recipe:
+    """All weights: teaches a base model to answer, given the GPUs to hold 16 bytes per parameter."""
+    return Recipe(
+        family="bloom",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(
+            path=f"{SAMPLES}/extract/train.jsonl",
+            validation=f"{SAMPLES}/extract/held_out.jsonl",
+            metric="loss",
+        ),
+        deepspeed="zero2.json" if size in SMALL else "zero3.json",
+        learning_rate=2e-5,
+        weight_decay=1e-4,
+        adam_beta2=0.95,
+        global_batch_size=128,
+        micro_batch_size=1,
+        sequence_length=2048,
+        packing=False,
+        schedule=Schedule("constant_with_warmup", warmup=0.03),
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on every linear layer: the first thing to try; little memory, and a small file to ship."""
+    return replace(
+        full(size),
+        variant="lora",
+        deepspeed="zero3.json" if size == "176b" else "zero2.json",
+        lora=Lora(rank=16, alpha=32),
+        learning_rate=1e-4 if size == "176b" else 2e-4,
+        weight_decay=0.0,
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """Adapters on frozen weights in 4 bits: for GPUs that do not hold the bf16 weights."""
+    return replace(lora(size), variant="qlora", model=replace(SIZES[size], quantization="nf4"))
+
+
+def dora(size: str) -> Recipe:
+    """Adapters and magnitudes at half the rank: when `lora` falls short of `full`; slower per step."""
+    return replace(lora(size), variant="dora", lora=Lora(rank=8, alpha=16, dora=True))
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights with the optimizer in host memory: when `full` is short of GPU memory and host memory is not."""
+    return replace(
+        full(size),
+        variant="full_offload",
+        deepspeed="zero2_offload.json" if size in SMALL else "zero3_offload.json",
+    )
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, as model.path=RUN_FOLDER/export."""
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=5e-6,
+        global_batch_size=32,
+        schedule=Schedule("cosine", warmup=0.1),
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: a new domain or language before SFT.
+
+    Every text is a row of its own: join short ones into texts of about 2,048 tokens.
+    """
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        learning_rate=6e-6 if size == "176b" else 1e-5,
+        weight_decay=0.1,
+    )

@@ -1,0 +1,137 @@
+"""gpt_neox: EleutherAI's GPT-NeoX-20B, an English base model trained on the Pile.
+
+    size  layers  hidden  heads  parameters  context  licence     weights
+    20b   44      6144    64     20.55B      2,048    Apache-2.0  EleutherAI/gpt-neox-20b
+
+    variant       method    trains       DeepSpeed                     peak GPU memory
+    full          SFT       all weights  ZeRO-3                        -
+    lora          SFT       adapters     ZeRO-2                        -
+    qlora         SFT       adapters     ZeRO-2                        -
+    dora          SFT       adapters     ZeRO-2                        -
+    full_offload  SFT       all weights  ZeRO-3; optimizer on the CPU  -
+    dpo_lora      DPO       adapters     ZeRO-2                        -
+    pretrain      raw text  all weights  ZeRO-3                        -
+
+    python scripts/launch.py gpt_neox lora
+    python scripts/launch.py gpt_neox lora data.path=FILE learning_rate=2e-4 lora.rank=8 epochs=3
+
+Rates of `full`: Dolly train_dolly.py (5e-6, on Pythia models of this architecture up to 12B); OpenChatKit
+training/finetune_GPT-NeoXT-Chat-Base-20B.sh trains this model at 1e-6. Adapters: QLoRA (arXiv:2305.14314, 1e-4 above
+13B), TRL trl/scripts/dpo.py (5e-6). `pretrain`: gpt-neox configs/20B.yml, the last rate of its pre-training (0.97e-5);
+betas and weight decay are from there too.
+
+The base model knows no chat format. Queries, keys and values are one fused layer (query_key_value), so an adapter on it
+adapts all three; attention and feed-forward run in parallel on the same residual.
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+SIZES = {
+    "20b": Model(
+        path="EleutherAI/gpt-neox-20b",
+        parameters=20_554_567_680,
+        config={
+            "model_type": "gpt_neox",
+            "vocab_size": 50432,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+            "max_position_embeddings": 2048,
+            "hidden_act": "gelu_fast",
+            "layer_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            "use_parallel_residual": True,
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    ),
+}
+
+SAMPLES = "recipes/samples"
+
+
+def full(size: str) -> Recipe:
+    """All weights: teaches the base model to answer, given the GPUs to hold 16 bytes per parameter."""
+    return Recipe(
+        family="gpt_neox",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(
+            path=f"{SAMPLES}/extract/train.jsonl",
+            validation=f"{SAMPLES}/extract/held_out.jsonl",
+            metric="loss",
+        ),
+        deepspeed="zero3.json",
+        learning_rate=5e-6,
+        weight_decay=0.01,
+        adam_beta2=0.95,
+        global_batch_size=64,
+        micro_batch_size=1,
+        sequence_length=2048,
+        schedule=Schedule("cosine", warmup=0.03),
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on every linear layer: the first thing to try; the frozen bf16 weights take 41 GB of each GPU."""
+    return replace(
+        full(size),
+        variant="lora",
+        deepspeed="zero2.json",
+        lora=Lora(rank=16, alpha=32),
+        learning_rate=1e-4,
+        weight_decay=0.0,
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """Adapters on frozen weights in 4 bits: for GPUs that do not hold the bf16 weights."""
+    return replace(lora(size), variant="qlora", model=replace(SIZES[size], quantization="nf4"))
+
+
+def dora(size: str) -> Recipe:
+    """Adapters and magnitudes at half the rank: when `lora` falls short of `full`; slower per step."""
+    return replace(lora(size), variant="dora", lora=Lora(rank=8, alpha=16, dora=True))
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights with the optimizer in host memory: when `full` is short of GPU memory and host memory is not."""
+    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, as model.path=RUN_FOLDER/export."""
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=5e-6,
+        global_batch_size=32,
+        packing=False,
+        schedule=Schedule("cosine", warmup=0.1),
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: a new domain or language before SFT."""
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        learning_rate=9.7e-6,
+    )

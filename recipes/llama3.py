@@ -1,0 +1,221 @@
+"""llama3: Meta's Llama 3.1 (8b), 3.2 (1b, 3b) and 3.3 (70b), text only, the instruct models.
+
+    size  layers  hidden  heads  parameters  context  licence    weights
+    1b    16      2048    32     1.24B       131,072  Llama-3.2  meta-llama/Llama-3.2-1B-Instruct
+    3b    28      3072    24     3.21B       131,072  Llama-3.2  meta-llama/Llama-3.2-3B-Instruct
+    8b    32      4096    32     8.03B       131,072  Llama-3.1  meta-llama/Llama-3.1-8B-Instruct
+    70b   80      8192    64     70.55B      131,072  Llama-3.3  meta-llama/Llama-3.3-70B-Instruct
+
+    variant       method    trains       DeepSpeed                                      peak GPU memory
+    full          SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3                        -
+    lora          SFT       adapters     ZeRO-2, ZeRO-3 (70b)                           -
+    qlora         SFT       adapters     ZeRO-2                                         -
+    dora          SFT       adapters     ZeRO-2, ZeRO-3 (70b)                           -
+    full_offload  SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3; optimizer on the CPU  -
+    long_context  SFT       all weights  ZeRO-3                                         -
+    dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (70b)                           -
+    pretrain      raw text  all weights  ZeRO-2 (1b, 3b), ZeRO-3                        -
+
+    python scripts/launch.py llama3-8b lora
+    python scripts/launch.py llama3-8b lora data.path=FILE learning_rate=2e-4 lora.rank=32 lora.alpha=64 epochs=2
+
+Rates of `full`: torchtune recipes/configs/llama3_2/1B_full.yaml (1b, 3b: 2e-5), LLaMA-Factory llama3_full_sft.yaml
+(8b: 1e-5), Tulu 3 in open-instruct docs/tulu3.md (70b: 2e-6; linear, 3 % warm-up, 4,096 tokens). Adapters: axolotl
+examples/llama-3/lora-1b.yml (rank 16, alpha 32, 2e-4), LLaMA-Factory llama3_lora_sft.yaml (1e-4) and
+llama3_lora_dpo.yaml (5e-6, 10 % warm-up), QLoRA (arXiv:2305.14314: 2e-4 up to 13B, 1e-4 above). `pretrain`: smollm
+finemath-4plus.yaml, which continues Llama 3.2 3B (5e-5, beta2 0.95, weight decay 0.01); 8b and 70b scaled as in `full`.
+
+The weights are gated: accept the licence on the Hub first. The chat template opens every conversation with a system
+block that holds a date; for 1b and 3b it is the day of the run, so the same data tokenizes differently tomorrow.
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+COMMON = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+SIZES = {
+    "1b": Model(
+        path="meta-llama/Llama-3.2-1B-Instruct",
+        parameters=1_235_814_400,
+        config=COMMON
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "head_dim": 64,
+            "rope_parameters": ROPE | {"factor": 32.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "3b": Model(
+        path="meta-llama/Llama-3.2-3B-Instruct",
+        parameters=3_212_749_824,
+        config=COMMON
+        | {
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 24,
+            "head_dim": 128,
+            "rope_parameters": ROPE | {"factor": 32.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "8b": Model(
+        path="meta-llama/Llama-3.1-8B-Instruct",
+        parameters=8_030_261_248,
+        config=COMMON
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "head_dim": 128,
+            "rope_parameters": ROPE | {"factor": 8.0},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "70b": Model(
+        path="meta-llama/Llama-3.3-70B-Instruct",
+        parameters=70_553_706_496,
+        config=COMMON
+        | {
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "head_dim": 128,
+            "rope_parameters": ROPE | {"factor": 8.0},
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+SAMPLES = "recipes/samples"
+SMALL = ("1b", "3b")
+RATES = {"1b": 2e-5, "3b": 2e-5, "8b": 1e-5, "70b": 2e-6}
+
+
+def full(size: str) -> Recipe:
+    """All weights: for large data sets and new behaviour, with GPUs to hold 16 bytes per parameter."""
+    return Recipe(
+        family="llama3",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(
+            path=f"{SAMPLES}/extract/train.jsonl",
+            validation=f"{SAMPLES}/extract/held_out.jsonl",
+            metric="loss",
+        ),
+        deepspeed="zero2.json" if size in SMALL else "zero3.json",
+        learning_rate=RATES[size],
+        global_batch_size=64,
+        micro_batch_size=1,
+        sequence_length=4096,
+        schedule=Schedule("linear", warmup=0.03),
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on every linear layer: the first thing to try; little memory, and a small file to ship."""
+    return replace(
+        full(size),
+        variant="lora",
+        deepspeed="zero3.json" if size == "70b" else "zero2.json",
+        lora=Lora(rank=16, alpha=32),
+        learning_rate=2e-4 if size in SMALL else 1e-4,
+        schedule=Schedule("cosine", warmup=0.03),
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """Adapters on frozen weights in 4 bits: where the bf16 weights do not fit, as the 70b on one 80 GB GPU."""
+    return replace(
+        lora(size),
+        variant="qlora",
+        model=replace(SIZES[size], quantization="nf4"),
+        deepspeed="zero2.json",
+        learning_rate=1e-4 if size == "70b" else 2e-4,
+    )
+
+
+def dora(size: str) -> Recipe:
+    """Adapters and magnitudes at half the rank: when `lora` falls short of `full`; slower per step."""
+    return replace(lora(size), variant="dora", lora=Lora(rank=8, alpha=16, dora=True))
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights with the optimizer in host memory: when `full` is short of GPU memory and host memory is not."""
+    return replace(
+        full(size),
+        variant="full_offload",
+        deepspeed="zero2_offload.json" if size in SMALL else "zero3_offload.json",
+    )
+
+
+def long_context(size: str) -> Recipe:
+    """All weights at 32,768 tokens per row: for long documents and long conversations."""
+    return replace(
+        full(size),
+        variant="long_context",
+        deepspeed="zero3.json",
+        global_batch_size=8,
+        sequence_length=32768,
+    )
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, or straight on the instruct model."""
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=5e-6,
+        global_batch_size=32,
+        sequence_length=2048,
+        packing=False,
+        schedule=Schedule("cosine", warmup=0.1),
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: a new domain or language before SFT.
+
+    From the base model: add model.path=meta-llama/Llama-3.1-8B, or the one of your size (70b: Llama-3.1-70B).
+    """
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        learning_rate=2.5 * RATES[size],
+        weight_decay=0.01,
+        adam_beta2=0.95,
+    )
