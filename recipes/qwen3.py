@@ -189,7 +189,7 @@ def long_context(size: str) -> Recipe:
         variant="long_context",
         deepspeed="zero3.json",
         sequence_length=32768,
-        global_batch_size=8,
+        global_batch_size=16 if size == "32b" else 8,
     )
 
 
