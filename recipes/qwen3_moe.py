@@ -110,7 +110,6 @@ def lora(size: str) -> Recipe:
         ),
         learning_rate=1e-4,
         weight_decay=0.0,
-        adam_beta2=0.999,
         global_batch_size=32,
     )
 
