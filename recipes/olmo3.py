@@ -1,0 +1,187 @@
+"""olmo3: Ai2's Olmo 3, with open data and code; three layers of sliding-window attention for one of full attention.
+
+    size  layers  hidden  heads  parameters  context  licence     weights
+    7b    32      4096    32     7.30B       65,536   Apache-2.0  allenai/Olmo-3-7B-Instruct
+    32b   64      5120    40     32.23B      65,536   Apache-2.0  allenai/Olmo-3.1-32B-Instruct
+
+    variant       method    trains           DeepSpeed             peak GPU memory
+    full          SFT       all weights      ZeRO-3                -
+    lora          SFT       adapters         ZeRO-2 (7b), ZeRO-3   -
+    qlora         SFT       adapters on NF4  ZeRO-2                -
+    dora          SFT       adapters         ZeRO-2 (7b), ZeRO-3   -
+    full_offload  SFT       all weights      ZeRO-3                -
+    long_context  SFT       all weights      ZeRO-3                -
+    dpo_lora      DPO       adapters         ZeRO-2 (7b), ZeRO-3   -
+    pretrain      raw text  all weights      ZeRO-3                -
+
+    python scripts/launch.py olmo3-7b lora
+    python scripts/launch.py olmo3-7b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=3  # your data
+    python scripts/launch.py olmo3-7b long_context learning_rate=8e-5 global_batch_size=32  # Ai2's, from base weights
+
+All weights: linear schedule, warm-up and beta2 from allenai/OLMo-core (train/sft/Olmo-3-7B-SFT.py), 8e-5 at a million
+tokens per step from allenai/open-instruct (olmo3/7b_instruct_sft.sh, the third command); here a quarter of the tokens
+and of the rate, half that rate at 32b. Raw text: decay from OLMo-core (OLMo3/OLMo-3-1025-7B-long-context.py).
+Adapters: rank 32, alpha 16 and 2e-4 from axolotl (olmo3/olmo3-7b-qlora.yaml), 1e-4 at 32b as in QLoRA
+(arXiv:2305.14314), DoRA at half the rank (arXiv:2402.09353); DPO 5e-6 from alignment-handbook
+(zephyr-7b-beta/dpo/config_qlora.yaml).
+Olmo's own template does not mark the assistant's tokens and adds a system turn about functions: chat_template=chatml
+writes the same turns without it. YaRN stretches the full-attention layers only.
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+SHARED = {
+    "model_type": "olmo3",
+    "vocab_size": 100278,
+    "max_position_embeddings": 65536,
+    "sliding_window": 4096,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    },
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+
+SIZES = {
+    "7b": Model(
+        path="allenai/Olmo-3-7B-Instruct",
+        parameters=7_298_011_136,
+        config={
+            **SHARED,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "layer_types": 8 * (3 * ["sliding_attention"] + ["full_attention"]),
+        },
+        chat_template="chatml",
+    ),
+    "32b": Model(
+        path="allenai/Olmo-3.1-32B-Instruct",
+        parameters=32_233_522_176,
+        config={
+            **SHARED,
+            "hidden_size": 5120,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "layer_types": 16 * (3 * ["sliding_attention"] + ["full_attention"]),
+        },
+        chat_template="chatml",
+    ),
+}
+
+SAMPLES = "recipes/samples"
+
+
+def full(size: str) -> Recipe:
+    """SFT of all weights, the place to start with much data or a task far from what the model knows."""
+    return Recipe(
+        family="olmo3",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        deepspeed="zero3.json",
+        learning_rate=1e-5 if size == "32b" else 2e-5,
+        adam_beta2=0.95,
+        schedule=Schedule("linear", warmup=0.03),
+        global_batch_size=64,
+        micro_batch_size=1,
+        sequence_length=2048 if size == "32b" else 4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """SFT of adapters on every linear layer: a fraction of the memory, and a small file per task."""
+    return replace(
+        full(size),
+        variant="lora",
+        deepspeed="zero3.json" if size == "32b" else "zero2.json",
+        lora=Lora(rank=32, alpha=16),
+        learning_rate=1e-4 if size == "32b" else 2e-4,
+        global_batch_size=32,
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """As lora on weights in 4 bits: for the largest model that a GPU can hold; slower per step."""
+    return replace(
+        lora(size),
+        variant="qlora",
+        model=replace(SIZES[size], quantization="nf4"),
+        deepspeed="zero2.json",
+    )
+
+
+def dora(size: str) -> Recipe:
+    """As lora with the weights' magnitudes trained too, at half the rank: when lora stays behind full; slower."""
+    return replace(lora(size), variant="dora", lora=Lora(rank=16, alpha=8, dora=True))
+
+
+def full_offload(size: str) -> Recipe:
+    """As full with the optimizer's states and step in host memory: when the GPUs are few or small."""
+    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+
+
+def long_context(size: str) -> Recipe:
+    """SFT of all weights on rows of 32,768 tokens, Ai2's own length: for long documents and long reasoning.
+
+    Ai2 starts from base weights: model.path=allenai/Olmo-3-1025-7B.
+    """
+    return replace(
+        full(size),
+        variant="long_context",
+        sequence_length=32768,
+        global_batch_size=16 if size == "32b" else 8,
+    )
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: prefer one answer to another, best after full or lora.
+
+    Start from a run's result with model.path=RUN_FOLDER/export.
+    """
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=5e-6,
+        schedule=Schedule("linear", warmup=0.1),
+        sequence_length=2048,
+        packing=False,
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training of all weights on raw text: to teach a domain or a language before SFT.
+
+    Usually from base weights: model.path=allenai/Olmo-3-1025-7B, or allenai/Olmo-3-1125-32B.
+    """
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        weight_decay=0.1,
+    )
