@@ -1,0 +1,161 @@
+"""glm4: the dense GLM-4-0414 chat models of Z.ai, 9B and 32B, for Chinese and English.
+
+    size  layers  hidden  heads  parameters  context  licence  weights
+    9b    40      4096    32     9.40B       32,768   MIT      zai-org/GLM-4-9B-0414
+    32b   61      6144    48     32.57B      32,768   MIT      zai-org/GLM-4-32B-0414
+
+    variant       method    trains                      DeepSpeed             peak GPU memory
+    full          SFT       all weights                 ZeRO-3                -
+    lora          SFT       adapters                    ZeRO-2, ZeRO-3 (32b)  -
+    qlora         SFT       adapters on 4-bit weights   ZeRO-2                -
+    dora          SFT       adapters and magnitudes     ZeRO-2, ZeRO-3 (32b)  -
+    full_offload  SFT       all weights, steps on CPU   ZeRO-3                -
+    long_context  SFT       all weights, 32,768 tokens  ZeRO-3                -
+    dpo_lora      DPO       adapters                    ZeRO-2, ZeRO-3 (32b)  -
+    pretrain      raw text  all weights                 ZeRO-3                -
+
+    python scripts/launch.py glm4-9b lora
+    python scripts/launch.py glm4-32b qlora data.path=FILE.jsonl lora.rank=32 learning_rate=2e-4  # your own data
+
+full: 1e-5 at batch 64 (NVIDIA-NeMo/Automodel glm_4_9b_chat_hf_squad.yaml); THUDM/GLM-4 finetune/configs/sft.yaml has
+5e-5 at batch 1 per GPU. 32b: half of 1e-5. lora and qlora: 2e-4 to 13B, 1e-4 above (QLoRA, arXiv:2305.14314), rank 16
+and alpha 32 as axolotl's glm4/qlora-32b.yaml, which takes 2e-4. dpo_lora: 5e-6 (alignment-handbook zephyr-7b-beta/dpo).
+pretrain: 2e-5 as Code Llama's long-context stage (arXiv:2308.12950), betas 0.9 and 0.95 as Llama 2 (arXiv:2307.09288).
+
+Nothing of its own ends an assistant's turn: the next role's token does (`<|user|>`, an end token in generation too).
+gate and up are one matrix, `gate_up_proj`; only 9b has biases in q, k and v.
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+SIZES = {
+    "9b": Model(
+        path="zai-org/GLM-4-9B-0414",
+        parameters=9_400_279_040,
+        config={
+            "model_type": "glm4",
+            "vocab_size": 151552,
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "32b": Model(
+        path="zai-org/GLM-4-32B-0414",
+        parameters=32_566_081_536,
+        config={
+            "model_type": "glm4",
+            "vocab_size": 151552,
+            "hidden_size": 6144,
+            "intermediate_size": 23040,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+SAMPLES = "recipes/samples"
+FULL_RATE = {"9b": 1e-5, "32b": 5e-6}
+LORA_RATE = {"9b": 2e-4, "32b": 1e-4}
+
+
+def full(size: str) -> Recipe:
+    """All weights, ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
+    return Recipe(
+        family="glm4",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        deepspeed="zero3.json",
+        learning_rate=FULL_RATE[size],
+        weight_decay=0.1,
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=64,
+        sequence_length=4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on every linear layer, ZeRO-2, or ZeRO-3 where the frozen weights nearly fill a GPU (32b)."""
+    return replace(
+        full(size),
+        variant="lora",
+        deepspeed="zero3.json" if size == "32b" else "zero2.json",
+        lora=Lora(rank=16, alpha=32),
+        learning_rate=LORA_RATE[size],
+        weight_decay=0.0,
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """Adapters on weights frozen in 4 bits: where the GPU does not hold them in bf16; slower than `lora`."""
+    model = replace(SIZES[size], quantization="nf4")
+    return replace(lora(size), variant="qlora", model=model, deepspeed="zero2.json")
+
+
+def dora(size: str) -> Recipe:
+    """Adapters that also learn each weight's magnitude: when `lora` stays behind `full`; slower per step."""
+    adapted = lora(size)
+    return replace(adapted, variant="dora", lora=replace(adapted.lora, dora=True))
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights with optimizer states and steps on the CPU: for `full` on fewer GPUs with much host memory."""
+    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+
+
+def long_context(size: str) -> Recipe:
+    """All weights on rows of 32,768 tokens, the longest the family takes: for long documents and conversations."""
+    return replace(full(size), variant="long_context", sequence_length=32768, global_batch_size=8)
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), to prefer better answers."""
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=5e-6,
+        schedule=Schedule("cosine", warmup=0.1),
+        packing=False,
+        sequence_length=2048,
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: a new domain or language, before SFT."""
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        learning_rate=2 * FULL_RATE[size],
+        adam_beta2=0.95,
+        global_batch_size=128,
+    )

@@ -1,0 +1,197 @@
+"""granite: IBM's dense Granite 4.2, reasoning and instruct models post-trained on the Granite 4.1 base models.
+
+    size  layers  hidden  heads  parameters  context  licence     weights
+    3b    40      2560    40     3.66B       131,072  Apache-2.0  ibm-granite/granite-4.2-3b
+    8b    40      4096    32     8.79B       131,072  Apache-2.0  ibm-granite/granite-4.2-8b
+    30b   64      4096    32     29.28B      131,072  Apache-2.0  ibm-granite/granite-4.2-30b
+
+    variant       method    trains                      DeepSpeed             peak GPU memory
+    full          SFT       all weights                 ZeRO-2 (3b), ZeRO-3   -
+    lora          SFT       adapters                    ZeRO-2, ZeRO-3 (30b)  -
+    qlora         SFT       adapters on 4-bit weights   ZeRO-2                -
+    dora          SFT       adapters and magnitudes     ZeRO-2, ZeRO-3 (30b)  -
+    full_offload  SFT       all weights, steps on CPU   ZeRO-2 (3b), ZeRO-3   -
+    long_context  SFT       all weights, 32,768 tokens  ZeRO-3                -
+    dpo_lora      DPO       adapters                    ZeRO-2, ZeRO-3 (30b)  -
+    pretrain      raw text  all weights                 ZeRO-2 (3b), ZeRO-3   -
+
+    python scripts/launch.py granite-8b lora
+    python scripts/launch.py granite-3b full data.path=FILE.jsonl learning_rate=2e-5 epochs=2  # your own data
+
+full: 1e-5 at batch 64 (NVIDIA-NeMo/Automodel granite_3_3_2b_instruct_squad.yaml); 30b: half of it.
+lora and qlora: 2e-4 to 13B, 1e-4 above (QLoRA, arXiv:2305.14314); rank 16 as alignment-handbook's
+zephyr-7b-beta/sft/config_qlora.yaml. dpo_lora: 5e-6 (the same, dpo/config_qlora.yaml).
+pretrain: 2e-5 as Code Llama's long-context stage (arXiv:2308.12950), betas 0.9 and 0.95 as Llama 2 (arXiv:2307.09288).
+
+Attention scores are scaled by 1 / head size, not by its root. 4.1 differs: three more multipliers, tied embeddings.
+4.2 reasons between <think> tags before it answers: examples without reasoning teach it to answer at once.
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+SIZES = {
+    "3b": Model(
+        path="ibm-granite/granite-4.2-3b",
+        parameters=3_659_737_600,
+        config={
+            "model_type": "granite",
+            "vocab_size": 100352,
+            "hidden_size": 2560,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "hidden_act": "silu",
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0},
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "8b": Model(
+        path="ibm-granite/granite-4.2-8b",
+        parameters=8_791_592_960,
+        config={
+            "model_type": "granite",
+            "vocab_size": 100352,
+            "hidden_size": 4096,
+            "intermediate_size": 12800,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "hidden_act": "silu",
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0},
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "30b": Model(
+        path="ibm-granite/granite-4.2-30b",
+        parameters=29_276_770_304,
+        config={
+            "model_type": "granite",
+            "vocab_size": 100352,
+            "hidden_size": 4096,
+            "intermediate_size": 32768,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "hidden_act": "silu",
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50_000_000.0},
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+SAMPLES = "recipes/samples"
+FULL_RATE = {"3b": 1e-5, "8b": 1e-5, "30b": 5e-6}
+LORA_RATE = {"3b": 2e-4, "8b": 2e-4, "30b": 1e-4}
+
+
+def full(size: str) -> Recipe:
+    """All weights, ZeRO-2 or ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
+    return Recipe(
+        family="granite",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        deepspeed="zero2.json" if size == "3b" else "zero3.json",
+        learning_rate=FULL_RATE[size],
+        weight_decay=0.1,
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=64,
+        sequence_length=4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on every linear layer, ZeRO-2, or ZeRO-3 where the frozen weights nearly fill a GPU (30b)."""
+    return replace(
+        full(size),
+        variant="lora",
+        deepspeed="zero3.json" if size == "30b" else "zero2.json",
+        lora=Lora(rank=16, alpha=32),
+        learning_rate=LORA_RATE[size],
+        weight_decay=0.0,
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """Adapters on weights frozen in 4 bits: where the GPU does not hold them in bf16; slower than `lora`."""
+    model = replace(SIZES[size], quantization="nf4")
+    return replace(lora(size), variant="qlora", model=model, deepspeed="zero2.json")
+
+
+def dora(size: str) -> Recipe:
+    """Adapters that also learn each weight's magnitude: when `lora` stays behind `full`; slower per step."""
+    adapted = lora(size)
+    return replace(adapted, variant="dora", lora=replace(adapted.lora, dora=True))
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights with optimizer states and steps on the CPU: for `full` on fewer GPUs with much host memory."""
+    deepspeed = "zero2_offload.json" if size == "3b" else "zero3_offload.json"
+    return replace(full(size), variant="full_offload", deepspeed=deepspeed)
+
+
+def long_context(size: str) -> Recipe:
+    """All weights on rows of 32,768 tokens: for long documents and conversations."""
+    return replace(
+        full(size), variant="long_context", deepspeed="zero3.json", sequence_length=32768, global_batch_size=8
+    )
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), to prefer better answers."""
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=5e-6,
+        schedule=Schedule("cosine", warmup=0.1),
+        packing=False,
+        sequence_length=2048,
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: a new domain or language, before SFT."""
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        learning_rate=2 * FULL_RATE[size],
+        adam_beta2=0.95,
+        global_batch_size=128,
+    )

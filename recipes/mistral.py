@@ -1,0 +1,161 @@
+"""mistral: the dense text models of Mistral AI, 7B v0.3 and Small 3 (24B), instruct versions.
+
+    size  layers  hidden  heads  parameters  context  licence     weights
+    7b    32      4096    32     7.25B       32,768   Apache-2.0  mistralai/Mistral-7B-Instruct-v0.3
+    24b   40      5120    32     23.57B      32,768   Apache-2.0  mistralai/Mistral-Small-24B-Instruct-2501
+
+    variant       method    trains                      DeepSpeed  peak GPU memory
+    full          SFT       all weights                 ZeRO-3     -
+    lora          SFT       adapters                    ZeRO-2     -
+    qlora         SFT       adapters on 4-bit weights   ZeRO-2     -
+    dora          SFT       adapters and magnitudes     ZeRO-2     -
+    full_offload  SFT       all weights, steps on CPU   ZeRO-3     -
+    long_context  SFT       all weights, 32,768 tokens  ZeRO-3     -
+    dpo_lora      DPO       adapters                    ZeRO-2     -
+    pretrain      raw text  all weights                 ZeRO-3     -
+
+    python scripts/launch.py mistral-7b lora
+    python scripts/launch.py mistral-24b lora data.path=FILE.jsonl lora.rank=32 learning_rate=2e-4  # your own data
+
+full: 1e-5 at batch 64, cosine (NVIDIA-NeMo/Automodel mistral_7b_squad.yaml); Zephyr took 2e-5 from the base model
+(arXiv:2310.16944), axolotl's mistral/config.yml 5e-6. Weight decay 0.1: mistralai/mistral-finetune. 24b: half of 1e-5.
+lora: 2e-4, rank 16 (alignment-handbook zephyr-7b-beta/sft/config_qlora.yaml); qlora: 2e-4 to 13B, 1e-4 above
+(arXiv:2305.14314), and lora the same. dpo_lora: 5e-6 (alignment-handbook zephyr-7b-beta/dpo/config_qlora.yaml).
+pretrain: 2e-5 as Code Llama's long-context stage (arXiv:2308.12950), betas 0.9 and 0.95 as Llama 2 (arXiv:2307.09288).
+
+Small 3.1 and 3.2 are image and text models (`mistral3`), which AutoModelForCausalLM does not load: 24b is 2501.
+Its chat template puts a system prompt with the day's date where a conversation has none: give each a system turn.
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+SIZES = {
+    "7b": Model(
+        path="mistralai/Mistral-7B-Instruct-v0.3",
+        parameters=7_248_023_552,
+        config={
+            "model_type": "mistral",
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "24b": Model(
+        path="mistralai/Mistral-Small-24B-Instruct-2501",
+        parameters=23_572_403_200,
+        config={
+            "model_type": "mistral",
+            "vocab_size": 131072,
+            "hidden_size": 5120,
+            "intermediate_size": 32768,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100_000_000.0},
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+SAMPLES = "recipes/samples"
+FULL_RATE = {"7b": 1e-5, "24b": 5e-6}
+LORA_RATE = {"7b": 2e-4, "24b": 1e-4}
+
+
+def full(size: str) -> Recipe:
+    """All weights, ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
+    return Recipe(
+        family="mistral",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        deepspeed="zero3.json",
+        learning_rate=FULL_RATE[size],
+        weight_decay=0.1,
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=64,
+        sequence_length=4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on every linear layer, ZeRO-2: the usual start; the frozen weights fit one 80 GB GPU."""
+    return replace(
+        full(size),
+        variant="lora",
+        deepspeed="zero2.json",
+        lora=Lora(rank=16, alpha=32),
+        learning_rate=LORA_RATE[size],
+        weight_decay=0.0,
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """Adapters on weights frozen in 4 bits: where the GPU does not hold them in bf16; slower than `lora`."""
+    return replace(lora(size), variant="qlora", model=replace(SIZES[size], quantization="nf4"))
+
+
+def dora(size: str) -> Recipe:
+    """Adapters that also learn each weight's magnitude: when `lora` stays behind `full`; slower per step."""
+    adapted = lora(size)
+    return replace(adapted, variant="dora", lora=replace(adapted.lora, dora=True))
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights with optimizer states and steps on the CPU: for `full` on fewer GPUs with much host memory."""
+    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+
+
+def long_context(size: str) -> Recipe:
+    """All weights on rows of 32,768 tokens, the longest the family takes: for long documents and conversations."""
+    return replace(full(size), variant="long_context", sequence_length=32768, global_batch_size=8)
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), to prefer better answers."""
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=5e-6,
+        schedule=Schedule("cosine", warmup=0.1),
+        packing=False,
+        sequence_length=2048,
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: a new domain or language, before SFT."""
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        learning_rate=2 * FULL_RATE[size],
+        adam_beta2=0.95,
+        global_batch_size=128,
+    )

@@ -1,0 +1,155 @@
+"""mixtral: Mistral AI's mixtures of eight experts, two of them per token, instruct versions.
+
+    size   layers  hidden  heads  parameters  context  licence     weights
+    8x7b   32      4096    32     46.70B      32,768   Apache-2.0  mistralai/Mixtral-8x7B-Instruct-v0.1
+    8x22b  56      6144    48     140.63B     65,536   Apache-2.0  mistralai/Mixtral-8x22B-Instruct-v0.1
+
+    variant       method    trains                              DeepSpeed  peak GPU memory
+    full          SFT       all weights                         ZeRO-3     -
+    lora          SFT       adapters on attention and experts   ZeRO-3     -
+    full_offload  SFT       all weights, steps on CPU           ZeRO-3     -
+    long_context  SFT       all weights, 32,768 tokens          ZeRO-3     -
+    dpo_lora      DPO       adapters on attention and experts   ZeRO-3     -
+    pretrain      raw text  all weights                         ZeRO-3     -
+
+    python scripts/launch.py mixtral-8x7b lora
+    python scripts/launch.py mixtral-8x22b lora data.path=FILE.jsonl lora.rank=8 epochs=2  # your own data
+
+full: 1e-5 at batch 64, cosine (NVIDIA-NeMo/Automodel mixtral-8x7b-v0-1_squad.yaml); 8x22b: 5e-6, as
+alignment-handbook's zephyr-141b-A35b/orpo/config_full.yaml trained it. lora, 8x7b: 2e-4 (axolotl mixtral/mixtral.yml,
+the same for 8x22b); 8x22b: half of it. dpo_lora: 5e-6 (alignment-handbook zephyr-7b-beta/dpo/config_qlora.yaml).
+pretrain: 2e-5 as Code Llama's long-context stage (arXiv:2308.12950), betas 0.9 and 0.95 as Llama 2 (arXiv:2307.09288).
+
+`full` needs 16 bytes per parameter over all GPUs before activations: 747 GB (8x7b), 2,250 GB (8x22b).
+Adapters leave the router as it is; its balancing loss counts only where config.json has output_router_logits=true.
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+SIZES = {
+    "8x7b": Model(
+        path="mistralai/Mixtral-8x7B-Instruct-v0.1",
+        parameters=46_702_792_704,
+        config={
+            "model_type": "mixtral",
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "hidden_act": "silu",
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "router_aux_loss_coef": 0.02,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "8x22b": Model(
+        path="mistralai/Mixtral-8x22B-Instruct-v0.1",
+        parameters=140_630_071_296,
+        config={
+            "model_type": "mixtral",
+            "vocab_size": 32768,
+            "hidden_size": 6144,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 56,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "hidden_act": "silu",
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "router_aux_loss_coef": 0.001,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+SAMPLES = "recipes/samples"
+FULL_RATE = {"8x7b": 1e-5, "8x22b": 5e-6}
+LORA_RATE = {"8x7b": 2e-4, "8x22b": 1e-4}
+
+
+def full(size: str) -> Recipe:
+    """All weights, ZeRO-3: the most that fine-tuning can change; for many examples and several nodes."""
+    return Recipe(
+        family="mixtral",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        deepspeed="zero3_moe.json",
+        learning_rate=FULL_RATE[size],
+        weight_decay=0.1,
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=64,
+        sequence_length=4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on attention and on every expert, ZeRO-3: the usual start; the frozen weights are sharded."""
+    return replace(
+        full(size),
+        variant="lora",
+        lora=Lora(
+            rank=16,
+            alpha=32,
+            target_modules="q_proj,k_proj,v_proj,o_proj",
+            target_parameters="mlp.experts.gate_up_proj,mlp.experts.down_proj",
+        ),
+        learning_rate=LORA_RATE[size],
+        weight_decay=0.0,
+    )
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights with optimizer states and steps on the CPU: for `full` on fewer GPUs with much host memory."""
+    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+
+
+def long_context(size: str) -> Recipe:
+    """All weights on rows of 32,768 tokens (8x7b takes no more, 8x22b 65,536): for long documents and conversations."""
+    return replace(full(size), variant="long_context", sequence_length=32768, global_batch_size=8)
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), to prefer better answers."""
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=5e-6,
+        schedule=Schedule("cosine", warmup=0.1),
+        packing=False,
+        sequence_length=2048,
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: a new domain or language, before SFT."""
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        learning_rate=2 * FULL_RATE[size],
+        adam_beta2=0.95,
+        global_batch_size=128,
+    )
