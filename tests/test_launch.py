@@ -50,8 +50,12 @@ def start(command):
 
 
 def wait_for_step(process, run, step):
+    wait_until(process, lambda: any(row["step"] >= step for row in read_jsonl(run.metrics)))
+
+
+def wait_until(process, reached):
     deadline = time.monotonic() + 180
-    while not any(row["step"] >= step for row in read_jsonl(run.metrics)):
+    while not reached():
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
         time.sleep(0.05)
 
@@ -87,8 +91,11 @@ def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_che
     assert shared_buffers() <= buffers
     assert run.metrics.exists() and not run.summary.exists()
 
+    newest = step_of(newest_checkpoint(run))
     process = start([*command, "--resume"])
-    wait_for_step(process, run, step_of(newest_checkpoint(run)) + 2)
+    # The killed run's own later steps stand in the file until the launcher has taken them out, before it starts ranks.
+    wait_until(process, lambda: ranks_of(run))
+    wait_for_step(process, run, newest + 2)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 0, output
