@@ -8,7 +8,6 @@
     full          SFT       all weights  ZeRO-3                 -
     lora          SFT       adapters     ZeRO-2 (20b), ZeRO-3   -
     full_offload  SFT       all weights  ZeRO-3; states on CPU  -
-    long_context  SFT       all weights  ZeRO-3                 -
     dpo_lora      DPO       adapters     ZeRO-2 (20b), ZeRO-3   -
     pretrain      raw text  all weights  ZeRO-3                 -
 
@@ -107,7 +106,8 @@ def full(size: str) -> Recipe:
         learning_rate=2e-5 if size == "20b" else 1e-5,
         global_batch_size=64,
         micro_batch_size=1,
-        sequence_length=2048,  # eager attention holds every score: 0.5 GB per copy of one layer's, four times at 4,096
+        # Eager attention holds every score: 0.5 GB per copy of one layer's, 8.6 GB at 8,192; so no long_context here.
+        sequence_length=2048,
         packing=False,  # transformers builds this model's mask without position ids: documents would see each other
         schedule=Schedule("cosine", warmup=0.03),
     )
@@ -133,20 +133,6 @@ def lora(size: str) -> Recipe:
 def full_offload(size: str) -> Recipe:
     """All weights with optimizer states and step on the CPU, ZeRO-3: when `full` does not fit the GPUs."""
     return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
-
-
-def long_context(size: str) -> Recipe:
-    """All weights on conversations of up to 8,192 tokens, ZeRO-3: for long reasoning and documents; needs CUDA.
-
-    Eager attention would hold 8.6 GB per copy of one layer's scores; flex attention holds none.
-    """
-    return replace(
-        full(size),
-        variant="long_context",
-        model=replace(SIZES[size], attention="flex_attention"),
-        sequence_length=8192,
-        global_batch_size=32,
-    )
 
 
 def dpo_lora(size: str) -> Recipe:
