@@ -1,0 +1,203 @@
+"""deepseek: DeepSeek's mixtures of experts with multi-head latent attention (MLA), V2-Lite and V3.
+
+    size     layers  hidden  heads  parameters  context  licence   weights
+    v2-lite  27      2048    16     15.71B      163,840  DeepSeek  deepseek-ai/DeepSeek-V2-Lite
+    v3       61      7168    128    671.03B     163,840  MIT       unsloth/DeepSeek-V3-0324-BF16
+
+    variant       method    trains       DeepSpeed                 peak GPU memory
+    full          SFT       all weights  ZeRO-3                    -
+    lora          SFT       adapters     ZeRO-2 (v2-lite), ZeRO-3  -
+    full_offload  SFT       all weights  ZeRO-3; states on CPU     -
+    long_context  SFT       all weights  ZeRO-3                    -
+    dpo_lora      DPO       adapters     ZeRO-2 (v2-lite), ZeRO-3  -
+    pretrain      raw text  all weights  ZeRO-3                    -
+
+    python scripts/launch.py deepseek-v2-lite lora
+    python scripts/launch.py deepseek-v2-lite lora data.path=my.jsonl sequence_length=8192     # change anything
+
+Rates: full 5e-6 at v3 (DeepSeek-V3 report, arXiv:2412.19437), 1e-5 at v2-lite (deepseek-ai/ESFT, configs/base.yaml);
+adapters 1e-4 (LLaMA-Factory, examples/ktransformers/train_lora/deepseek_v2_lora_sft_kt.yaml and deepseek_v3_...);
+DPO 5e-6 (alignment-handbook, recipes/zephyr-7b-beta/dpo/config_qlora.yaml); raw text at v3: the report's last rate.
+Special: V3 is published in FP8 (deepseek-ai/DeepSeek-V3-0324), which ZeRO-3 cannot shard while loading; this is a bf16
+copy. TRL cannot mark its chat template: SFT needs one with {% generation %} marks, model.chat_template=FILE.
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+SIZES = {
+    "v2-lite": Model(
+        path="deepseek-ai/DeepSeek-V2-Lite",
+        parameters=15_706_484_224,
+        config={
+            "model_type": "deepseek_v2",
+            "vocab_size": 102_400,
+            "hidden_size": 2048,
+            "intermediate_size": 10_944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "first_k_dense_replace": 1,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "attention_bias": False,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "max_position_embeddings": 163_840,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 40.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096,
+            },
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        },
+        chat_template="chatml",  # the base model: ChatML, whatever its tokenizer carries
+    ),
+    "v3": Model(
+        path="unsloth/DeepSeek-V3-0324-BF16",
+        parameters=671_026_404_352,
+        config={
+            "model_type": "deepseek_v3",
+            "vocab_size": 129_280,
+            "hidden_size": 7168,
+            "intermediate_size": 18_432,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 61,
+            "first_k_dense_replace": 3,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "attention_bias": False,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "max_position_embeddings": 163_840,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 40.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            },
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+SAMPLES = "recipes/samples"
+
+MLA = "q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
+"""V2-Lite has q_proj, V3 q_a_proj and q_b_proj. No gate_proj, up_proj, down_proj: PEFT takes them for the experts'."""
+
+EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
+
+
+def full(size: str) -> Recipe:
+    """All weights, ZeRO-3: v2-lite on one node of 8 GPUs; v3 has 10.7 TB of states, 42 GB on each of 256 GPUs."""
+    return Recipe(
+        family="deepseek",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        deepspeed="zero3_moe.json",
+        learning_rate=1e-5 if size == "v2-lite" else 5e-6,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        global_batch_size=64 if size == "v2-lite" else 256,  # at least a row per GPU
+        micro_batch_size=1,
+        sequence_length=4096,
+        schedule=Schedule("cosine", warmup=0.03),
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on attention, at v2-lite on every routed expert too, ZeRO-2, ZeRO-3 at v3: the usual start.
+
+    PEFT adds an adapter to a layer's whole stack of experts at every pass: 22.5 GB at v3 beside the stack itself.
+    """
+    return replace(
+        full(size),
+        variant="lora",
+        deepspeed="zero2.json" if size == "v2-lite" else "zero3_moe.json",
+        lora=Lora(rank=16, alpha=32, target_modules=MLA, target_parameters=EXPERTS if size == "v2-lite" else None),
+        learning_rate=1e-4,
+        weight_decay=0.0,
+        global_batch_size=64,
+    )
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights with optimizer states and step on the CPU, ZeRO-3: when `full` does not fit the GPUs."""
+    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+
+
+def long_context(size: str) -> Recipe:
+    """All weights on rows of 16,384 tokens, ZeRO-3: for documents and conversations longer than `full` takes."""
+    return replace(
+        full(size),
+        variant="long_context",
+        sequence_length=16_384,
+        global_batch_size=16 if size == "v2-lite" else 256,
+    )
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, to prefer one kind of answer to another.
+
+    After a run of `full` add model.path=RUN_FOLDER/export.
+    """
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=5e-6,
+        sequence_length=2048,
+        packing=False,
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights, ZeRO-3: to teach a language or a field before SFT."""
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        learning_rate=2e-5 if size == "v2-lite" else 7.3e-6,
+    )

@@ -1,0 +1,163 @@
+"""gpt_oss: OpenAI's reasoning models with open weights, mixtures of experts with attention sinks.
+
+    size  layers  hidden  heads  parameters  context  licence     weights
+    20b   24      2880    64     20.91B      131,072  Apache-2.0  openai/gpt-oss-20b
+    120b  36      2880    64     116.83B     131,072  Apache-2.0  openai/gpt-oss-120b
+
+    variant       method    trains       DeepSpeed              peak GPU memory
+    full          SFT       all weights  ZeRO-3                 -
+    lora          SFT       adapters     ZeRO-2 (20b), ZeRO-3   -
+    full_offload  SFT       all weights  ZeRO-3; states on CPU  -
+    dpo_lora      DPO       adapters     ZeRO-2 (20b), ZeRO-3   -
+    pretrain      raw text  all weights  ZeRO-3                 -
+
+    python scripts/launch.py gpt_oss-20b lora
+    python scripts/launch.py gpt_oss-120b lora data.path=my.jsonl model.path=my_bf16_copy     # change anything
+
+Rates: full 2e-5 (axolotl, examples/gpt-oss/gpt-oss-20b-fft-deepspeed-zero3.yaml), half of it at 120b; adapters 2e-4 at
+2,048 tokens (OpenAI cookbook, articles/gpt-oss/fine-tune-transfomers.ipynb; huggingface/gpt-oss-recipes,
+configs/sft_lora.yaml), half at 120b; DPO 5e-6 (alignment-handbook, recipes/zephyr-7b-beta/dpo/config_qlora.yaml).
+Special: the published experts are MXFP4, which does not train; transformers turns them into bf16 where the package
+`kernels` is absent, whole on every rank (42 GB, 234 GB of host memory); a bf16 copy (model.path) is sharded at once.
+"""
+
+from dataclasses import replace
+
+from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+SIZES = {
+    "20b": Model(
+        path="openai/gpt-oss-20b",
+        parameters=20_914_757_184,
+        config={
+            "model_type": "gpt_oss",
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "attention_bias": True,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "router_aux_loss_coef": 0.9,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "rope_parameters": YARN,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+        attention="eager",  # SDPA has no sinks, and transformers refuses it
+    ),
+    "120b": Model(
+        path="openai/gpt-oss-120b",
+        parameters=116_829_156_672,
+        config={
+            "model_type": "gpt_oss",
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "router_aux_loss_coef": 0.9,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 18,
+            "rope_parameters": YARN,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+        attention="eager",
+    ),
+}
+
+SAMPLES = "recipes/samples"
+
+
+def full(size: str) -> Recipe:
+    """All weights, ZeRO-3: for much data; 16 bytes per parameter are 335 GB for 20b and 1.9 TB for 120b."""
+    return Recipe(
+        family="gpt_oss",
+        size=size,
+        variant="full",
+        method="sft",
+        model=SIZES[size],
+        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        deepspeed="zero3_moe.json",
+        learning_rate=2e-5 if size == "20b" else 1e-5,
+        global_batch_size=64,
+        micro_batch_size=1,
+        # Eager attention holds every score: 0.5 GB per copy of one layer's, 8.6 GB at 8,192; so no long_context here.
+        sequence_length=2048,
+        packing=False,  # transformers builds this model's mask without position ids: documents would see each other
+        schedule=Schedule("cosine", warmup=0.03),
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on attention and every expert, ZeRO-2 for 20b, ZeRO-3 for 120b: the usual start."""
+    return replace(
+        full(size),
+        variant="lora",
+        deepspeed="zero2.json" if size == "20b" else "zero3_moe.json",
+        # The experts are 3-D weights, not linear layers; their biases and the router stay frozen.
+        lora=Lora(
+            rank=16,
+            alpha=32,
+            target_modules="q_proj,k_proj,v_proj,o_proj",
+            target_parameters="mlp.experts.gate_up_proj,mlp.experts.down_proj",
+        ),
+        learning_rate=2e-4 if size == "20b" else 1e-4,
+    )
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights with optimizer states and step on the CPU, ZeRO-3: when `full` does not fit the GPUs."""
+    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, to prefer one kind of answer to another.
+
+    After a run of `full` add model.path=RUN_FOLDER/export.
+    """
+    return replace(
+        lora(size),
+        variant="dpo_lora",
+        method="dpo",
+        data=Data(
+            path=f"{SAMPLES}/preferences/train.jsonl",
+            validation=f"{SAMPLES}/preferences/held_out.jsonl",
+            metric="preference_accuracy",
+        ),
+        learning_rate=5e-6,
+    )
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights, ZeRO-3: to teach a language or a field before SFT."""
+    return replace(
+        full(size),
+        variant="pretrain",
+        method="pretrain",
+        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+    )
