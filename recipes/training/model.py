@@ -5,8 +5,10 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -31,6 +33,18 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_config(recipe: Recipe) -> PreTrainedConfig:
+    """Return the model's configuration.
+
+    Raises:
+        UserError: the folder or Hub id has none.
+    """
+    try:
+        return AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(_cannot_load("configuration", recipe, error)) from error
 
 
 def load_model(recipe: Recipe) -> PreTrainedModel | PeftModel:

@@ -23,7 +23,7 @@ from recipes.spec.run_folder import (
     read_recipe,
     write_json,
 )
-from recipes.training import data, draft, evaluation, export, model, report, tracking, world
+from recipes.training import data, draft, evaluation, export, model, packing, report, tracking, world
 from recipes.training.arguments import DTYPE_BYTES, training_arguments
 from recipes.training.checkpoints import Checkpoints, StopOnSignal
 from recipes.training.console import Progress, duration, say, shown
@@ -46,9 +46,10 @@ def main(folder: str) -> None:
 def execute(recipe: Recipe, run: RunFolder) -> None:
     """Prepare, train, measure, export."""
     recipe = with_draft(recipe, run)
+    tokenizer = model.load_tokenizer(recipe)
+    packing.check(recipe, tokenizer)
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
     arguments = training_arguments(recipe, run, dist.get_world_size(), world.on_gpu())
-    tokenizer = model.load_tokenizer(recipe)
     material = load_material(recipe, tokenizer, arguments)
     trained = model.load_model(recipe)
     total, trainable = model.parameter_counts(trained)

@@ -1,0 +1,75 @@
+"""Whether a model's code keeps packed documents apart: tried out on a draft, not looked up in a list of names."""
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Draft, Recipe
+from recipes.training.draft import WINDOW, shrink
+from recipes.training.model import load_config
+
+LENGTHS = (WINDOW + 8, 24)
+"""The probe's documents in tokens; the first is longer than a draft's sliding window."""
+LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""A difference of logits that rounding does not explain, as a share of the largest logit. Seen in fp32 on drafts of every
+size in `recipes/`: at most 2e-6 where documents are kept apart, at least 8e-1 where they see each other."""
+
+
+def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse to pack where the model would see through it; a second, before the ranks load anything.
+
+    Raises:
+        UserError: documents would leak into each other, or nobody can tell.
+    """
+    if not recipe.packing or recipe.method == "dpo":  # preference pairs are never packed
+        return
+    config = load_config(recipe).get_text_config()
+    try:
+        apart = keeps_documents_apart(config, tokenizer, recipe.model.attention)
+    except Exception as error:  # whatever a stranger's model raises, nobody knows what packing does to it
+        raise UserError(
+            f"packing=true: cannot try it out on a draft of {config.model_type}: {error}\nAdd packing=false."
+        ) from error
+    if not apart:
+        raise UserError(
+            f"packing=true: {config.model_type} with model.attention={recipe.model.attention} lets the documents of a "
+            "packed row see each other; add packing=false."
+        )
+
+
+def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, attention: str) -> bool:
+    """Return whether documents that share a row, told apart by their position ids alone, get the logits of each alone.
+
+    Args:
+        config: of the real model; a draft of its class is made from it, with every kind of layer that it has.
+        tokenizer: for the size of the vocabulary.
+        attention: the implementation to try, as `from_pretrained(attn_implementation=...)` names it.
+    """
+    flash = attention.startswith("flash")  # half precision on a GPU only
+    dtype = torch.bfloat16 if flash else torch.float32
+    return leak(draft_of(config, tokenizer, attention, dtype)) < LEAK[dtype]
+
+
+def draft_of(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, attention: str, dtype: torch.dtype
+) -> torch.nn.Module:
+    """Return a random draft with room in its weights for differences to show, and without a key/value cache."""
+    small = shrink(config, Draft(layers=4), tokenizer)
+    small.use_cache = False
+    small.initializer_range = 0.2
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(small, attn_implementation=attention, dtype=dtype)
+    return model.to("cuda" if dtype == torch.bfloat16 else "cpu").eval()
+
+
+@torch.no_grad()
+def leak(model: torch.nn.Module) -> float:
+    """Return how far the logits of packed documents are from those of each alone, as a share of the largest."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(5, model.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    device = model.device
+    packed = model(input_ids=torch.cat(documents)[None].to(device), position_ids=positions[None].to(device)).logits[0]
+    alone = torch.cat([model(input_ids=document[None].to(device)).logits[0] for document in documents])
+    return ((packed - alone).abs().max() / alone.abs().max()).item()

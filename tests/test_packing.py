@@ -1,0 +1,63 @@
+"""Packing: whether a family's code keeps documents apart is tried out on a draft, and the run acts on it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from recipes.spec import pages
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Model
+from recipes.training import draft, packing
+from tests.small import small
+
+SIZES = [(family, size) for family in pages.families() for size in pages.page(family).SIZES]
+CROSSING = {"bloom", "gpt_oss", "qwen3_5"}
+"""Families whose code does not tell documents apart by their position ids; the pages of these do not pack."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+
+
+def test_families_are_found():
+    assert len(pages.families()) >= 18 and {family for family, _ in SIZES} > CROSSING
+
+
+@pytest.mark.parametrize(("family", "size"), SIZES)
+def test_packed_documents_have_the_logits_of_each_alone_or_the_page_does_not_pack(tokenizer, family, size):
+    recipe = pages.page(family).full(size)
+    config = AutoConfig.for_model(**recipe.model.config)
+    model = packing.draft_of(config, tokenizer, recipe.model.attention, torch.float32)
+    crossing = packing.leak(model)
+    assert crossing < 1e-5 or crossing > 0.5, "no doubt is left either way"
+    assert (crossing > 0.5) == (family in CROSSING)
+    for variant in pages.variants(pages.page(family)):
+        packs = getattr(pages.page(family), variant)(size).packing
+        assert not (packs and family in CROSSING), variant
+
+
+def test_a_cache_makes_documents_see_each_other_and_the_probe_says_so(tokenizer):
+    config = AutoConfig.for_model(**pages.page("llama3").SIZES["1b"].config)
+    model = packing.draft_of(config, tokenizer, "sdpa", torch.float32)
+    model.config.use_cache = True
+    assert packing.leak(model) > 0.1
+
+
+def test_a_run_that_would_pack_what_leaks_is_refused(tmp_path, tokenizer, conversations):
+    recipe = pages.page("bloom").full("560m")
+    draft.write(recipe, tmp_path, torch.float32)
+    asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="eager"))
+    with pytest.raises(UserError, match=r"packing=true: bloom.*see each other; add packing=false"):
+        packing.check(asked, tokenizer)
+    packing.check(replace(asked, packing=False), tokenizer)
+    packing.check(replace(asked, method="dpo"), tokenizer)
+
+
+def test_a_class_that_cannot_be_tried_out_is_refused_too(tmp_path, tokenizer, conversations):
+    draft.write(pages.page("llama3").full("1b"), tmp_path, torch.float32)
+    asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="nonsense"))
+    with pytest.raises(UserError, match=r"cannot try it out on a draft of llama.*\nAdd packing=false"):
+        packing.check(asked, tokenizer)
