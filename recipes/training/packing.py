@@ -11,8 +11,8 @@ from recipes.training.model import load_config
 LENGTHS = (WINDOW + 8, 24)
 """The probe's documents in tokens; the first is longer than a draft's sliding window."""
 LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""A difference of logits that rounding does not explain, as a share of the largest logit. Seen in fp32 on drafts of every
-size in `recipes/`: at most 2e-6 where documents are kept apart, at least 8e-1 where they see each other."""
+"""A difference of logits that rounding does not explain, as a share of the largest logit. Seen in fp32 on drafts of
+every size in `recipes/`: at most 2e-6 where documents are kept apart, at least 8e-1 where they see each other."""
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
