@@ -32,8 +32,8 @@ def test_packed_documents_have_the_logits_of_each_alone_or_the_page_does_not_pac
     config = AutoConfig.for_model(**recipe.model.config)
     model = packing.draft_of(config, tokenizer, recipe.model.attention, torch.float32)
     crossing = packing.leak(model)
-    assert crossing < 1e-5 or crossing > 0.5, "no doubt is left either way"
-    assert (crossing > 0.5) == (family in CROSSING)
+    assert crossing < 1e-5 or crossing > 0.1, "no doubt is left either way"
+    assert (crossing > 0.1) == (family in CROSSING)
     for variant in pages.variants(pages.page(family)):
         packs = getattr(pages.page(family), variant)(size).packing
         assert not (packs and family in CROSSING), variant

@@ -1,6 +1,7 @@
 """LoRA, QLoRA and DoRA: what is frozen, in which form, and what is trained beside it."""
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -21,6 +22,16 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=dtype,
     )
+
+
+def keep_layout(model: PreTrainedModel) -> None:
+    """Keep 4-bit weights as they were packed: on CPUs with AVX-512 bitsandbytes repacks them in place in the first
+    forward pass of an evaluation, into bytes that DeepSpeed and a checkpoint would take for the old ones, and it asks
+    for widths that are multiples of 32. `test_bitsandbytes_repacks_on_the_cpu` tells when this can go.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def add(model: PreTrainedModel, lora: Lora) -> PeftModel:

@@ -1,5 +1,6 @@
 """A draft: a recipe's model shrunken and randomly initialised, of the same class and with the same kinds of layers."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenize
         values["rope_parameters"] = _rope(values["rope_parameters"], sizes["head_dim"])
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     values["vocab_size"] = len(tokenizer)
+    # Narrower layers need larger weights for outputs of the same size.
+    values["initializer_range"] *= math.sqrt(config.hidden_size / draft.hidden_size)
     return type(config)(**values)
 
 

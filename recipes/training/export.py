@@ -20,6 +20,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import read_json, write_json
 from recipes.training import world
+from recipes.training.adapters import keep_layout
 
 ADAPTER = "adapter_config.json"
 QUANTIZATION = "base_quantization.json"
@@ -93,7 +94,7 @@ def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreT
         folder, adapter = base_of(folder), folder
     if adapter is None:
         return load_whole(folder, dtype)
-    return PeftModel.from_pretrained(load_base(folder, adapter, dtype), adapter)
+    return PeftModel.from_pretrained(load_base(folder, adapter, dtype), adapter, autocast_adapter_dtype=False)
 
 
 def base_of(adapter: Path) -> Path:
@@ -122,9 +123,11 @@ def load_whole(folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None
     if quantization:
         options["quantization_config"] = quantization
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, **options)
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot load the model: {str(error).partition(chr(10))[0]}") from error
+    keep_layout(model)
+    return model
 
 
 def load_merged(folder: Path) -> PreTrainedModel:
@@ -136,7 +139,7 @@ def load_merged(folder: Path) -> PreTrainedModel:
     base = load_base(base_of(folder), folder)
     if getattr(base, "hf_quantizer", None):
         base = base.dequantize()
-    return PeftModel.from_pretrained(base, folder).merge_and_unload()
+    return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).merge_and_unload()
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

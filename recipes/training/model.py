@@ -61,6 +61,7 @@ def load_model(recipe: Recipe) -> PreTrainedModel | PeftModel:
     model.config.use_cache = False
     if recipe.lora is None:
         return model
+    adapters.keep_layout(model)
     if recipe.gradient_checkpointing:
         model.enable_input_require_grads()
     return adapters.add(model, recipe.lora)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from recipes.training import world
+from recipes.training.data import IGNORED
 
 GENERATION_BATCH = 100
 """Prompts per `generate` call; the answers are short, so the key/value cache stays small."""
@@ -97,7 +98,14 @@ def preference_accuracy(
     pairs: Sequence[dict[str, Any]],
     batch_size: int,
 ) -> float:
-    """Return the share of pairs whose chosen answer the model finds likelier than the rejected one."""
+    """Return the share of pairs whose chosen answer the model finds likelier than the rejected one.
+
+    Args:
+        model: as TRL's DPOTrainer has patched it.
+        tokenizer: the model's.
+        pairs: rows with `prompt`, `chosen` and `rejected`.
+        batch_size: pairs per forward pass and rank.
+    """
     right = 0.0
     for batch, count in shares(pairs, batch_size):
         chosen = _log_likelihood(model, tokenizer, batch, "chosen")
@@ -121,10 +129,10 @@ def _log_likelihood(
     for index, (start, tokens) in enumerate(rows):
         inputs[index, : len(tokens)] = torch.as_tensor(tokens)
         counted[index, start : len(tokens)] = True
-    inputs, counted = inputs.to(world.device()), counted.to(world.device())
-    log_probabilities = model(input_ids=inputs).logits[:, :-1].float().log_softmax(-1)
-    chosen = log_probabilities.gather(-1, inputs[:, 1:, None])[..., 0]
-    return (chosen * counted[:, 1:]).sum(-1)
+    inputs, labels = inputs.to(world.device()), inputs.masked_fill(~counted, IGNORED).to(world.device())
+    # The head that TRL's DPOTrainer gave the model: whole logits never exist, and ZeRO-3 sees the same order of modules
+    # as in training. With another order it prefetches the head's weight just when TRL gathers it, which fails.
+    return model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs.sum(-1)
 
 
 def _to_device(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
