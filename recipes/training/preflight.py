@@ -1,17 +1,18 @@
 """What can be known to be wrong before a process is started: standard library only, so it costs milliseconds."""
 
-import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Recipe
+from recipes.training import files, rows
 
 GIB = 2**30
+STREAMED = 1000
+"""How many examples of a streamed file are checked before the launch."""
 
 
 def locate(recipe: Recipe) -> Recipe:
@@ -25,12 +26,18 @@ def locate(recipe: Recipe) -> Recipe:
     """
     data = replace(
         recipe.data,
-        path=_local("data.path", recipe.data.path),
-        validation=recipe.data.validation and _local("data.validation", recipe.data.validation),
+        path=_each_local("data.path", recipe.data.path),
+        validation=recipe.data.validation and _each_local("data.validation", recipe.data.validation),
     )
     model = replace(recipe.model, path=_local("model.path", recipe.model.path))
+    if model.chat_template not in ("auto", "chatml"):
+        model = replace(model, chat_template=_local("model.chat_template", model.chat_template))
     deepspeed = _local("deepspeed", recipe.deepspeed, ROOT / "configs")
     return replace(recipe, data=data, model=model, deepspeed=deepspeed)
+
+
+def _each_local(key: str, paths: str) -> str:
+    return ",".join(_local(key, path) for path in files.names(paths))
 
 
 def _local(key: str, path: str, *folders: Path) -> str:
@@ -51,82 +58,49 @@ def _nearest(path: str, folders: tuple[Path, ...]) -> str:
 
 
 def check_data(recipe: Recipe) -> None:
-    """Read every local data file once and refuse what training could not use.
+    """Read every local text file once and refuse what training could not use; of streamed ones only the start.
+
+    Parquet, Arrow, folders and the Hub are checked by the same rules when the ranks read them.
 
     Raises:
-        UserError: missing, empty, not UTF-8, not JSON at a line, or a line that lacks what the method needs.
+        UserError: options that contradict each other; a file that is missing, empty, not UTF-8 or not JSON at a line,
+            or a row that lacks what the method needs.
     """
+    _check_options(recipe)
     for path in (recipe.data.path, recipe.data.validation):
-        if path and Path(path).is_file():
-            check_file(Path(path), recipe.method)
+        for name in files.names(path or ""):
+            if Path(name).is_file() and Path(name).suffix not in files.COLUMNAR:
+                most = STREAMED if recipe.data.streaming and path == recipe.data.path else None
+                check_file(Path(name), recipe.method, recipe.data.form, most)
 
 
-def check_file(path: Path, method: str) -> int:
-    """Check one JSON Lines file for a method and return how many examples it holds.
+def _check_options(recipe: Recipe) -> None:
+    data = recipe.data
+    files.weights(data)
+    if not data.validation_share < 1:
+        raise UserError(f"data.validation_share={data.validation_share}: must be below 1; 0.05 holds out a twentieth.")
+    if not data.streaming:
+        return
+    if recipe.method == "dpo":
+        raise UserError("data.streaming=true: the method dpo reads its pairs before training; leave it out.")
+    if recipe.max_steps is None:
+        raise UserError("data.streaming=true: a stream has no length, so say when to stop: add max_steps=1000.")
+    if data.validation_share and not data.validation:
+        raise UserError(
+            f"data.validation_share={data.validation_share}: a stream cannot be split; name a file in data.validation."
+        )
+
+
+def check_file(path: Path, method: str, form: str = "auto", most: int | None = None) -> int:
+    """Check a text file's first `most` examples (None: all) for a method and return how many they are.
 
     Raises:
         UserError: names the file, the line, the field and the fix.
     """
-    check = _CHECKS[method]
-    count = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            check(f"{path}:{number}", _parse(f"{path}:{number}", line))
-            count += 1
+    count = sum(1 for _ in islice(rows.converted(files.read(path), method, form), most))
     if not count:
         raise UserError(f"{path}: empty; one JSON object per line is expected.")
     return count
-
-
-def _parse(where: str, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = getattr(error, "msg", "nested too deeply")
-        raise UserError(f"{where}: not JSON ({reason}); one JSON object per line is expected.") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: a {type(row).__name__}, not a JSON object.")
-    return row
-
-
-def _check_text(where: str, row: dict[str, Any]) -> None:
-    if not isinstance(row.get("text"), str):
-        raise UserError(f"{where}: the field 'text' must be a string; this line has {_fields(row)}.")
-
-
-def _check_conversation(where: str, row: dict[str, Any]) -> None:
-    _check_turns(where, row, "messages")
-    if not any(turn["role"] == "assistant" and turn["content"] for turn in row["messages"]):
-        raise UserError(f"{where}: no assistant turn in 'messages', so nothing to learn from; remove the line.")
-
-
-def _check_preference(where: str, row: dict[str, Any]) -> None:
-    for field in ("prompt", "chosen", "rejected"):
-        _check_turns(where, row, field)
-
-
-def _check_turns(where: str, row: dict[str, Any], field: str) -> None:
-    turns = row.get(field)
-    if not isinstance(turns, list) or not turns:
-        raise UserError(f"{where}: the field {field!r} must be a list of turns; this line has {_fields(row)}.")
-    for turn in turns:
-        if not (isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)):
-            raise UserError(f"{where}: every turn in {field!r} needs a 'role' and a 'content', both strings.")
-
-
-def _fields(row: dict[str, Any]) -> str:
-    return ", ".join(repr(key) for key in row) or "no fields"
-
-
-_CHECKS: dict[str, Callable[[str, dict[str, Any]], None]] = {
-    "sft": _check_conversation,
-    "dpo": _check_preference,
-    "pretrain": _check_text,
-}
 
 
 def checkpoint_bytes(total: int, trainable: int, bytes_per_weight: int) -> int:
