@@ -41,7 +41,10 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
         "save_strategy": "steps" if recipe.save_steps else "no",
         "save_steps": recipe.save_steps or 1,
         "save_total_limit": recipe.keep_checkpoints,
-        "dataloader_num_workers": recipe.data.workers,
+        # Of several processes that read one stream, all but one would have nothing to read.
+        "dataloader_num_workers": min(recipe.data.workers, 1) if recipe.data.streaming else recipe.data.workers,
+        # For streams accelerate would read on rank 0 and send the rest, which needs rows of one length.
+        "accelerator_config": {"dispatch_batches": False},
         "dataloader_pin_memory": on_gpu,
         "disable_tqdm": True,  # our own progress bar says more
         "report_to": "none",  # W&B gets the same numbers as metrics.jsonl, from tracking.py

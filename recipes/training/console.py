@@ -1,9 +1,12 @@
 """What a person sees while the model trains: a bar on a terminal, a line per logged step elsewhere."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -13,8 +16,19 @@ from recipes.training import world
 def say(text: str = "") -> None:
     """Print on rank 0, above a progress bar if there is one."""
     if world.is_first():
-        tqdm.write(text, file=sys.stdout)
+        encoding = sys.stdout.encoding or "utf-8"
+        tqdm.write(text.encode(encoding, "replace").decode(encoding), file=sys.stdout)
         sys.stdout.flush()
+
+
+def marked(pieces: Sequence[tuple[str, bool]]) -> str:
+    """Return text with the parts that are learned in colour, or between « and » where there is no colour."""
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    if not console.is_terminal or console.no_color:
+        return "".join(f"«{text}»" if learned else text for text, learned in pieces)
+    with console.capture() as captured:
+        console.print(Text.assemble(*((text, "green" if learned else "dim") for text, learned in pieces)), end="")
+    return captured.get()
 
 
 def duration(seconds: float) -> str:

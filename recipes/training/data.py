@@ -1,66 +1,37 @@
-"""From JSON Lines to rows of tokens with labels: chat templates, loss masks, packing, and a report of what happened."""
+"""From sources to rows of tokens with labels: chat templates, loss masks, packing, streams."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Features, IterableDataset, List, Value
+from jinja2 import TemplateError
+from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
+from recipes.training import sources, templates
+from recipes.training.data_report import Pieces, Report, histogram, pieces
 
 IGNORED = -100
 """The label of a token that the loss leaves out (PyTorch's `ignore_index`)."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a data set became."""
-
-    examples: int
-    """As read."""
-    dropped: int
-    """Longer than the sequence length, so left out."""
-    extra_pieces: int
-    """Pieces beyond one per text, from texts longer than the sequence length."""
-    rows: int
-    """What training sees: packed rows, or examples."""
-    tokens: int
-    """In all rows, without padding."""
-    loss_tokens: int
-    """Those the loss is computed on."""
-
-    def lines(self, name: str, sequence_length: int) -> list[str]:
-        """Return the report as text for a person."""
-        share = 100 * self.loss_tokens / self.tokens
-        filled = 100 * self.tokens / (self.rows * sequence_length)
-        first = f"{name}: {self.examples} examples, {self.tokens:,} tokens, {share:.0f}% of them in the loss; "
-        first += f"{self.rows} rows of at most {sequence_length} tokens, {filled:.0f}% filled"
-        notes = []
-        if self.dropped:
-            notes.append(f"{name}: {self.dropped} dropped, longer than sequence_length={sequence_length}")
-        if self.extra_pieces:
-            cut = f"cut into {self.examples + self.extra_pieces} pieces"
-            notes.append(f"{name}: texts longer than sequence_length={sequence_length} were {cut}")
-        return [first, *notes]
-
-
-def read(path: str) -> Dataset:
-    """Return the rows of a local JSON Lines file or of a Hub data set's `train` split."""
-    if Path(path).is_file():
-        return load_dataset("json", data_files=path, split="train")
-    try:
-        return load_dataset(path, split="train")
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.path={path}: cannot load: {str(error).partition(chr(10))[0]}") from error
+TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+SHUFFLED = 1000
+"""How many examples of a stream are held to draw the next one from."""
 
 
 def prepare(path: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Report]:
+    """Read what `path` names, every row once, and return `tokenized` of it."""
+    return tokenized(sources.mix(sources.read(path, recipe), None, recipe.seed), recipe, tokenizer)
+
+
+def tokenized(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Report]:
     """Return rows with `input_ids`, `labels` and `seq_lengths`, ready for `Collator`.
 
     The first token of every document has no label, so no document is asked to predict the next one's start.
@@ -68,68 +39,115 @@ def prepare(path: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tu
     Raises:
         UserError: the tokenizer cannot mark the assistant's tokens, or nothing is left to train on.
     """
-    raw = read(path)
-    tokenize = _texts if recipe.method == "pretrain" else _conversations
-    rows = tokenize(raw, recipe, tokenizer)
+    rows = _tokens(raw, recipe, tokenizer)
     kept = rows.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
+    lengths = _lengths(rows)
+    dropped = int((lengths > recipe.sequence_length).sum())
     if not len(kept):
-        raise UserError(
-            f"{path}: all {len(raw)} examples are longer than sequence_length={recipe.sequence_length}; raise it."
-        )
+        raise UserError(_nothing_left(recipe, len(raw), dropped))
     packed = pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone)
-    labels = [torch.as_tensor(label) for label in packed["labels"]]
-    report = Report(
+    return packed, Report(
         examples=len(raw),
-        dropped=len(rows) - len(kept),
+        dropped=dropped,
+        unlearnable=len(rows) - len(kept) - dropped,
         extra_pieces=len(rows) - len(raw),
         rows=len(packed),
-        tokens=sum(len(label) for label in labels),
-        loss_tokens=sum(int((label != IGNORED).sum()) for label in labels),
+        tokens=int(_lengths(kept).sum()),
+        loss_tokens=_learned(kept),
+        lengths=histogram(_lengths(kept)),
     )
-    return packed, report
 
 
-def _fits(row: dict[str, Any], longest: int) -> bool:
-    return len(row["input_ids"]) <= longest and any(label != IGNORED for label in row["labels"])
+def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> "Stream":
+    """Return what `tokenized` does for rows that are read while training."""
+    shuffled = raw.shuffle(recipe.seed, buffer_size=SHUFFLED)
+    kept = _tokens(shuffled, recipe, tokenizer).filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
+    return Stream(
+        pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone),
+        _nothing_left(recipe, None, 0),
+    )
 
 
-def _alone(row: dict[str, Any]) -> dict[str, Any]:
-    return {"seq_lengths": [len(row["input_ids"])]}
+class Stream(TorchIterableDataset):
+    """Rows for ever, in another order each time round.
+
+    Every rank reads all of them and accelerate gives it its own batches, so that all ranks get as many. It would give
+    whole files to the ranks if it saw a data set of `datasets`: some would be through theirs before others.
+    """
+
+    def __init__(self, rows: IterableDataset, if_empty: str) -> None:
+        """`if_empty` is what to tell the user where there are no rows."""
+        self.rows = rows
+        self.if_empty = if_empty
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield rows as `tokenized` has them."""
+        found, epoch = True, 0
+        while found:
+            found = False
+            self.rows.set_epoch(epoch)
+            for row in self.rows:
+                found = True
+                yield row
+            epoch += 1
+        raise UserError(self.if_empty)
 
 
-def _conversations(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    template = _marking_template(recipe, tokenizer)
+def examples(rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, most: int = 2) -> list[Pieces]:
+    """Return the first documents of `tokenized` or `stream` as text, parted where the loss begins and ends."""
+    found: list[Pieces] = []
+    for row in islice(rows, most):
+        ends = np.cumsum(row["seq_lengths"])
+        for start, end in zip([0, *ends], ends, strict=False):
+            learned = [label != IGNORED for label in row["labels"][start:end]]
+            found.append(pieces(row["input_ids"][start:end], learned, tokenizer))
+    return found[:most]
+
+
+def pair_examples(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
+    """Return the first preference pair as text: the prompt with either answer, which is what is compared."""
+    pair = pairs[0]
+    prompt = tokenizer.apply_chat_template(pair["prompt"], pair["tools"], add_generation_prompt=True, return_dict=True)
+    found = []
+    for answer in ("chosen", "rejected"):
+        tokens = tokenizer.apply_chat_template(pair["prompt"] + pair[answer], pair["tools"], return_dict=True)
+        learned = [index >= len(prompt["input_ids"]) for index in range(len(tokens["input_ids"]))]
+        found.append([(f"({answer}) ", False), *pieces(tokens["input_ids"], learned, tokenizer)])
+    return found
+
+
+def _tokens(raw: sources.Rows, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Rows:
+    tokenize = _texts(recipe, tokenizer) if recipe.method == "pretrain" else _conversation(recipe, tokenizer)
+    told = {"desc": "tokenizing"} if isinstance(raw, Dataset) else {}
+    batched = recipe.method == "pretrain"
+    return raw.map(tokenize, batched=batched, remove_columns=raw.column_names, features=TOKENS, **told)
+
+
+def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    template = templates.marking(recipe, tokenizer)
+
+    def render(row: dict[str, Any], turns: int | None, **options: Any) -> dict[str, Any]:
+        try:
+            return tokenizer.apply_chat_template(
+                row["messages"][:turns], row["tools"], chat_template=template, return_dict=True, **options
+            )
+        except (TemplateError, TypeError) as error:
+            raise UserError(
+                f"data.path: the model's chat template refuses a conversation: {error}\n"
+                f"It begins: {str(row['messages'])[:200]}"
+            ) from error
 
     def tokenize(row: dict[str, Any]) -> dict[str, Any]:
-        tokens = tokenizer.apply_chat_template(
-            row["messages"], chat_template=template, return_dict=True, return_assistant_tokens_mask=True
-        )
+        tokens = render(row, None, return_assistant_tokens_mask=True)
+        given = len(render(row, row["given"])["input_ids"]) if row["given"] else 1
         marked = zip(tokens["input_ids"], tokens["assistant_masks"], strict=True)
         labels = [token if assistant else IGNORED for token, assistant in marked]
-        return {"input_ids": tokens["input_ids"], "labels": [IGNORED, *labels[1:]]}
+        return {"input_ids": tokens["input_ids"], "labels": [IGNORED] * given + labels[given:]}
 
-    return raw.map(tokenize, remove_columns=raw.column_names, desc="tokenizing")
-
-
-def _marking_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a chat template that marks the assistant's tokens; TRL knows one for the common families."""
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"model.path={recipe.model.path}: its tokenizer has no chat template, so it is a base model; take the "
-            "instruct version, or the variant `pretrain` for raw text."
-        )
-    if has_generation_markers(tokenizer.chat_template):
-        return tokenizer.chat_template
-    try:
-        return get_training_chat_template(tokenizer)
-    except ValueError:
-        raise UserError(
-            f"model.path={recipe.model.path}: its chat template does not mark the assistant's tokens; put "
-            "{% generation %} ... {% endgeneration %} around the assistant's turn in its chat_template.jinja."
-        ) from None
+    return tokenize
 
 
-def _texts(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     length = recipe.sequence_length
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
@@ -142,7 +160,32 @@ def _texts(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> 
                 pieces["labels"].append([IGNORED, *piece[1:]])
         return pieces
 
-    return raw.map(tokenize, batched=True, remove_columns=raw.column_names, desc="tokenizing")
+    return tokenize
+
+
+def _fits(row: dict[str, Any], longest: int) -> bool:
+    return len(row["input_ids"]) <= longest and any(label != IGNORED for label in row["labels"])
+
+
+def _alone(row: dict[str, Any]) -> dict[str, Any]:
+    return {"seq_lengths": [len(row["input_ids"])]}
+
+
+def _lengths(rows: Dataset) -> np.ndarray:
+    columns = (batch["input_ids"] for batch in rows.with_format("arrow").iter(1000))
+    return np.concatenate([pc.list_value_length(column).to_numpy() for column in columns])
+
+
+def _learned(rows: Dataset) -> int:
+    columns = (pc.list_flatten(batch["labels"]) for batch in rows.with_format("arrow").iter(1000))
+    return sum(pc.sum(pc.not_equal(column, IGNORED)).as_py() for column in columns)
+
+
+def _nothing_left(recipe: Recipe, examples: int | None, dropped: int) -> str:
+    every = "every example is" if examples is None else f"all {examples} examples are"
+    if examples is not None and not dropped:
+        return f"data.path: {every} without a token that the loss could be computed on; are the answers empty?"
+    return f"data.path: {every} longer than sequence_length={recipe.sequence_length}; raise it."
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ from transformers import (
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
-from recipes.training import adapters
+from recipes.training import adapters, templates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, with a pad token.
+    """Return the model's tokenizer, with a pad token and the chat template that the recipe asks for.
 
     Raises:
-        UserError: the folder or Hub id has none.
+        UserError: the folder or Hub id has none, or the template cannot be read.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
@@ -32,6 +32,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         raise UserError(_cannot_load("tokenizer", recipe, error)) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    templates.choose(recipe, tokenizer)
     return tokenizer
 
 

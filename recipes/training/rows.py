@@ -11,6 +11,7 @@ convert by the same ones whatever they read.
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 from recipes.spec.errors import UserError
@@ -142,10 +143,11 @@ def _conversation(where: str, row: Row, field: str, turns: list[Turn], given: in
     if row.get("system"):
         turns = [_said("system", _string(where, row, "system")), *turns]
         given += given > 0
-    for number, (before, turn) in enumerate(zip(turns, turns[1:], strict=False), start=2):
+    for number, (before, turn) in enumerate(pairwise(turns), start=2):
         if before["role"] == turn["role"] == "user":
             raise UserError(
-                f"{where}: turns {number - 1} and {number} of {field!r} are both the user's; join them, or add the answer."
+                f"{where}: turns {number - 1} and {number} of {field!r} are both the user's; join them, or add the "
+                "answer between them."
             )
     if not any(turn["role"] == "assistant" for turn in turns[given:]):
         raise UserError(f"{where}: no assistant turn in {field!r}, so nothing to learn from; remove the row.")

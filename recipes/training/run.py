@@ -23,10 +23,22 @@ from recipes.spec.run_folder import (
     read_recipe,
     write_json,
 )
-from recipes.training import data, draft, evaluation, export, model, packing, report, tracking, world
+from recipes.training import (
+    data,
+    draft,
+    evaluation,
+    export,
+    files,
+    model,
+    packing,
+    report,
+    sources,
+    tracking,
+    world,
+)
 from recipes.training.arguments import DTYPE_BYTES, training_arguments
 from recipes.training.checkpoints import Checkpoints, StopOnSignal
-from recipes.training.console import Progress, duration, say, shown
+from recipes.training.console import Progress, duration, marked, say, shown
 from recipes.training.environment import describe
 from recipes.training.preflight import checkpoint_bytes
 from recipes.training.trainer import EngineReady, build, report_grad_norm, resolved_config
@@ -59,7 +71,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     metrics = tracking.Metrics(run, tracker.record)
     stop = StopOnSignal()
     held_out = None
-    if recipe.data.validation:
+    if material.held_out_raw is not None:
         raw, rows = material.held_out_raw, material.held_out_rows
         held_out = evaluation.Evaluation(recipe, run, tokenizer, raw, rows, tracker.record)
 
@@ -105,7 +117,7 @@ def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
 class Material:
     """The data of a run."""
 
-    rows: Dataset
+    rows: Dataset | data.Stream
     """What training sees."""
     held_out_raw: Dataset | None
     """The held-out examples as read."""
@@ -118,21 +130,50 @@ class Material:
 def load_material(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, arguments: Any) -> Material:
     """Read, tokenise and pack; rank 0 first, so that the others find its cache."""
     with arguments.main_process_first(desc="data"):
-        held_out = data.read(recipe.data.validation) if recipe.data.validation else None
+        training, held_out = load_sources(recipe)
+        raw = sources.mix(training, files.weights(recipe.data), recipe.seed)
+        held_out_raw = sources.mix(held_out, None, recipe.seed) if held_out else None
         if recipe.method == "dpo":
-            pairs = data.read(recipe.data.path)
-            text = tokenizer.apply_chat_template(pairs[0]["prompt"], return_dict=True)
-            say(f"training: {len(pairs)} pairs")
-            return Material(pairs, held_out, None, text["input_ids"])
-        rows, counted = data.prepare(recipe.data.path, recipe, tokenizer)
-        say("\n".join(counted.lines("training", recipe.sequence_length)))
-        held_out_rows = None
-        if recipe.data.validation:
+            say(f"training: {len(raw)} pairs")
+            shown = data.pair_examples(raw, tokenizer)
+            rows, held_out_rows = raw, None
+            sample = tokenizer.apply_chat_template(raw[0]["prompt"], return_dict=True)["input_ids"]
+        else:
+            rows = tokenized(raw, recipe, tokenizer, "training")
             # One document per row: then the loss of each counts the same whatever stands beside it.
             alone = replace(recipe, packing=False)
-            held_out_rows, counted = data.prepare(recipe.data.validation, alone, tokenizer)
-            say("\n".join(counted.lines("held out", recipe.sequence_length)))
-        return Material(rows, held_out, held_out_rows, rows[0]["input_ids"][: rows[0]["seq_lengths"][0]])
+            held_out_rows = held_out_raw and tokenized(held_out_raw, alone, tokenizer, "held out")
+            first = next(iter(rows))
+            sample = first["input_ids"][: first["seq_lengths"][0]]
+            shown = data.examples(rows, tokenizer)
+        for pieces in shown:
+            say(f"example: {marked(pieces)}")
+        return Material(rows, held_out_raw, held_out_rows, sample)
+
+
+def load_sources(recipe: Recipe) -> tuple[list[sources.Source], list[sources.Source]]:
+    """Return what to train on and what is held out, and say where it came from."""
+    training = sources.read(recipe.data.path, recipe, recipe.data.streaming)
+    held_out = sources.read(recipe.data.validation, recipe) if recipe.data.validation else []
+    for name, found in (("training", training), ("held out", held_out)):
+        for source in found:
+            say(f"{name}: {source.line()}")
+    if recipe.data.validation_share and not held_out:
+        training, held_out = sources.split(training, recipe.data.validation_share, recipe.seed)
+        say(f"held out: {sum(len(source.rows) for source in held_out)} of them, by data.validation_share")
+    return training, held_out
+
+
+def tokenized(raw: sources.Rows, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
+    """Return the rows that `raw` becomes, and say what they are."""
+    if not isinstance(raw, Dataset):
+        say(f"{name}: tokenised and packed while training, so its size and its lengths are not known")
+        return data.stream(raw, recipe, tokenizer)
+    rows, counted = data.tokenized(raw, recipe, tokenizer)
+    say("\n".join(counted.lines(name, recipe.sequence_length)))
+    if name == "training":
+        say("\n".join(counted.bars()))
+    return rows
 
 
 def finish_early(run: RunFolder, trainer: Trainer, tracker: tracking.Tracker) -> None:

@@ -120,8 +120,9 @@ def _log_likelihood(
     """Return the log-likelihood of each pair's answer given its prompt, [pairs], in nats."""
     rows = []
     for pair in pairs:
-        prompt = tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=True)
-        whole = tokenizer.apply_chat_template(pair["prompt"] + pair[answer], return_dict=True)
+        tools = pair.get("tools")
+        prompt = tokenizer.apply_chat_template(pair["prompt"], tools, add_generation_prompt=True, return_dict=True)
+        whole = tokenizer.apply_chat_template(pair["prompt"] + pair[answer], tools, return_dict=True)
         rows.append((len(prompt["input_ids"]), whole["input_ids"]))
     width = max(len(tokens) for _, tokens in rows)
     inputs = torch.full((len(rows), width), tokenizer.pad_token_id)

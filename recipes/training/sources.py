@@ -53,8 +53,7 @@ class Source:
     def line(self) -> str:
         """Return what was found, for a person."""
         count = f"{len(self.rows)} examples" if isinstance(self.rows, Dataset) else "streamed"
-        name = Path(self.name).name if Path(self.name).exists() else self.name
-        return f"{name}: {count} in the form {self.form}"
+        return f"{'/'.join(Path(self.name).parts[-2:])}: {count} in the form {self.form}"
 
 
 def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
