@@ -125,6 +125,7 @@ def _tokens(raw: sources.Rows, recipe: Recipe, tokenizer: PreTrainedTokenizerBas
 
 def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     template = templates.marking(recipe, tokenizer)
+    with_tools = templates.renders_tools(tokenizer, template)
 
     def render(row: dict[str, Any], turns: int | None, **options: Any) -> dict[str, Any]:
         try:
@@ -138,6 +139,11 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
             ) from error
 
     def tokenize(row: dict[str, Any]) -> dict[str, Any]:
+        if not with_tools and (row["tools"] or any("tool_calls" in turn for turn in row["messages"])):
+            raise UserError(
+                f"model.path={recipe.model.path}: its chat template leaves tool calls out, and the data has some; "
+                "take another model, or model.chat_template=chatml."
+            )
         tokens = render(row, None, return_assistant_tokens_mask=True)
         given = len(render(row, row["given"])["input_ids"]) if row["given"] else 1
         marked = zip(tokens["input_ids"], tokens["assistant_masks"], strict=True)

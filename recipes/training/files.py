@@ -117,4 +117,6 @@ def _table(path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 )
             yield where, row
     except csv.Error as error:
-        raise UserError(f'{path}:{rows.line_num}: not a table ({error}); quote with " and double it inside.') from None
+        raise UserError(
+            f'{path}:{rows.line_num + 1}: not a table ({error}); quote with " and double it inside.'
+        ) from None

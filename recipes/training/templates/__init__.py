@@ -1,10 +1,11 @@
 """Chat templates: which one a run uses, and how it marks the assistant's tokens for the loss."""
 
+import copy
 from pathlib import Path
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers, supports_tool_calling
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
@@ -50,3 +51,10 @@ def marking(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
             "twin of it that does.\nPut {% generation %} ... {% endgeneration %} around the assistant's turn in a copy "
             "of it, and name that file: model.chat_template=FILE."
         ) from None
+
+
+def renders_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether `template` writes out tool calls and their results; some leave them out without a word."""
+    probe = copy.copy(tokenizer)
+    probe.chat_template = template
+    return supports_tool_calling(probe)

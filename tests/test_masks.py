@@ -1,0 +1,181 @@
+"""Loss masks: with every chat template that TRL ships for these families, exactly the assistant's turns are learned."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trl
+from transformers import AutoTokenizer
+
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Model
+from recipes.training import data, templates
+from recipes.training.model import TINY_MODEL, load_tokenizer
+from recipes.training.templates import __main__ as command
+from tests.small import small
+
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+FAMILIES = ("llama3*", "qwen3*", "gemma*", "phi3*", "gptoss", "deepseekv3", "glm4moe")
+SHIPPED = sorted(
+    {file.stem for family in FAMILIES for file in FOLDER.glob(f"{family}.jinja") if not file.stem.endswith("_training")}
+)
+WITHOUT_TWIN = {"gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "llama3_1", "llama3_2"}
+"""TRL 1.16 has no twin of these that marks the assistant's tokens."""
+MARKED = [*(name for name in SHIPPED if name not in WITHOUT_TWIN), "chatml"]
+
+THINKING = "<think>\n\n</think>\n\n"
+"""Qwen's empty think block is in the loss, as in TRL: without it the model would have to think before it answers."""
+AROUND = {
+    "chatml": ("", "<|im_end|><|end|>"),
+    "deepseekv3": ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    "gemma": ("", "<end_of_turn>\n"),
+    "glm4moe": ("\n<think></think>\n", "<|user|>"),
+    "gptoss": ("<|start|>assistant<|channel|>final<|message|>", "<|return|>"),
+    "llama3": ("", "<|eot_id|>"),
+    "phi3": ("", "<|end|>\n"),
+    "qwen3": (THINKING, "<|im_end|>\n"),
+    "qwen3_instruct_2507": ("", "<|im_end|>\n"),
+    "qwen3_vl": ("", "<|im_end|>\n"),
+}
+"""What the templates learn before and after an answer; keys are the starts of their names, the longest counts."""
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [
+    {"role": "user", "content": "Hi?"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "So?"},
+    {"role": "assistant", "content": "No."},
+]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"first": 19}}}
+TOOL_TURNS = [
+    {"role": "user", "content": "Hi?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "Result 23"},
+    {"role": "assistant", "content": "Yes."},
+]
+PARAMETERS = {"type": "object", "properties": {"first": {"type": "integer", "description": "A number."}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}]
+
+
+def tokenizer_with(name):
+    """Return the shipped tokenizer with the template, its control words as single tokens as in its own tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    if name == "chatml":
+        tokenizer.chat_template = templates.CHATML
+        return tokenizer
+    tokenizer.chat_template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    twin = FOLDER / f"{name}_training.jinja"
+    text = twin.read_text(encoding="utf-8") if twin.exists() else tokenizer.chat_template
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(re.findall(r"<[|｜]?[^\s<>{}'\"]+>", text)))})
+    return tokenizer
+
+
+def learned(name, messages, tools=None, given=0):
+    """Return the text of every stretch that is in the loss."""
+    tokenizer = tokenizer_with(name)
+    recipe = small(TINY_MODEL, "unread")
+    row = data._conversation(recipe, tokenizer)({"messages": messages, "tools": tools, "given": given})
+    marked = [label != data.IGNORED for label in row["labels"]]
+    assert all(label in (data.IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+    edges = [index for index in range(1, len(marked)) if marked[index] != marked[index - 1]] + [len(marked)]
+    spans = [slice(start, end) for start, end in zip(edges, edges[1:], strict=False) if marked[start]]
+    return [tokenizer.decode(row["input_ids"][span]) for span in spans]
+
+
+def expected(name, *answers):
+    before, after = AROUND[max((key for key in AROUND if name.startswith(key)), key=len)]
+    spans = [before + answer + after for answer in answers]
+    if name == "gptoss":  # it ends a turn in another word where a further one follows
+        spans[:-1] = [span.replace("<|return|>", "<|end|>") for span in spans[:-1]]
+    if name.startswith("phi3"):  # it ends a conversation in the tokenizer's own end too
+        spans[-1] += "<|end|>"
+    return spans
+
+
+def test_every_template_of_the_families_is_known_here():
+    assert len(SHIPPED) == 22 and len(MARKED) == 16
+    assert {name for name in SHIPPED if not (FOLDER / f"{name}_training.jinja").exists()} == WITHOUT_TWIN
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_exactly_the_assistants_turns_are_learned(name):
+    assert learned(name, TURNS[:2]) == expected(name, "Yes.")
+    assert learned(name, TURNS) == expected(name, "Yes.", "No.")
+    assert learned(name, TURNS, given=3) == expected(name, "No.")
+
+
+WITHOUT_SYSTEM = {"gemma"}
+WITHOUT_TOOLS = {"gemma", "gemma3", "llama3", "phi3", "phi3_5"}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_system_prompt_is_not_learned(name):
+    if name in WITHOUT_SYSTEM:
+        with pytest.raises(UserError, match="refuses a conversation: System role not supported"):
+            learned(name, [SYSTEM, *TURNS])
+    else:
+        assert learned(name, [SYSTEM, *TURNS]) == expected(name, "Yes.", "No.")
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_tool_calls_are_learned_and_their_results_are_not(name):
+    if name in WITHOUT_TOOLS:
+        with pytest.raises(UserError, match="leaves tool calls out"):
+            learned(name, TOOL_TURNS, TOOLS)
+        return
+    call, answer = learned(name, TOOL_TURNS, TOOLS)
+    assert "add" in call and "19" in call and "23" not in call + answer and "Adds." not in call + answer
+    before = "<｜tool▁outputs▁end｜>" if name == "deepseekv3" else None  # it has no header of its own there
+    assert [answer] == ([before + "Yes.<｜end▁of▁sentence｜>"] if before else expected(name, "Yes."))
+
+
+def test_a_base_models_tokenizer_gets_chatml_and_the_export_carries_it(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    recipe = small(tmp_path, "unread")
+    chosen = load_tokenizer(recipe)
+    assert chosen.chat_template == templates.CHATML == templates.marking(recipe, chosen)
+    chosen.save_pretrained(tmp_path / "export")
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == templates.CHATML
+    assert load_tokenizer(replace(recipe, method="pretrain")).chat_template is None
+
+
+def test_the_template_can_be_chosen(tmp_path):
+    own = AutoTokenizer.from_pretrained(TINY_MODEL).chat_template
+    recipe = small(TINY_MODEL, "unread")
+    assert load_tokenizer(recipe).chat_template == own
+    assert load_tokenizer(replace(recipe, model=Model(str(TINY_MODEL), chat_template="chatml"))).chat_template != own
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for turn in messages %}{{ turn.content }}{% endfor %}")
+    mine = replace(recipe, model=Model(str(TINY_MODEL), chat_template=str(file)))
+    assert load_tokenizer(mine).chat_template == file.read_text()
+    file.write_text("{% for turn in messages %}")
+    with pytest.raises(UserError, match=r"mine.jinja: not a chat template in Jinja"):
+        load_tokenizer(mine)
+
+
+def test_chatml_is_what_it_says():
+    tokenizer = tokenizer_with("chatml")
+    text = tokenizer.apply_chat_template([SYSTEM, *TURNS[:2]], tokenize=False)
+    assert text == (
+        "<|bos|><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n"
+        "<|im_start|>assistant\nYes.<|im_end|><|end|>\n"
+    )
+    asked = tokenizer.apply_chat_template(TURNS[:1], tokenize=False, add_generation_prompt=True)
+    assert asked.endswith("Hi?<|im_end|>\n<|im_start|>assistant\n")
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    assert "Yes.<|im_end|>\n" in tokenizer.apply_chat_template(TURNS[:2], tokenize=False)
+
+
+def test_the_command_says_how_a_model_marks_its_turns(capsys, monkeypatch):
+    assert command.main("tiny-3m") == 0
+    assert "marks the assistant's tokens itself" in capsys.readouterr().out
+    monkeypatch.setattr(command.model, "load_tokenizer", lambda recipe: tokenizer_with("qwen3"))
+    assert command.main("tiny-3m") == 0 and "TRL has a twin" in capsys.readouterr().out
+    monkeypatch.undo()
+    away = Model(path="someone/model")
+    monkeypatch.setattr(command.pages.page("tiny"), "SIZES", {"3m": away})
+    assert command.main("tiny-3m") == 2 and "someone/model: cannot load the tokenizer" in capsys.readouterr().err
+    assert command.main("tyni") == 2 and "tiny" in capsys.readouterr().err

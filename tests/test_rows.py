@@ -1,0 +1,238 @@
+"""Every form in which people write examples, and what they are told where one is wrong."""
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Data
+from recipes.training import files, preflight, rows
+from tests.small import small
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def tool(content):
+    return {"role": "tool", "content": content}
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+SHORT = [user("Hi?"), assistant("Yes.")]
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def chat(messages, tools=None, given=0):
+    return {"messages": messages, "tools": tools, "given": given}
+
+
+CHATS = {
+    "messages": ({"messages": SHORT, "id": 7}, chat(SHORT)),
+    "messages with a system prompt": ({"messages": [SYSTEM, *SHORT]}, chat([SYSTEM, *SHORT])),
+    "messages with tools": (
+        {"messages": [user("Add."), assistant(None, tool_calls=[CALL]), tool("3"), assistant("3")], "tools": [TOOL]},
+        chat([user("Add."), assistant("", tool_calls=[CALL]), tool("3"), assistant("3")], [TOOL]),
+    ),
+    "arguments as text": (
+        {
+            "messages": [
+                user("Add."),
+                assistant(None, tool_calls=[{"function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}]),
+            ],
+            "tools": json.dumps([TOOL["function"]]),
+        },
+        chat([user("Add."), assistant("", tool_calls=[CALL])], [TOOL]),
+    ),
+    "what a table fills in": (
+        {"messages": [{**user("Hi?"), "tool_calls": None, "name": None}, assistant("Yes.")], "tools": None},
+        chat(SHORT),
+    ),
+    "content parts": (
+        {"messages": [user([{"type": "text", "text": "H"}, {"type": "text", "text": "i?"}]), assistant("Yes.")]},
+        chat(SHORT),
+    ),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yes."}], "system": "Be brief."},
+        chat([SYSTEM, *SHORT]),
+    ),
+    "sharegpt with tools": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Add."},
+                {"from": "function_call", "value": json.dumps(CALL["function"])},
+                {"from": "observation", "value": "3"},
+                {"from": "gpt", "value": "3"},
+            ],
+            "tools": json.dumps([TOOL]),
+        },
+        chat([user("Add."), assistant("", tool_calls=[CALL]), tool("3"), assistant("3")], [TOOL]),
+    ),
+    "alpaca": ({"instruction": "Hi?", "output": "Yes."}, chat(SHORT)),
+    "alpaca with everything": (
+        {"instruction": "Add.", "input": "1, 2", "output": "3", "system": "Be brief.", "history": [["Hi?", "Yes."]]},
+        chat([SYSTEM, *SHORT, user("Add.\n\n1, 2"), assistant("3")]),
+    ),
+    "prompt and completion": ({"prompt": "Hi?", "completion": "Yes."}, chat(SHORT, given=1)),
+    "prompt and completion as turns": (
+        {"prompt": [*SHORT, user("So?")], "completion": [assistant("No.")]},
+        chat([*SHORT, user("So?"), assistant("No.")], given=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", CHATS)
+def test_every_chat_becomes_messages(form):
+    row, expected = CHATS[form]
+    assert list(rows.converted([("here", row)], "sft")) == [expected]
+
+
+PAIR = {"prompt": [user("Hi?")], "chosen": [assistant("Yes.")], "rejected": [assistant("No.")], "tools": None}
+PAIRS = {
+    "turns": PAIR,
+    "strings": {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."},
+    "whole conversations": {"chosen": SHORT, "rejected": [user("Hi?"), assistant("No.")]},
+    "whole conversations beside a prompt": {
+        "prompt": "Hi?",
+        "chosen": SHORT,
+        "rejected": [user("Hi?"), assistant("No.")],
+    },
+}
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_every_pair_becomes_prompt_chosen_rejected(form):
+    assert list(rows.converted([("here", PAIRS[form])], "dpo")) == [PAIR]
+
+
+def test_the_method_decides_between_fields_that_fit_several_forms():
+    row = {"text": "Hi? Yes.", "prompt": "Hi?", "completion": "Yes.", "messages": SHORT}
+    assert rows.form_of("here", row, "sft") == "messages"
+    assert rows.form_of("here", row, "pretrain") == "text"
+    assert rows.form_of("here", row, "sft", "prompt_completion") == "prompt_completion"
+
+
+def line(**row):
+    return json.dumps(row)
+
+
+MISTAKES = {
+    "empty turn": (line(messages=[user(" "), assistant("b")]), "sft", ":1: turn 1 of 'messages' (user) is empty"),
+    "two users": (line(messages=[user("a"), user("b"), assistant("c")]), "sft", ":1: turns 1 and 2 of 'messages' are"),
+    "role": (line(messages=[{"role": "narrator", "content": "a"}]), "sft", "unknown role 'narrator'; known are system"),
+    "no role": (line(messages=[{"content": "a"}]), "sft", "turn 1 of 'messages' needs a 'role'"),
+    "turn": (line(messages=["a"]), "sft", "turn 1 of 'messages' must be an object"),
+    "image": (line(messages=[user([{"type": "image"}]), assistant("b")]), "sft", "only text can be learned"),
+    "weight": (line(messages=[user("a"), assistant("b", weight=0)]), "sft", "weight 0, which is not supported"),
+    "call": (line(messages=[user("a"), assistant("", tool_calls=[{"name": 1}])]), "sft", "needs a 'name'"),
+    "arguments": (
+        line(messages=[user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]),
+        "sft",
+        "should be JSON",
+    ),
+    "tools": (line(messages=SHORT, tools=[1]), "sft", "'tools' must be a list of function descriptions"),
+    "no answer": (line(conversations=[{"from": "human", "value": "a"}]), "sft", "no assistant turn in 'conversations'"),
+    "alpaca": (line(instruction="a", output=5), "sft", "'output' must be a string; it is of type int"),
+    "empty output": (line(instruction="a", output=""), "sft", "the field 'output' is empty"),
+    "history": (line(instruction="a", output="b", history=["c"]), "sft", "'history' must be a pair"),
+    "second row": (line(instruction="a", output="b") + "\n" + line(prompt="a"), "sft", ":2: the field 'instruction'"),
+    "equal": (line(prompt="a", chosen="b", rejected="b"), "dpo", "'chosen' and 'rejected' are equal"),
+    "no prompt": (line(chosen="a", rejected="b"), "dpo", "the field 'prompt' must be"),
+    "nothing shared": (line(chosen=SHORT, rejected=[user("c"), assistant("d")]), "dpo", "must go on from the prompt"),
+    "unknown fields": (line(question="a", answer="b"), "sft", "('question', 'answer') belong to no known form"),
+    "other method": (line(text="a"), "sft", "form text, for the method pretrain; the method sft reads messages"),
+    "chat for pretraining": (line(messages=SHORT), "pretrain", "the method pretrain reads text (text)"),
+    "text": (line(text=3), "pretrain", "'text' must be a string"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_bad_rows_are_named(mistake, tmp_path):
+    content, method, hint = MISTAKES[mistake]
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content + "\n", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        preflight.check_file(path, method)
+    assert hint in str(caught.value) and str(path) in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+FILES = {
+    "no column": ("a.csv", b"question,answer\n1,2\n", "'question', 'answer'"),
+    "cells": (
+        "a.csv",
+        b'instruction,output\n"a, b",c\nd, e, f\n',
+        ":3: not as many cells as the header has columns (2)",
+    ),
+    "quotes": ("a.csv", b'instruction,output\n"a" b,c\n', ":2: not a table"),
+    "csv encoding": ("a.csv", b"instruction,output\na,b\n\xff,c\n", ":3: not UTF-8"),
+    "csv empty": ("a.csv", b"", "empty"),
+    "csv header only": ("a.csv", b"instruction,output\n", "empty"),
+    "array": ("a.json", b'[{"text": "a"},\n{"text": }]', ":2: not JSON"),
+    "array of arrays": ("a.json", b"[[1]]", "row 1: a list, not a JSON object"),
+    "array empty": ("a.json", b"[]", "empty"),
+    "object": ("a.json", b'{"data": [\n{"text": "a"}]}', ":1: not JSON"),
+}
+
+
+@pytest.mark.parametrize("mistake", FILES)
+def test_bad_files_are_named(mistake, tmp_path):
+    name, content, hint = FILES[mistake]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        preflight.check_file(tmp_path / name, "sft")
+    assert hint in str(caught.value) and name in str(caught.value)
+
+
+def test_text_files_keep_what_tables_and_loaders_change(tmp_path):
+    path = tmp_path / "table.csv"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows([["prompt", "completion"], ["a\nb", "042"], ["c", "2024-01-01"], ["d", "NA"]])
+    assert [row["completion"] for _, row in files.read(path)] == ["042", "2024-01-01", "NA"]
+    assert [where for where, _ in files.read(path)] == [f"{path}:3", f"{path}:4", f"{path}:5"]
+    path = tmp_path / "array.json"
+    path.write_text('\ufeff [{"text": "2024-01-01"}]', encoding="utf-8")
+    assert list(files.read(path)) == [(f"{path}: row 1", {"text": "2024-01-01"})]
+
+
+OPTIONS = {
+    "weights": (Data("a.jsonl,b.jsonl", weights="1,2,3"), {}, "names 2 sources, so 2 numbers above 0"),
+    "weights of words": (Data("a.jsonl,b.jsonl", weights="much,little"), {}, "data.weights=much,little"),
+    "weight of zero": (Data("a.jsonl,b.jsonl", weights="1,0"), {}, "above 0"),
+    "share": (Data("a.jsonl", validation_share=1.0), {}, "must be below 1"),
+    "stream without an end": (Data("a.jsonl", streaming=True), {"max_steps": None}, "add max_steps=1000"),
+    "stream split": (Data("a.jsonl", streaming=True, validation_share=0.1), {}, "a stream cannot be split"),
+    "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "the method dpo reads its pairs"),
+    "form": (Data("a.jsonl", form="text"), {}, "data.form=text: serves the method pretrain"),
+}
+
+
+@pytest.mark.parametrize("mistake", OPTIONS)
+def test_options_that_contradict_each_other_are_named(mistake, tmp_path, monkeypatch):
+    data, changes, hint = OPTIONS[mistake]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text(line(messages=SHORT))
+    (tmp_path / "b.jsonl").write_text(line(messages=SHORT))
+    with pytest.raises(UserError) as caught:
+        preflight.check_data(replace(small(tmp_path, tmp_path), data=data, **changes))
+    assert hint in str(caught.value)
+
+
+def test_several_paths_are_located_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text(line(messages=SHORT))
+    (tmp_path / "template.jinja").write_text("")
+    recipe = small(tmp_path, "a.jsonl, someone/data")
+    recipe = replace(recipe, model=replace(recipe.model, chat_template="template.jinja"))
+    found = preflight.locate(recipe)
+    assert found.data.path == f"{tmp_path / 'a.jsonl'},someone/data"
+    assert found.model.chat_template == str(tmp_path / "template.jinja")
+    with pytest.raises(UserError, match=r"data.path=b.jsonl: no such file"):
+        preflight.locate(small(tmp_path, "a.jsonl,b.jsonl"))

@@ -1,0 +1,244 @@
+"""Real files of every kind, the Hub as it fails, mixing by weight, and splitting without overlap."""
+
+import json
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetNotFoundError
+
+from recipes.spec.errors import UserError
+from recipes.training import sources
+from tests.conftest import conversation
+from tests.small import small
+
+CHATS = [conversation(f"Question {n}?", f"2024-01-{n:02}") for n in range(1, 6)]
+TEXTS = [{"prompt": f"Question {n}?", "completion": f"2024-01-{n:02}"} for n in range(1, 6)]
+
+
+def lines(found):
+    return "".join(json.dumps(row) + "\n" for row in found)
+
+
+def write_jsonl(folder):
+    (folder / "a.jsonl").write_text(lines(CHATS))
+    return folder / "a.jsonl"
+
+
+def write_json_lines_named_json(folder):
+    (folder / "a.json").write_text(lines(CHATS))
+    return folder / "a.json"
+
+
+def write_array(folder):
+    (folder / "a.json").write_text(json.dumps(CHATS, indent=1))
+    return folder / "a.json"
+
+
+def write_parquet(folder):
+    Dataset.from_list(CHATS).to_parquet(folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def write_arrow_stream(folder):
+    with pa.ipc.new_stream(folder / "a.arrow", pa.Table.from_pylist(CHATS).schema) as file:
+        file.write_table(pa.Table.from_pylist(CHATS))
+    return folder / "a.arrow"
+
+
+def write_csv(folder):
+    Dataset.from_list(TEXTS).to_csv(folder / "a.csv")
+    return folder / "a.csv"
+
+
+def write_folder(folder):
+    (folder / "some").mkdir()
+    (folder / "some" / "a.jsonl").write_text(lines(CHATS[:2]))
+    Dataset.from_list(CHATS[2:]).to_parquet(folder / "some" / "b.parquet")
+    (folder / "some" / "README.md").write_text("Not data.")
+    return folder / "some"
+
+
+def write_clone(folder):
+    (folder / "clone" / "data").mkdir(parents=True)
+    (folder / "clone" / "data" / "train-00000.jsonl").write_text(lines(CHATS))
+    (folder / "clone" / "data" / "test-00000.jsonl").write_text(lines(CHATS[:1]))
+    return folder / "clone"
+
+
+def write_saved(folder):
+    Dataset.from_list(CHATS).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def write_saved_splits(folder):
+    DatasetDict(train=Dataset.from_list(CHATS), test=Dataset.from_list(CHATS[:1])).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+WRITERS = {name.removeprefix("write_"): value for name, value in list(globals().items()) if name.startswith("write_")}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_every_kind_of_source_gives_the_same_rows(kind, streaming, tmp_path):
+    path = WRITERS[kind](tmp_path)
+    [source] = sources.read(str(path), small(tmp_path, path), streaming)
+    assert [row["messages"] for row in source.rows] == [row["messages"] for row in CHATS]
+    assert source.form == ("prompt_completion" if kind == "csv" else "messages")
+    assert ("streamed" if streaming else "5 examples") in source.line() and source.form in source.line()
+
+
+def test_tool_calls_keep_their_own_arguments(tmp_path):
+    """Arrow's structs would give every call the arguments of all the others, as nulls."""
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": ["x", 2]}}]
+    turns = [{"role": "user", "content": "Go."}] + [{"role": "assistant", "tool_calls": [call]} for call in calls]
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines([{"messages": turns}, *CHATS]))
+    [source] = sources.read(str(path), small(tmp_path, path))
+    found = [turn["tool_calls"][0]["function"] for turn in source.rows[0]["messages"][1:]]
+    assert found == calls
+
+
+def test_datasets_makes_dates_of_strings(tmp_path):
+    """`files.py` can give JSON back to datasets' own loader when this fails."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines(TEXTS))
+    assert load_dataset("json", data_files=str(path), split="train").features["completion"].dtype != "string"
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    path = write_jsonl(tmp_path)
+    assert len(sources.read(str(path), small(tmp_path, path))[0].rows) == 5
+    path.write_text(lines(CHATS[:3]))
+    assert len(sources.read(str(path), small(tmp_path, path))[0].rows) == 3
+
+
+def corrupt(folder):
+    path = write_parquet(folder)
+    path.write_bytes(path.read_bytes()[:-20])
+    return path
+
+
+def wrong_type(folder):
+    Dataset.from_list([{"prompt": "a", "completion": "b"}]).to_parquet(folder / "a.parquet")
+    Dataset.from_list([{"prompt": "a", "completion": 5}]).to_parquet(folder / "b.parquet")
+    return folder / "b.parquet"
+
+
+def bad_row(folder):
+    Dataset.from_list([*CHATS, {"messages": CHATS[0]["messages"][:1]}]).to_parquet(folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def no_rows(folder):
+    Dataset.from_list(CHATS).select([]).to_parquet(folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def no_files(folder):
+    (folder / "void").mkdir()
+    return folder / "void"
+
+
+def no_such_split(folder):
+    path = write_clone(folder)
+    (path / "data" / "train-00000.jsonl").unlink()
+    return path
+
+
+def no_saved_split(folder):
+    DatasetDict(test=Dataset.from_list(CHATS)).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+BAD = {
+    corrupt: "a.parquet: cannot be read as parquet",
+    wrong_type: "b.parquet: row 1: the field 'completion' must be a string or a list of turns; it is of type int",
+    bad_row: "a.parquet: row 6: no assistant turn in 'messages'",
+    no_rows: "a.parquet: empty",
+    no_files: "void: no file of the split 'train'",
+    no_such_split: "no file of the split 'train' in this folder",
+    no_saved_split: "has the splits test",
+}
+
+
+@pytest.mark.parametrize("write", BAD, ids=lambda write: write.__name__)
+def test_what_cannot_be_read_is_named(write, tmp_path):
+    path = write(tmp_path)
+    with pytest.raises(UserError) as caught:
+        sources.read(str(path), small(tmp_path, path))
+    assert BAD[write] in str(caught.value) and len(str(caught.value).splitlines()) <= 3
+
+
+def test_the_hub_without_a_network_says_what_to_do(tmp_path):
+    with pytest.raises(UserError, match="Without a network: copy the data set here"):
+        sources.read("someone/data", small(tmp_path, "someone/data"))
+
+
+def test_a_gated_data_set_asks_for_a_token(tmp_path, monkeypatch):
+    def gated(*_, **__):
+        raise DatasetNotFoundError("Dataset 'someone/data' is a gated dataset on the Hub.")
+
+    monkeypatch.setattr(sources, "load_dataset", gated)
+    with pytest.raises(UserError, match="HF_TOKEN"):
+        sources.read("someone/data", small(tmp_path, "someone/data"))
+
+
+def two(tmp_path, first, second):
+    """Return two sources whose questions start with their names, and `first` and `second` rows."""
+    for name, count in (("a", first), ("b", second)):
+        (tmp_path / f"{name}.jsonl").write_text(lines([conversation(f"{name}{n}?", "Yes.") for n in range(count)]))
+    path = f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}"
+    return small(tmp_path, path), path
+
+
+def questions(found):
+    return [row["messages"][0]["content"] for row in found]
+
+
+def test_without_weights_every_row_of_every_source_comes_once(tmp_path):
+    recipe, path = two(tmp_path, 30, 10)
+    mixed = questions(sources.mix(sources.read(path, recipe), None, 1))
+    assert len(mixed) == 40 and len(set(mixed)) == 40
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_weights_are_the_shares_of_the_mixture(tmp_path, streaming):
+    recipe, path = two(tmp_path, 300, 300)
+    found = sources.read(path, recipe, streaming)
+    mixed = questions(sources.mix(found, [0.75, 0.25], 1))
+    share = sum(question.startswith("a") for question in mixed) / len(mixed)
+    assert share == pytest.approx(0.75, abs=0.04)
+    assert len(set(mixed)) == 600, "every row is read at least once"
+    assert mixed == questions(sources.mix(found, [0.75, 0.25], 1))
+    assert mixed != questions(sources.mix(found, [0.75, 0.25], 2))
+
+
+def test_a_share_is_held_out_and_nothing_stands_on_both_sides(tmp_path):
+    recipe, path = two(tmp_path, 200, 100)
+    (tmp_path / "b.jsonl").write_text(lines([conversation(f"a{n}?", "Yes.") for n in range(100)]))
+    found = sources.read(path, recipe)
+    training, held_out = sources.split(found, 0.1, 1)
+    left, right = (questions(sources.mix(side, None, 1)) for side in (training, held_out))
+    assert len(left) + len(right) == 300 and len(right) == pytest.approx(30, abs=1)
+    assert not set(left) & set(right), "b repeats rows of a; both of a pair stand on one side"
+    assert questions(sources.mix(sources.split(found, 0.1, 1)[1], None, 1)) == right
+    assert set(questions(sources.mix(sources.split(found, 0.1, 2)[1], None, 1))) != set(right)
+
+
+def test_a_share_leaves_something_to_train_on(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines([CHATS[0]] * 5))
+    with pytest.raises(UserError, match="leaves nothing of"):
+        sources.split(sources.read(str(path), small(tmp_path, path)), 0.2, 1)
+
+
+def test_the_form_can_be_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines([{"messages": CHATS[0]["messages"], **TEXTS[1]}]))
+    recipe = small(tmp_path, path)
+    named = replace(recipe, data=replace(recipe.data, form="prompt_completion"))
+    assert sources.read(str(path), recipe)[0].rows[0]["messages"] == CHATS[0]["messages"]
+    assert sources.read(str(path), named)[0].rows[0]["messages"] == CHATS[1]["messages"]
