@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from recipes.spec.errors import UserError
 from recipes.training import data
+from recipes.training.console import marked
 from recipes.training.data import IGNORED, Collator
 from recipes.training.model import load_model
 from tests.conftest import conversation
@@ -59,6 +60,40 @@ def test_raw_text_is_learned_whole_and_cut_where_it_is_too_long(tmp_path, model_
     assert joined == expected
     assert report.extra_pieces == len(rows) - 2 > 0
     assert any("cut into" in line for line in report.lines("training", 40))
+
+
+def test_the_report_counts_lengths_and_shows_what_is_learned(tmp_path, model_folder, tokenizer, monkeypatch):
+    chats = [conversation("Hi?", "Yes. " * n + "No.") for n in (0, 0, 1, 20)]
+    path = write(tmp_path / "chat.jsonl", chats)
+    recipe = small(model_folder, path, packing=True)
+    rows, report = data.prepare(path, recipe, tokenizer)
+    lengths = [length for row in rows for length in row["seq_lengths"]]
+    assert sum(count for *_, count in report.lengths) == len(lengths) == 4
+    assert all(sum(low <= n <= high for n in lengths) == count for low, high, count in report.lengths)
+    assert report.lengths[0][0] == 1 and report.lengths[-1][1] >= max(lengths) and len(report.bars()) == 6
+    assert report.tokens == sum(lengths) and f"{100 * sum(lengths) / 128:.0f}% filled" in report.lines("a", 128)[0]
+    first, second = (marked(pieces) for pieces in data.examples(rows, tokenizer))
+    assert first == "<|bos|><|user|>Hi?<|end|><|assistant|>«" + "Yes. " * 20 + "No.<|end|>»" and "«" in second
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = marked([("Hi", False), ("Yes", True)])
+    assert "\x1b[32mYes" in coloured and "«" not in coloured
+
+
+def test_what_has_nothing_to_learn_is_dropped_and_counted(tmp_path, model_folder):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = (
+        "{% for turn in messages %}{% if turn.content == 'Yes.' %}{% generation %}{{ turn.content + eos_token }}"
+        "{% endgeneration %}{% else %}{{ turn.content }}{% endif %}{% endfor %}"
+    )
+    path = write(tmp_path / "chat.jsonl", [conversation("Hi", "Yes."), conversation("Hi", "No.")])
+    rows, report = data.prepare(path, small(model_folder, path), tokenizer)
+    assert (len(rows), report.dropped, report.unlearnable) == (1, 0, 1)
+    assert "1 dropped, without a token in the loss" in "\n".join(report.lines("training", 128))
+    path = write(tmp_path / "void.jsonl", [conversation("Hi", "No.")])
+    with pytest.raises(UserError, match="without a token that the loss could be computed on"):
+        data.prepare(path, small(model_folder, path), tokenizer)
 
 
 def test_what_is_too_long_is_dropped_and_counted(tmp_path, model_folder, tokenizer):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def learned(name, messages, tools=None, given=0):
     marked = [label != data.IGNORED for label in row["labels"]]
     assert all(label in (data.IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
     edges = [index for index in range(1, len(marked)) if marked[index] != marked[index - 1]] + [len(marked)]
-    spans = [slice(start, end) for start, end in zip(edges, edges[1:], strict=False) if marked[start]]
+    spans = [slice(start, end) for start, end in pairwise(edges) if marked[start]]
     return [tokenizer.decode(row["input_ids"][span]) for span in spans]
 
 

@@ -169,7 +169,7 @@ FILES = {
     "cells": (
         "a.csv",
         b'instruction,output\n"a, b",c\nd, e, f\n',
-        ":3: not as many cells as the header has columns (2)",
+        ":3: not as many cells as the header has columns",
     ),
     "quotes": ("a.csv", b'instruction,output\n"a" b,c\n', ":2: not a table"),
     "csv encoding": ("a.csv", b"instruction,output\na,b\n\xff,c\n", ":3: not UTF-8"),

@@ -167,7 +167,7 @@ def load_sources(recipe: Recipe) -> tuple[list[sources.Source], list[sources.Sou
 def tokenized(raw: sources.Rows, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
     """Return the rows that `raw` becomes, and say what they are."""
     if not isinstance(raw, Dataset):
-        say(f"{name}: tokenised and packed while training, so its size and its lengths are not known")
+        say(f"{name}: tokenised while training, so its size and its lengths are not known")
         return data.stream(raw, recipe, tokenizer)
     rows, counted = data.tokenized(raw, recipe, tokenizer)
     say("\n".join(counted.lines(name, recipe.sequence_length)))
