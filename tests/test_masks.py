@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Model
 from recipes.training import data, templates
-from recipes.training.model import TINY_MODEL, load_tokenizer
+from recipes.training.draft import TINY_MODEL
+from recipes.training.model import load_tokenizer
 from recipes.training.templates import __main__ as command
 from tests.small import small
 
@@ -22,8 +23,8 @@ SHIPPED = sorted(
     {file.stem for family in FAMILIES for file in FOLDER.glob(f"{family}.jinja") if not file.stem.endswith("_training")}
 )
 WITHOUT_TWIN = {"gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "llama3_1", "llama3_2"}
-"""TRL 1.16 has no twin of these that marks the assistant's tokens."""
-MARKED = [*(name for name in SHIPPED if name not in WITHOUT_TWIN), "chatml"]
+"""TRL 1.16 has no twin of these that marks the assistant's tokens; they are rendered turn by turn."""
+MARKED = [*SHIPPED, "chatml"]
 
 THINKING = "<think>\n\n</think>\n\n"
 """Qwen's empty think block is in the loss, as in TRL: without it the model would have to think before it answers."""
@@ -31,6 +32,7 @@ AROUND = {
     "chatml": ("", "<|im_end|><|end|>"),
     "deepseekv3": ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     "gemma": ("", "<end_of_turn>\n"),
+    "gemma4": ("", "<turn|>\n"),
     "glm4moe": ("\n<think></think>\n", "<|user|>"),
     "gptoss": ("<|start|>assistant<|channel|>final<|message|>", "<|return|>"),
     "llama3": ("", "<|eot_id|>"),
@@ -95,7 +97,7 @@ def expected(name, *answers):
 
 
 def test_every_template_of_the_families_is_known_here():
-    assert len(SHIPPED) == 22 and len(MARKED) == 16
+    assert len(SHIPPED) == 22 and len(MARKED) == 23
     assert {name for name in SHIPPED if not (FOLDER / f"{name}_training.jinja").exists()} == WITHOUT_TWIN
 
 
@@ -113,7 +115,7 @@ WITHOUT_TOOLS = {"gemma", "gemma3", "llama3", "phi3", "phi3_5"}
 @pytest.mark.parametrize("name", MARKED)
 def test_a_system_prompt_is_not_learned(name):
     if name in WITHOUT_SYSTEM:
-        with pytest.raises(UserError, match="refuses a conversation: System role not supported"):
+        with pytest.raises(UserError, match="System role not supported"):
             learned(name, [SYSTEM, *TURNS])
     else:
         assert learned(name, [SYSTEM, *TURNS]) == expected(name, "Yes.", "No.")
@@ -131,13 +133,33 @@ def test_tool_calls_are_learned_and_their_results_are_not(name):
     assert [answer] == ([before + "Yes.<｜end▁of▁sentence｜>"] if before else expected(name, "Yes."))
 
 
+@pytest.mark.parametrize("name", ["chatml", "gemma", "gemma3", "llama3", "qwen3_instruct_2507"])
+def test_rendering_turn_by_turn_gives_the_marks_that_the_template_has(name):
+    tokenizer = tokenizer_with(name)
+    for messages in (TURNS[:2], TURNS, TURNS[:3]):
+        by_template = templates._by_template(tokenizer, templates.marked(tokenizer), messages, None)
+        ids, assistant = templates._by_rendering(tokenizer, messages, None)
+        assert ids == by_template[0]
+        differ = {tokenizer.decode(ids[i]) for i, said in enumerate(assistant) if said != by_template[1][i]}
+        assert differ <= {"\n"}, "ChatML here does not learn the line break after a turn's end"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.chat_template = (
+        "{% for turn in messages %}{{ turn.role if loop.last else '' }}{{ turn.content + eos_token }}{% endfor %}"
+    )
+    with pytest.raises(UserError, match=r"differently once another follows.*\n.*generation"):
+        templates.marker(small(TINY_MODEL, "unread"), tokenizer)
+
+
 def test_a_base_models_tokenizer_gets_chatml_and_the_export_carries_it(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     recipe = small(tmp_path, "unread")
     chosen = load_tokenizer(recipe)
-    assert chosen.chat_template == templates.CHATML == templates.marking(recipe, chosen)
+    assert chosen.chat_template == templates.CHATML == templates.marker(recipe, chosen)[0]
     chosen.save_pretrained(tmp_path / "export")
     assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == templates.CHATML
     assert load_tokenizer(replace(recipe, method="pretrain")).chat_template is None
@@ -174,7 +196,7 @@ def test_the_command_says_how_a_model_marks_its_turns(capsys, monkeypatch):
     assert command.main("tiny-3m") == 0
     assert "marks the assistant's tokens itself" in capsys.readouterr().out
     monkeypatch.setattr(command.model, "load_tokenizer", lambda recipe: tokenizer_with("qwen3"))
-    assert command.main("tiny-3m") == 0 and "TRL has a twin" in capsys.readouterr().out
+    assert command.main("tiny-3m") == 0 and "is known to TRL" in capsys.readouterr().out
     monkeypatch.undo()
     away = Model(path="someone/model")
     monkeypatch.setattr(command.pages.page("tiny"), "SIZES", {"3m": away})

@@ -12,7 +12,7 @@ from recipes.spec.recipe import Data
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_recipe
 from recipes.training import data, sources
 from recipes.training import run as training_run
-from recipes.training.model import TINY_MODEL
+from recipes.training.draft import TINY_MODEL
 from tests.conftest import conversation
 from tests.ranks import read_logs
 from tests.small import small

@@ -124,31 +124,31 @@ def _tokens(raw: sources.Rows, recipe: Recipe, tokenizer: PreTrainedTokenizerBas
 
 
 def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
-    template = templates.marking(recipe, tokenizer)
+    template, mark = templates.marker(recipe, tokenizer)
     with_tools = templates.renders_tools(tokenizer, template)
 
-    def render(row: dict[str, Any], turns: int | None, **options: Any) -> dict[str, Any]:
-        try:
-            return tokenizer.apply_chat_template(
-                row["messages"][:turns], row["tools"], chat_template=template, return_dict=True, **options
-            )
-        except (TemplateError, TypeError) as error:
-            raise UserError(
-                f"data.path: the model's chat template refuses a conversation: {error}\n"
-                f"It begins: {str(row['messages'])[:200]}"
-            ) from error
-
     def tokenize(row: dict[str, Any]) -> dict[str, Any]:
-        if not with_tools and (row["tools"] or any("tool_calls" in turn for turn in row["messages"])):
+        turns, tools, given = row["messages"], row["tools"], row["given"]
+        if not with_tools and (tools or any("tool_calls" in turn for turn in turns)):
             raise UserError(
                 f"model.path={recipe.model.path}: its chat template leaves tool calls out, and the data has some; "
                 "take another model, or model.chat_template=chatml."
             )
-        tokens = render(row, None, return_assistant_tokens_mask=True)
-        given = len(render(row, row["given"])["input_ids"]) if row["given"] else 1
-        marked = zip(tokens["input_ids"], tokens["assistant_masks"], strict=True)
-        labels = [token if assistant else IGNORED for token, assistant in marked]
-        return {"input_ids": tokens["input_ids"], "labels": [IGNORED] * given + labels[given:]}
+        try:
+            tokens, assistant = mark(turns, tools)
+            before = (
+                tokenizer.apply_chat_template(turns[:given], tools, chat_template=template, return_dict=False)
+                if given
+                else [0]
+            )
+        except (TemplateError, TypeError, UserError) as error:
+            raise UserError(
+                f"data.path: the model's chat template cannot be trained on a conversation: {error}.\n"
+                f"It begins: {str(turns)[:200]}"
+            ) from error
+        pairs = zip(tokens, assistant, strict=True)
+        labels = [token if said and at >= len(before) else IGNORED for at, (token, said) in enumerate(pairs)]
+        return {"input_ids": tokens, "labels": labels}
 
     return tokenize
 

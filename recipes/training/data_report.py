@@ -64,10 +64,12 @@ Pieces = list[tuple[str, bool]]
 
 
 def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """Return (shortest, longest, how many), for equal steps of length up to the longest."""
-    step = -(-int(lengths.max()) // BARS)
-    counts = np.bincount((lengths - 1) // step, minlength=BARS)
-    return tuple((index * step + 1, (index + 1) * step, int(count)) for index, count in enumerate(counts))
+    """Return (shortest, longest, how many), for equal steps of length from the shortest to the longest."""
+    least = int(lengths.min())
+    step = -(-(int(lengths.max()) - least + 1) // BARS)
+    counts = np.bincount((lengths - least) // step, minlength=BARS)
+    starts = range(least, least + step * BARS, step)
+    return tuple((start, start + step - 1, int(count)) for start, count in zip(starts, counts, strict=True))
 
 
 def pieces(tokens: Sequence[int], learned: Sequence[bool], tokenizer: PreTrainedTokenizerBase) -> Pieces:

@@ -1,7 +1,11 @@
 """Chat templates: which one a run uses, and how it marks the assistant's tokens for the loss."""
 
 import copy
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +13,12 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
+
+Turns = list[dict[str, Any]]
+Marked = tuple[list[int], list[bool]]
+"""Tokens, and which of them the assistant says."""
+Mark = Callable[[Turns, Any], Marked]
+"""From a conversation's turns and tools."""
 
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 """The project's own, for base models."""
@@ -31,26 +41,74 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
             raise UserError(f"model.chat_template={asked}: not a chat template in Jinja: {error}") from error
 
 
-def marking(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a template that marks the assistant's tokens: the tokenizer's, or TRL's twin of it.
+def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mark]:
+    """Return the template that a run trains with, and the function that marks the assistant's tokens in it.
 
-    Both put a thinking model's empty think block into the loss, since the model has to write it before its answer.
+    The marks come from the template itself, from TRL's twin of it, or, where TRL knows none, from rendering it turn by
+    turn. All put a thinking model's empty think block into the loss, since the model has to write it before its answer.
 
     Raises:
-        UserError: the tokenizer's template does not, and TRL does not know it.
+        UserError: the tokenizer has no template, or none of the three tells where the assistant's turns end.
     """
     if tokenizer.chat_template is None:
         raise UserError(f"model.path={recipe.model.path}: no chat template; add model.chat_template=chatml.")
+    template = marked(tokenizer)
+    if template is not None:
+        return template, partial(_by_template, tokenizer, template)
+    question, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}
+    try:
+        _by_rendering(tokenizer, [question, answer, question, answer], None)
+    except (UserError, TemplateError, NotImplementedError) as error:
+        raise UserError(
+            f"model.path={recipe.model.path}: its chat template does not mark the assistant's tokens, and they cannot "
+            f"be told from what it renders ({error}).\nPut {{% generation %}} ... {{% endgeneration %}} around the "
+            "assistant's turn in a copy of it, and name that file: model.chat_template=FILE."
+        ) from None
+    return tokenizer.chat_template, partial(_by_rendering, tokenizer)
+
+
+def marked(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokenizer's template if it marks the assistant's tokens, TRL's twin of it, or None."""
     if has_generation_markers(tokenizer.chat_template):
         return tokenizer.chat_template
     try:
         return get_training_chat_template(tokenizer)
     except ValueError:
-        raise UserError(
-            f"model.path={recipe.model.path}: its chat template does not mark the assistant's tokens, and TRL has no "
-            "twin of it that does.\nPut {% generation %} ... {% endgeneration %} around the assistant's turn in a copy "
-            "of it, and name that file: model.chat_template=FILE."
-        ) from None
+        return None
+
+
+def _by_template(tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: Any) -> Marked:
+    tokens = tokenizer.apply_chat_template(
+        messages, tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return tokens["input_ids"], [bool(assistant) for assistant in tokens["assistant_masks"]]
+
+
+def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any) -> Marked:
+    """Mark what each assistant turn adds to the conversation before it and the prompt to answer."""
+    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+    whole = render(messages)
+    spans = []
+    for index, turn in enumerate(messages):
+        if turn["role"] == "assistant":
+            before = render(messages[:index], add_generation_prompt=True)
+            after = render(messages[: index + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise UserError("it writes a turn differently once another follows")
+            spans.append((len(before), len(after)))
+    tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    starts = [start for start, _ in tokens["offset_mapping"]]
+    control = tokenizer.get_added_vocab().values()
+    assistant = [False] * len(starts)
+    for first, last in spans:
+        inside = range(bisect_left(starts, first), bisect_left(starts, last))
+        said = [tokens["input_ids"][i] for i in inside if whole[starts[i] : last].strip()]
+        if not said or said[-1] not in control:
+            raise UserError(
+                "it ends the assistant's turn without a control token, so the model would not learn to stop"
+            )
+        assistant[inside.start : inside.stop] = [True] * len(inside)
+    return tokens["input_ids"], assistant
 
 
 def renders_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:

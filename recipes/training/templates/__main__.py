@@ -17,13 +17,17 @@ def main(name: str) -> int:
         variant = pages.variants(pages.page(family))[0] if family in pages.families() else ""
         recipe = pages.find(name, variant)
         tokenizer = model.load_tokenizer(recipe)
-        own = tokenizer.chat_template
-        template = templates.marking(recipe, tokenizer)
+        templates.marker(recipe, tokenizer)
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    kind = "ChatML of this project" if template == templates.CHATML else "it marks the assistant's tokens itself"
-    print(f"{name}: {recipe.model.path}: {kind if template == own else 'TRL has a twin of it that marks them'}")
+    known = {
+        tokenizer.chat_template: "marks the assistant's tokens itself",
+        templates.CHATML: "is missing, and the ChatML of this project takes its place",
+        None: "does not mark the assistant's tokens and TRL does not know it; they are told from what it renders",
+    }
+    verdict = known.get(templates.marked(tokenizer), "is known to TRL, whose twin of it marks the assistant's tokens")
+    print(f"{name}: the chat template of {recipe.model.path} {verdict}")
     return 0
 
 
