@@ -40,14 +40,18 @@ def commands(text: str) -> list[list[str]]:
 
 
 def documentation(path: Path) -> str:
-    """Return a page's text, or a module's docstring."""
+    """Return a page's text, a notebook's, or a module's docstring."""
     text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        return "\n\n".join("".join(cell["source"]) for cell in cells)
     return text if path.suffix == ".md" else ast.get_docstring(ast.parse(text)) or ""
 
 
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTED = [
     (path.name, command)
-    for path in [*PAGES, *(ROOT / "recipes").glob("*.py"), *(ROOT / "scripts").glob("*.py")]
+    for path in [*PAGES, *NOTEBOOKS, *(ROOT / "recipes").glob("*.py"), *(ROOT / "scripts").glob("*.py")]
     for command in commands(documentation(path))
 ]
 
@@ -72,9 +76,9 @@ def test_documented_commands_are_accepted(page, command, monkeypatch, capsys):
     assert end.value.code == 0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)#:]+)\)", documentation(page)):
         assert (page.parent / target).exists(), target
 
 

@@ -1,6 +1,7 @@
 """The structure of the house: which way imports run, and that what is pinned is what is installed and tested."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -24,9 +25,12 @@ LAYERS = {
 
 
 def imports(path: Path) -> set[str]:
-    """Return the dotted names of all modules that a file imports, at any depth."""
+    """Return the dotted names of all modules that a file or a notebook imports, at any depth."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -45,6 +49,16 @@ def test_imports_run_one_way(package):
         used = imports(file)
         assert packages_of(used) <= LAYERS[package] | {package}, file
         assert not any(name.split(".")[0] in ("scripts", "tests") for name in used), file
+
+
+def test_notebooks_import_the_project_and_nothing_imports_them():
+    notebooks = list((ROOT / "notebooks").glob("*.ipynb"))
+    for file in notebooks:
+        used = imports(file)
+        assert packages_of(used) and packages_of(used) <= {"training", "spec"}, file
+        assert not any(name.split(".")[0] in ("scripts", "tests") for name in used), file
+    for file in [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+        assert not any(name.split(".")[0] == "notebooks" for name in imports(file)), file
 
 
 def test_pages_import_only_the_vocabulary():
