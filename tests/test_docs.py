@@ -27,6 +27,7 @@ PARSERS = {
 
 EXAMPLES = {
     "MODEL": "recipes/samples/tiny_model",
+    "FILE": "recipes/samples/extract/train.jsonl",
     "FILE.jsonl": "recipes/samples/extract/train.jsonl",
     "HELD_OUT.jsonl": "recipes/samples/extract/held_out.jsonl",
 }

@@ -24,10 +24,12 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def keep_layout(model: PreTrainedModel) -> None:
-    """Keep 4-bit weights as they were packed: on CPUs with AVX-512 bitsandbytes repacks them in place in the first
-    forward pass of an evaluation, into bytes that DeepSpeed and a checkpoint would take for the old ones, and it asks
-    for widths that are multiples of 32. `test_bitsandbytes_repacks_on_the_cpu` tells when this can go.
+def keep_layout(model: torch.nn.Module) -> None:
+    """Keep 4-bit weights as they were packed.
+
+    On CPUs with AVX-512 bitsandbytes repacks them in place in the first forward pass of an evaluation, into bytes that
+    DeepSpeed and a checkpoint would take for the old ones, and it asks for widths that are multiples of 32.
+    `test_bitsandbytes_repacks_on_the_cpu` tells when this can go.
     """
     for module in model.modules():
         if isinstance(module, Linear4bit):
