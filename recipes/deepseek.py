@@ -13,7 +13,7 @@
     pretrain      raw text  all weights  ZeRO-3                    -
 
     python scripts/launch.py deepseek-v2-lite lora
-    python scripts/launch.py deepseek-v2-lite lora data.path=my.jsonl sequence_length=8192     # change anything
+    python scripts/launch.py deepseek-v2-lite lora data.path=FILE sequence_length=8192     # change anything
 
 Rates: full 5e-6 at v3 (DeepSeek-V3 report, arXiv:2412.19437), 1e-5 at v2-lite (deepseek-ai/ESFT, configs/base.yaml);
 adapters 1e-4 (LLaMA-Factory, examples/ktransformers/train_lora/deepseek_v2_lora_sft_kt.yaml and deepseek_v3_...);

@@ -17,7 +17,7 @@
     pretrain      raw text  all weights  ZeRO-2 (1b, 4b), ZeRO-3                -
 
     python scripts/launch.py gemma3-4b lora
-    python scripts/launch.py gemma3-4b lora data.path=my.jsonl learning_rate=1e-4 lora.rank=32     # change anything
+    python scripts/launch.py gemma3-4b lora data.path=FILE learning_rate=1e-4 lora.rank=32     # change anything
 
 Rates: full 5e-5 at 1b (axolotl, examples/gemma3/gemma-3-1b-fft-dft.yml), else 2e-5 (torchtune,
 recipes/configs/gemma3/4B_full.yaml), half of it at 27b; adapters 2e-4 up to 12b, 1e-4 above (QLoRA, arXiv:2305.14314);

@@ -12,7 +12,7 @@
     pretrain      raw text  all weights  ZeRO-3                 -
 
     python scripts/launch.py gpt_oss-20b lora
-    python scripts/launch.py gpt_oss-120b lora data.path=my.jsonl model.path=my_bf16_copy     # change anything
+    python scripts/launch.py gpt_oss-120b lora data.path=FILE model.path=MODEL     # change anything
 
 Rates: full 2e-5 (axolotl, examples/gpt-oss/gpt-oss-20b-fft-deepspeed-zero3.yaml), half of it at 120b; adapters 2e-4 at
 2,048 tokens (OpenAI cookbook, articles/gpt-oss/fine-tune-transfomers.ipynb; huggingface/gpt-oss-recipes,

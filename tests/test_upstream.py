@@ -23,7 +23,7 @@ def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):
     ranks.check(zero_init.main, world_size=1, log=tmp_path / "log")
     said = read_logs(tmp_path / "log")[0]
     assert "rounded to torch.bfloat16" in said and "mended True" in said
-    assert 1e-3 < float(re.search(r"off by ([\d.]+)", said)[1]) < 4e-3
+    assert 1e-3 < float(re.search(r"off by ([\d.]+)", said)[1]) < 5e-3
 
 
 def test_bitsandbytes_repacks_on_the_cpu():
