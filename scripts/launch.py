@@ -21,7 +21,7 @@ import sys
 import time
 import typing
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +95,29 @@ def _type_name(hint: Any) -> str:
 
 
 def listing(as_json: bool) -> str:
-    """Return every recipe with its sizes and variants."""
-    entries = pages.listing()
+    """Return every family with its sizes and variants; as JSON, every recipe with what tells it from the others."""
     if as_json:
-        return json.dumps(entries, indent=2)
+        return json.dumps([entry(recipe) for recipe in pages.listing()], indent=2)
     lines = []
-    for entry in entries:
-        lines += [f"{entry['recipe']}: {entry['about']}", f"  sizes     {', '.join(entry['sizes'])}"]
-        lines += [f"  {name:<9} {about}" for name, about in entry["variants"].items()]
+    for family in pages.families():
+        module = pages.page(family)
+        lines += [f"{family}: {pages.about(module)}", f"  {'sizes':<13} {', '.join(module.SIZES)}"]
+        lines += [f"  {name:<13} {pages.about(getattr(module, name))}" for name in pages.variants(module)]
     return "\n".join(lines)
+
+
+def entry(recipe: Recipe) -> dict[str, Any]:
+    """Return one line of the list."""
+    return {
+        "recipe": f"{recipe.family}-{recipe.size}",
+        "family": recipe.family,
+        "size": recipe.size,
+        "variant": recipe.variant,
+        "about": pages.about(getattr(pages.page(recipe.family), recipe.variant)),
+        "parameters": recipe.model.parameters,
+        "config": recipe.deepspeed,
+        "layout": asdict(recipe.layout),
+    }
 
 
 def run(options: argparse.Namespace) -> int:

@@ -124,9 +124,15 @@ def test_list_is_quick_and_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    entries = {entry["recipe"]: entry for entry in json.loads(done.stdout)}
-    assert set(entries["tiny"]["variants"]) == {"full", "lora", "dpo_lora", "pretrain"}
-    assert "full" in launch("--list").stdout
+    entries = json.loads(done.stdout)
+    assert {line["variant"] for line in entries if line["family"] == "tiny"} == {"full", "lora", "dpo_lora", "pretrain"}
+    known = {"recipe", "family", "size", "variant", "about", "parameters", "config", "layout"}
+    assert len(entries) > 300 and all(line.keys() == known for line in entries)
+    (line,) = [line for line in entries if (line["recipe"], line["variant"]) == ("llama3-8b", "full")]
+    assert line["parameters"] == 8_030_261_248 and line["config"] == "zero3.json"
+    assert line["layout"] == {"tensor": 1, "pipeline": 1, "sequence": 1, "expert": 1}
+    text = launch("--list").stdout
+    assert "llama3: " in text and "llama3: llama3" not in text and "  sizes         1b, 3b, 8b, 70b" in text
 
 
 def test_dry_run_writes_nothing(tmp_path):

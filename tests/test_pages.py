@@ -6,18 +6,33 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.spec import overrides, pages
+from recipes.spec import index, overrides, pages
+from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import read_json
 from recipes.training import preflight
 
-ALL = [(family, size) for family in pages.families() for size in pages.page(family).SIZES]
+FAMILIES = [*pages.families(), pages.TEMPLATE]
+ALL = [(family, size) for family in FAMILIES for size in pages.page(family).SIZES]
 VARIANTS = [(family, size, name) for family, size in ALL for name in pages.variants(pages.page(family))]
 
 
 def test_pages_are_found():
-    assert ("tiny", "3m") in ALL and len(VARIANTS) >= 4
-    assert "plain_loop" not in pages.families()
+    assert ("tiny", "3m") in ALL and len(VARIANTS) >= 300 and len(pages.families()) >= 18
+    assert not {"plain_loop", pages.TEMPLATE} & set(pages.families())
+
+
+def test_the_index_is_what_the_pages_give():
+    assert index.PATH.read_text(encoding="utf-8") == index.render(), "python -m recipes.spec.index"
+
+
+def test_a_size_that_does_not_exist_is_answered_with_the_nearest():
+    with pytest.raises(
+        UserError, match=r"unknown size of llama3 '7b'; did you mean '70b'.* There are: 1b, 3b, 8b, 70b"
+    ):
+        pages.find("llama3-7b", "lora")
+    with pytest.raises(UserError, match="unknown variant of mixtral 'qlora'; did you mean 'lora'"):
+        pages.find("mixtral-8x7b", "qlora")
 
 
 @pytest.mark.parametrize(("family", "size", "variant"), VARIANTS)
@@ -59,7 +74,7 @@ def test_the_docstring_lists_the_variants_with_their_configs(family, size):
         assert f"ZeRO-{stage}" in row and ("adapters" in row) == (recipe.lora is not None)
 
 
-@pytest.mark.parametrize("family", pages.families())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_run_and_change_lines_of_the_docstring_are_right(family):
     """Two commands, the second with overrides."""
     commands = [line.split() for line in pages.page(family).__doc__.splitlines() if "scripts/launch.py" in line]

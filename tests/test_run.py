@@ -177,7 +177,5 @@ def test_the_room_for_a_checkpoint_is_estimated_from_above_but_not_wildly(ranks,
 
 
 def test_a_recipe_survives_its_file():
-    for entry in pages.listing():
-        for variant in entry["variants"]:
-            recipe = pages.find(f"{entry['recipe']}-{entry['sizes'][0]}", variant)
-            assert from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe
+    for recipe in pages.listing():
+        assert from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe

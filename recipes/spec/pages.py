@@ -10,6 +10,8 @@ from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = "_template"
+"""The page to copy: not listed, and a recipe like any other."""
 
 
 def families() -> list[str]:
@@ -28,6 +30,18 @@ def page(family: str) -> ModuleType:
     return importlib.import_module(f"recipes.{family}")
 
 
+def known_page(family: str) -> ModuleType:
+    """Import the page that a person has named.
+
+    Raises:
+        UserError: there is none, with the nearest that there is.
+    """
+    known = families()
+    if family not in (*known, TEMPLATE):
+        raise UserError(_unknown("recipe", family, known))
+    return page(family)
+
+
 def variants(module: ModuleType) -> list[str]:
     """Return the names of a page's variants in the order in which they stand."""
     return [
@@ -43,12 +57,9 @@ def find(recipe: str, variant: str) -> Recipe:
     Raises:
         UserError: unknown family, size or variant, with the nearest right one.
     """
-    known = families()
     # A size may hold dashes (`30b-a3b`), a family never does.
     family, _, size = recipe.partition("-")
-    if family not in known:
-        raise UserError(_unknown("recipe", family, known))
-    module = page(family)
+    module = known_page(family)
     if not size:
         if len(module.SIZES) > 1:
             raise UserError(f"{family} comes in several sizes; choose one of: {_names(family, module)}.")
@@ -60,28 +71,25 @@ def find(recipe: str, variant: str) -> Recipe:
     return getattr(module, variant)(size)
 
 
-def listing() -> list[dict[str, object]]:
-    """Return every family with its sizes and variants and the first line of each docstring."""
-    return [_entry(family) for family in families()]
+def listing() -> list[Recipe]:
+    """Return every recipe there is: each variant of each size of each family, in the order of the pages."""
+    return [
+        getattr(module, variant)(size)
+        for module in map(page, families())
+        for size in module.SIZES
+        for variant in variants(module)
+    ]
 
 
-def _entry(family: str) -> dict[str, object]:
-    module = page(family)
-    return {
-        "recipe": family,
-        "about": _first_line(module),
-        "sizes": list(module.SIZES),
-        "variants": {name: _first_line(getattr(module, name)) for name in variants(module)},
-    }
+def about(thing: object) -> str:
+    """Return the first line of a page's or a variant's docstring, without the page's own name."""
+    line = (inspect.getdoc(thing) or "").partition("\n")[0]
+    return line.removeprefix(f"{getattr(thing, '__name__', '').rpartition('.')[2]}: ")
 
 
 def human(parameters: int) -> str:
     """Return a parameter count as the pages and the index show it: `8.03B`, `124.44M`."""
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
-
-
-def _first_line(thing: object) -> str:
-    return (inspect.getdoc(thing) or "").partition("\n")[0]
 
 
 def _names(family: str, module: ModuleType) -> str:

@@ -1,0 +1,74 @@
+"""Compare the pages with the Hub, where there is a network: `python -m recipes.training.hub [RECIPE[-SIZE] ...]`."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+from transformers import AutoConfig, PreTrainedConfig
+
+from recipes.spec import pages
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Model
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0 when every page says what the Hub says, 1 when one differs, 2 when the Hub cannot be asked."""
+    names = sys.argv[1:] if arguments is None else arguments
+    differing = False
+    try:
+        for name, model in _models(names or pages.families()):
+            found = compare(model)
+            differing |= bool(found)
+            print(f"{name}: {'as on the Hub' if not found else ''}", *found, sep="\n  " if found else "", flush=True)
+    except UserError as error:
+        print(f"hub: {error}", file=sys.stderr)
+        return 2
+    return int(differing)
+
+
+def _models(names: Sequence[str]) -> list[tuple[str, Model]]:
+    found = []
+    for name in names:
+        family, _, size = name.partition("-")
+        sizes = {size: pages.find(name, "full").model} if size else pages.known_page(family).SIZES
+        found += [(f"{family}-{key}", model) for key, model in sizes.items()]
+    return found
+
+
+def compare(model: Model) -> list[str]:
+    """Return each way in which a page's model is not what the Hub (or a folder) holds.
+
+    Raises:
+        UserError: the model cannot be reached.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model.path).get_text_config()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{model.path}: cannot be read: {reason} (no network, or a licence to accept?)") from error
+    found = differences(model.config, config)
+    count = parameters(model.path)
+    if count is not None and abs(count / model.parameters - 1) > 0.01:
+        found.append(f"parameters: the page says {model.parameters:,}, the Hub {count:,}")
+    return found
+
+
+def differences(stated: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
+    """Return the dimensions that a page states otherwise than a configuration, by name."""
+    ours = AutoConfig.for_model(**stated)
+    names = [name for name in stated if getattr(ours, name, None) != getattr(config, name, None)]
+    return [f"{name}: the page says {getattr(ours, name)}, the Hub {getattr(config, name, None)}" for name in names]
+
+
+def parameters(path: str) -> int | None:
+    """Return how many parameters the Hub counts in the safetensors files; None where it does not say."""
+    try:
+        return sum(get_safetensors_metadata(path).parameter_count.values())
+    except (HfHubHTTPError, NotASafetensorsRepoError, OSError, ValueError):
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

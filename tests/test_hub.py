@@ -1,0 +1,30 @@
+"""The comparison of pages with the Hub, on a folder in its form; the network itself is never asked here."""
+
+from dataclasses import replace
+
+from transformers import AutoConfig
+
+from recipes.spec import pages
+from recipes.training import hub
+
+
+def test_a_page_that_says_what_the_model_says_has_no_differences(tmp_path):
+    model = pages.page("llama3").SIZES["8b"]
+    AutoConfig.for_model(**model.config).save_pretrained(tmp_path)
+    assert hub.compare(replace(model, path=str(tmp_path))) == []
+
+
+def test_every_other_dimension_is_named(tmp_path):
+    model = pages.page("llama3").SIZES["8b"]
+    AutoConfig.for_model(**model.config | {"hidden_size": 2048, "num_hidden_layers": 16}).save_pretrained(tmp_path)
+    assert hub.compare(replace(model, path=str(tmp_path))) == [
+        "hidden_size: the page says 4096, the Hub 2048",
+        "num_hidden_layers: the page says 32, the Hub 16",
+    ]
+
+
+def test_without_a_network_it_says_so(capsys):
+    assert hub.main(["llama3-8b"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert hub.main(["llama4-8b"]) == 2
+    assert "unknown recipe 'llama4'" in capsys.readouterr().err
