@@ -1,4 +1,4 @@
-# make install | demo | test | check.   VENV=DIR uses an existing environment instead of making .venv.
+# make install | demo | test | test-all | check.   VENV=DIR uses an existing environment instead of making .venv.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -7,11 +7,12 @@ PREPARE := $(VENV)/.installed
 endif
 PYTHON := $(VENV)/bin/python
 
-.PHONY: help install demo test check
+.PHONY: help install demo test test-all check
 help:
 	@echo "make install   make .venv with the pinned stack and build DeepSpeed's CPU ops once"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
-	@echo "make test      the whole test suite"
+	@echo "make test      the test suite, with a choice of the catalogue's variants"
+	@echo "make test-all  the same with every variant of every family"
 	@echo "make check     ruff: lint and format"
 	@echo "VENV=DIR       use the environment in DIR instead of .venv (nothing is installed into it)"
 
@@ -28,6 +29,9 @@ demo: install
 
 test: install
 	$(PYTHON) -m pytest
+
+test-all: install
+	$(PYTHON) -m pytest -m ""
 
 check: $(PREPARE)
 	$(PYTHON) -m ruff check .

@@ -1,0 +1,56 @@
+"""A run that looks, after training and before its export is checked, at what has changed; executed by every rank."""
+
+import deepspeed
+import torch
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from recipes.spec.run_folder import RunFolder, write_json
+from recipes.training import export, run, world
+
+
+def main(folder: str) -> None:
+    """Train, and write down what became of frozen weights and adapters."""
+    verify = export.verify
+
+    def look_and_verify(trainer, exported, tokens):
+        weights = whole_parameters(trainer.model)
+        if world.is_first():
+            unset_hf_deepspeed_config()  # or transformers would shard what it loads
+            base = export.load_base(export.base_of(exported), exported, dtype=trainer.model.dtype)
+            write_json(exported.parent / "changes.json", changes(weights, base))
+        return verify(trainer, exported, tokens)
+
+    export.verify = look_and_verify
+    run.main(folder)
+
+
+def whole_parameters(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
+    """Return every parameter, gathered where ZeRO-3 has sharded it, and whether it is trained; a collective."""
+    parameters = dict(model.named_parameters())
+    with deepspeed.zero.GatheredParameters([p for p in parameters.values() if hasattr(p, "ds_id")]):
+        return {name: (value.detach().clone(), value.requires_grad) for name, value in parameters.items()}
+
+
+def changes(weights: dict[str, tuple[torch.Tensor, bool]], base: torch.nn.Module) -> dict[str, object]:
+    """Return which frozen weights differ from the base model's, and the dtypes and largest values of the adapters."""
+    frozen = {name: value for name, (value, trained) in weights.items() if not trained}
+    adapters = {name: value for name, (value, trained) in weights.items() if trained}
+    before = dict(base.named_parameters())
+    plain = {name.removeprefix("base_model.model.").replace(".base_layer", ""): name for name in frozen}
+    assert plain.keys() == before.keys(), plain.keys() ^ before.keys()
+    return {
+        "changed": [name for name, ours in plain.items() if not same(frozen[ours], before[name])],
+        "frozen": len(frozen),
+        "dtypes": sorted({str(value.dtype) for value in adapters.values()}),
+        "moved": all(value.abs().max() > 0 for name, value in adapters.items() if "lora_B" in name),
+    }
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Compare bytes: packed 4-bit weights are stored as bf16, and some of them look like NaN, which equals nothing."""
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.detach().contiguous().view(torch.uint8))
+
+
+def path_of(run_folder: RunFolder):
+    """Return where `main` writes."""
+    return run_folder.path / "changes.json"
