@@ -8,10 +8,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
@@ -75,13 +77,24 @@ def _pretrained(recipe: Recipe) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(
             recipe.model.path,
             dtype=dtype,
-            quantization_config=adapters.nf4(dtype) if recipe.model.quantization == "nf4" else None,
+            quantization_config=quantization(recipe, load_config(recipe)),
             attn_implementation=recipe.model.attention,
             trust_remote_code=recipe.model.trust_remote_code,
             use_safetensors=True,  # a pickle from a stranger can run code
         )
     except (OSError, ValueError) as error:
         raise UserError(_cannot_load("model", recipe, error)) from error
+
+
+def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfigMixin | None:
+    """Return how weights are quantised on loading: to 4 bits for `nf4`; GPT-OSS's MXFP4 back to what can be trained.
+
+    transformers dequantises MXFP4 by itself only where its kernels are not installed.
+    """
+    if recipe.model.quantization == "nf4":
+        return adapters.nf4(DTYPES[recipe.precision])
+    stored = getattr(config, "quantization_config", None) or {}
+    return Mxfp4Config(dequantize=True) if stored.get("quant_method") == "mxfp4" else None
 
 
 def restore_rotary_frequencies(model: PreTrainedModel) -> None:
@@ -109,6 +122,10 @@ def _cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
         )
     if "trust_remote_code" in str(error):
         reason = "it brings its own Python code; read that code, then add model.trust_remote_code=true"
+    if "gated" in str(error):
+        reason = "its licence must be accepted on the Hub first; then set HF_TOKEN, or log in with `hf auth login`"
+    elif "internet connection" in str(error) or "couldn't connect" in str(error).lower() or "offline" in reason:
+        reason = "no network, and not in the cache; download it elsewhere and give its folder as model.path=FOLDER"
     return f"model.path={recipe.model.path}: cannot load the {what}: {reason}"
 
 
