@@ -112,7 +112,7 @@ def lora(size: str) -> Recipe:
     return replace(
         full(size),
         variant="lora",
-        deepspeed="zero3.json" if size == "176b" else "zero2.json",
+        deepspeed="zero3_adapters.json" if size == "176b" else "zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=1e-4 if size == "176b" else 2e-4,
         weight_decay=0.0,

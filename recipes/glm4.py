@@ -101,7 +101,7 @@ def lora(size: str) -> Recipe:
     return replace(
         full(size),
         variant="lora",
-        deepspeed="zero3.json" if size == "32b" else "zero2.json",
+        deepspeed="zero3_adapters.json" if size == "32b" else "zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=LORA_RATE[size],
         weight_decay=0.0,

@@ -143,7 +143,7 @@ def lora(size: str) -> Recipe:
     return replace(
         full(size),
         variant="lora",
-        deepspeed="zero3.json" if size == "70b" else "zero2.json",
+        deepspeed="zero3_adapters.json" if size == "70b" else "zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=2e-4 if size in SMALL else 1e-4,
         schedule=Schedule("cosine", warmup=0.03),

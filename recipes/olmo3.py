@@ -112,7 +112,7 @@ def lora(size: str) -> Recipe:
     return replace(
         full(size),
         variant="lora",
-        deepspeed="zero3.json" if size == "32b" else "zero2.json",
+        deepspeed="zero3_adapters.json" if size == "32b" else "zero2.json",
         lora=Lora(rank=32, alpha=16),
         learning_rate=1e-4 if size == "32b" else 2e-4,
         global_batch_size=32,

@@ -31,7 +31,7 @@ ACTIVE = {
     "zero0": lambda seen: seen["optimizer"] == "FP16_UnfusedOptimizer",
     "zero1": lambda seen: seen["optimizer"] == "DeepSpeedZeroOptimizer",
     "zero2": lambda seen: seen["optimizer"] == "DeepSpeedZeroOptimizer",
-    "zero3": lambda seen: seen["sharded"] == seen["parameters"] // 2,
+    "zero3": lambda seen: seen["sharded"] == seen["parameters"] // 2 and seen["persistent"] < seen["parameters"] / 2,
     "zero2_offload": lambda seen: seen["offload_optimizer"] and seen["basic"] == "DeepSpeedCPUAdam",
     "zero3_offload": lambda seen: seen["offload_optimizer"] and seen["basic"] == "DeepSpeedCPUAdam",
     "zero3_offload_params": lambda seen: seen["offload_param"] and seen["offload_optimizer"],
@@ -41,6 +41,8 @@ ACTIVE = {
     "zero3_moe": lambda seen: seen["leaves"] == 2,
     "zenflow": lambda seen: seen["zenflow"] and seen["basic"] == "ZenFlowCPUAdam",
     "pipeline": lambda seen: seen["optimizer"] == "BF16_Optimizer" and seen["accumulates"] == "torch.float32",
+    # The small model's weights are all smaller than an adapter of a large one.
+    "zero3_adapters": lambda seen: seen["persistent"] == seen["parameters"],
     "zero3_hpz": lambda seen: seen["hpz"] == 2,
     "tensor_parallel": lambda seen: seen["tensor"] == 2 and seen["q_proj"] == [16, 32],
     "sequence_parallel": lambda seen: seen["sequence"] == 2,
@@ -62,7 +64,7 @@ def check(seen: dict, name: str) -> None:
 
 
 def test_every_template_is_accounted_for():
-    assert len(CONFIGS) == 21
+    assert len(CONFIGS) == 22
     assert {path.stem for path in CONFIGS} == {*CUDA, *ACTIVE}
 
 

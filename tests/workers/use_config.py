@@ -261,6 +261,7 @@ def observe(engine, name: str) -> dict:
         "clipping": engine.gradient_clipping(),
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
         "sharded": sum(shards),
+        "persistent": sum(p.ds_numel for p in parameters if getattr(p, "ds_persist", False)),
         "hpz": group_size(groups._get_zero_param_intra_parallel_group()),
         "offload_optimizer": bool(getattr(optimizer, "cpu_offload", getattr(optimizer, "offload_optimizer", False))),
         "offload_param": bool(getattr(optimizer, "offload_param", False)),
