@@ -41,7 +41,7 @@ from recipes.training.checkpoints import Checkpoints, StopOnSignal
 from recipes.training.console import Progress, duration, marked, say, shown
 from recipes.training.environment import describe
 from recipes.training.preflight import checkpoint_bytes
-from recipes.training.trainer import EngineReady, build, report_grad_norm, resolved_config
+from recipes.training.trainer import EngineReady, as_never_loaded, build, report_grad_norm, resolved_config
 
 
 def main(folder: str) -> None:
@@ -67,6 +67,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     total, trainable = model.parameter_counts(trained)
     say(f"model: {total:,} parameters, {trainable:,} of them trained")
 
+    checkpoint = newest_checkpoint(run)
     tracker = tracking.Tracker(recipe, run)
     metrics = tracking.Metrics(run, tracker.record)
     stop = StopOnSignal()
@@ -77,6 +78,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
 
     def engine_ready() -> None:
         report_grad_norm(trainer.deepspeed)
+        if checkpoint:
+            as_never_loaded(trainer.deepspeed)
         config = resolved_config(trainer.deepspeed)
         if world.is_first():
             write_json(run.deepspeed, config)
@@ -91,7 +94,6 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     if held_out:
         held_out.trainer = trainer
 
-    checkpoint = newest_checkpoint(run)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.stopped:
         finish_early(run, trainer, tracker)

@@ -78,6 +78,18 @@ def report_grad_norm(engine: Any) -> None:
     engine.clip_fp32_gradients = clip_and_remember
 
 
+def as_never_loaded(engine: Any) -> None:
+    """Under ZeRO-3, put small weights back into shards after a checkpoint was loaded, as a fresh engine has them.
+
+    DeepSpeed 0.19.8 gathers them at the end of a load and releases each after its module's first forward pass; DoRA,
+    which reads an adapter's weight from outside its module, then finds it empty. A fresh engine gathers at the first
+    forward pass, and keeps them. `test_catalogue.py` resumes DoRA under ZeRO-3.
+    """
+    small = getattr(engine.optimizer, "persistent_parameters", [])
+    if small:
+        small[0].partition(small)
+
+
 def resolved_config(engine: Any) -> dict[str, Any]:
     """Return the configuration that the engine got, in strict JSON's values."""
     return _strict(engine._config._param_dict)
