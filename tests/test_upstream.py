@@ -2,11 +2,14 @@
 
 import inspect
 import re
+import subprocess
+import sys
 
 import torch
 from bitsandbytes.nn import Linear4bit
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from recipes.spec.pages import ROOT
 from recipes.training import adapters
 from tests.ranks import read_logs
 from tests.workers import zero_init
@@ -24,6 +27,14 @@ def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):
     said = read_logs(tmp_path / "log")[0]
     assert "rounded to torch.bfloat16" in said and "mended True" in said
     assert 1e-3 < float(re.search(r"off by ([\d.]+)", said)[1]) < 5e-3
+
+
+def test_peft_imports_bitsandbytes():
+    """recipes/training/lean_peft.py can go when `import peft` leaves bitsandbytes alone."""
+    for code, expected in (("import peft", True), ("import recipes.training.run", False)):
+        code += f"; import sys; assert ('bitsandbytes' in sys.modules) is {expected}"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_bitsandbytes_repacks_on_the_cpu():

@@ -1,7 +1,6 @@
 """LoRA, QLoRA and DoRA: what is frozen, in which form, and what is trained beside it."""
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -29,10 +28,11 @@ def keep_layout(model: torch.nn.Module) -> None:
 
     On CPUs with AVX-512 bitsandbytes repacks them in place in the first forward pass of an evaluation, into bytes that
     DeepSpeed and a checkpoint would take for the old ones, and it asks for widths that are multiples of 32.
-    `test_bitsandbytes_repacks_on_the_cpu` tells when this can go.
+    `test_bitsandbytes_repacks_on_the_cpu` tells when this can go. By attribute and not by class: most runs need not
+    import bitsandbytes (`lean_peft.py`).
     """
     for module in model.modules():
-        if isinstance(module, Linear4bit):
+        if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 

@@ -3,6 +3,8 @@
 deepspeed --no_local_rank --num_gpus 2 --module recipes.training.run RUN_FOLDER
 """
 
+from recipes.training import lean_peft  # noqa: F401, I001  # first: before anything imports PEFT
+
 import os
 import sys
 import time
