@@ -11,8 +11,8 @@ PYTHON := $(VENV)/bin/python
 help:
 	@echo "make install   make .venv with the pinned stack and build DeepSpeed's CPU ops once"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
-	@echo "make test      the test suite, with a choice of the catalogue's variants"
-	@echo "make test-all  the same with every variant of every family"
+	@echo "make test      the test suite, with a choice from the large matrices"
+	@echo "make test-all  the same, with every variant and every way to use a template"
 	@echo "make check     ruff: lint and format"
 	@echo "VENV=DIR       use the environment in DIR instead of .venv (nothing is installed into it)"
 

@@ -68,7 +68,7 @@ def test_every_template_is_accounted_for():
     assert {path.stem for path in CONFIGS} == {*CUDA, *ACTIVE}
 
 
-@pytest.mark.parametrize("mode", ["trainer", "sft", "plain"])
+@pytest.mark.parametrize("mode", ["trainer", pytest.param("sft", marks=pytest.mark.every), "plain"])
 @pytest.mark.parametrize("name", RUN)
 def test_template_trains(used, mode: str, name: str):
     if name == "zero3_nvme" and not LIBAIO:
@@ -89,6 +89,7 @@ def launched(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", RUN)
 def test_template_trains_under_accelerate_launch(launched: Path, name: str):
     if name == "zero3_nvme" and not LIBAIO:
