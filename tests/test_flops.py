@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from recipes.spec.gpus import BF16_TFLOPS, peak_flops
 from recipes.spec.recipe import Lora
 from recipes.training.flops import work_of
-from recipes.training.model import add_adapters
 
 SIZES = {
     "vocab_size": 512,
@@ -29,7 +28,7 @@ def test_work_is_what_torch_counts(tied: bool, adapters: bool):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if adapters:
         model.enable_input_require_grads()
-        model = add_adapters(model, Lora(rank=8))
+        model = adapters.add(model, Lora(rank=8))
     tokens = torch.randint(0, 512, (2, LENGTH))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
