@@ -28,7 +28,7 @@ def test_work_is_what_torch_counts(tied: bool, adapters: bool):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if adapters:
         model.enable_input_require_grads()
-        model = adapters.add(model, Lora(rank=8))
+        model = add_adapters(model, Lora(rank=8))
     tokens = torch.randint(0, 512, (2, LENGTH))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
