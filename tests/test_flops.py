@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.spec.gpus import BF16_TFLOPS, peak_flops
 from recipes.spec.recipe import Lora
+from recipes.training.adapters import add as add_adapters
 from recipes.training.flops import work_of
 
 SIZES = {
