@@ -11,6 +11,7 @@
     long_context  SFT       all weights, 32,768 tokens          ZeRO-3     -
     dpo_lora      DPO       adapters on attention and experts   ZeRO-3     -
     pretrain      raw text  all weights                         ZeRO-3     -
+    expert        SFT       all weights, spread                 ZeRO-1     -
 
     python scripts/launch.py mixtral-8x7b lora
     python scripts/launch.py mixtral-8x22b lora data.path=FILE.jsonl lora.rank=8 epochs=2  # your own data
@@ -26,7 +27,7 @@ Adapters leave the router as it is; its balancing loss counts only where config.
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Data, Layout, Lora, Model, Recipe, Schedule
 
 SIZES = {
     "8x7b": Model(
@@ -153,3 +154,12 @@ def pretrain(size: str) -> Recipe:
         adam_beta2=0.95,
         global_batch_size=128,
     )
+
+
+def expert(size: str) -> Recipe:
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+
+    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks. DeepSpeed
+    builds the optimizer, so weight decay reaches norms too.
+    """
+    return replace(full(size), variant="expert", deepspeed="expert_parallel.json", layout=Layout(expert=8))

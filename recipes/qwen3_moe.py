@@ -11,6 +11,7 @@
     long_context  SFT       all weights                        ZeRO-3     -
     dpo_lora      DPO       adapters on attention and experts  ZeRO-3     -
     pretrain      raw text  all weights                        ZeRO-3     -
+    expert        SFT       all weights, spread                ZeRO-1     -
 
     python scripts/launch.py qwen3_moe-30b-a3b lora
     python scripts/launch.py qwen3_moe-30b-a3b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl  # your data
@@ -25,7 +26,7 @@ routers stay frozen under adapters; the loss that balances them is off in the ch
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Data, Layout, Lora, Model, Recipe, Schedule
 
 SHARED = {
     "model_type": "qwen3_moe",
@@ -161,3 +162,12 @@ def pretrain(size: str) -> Recipe:
         method="pretrain",
         data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
     )
+
+
+def expert(size: str) -> Recipe:
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+
+    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks. DeepSpeed
+    builds the optimizer, so weight decay reaches norms too.
+    """
+    return replace(full(size), variant="expert", deepspeed="expert_parallel.json", layout=Layout(expert=8))

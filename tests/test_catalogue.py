@@ -78,6 +78,7 @@ def lesson(recipe: Recipe, folder: Path) -> Recipe:
         recipe,
         data=Data(path=str(path), validation=str(path), metric=metric),
         draft=Draft(enabled=True),
+        layout=replace(recipe.layout, expert=min(2, recipe.layout.expert)),
         learning_rate=1e-2,
         schedule=Schedule("constant", warmup=0),
         max_steps=3,

@@ -1,20 +1,27 @@
 """Which parallel layouts are possible, and what they leave for data parallelism."""
 
+import math
+
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout, Recipe
 
 
 def data_parallel_size(layout: Layout, world_size: int) -> int:
-    """Return how many copies of the model the world trains.
+    """Return how many ranks read different rows. Experts are spread over those ranks, and cost none of them.
 
     Raises:
         UserError: the layout does not divide the world, or asks for a kind of parallelism that no engine
             of this version runs.
     """
-    for kind in ("tensor", "pipeline", "sequence", "expert"):
+    for kind in ("tensor", "pipeline", "sequence"):
         size = getattr(layout, kind)
         if size > 1:
-            raise UserError(f"layout.{kind}={size}: this version trains with data parallelism and ZeRO only; use 1.")
+            raise UserError(f"layout.{kind}={size}: this version runs data and expert parallelism only; use 1.")
+    if world_size % layout.expert:
+        raise UserError(
+            f"layout.expert={layout.expert}: {world_size} ranks are not a multiple of it; "
+            f"use layout.expert={math.gcd(world_size, layout.expert)}."
+        )
     return world_size
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from recipes.spec.errors import UserError
 from recipes.spec.layout import gradient_accumulation_steps
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import RunFolder, read_json
@@ -19,7 +20,7 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
     """
     arguments: dict[str, Any] = {
         "output_dir": str(run.checkpoints),
-        "deepspeed": read_json(Path(recipe.deepspeed)),
+        "deepspeed": deepspeed_config(recipe),
         "use_cpu": not on_gpu,
         "per_device_train_batch_size": recipe.micro_batch_size,
         "per_device_eval_batch_size": recipe.micro_batch_size,
@@ -57,3 +58,20 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
 
         return DPOConfig(**arguments, beta=recipe.dpo.beta, max_length=recipe.sequence_length)
     return TrainingArguments(**arguments)
+
+
+def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe's DeepSpeed file, with the layout's number of expert-parallel ranks.
+
+    Raises:
+        UserError: the layout wants expert parallelism, and the file has no block for it.
+    """
+    config = read_json(Path(recipe.deepspeed))
+    if recipe.layout.expert > 1:
+        if "expert_parallel" not in config:
+            raise UserError(
+                f"layout.expert={recipe.layout.expert}: {Path(recipe.deepspeed).name} has no expert_parallel block; "
+                "take deepspeed=expert_parallel.json."
+            )
+        config["expert_parallel"]["autoep_size"] = recipe.layout.expert
+    return config

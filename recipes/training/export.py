@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import read_json, write_json
-from recipes.training import world
+from recipes.training import experts, world
 from recipes.training.adapters import keep_layout
 
 ADAPTER = "adapter_config.json"
@@ -36,6 +36,8 @@ def save(trainer: Trainer, folder: Path) -> None:
     state = None
     if engine.zero_optimization_partition_weights():
         state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
+    elif experts.layers(model):
+        state = experts.whole_state(model)
     if world.is_first():
         draft = folder.with_name(folder.name + ".part")
         shutil.rmtree(draft, ignore_errors=True)

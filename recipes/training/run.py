@@ -29,6 +29,7 @@ from recipes.training import (
     data,
     draft,
     evaluation,
+    experts,
     export,
     files,
     model,
@@ -82,6 +83,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         report_grad_norm(trainer.deepspeed)
         if checkpoint:
             as_never_loaded(trainer.deepspeed)
+        if experts.layers(trainer.model):
+            experts.gather_on_save(trainer)
         config = resolved_config(trainer.deepspeed)
         if world.is_first():
             write_json(run.deepspeed, config)
