@@ -16,7 +16,8 @@ Then say where the learning rates come from, and what someone who fine-tunes thi
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, TEXT
 
 SIZES = {
     # The name people type. Several sizes of a family stand on one page.
@@ -39,9 +40,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
-"""Data that ships with the project, so that a page's commands work the first time."""
-
 
 def full(size: str) -> Recipe:
     """All weights: the one function that is written whole. Say in this line when to choose it."""
@@ -51,7 +49,7 @@ def full(size: str) -> Recipe:
         variant="full",  # the function's name
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero2.json",  # zero3.json where 2 bytes per parameter do not fit on a GPU
         learning_rate=2e-5,
         weight_decay=0.1,
@@ -72,5 +70,5 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
     )

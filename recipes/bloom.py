@@ -30,7 +30,8 @@ documents would see each other, so rows are not packed. The logits of 2,048 toke
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 COMMON = {
     "model_type": "bloom",
@@ -78,7 +79,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
 SMALL = ("560m", "1b1", "3b")
 
 
@@ -90,11 +90,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(
-            path=f"{SAMPLES}/extract/train.jsonl",
-            validation=f"{SAMPLES}/extract/held_out.jsonl",
-            metric="loss",
-        ),
+        data=CHAT,
         deepspeed="zero2.json" if size in SMALL else "zero3.json",
         learning_rate=2e-5,
         weight_decay=1e-4,
@@ -144,11 +140,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         global_batch_size=32,
         schedule=Schedule("cosine", warmup=0.1),
@@ -164,7 +156,7 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         learning_rate=6e-6 if size == "176b" else 1e-5,
         weight_decay=0.1,
     )

@@ -24,7 +24,8 @@ copy. TRL cannot mark its chat template: SFT needs one with {% generation %} mar
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SIZES = {
     "v2-lite": Model(
@@ -113,7 +114,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
 
 MLA = "q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
 """V2-Lite has q_proj, V3 q_a_proj and q_b_proj. No gate_proj, up_proj, down_proj: PEFT takes them for the experts'."""
@@ -129,7 +129,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero3_moe.json",
         learning_rate=1e-5 if size == "v2-lite" else 5e-6,
         weight_decay=0.1,
@@ -181,11 +181,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         sequence_length=2048,
         packing=False,
@@ -198,6 +194,6 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         learning_rate=2e-5 if size == "v2-lite" else 7.3e-6,
     )

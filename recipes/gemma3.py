@@ -28,7 +28,8 @@ from text); the vocabulary of 262,208 makes the logits, not the layers, the larg
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 LONG_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
@@ -129,7 +130,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
 SMALL = ("1b", "4b")
 RATE = {"1b": 5e-5, "4b": 2e-5, "12b": 2e-5, "27b": 1e-5}
 
@@ -142,7 +142,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero2.json" if size in SMALL else "zero3.json",
         learning_rate=RATE[size],
         weight_decay=0.0,  # it would also shrink the vision tower, to which text gives no gradient
@@ -206,11 +206,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         sequence_length=2048,
         packing=False,
@@ -223,5 +219,5 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
     )

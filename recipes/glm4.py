@@ -28,7 +28,8 @@ gate and up are one matrix, `gate_up_proj`; only 9b has biases in q, k and v.
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SIZES = {
     "9b": Model(
@@ -73,7 +74,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
 FULL_RATE = {"9b": 1e-5, "32b": 5e-6}
 LORA_RATE = {"9b": 2e-4, "32b": 1e-4}
 
@@ -86,7 +86,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero3.json",
         learning_rate=FULL_RATE[size],
         weight_decay=0.1,
@@ -136,11 +136,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         schedule=Schedule("cosine", warmup=0.1),
         packing=False,
@@ -154,7 +150,7 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         learning_rate=2 * FULL_RATE[size],
         adam_beta2=0.95,
         global_batch_size=128,

@@ -50,7 +50,8 @@ Dropout, 0.1, is on while it trains.
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 # Hugging Face's config.json calls these n_embd, n_layer, n_head and n_positions; transformers takes both names.
 COMMON = {
@@ -88,8 +89,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
-
 
 def full(size: str) -> Recipe:
     """All weights: teaches the base model to answer. The place to start."""
@@ -99,11 +98,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(
-            path=f"{SAMPLES}/extract/train.jsonl",
-            validation=f"{SAMPLES}/extract/held_out.jsonl",
-            metric="loss",
-        ),
+        data=CHAT,
         deepspeed="zero2.json",
         learning_rate=5e-5 if size in ("124m", "355m") else 3e-5,
         weight_decay=0.01,
@@ -135,11 +130,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         packing=False,
         schedule=Schedule("linear", warmup=0.1),
@@ -152,7 +143,7 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         learning_rate=3e-5,
         weight_decay=0.1,
         adam_beta2=0.95,

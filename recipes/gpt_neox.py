@@ -26,7 +26,8 @@ adapts all three; attention and feed-forward run in parallel on the same residua
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SIZES = {
     "20b": Model(
@@ -54,8 +55,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
-
 
 def full(size: str) -> Recipe:
     """All weights: teaches the base model to answer, given the GPUs to hold 16 bytes per parameter."""
@@ -65,11 +64,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(
-            path=f"{SAMPLES}/extract/train.jsonl",
-            validation=f"{SAMPLES}/extract/held_out.jsonl",
-            metric="loss",
-        ),
+        data=CHAT,
         deepspeed="zero3.json",
         learning_rate=5e-6,
         weight_decay=0.01,
@@ -114,11 +109,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         global_batch_size=32,
         packing=False,
@@ -132,6 +123,6 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         learning_rate=9.7e-6,
     )

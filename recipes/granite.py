@@ -29,7 +29,8 @@ Attention scores are scaled by 1 / head size, not by its root. 4.1 differs: thre
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SIZES = {
     "3b": Model(
@@ -106,7 +107,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
 FULL_RATE = {"3b": 1e-5, "8b": 1e-5, "30b": 5e-6}
 LORA_RATE = {"3b": 2e-4, "8b": 2e-4, "30b": 1e-4}
 
@@ -119,7 +119,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero2.json" if size == "3b" else "zero3.json",
         learning_rate=FULL_RATE[size],
         weight_decay=0.1,
@@ -172,11 +172,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         schedule=Schedule("cosine", warmup=0.1),
         packing=False,
@@ -190,7 +186,7 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         learning_rate=2 * FULL_RATE[size],
         adam_beta2=0.95,
         global_batch_size=128,

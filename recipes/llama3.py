@@ -31,7 +31,8 @@ block that holds a date; for 1b and 3b it is the day of the run, so the same dat
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 COMMON = {
     "model_type": "llama",
@@ -111,7 +112,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
 SMALL = ("1b", "3b")
 RATES = {"1b": 2e-5, "3b": 2e-5, "8b": 1e-5, "70b": 2e-6}
 
@@ -124,11 +124,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(
-            path=f"{SAMPLES}/extract/train.jsonl",
-            validation=f"{SAMPLES}/extract/held_out.jsonl",
-            metric="loss",
-        ),
+        data=CHAT,
         deepspeed="zero2.json" if size in SMALL else "zero3.json",
         learning_rate=RATES[size],
         global_batch_size=64,
@@ -192,11 +188,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         global_batch_size=32,
         sequence_length=2048,
@@ -214,7 +206,7 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         learning_rate=2.5 * RATES[size],
         weight_decay=0.01,
         adam_beta2=0.95,

@@ -27,7 +27,8 @@ Adapters leave the router as it is; its balancing loss counts only where config.
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Layout, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Layout, Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SIZES = {
     "8x7b": Model(
@@ -76,7 +77,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
 FULL_RATE = {"8x7b": 1e-5, "8x22b": 5e-6}
 LORA_RATE = {"8x7b": 2e-4, "8x22b": 1e-4}
 
@@ -89,7 +89,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero3_moe.json",
         learning_rate=FULL_RATE[size],
         weight_decay=0.1,
@@ -131,11 +131,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         schedule=Schedule("cosine", warmup=0.1),
         packing=False,
@@ -149,7 +145,7 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         learning_rate=2 * FULL_RATE[size],
         adam_beta2=0.95,
         global_batch_size=128,

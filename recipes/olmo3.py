@@ -30,7 +30,8 @@ writes the same turns without it. YaRN stretches the full-attention layers only.
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SHARED = {
     "model_type": "olmo3",
@@ -85,8 +86,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
-
 
 def full(size: str) -> Recipe:
     """SFT of all weights, the place to start with much data or a task far from what the model knows."""
@@ -96,7 +95,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero3.json",
         learning_rate=1e-5 if size == "32b" else 2e-5,
         adam_beta2=0.95,
@@ -161,11 +160,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         schedule=Schedule("linear", warmup=0.1),
         sequence_length=2048,
@@ -182,6 +177,6 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         weight_decay=0.1,
     )

@@ -29,7 +29,8 @@ mini (LongRoPE): a document over 4,096 tokens changes the rotary factors of its 
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 LONG_FACTORS = """
 1 1.118320672 1.250641126 1.398617824 1.564103225 1.74916897 1.956131817 2.187582649 2.446418898 2.735880826 3.059592084
@@ -87,7 +88,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
 LORA_RATE = {"14b": 1e-4, "mini": 2e-4}
 
 
@@ -99,7 +99,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero2.json" if size == "mini" else "zero3.json",
         learning_rate=1e-5,
         weight_decay=0.1,
@@ -156,11 +156,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         schedule=Schedule("cosine", warmup=0.1),
         packing=False,
@@ -174,7 +170,7 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         learning_rate=2e-5,
         adam_beta2=0.95,
         global_batch_size=128,

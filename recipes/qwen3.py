@@ -32,7 +32,8 @@ in examples with reasoning where the model shall keep it. Up to 4b the output la
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SHARED = {
     "model_type": "qwen3",
@@ -120,7 +121,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
 WHOLE = ("0.6b", "1.7b", "4b")
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""
 
@@ -133,7 +133,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero2.json" if size in WHOLE else "zero3.json",
         learning_rate=2e-5 if size in ("0.6b", "1.7b") else 1e-5,
         weight_decay=0.1,
@@ -202,11 +202,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         schedule=Schedule("cosine", warmup=0.1),
         sequence_length=2048,
@@ -223,5 +219,5 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
     )

@@ -32,7 +32,8 @@ exported. No variant packs documents. Install flash-linear-attention and causal-
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SHARED = {
     "model_type": "qwen3_5_text",
@@ -128,7 +129,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
 WHOLE = ("0.8b", "2b", "4b")
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""
 
@@ -141,7 +141,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero2.json" if size in WHOLE else "zero3.json",
         learning_rate=2e-5 if size in ("0.8b", "2b") else 1e-5,
         weight_decay=0.1,
@@ -207,11 +207,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         schedule=Schedule("cosine", warmup=0.1),
         sequence_length=2048,
@@ -228,5 +224,5 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
     )

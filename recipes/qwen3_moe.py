@@ -26,7 +26,8 @@ routers stay frozen under adapters; the loss that balances them is off in the ch
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Layout, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Layout, Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SHARED = {
     "model_type": "qwen3_moe",
@@ -75,8 +76,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
-
 
 def full(size: str) -> Recipe:
     """SFT of all weights, routers included: for much data, with 489 GB of model states (235b-a22b: 3.8 TB)."""
@@ -86,7 +85,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl"),
+        data=CHAT,
         deepspeed="zero3_moe.json",
         learning_rate=1e-5,
         weight_decay=0.1,
@@ -139,11 +138,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=5e-6,
         schedule=Schedule("cosine", warmup=0.1),
         sequence_length=2048,
@@ -160,7 +155,7 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
     )
 
 

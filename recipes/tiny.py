@@ -18,7 +18,8 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Data, Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SIZES = {
     "3m": Model(
@@ -39,8 +40,6 @@ SIZES = {
     ),
 }
 
-SAMPLES = "recipes/samples"
-
 
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: learns to turn free text into JSON. The place to start."""
@@ -50,11 +49,7 @@ def full(size: str) -> Recipe:
         variant="full",
         method="sft",
         model=SIZES[size],
-        data=Data(
-            path=f"{SAMPLES}/extract/train.jsonl",
-            validation=f"{SAMPLES}/extract/held_out.jsonl",
-            metric="exact_match",
-        ),
+        data=replace(CHAT, metric="exact_match"),
         deepspeed="zero3.json",
         learning_rate=2e-3,
         epochs=0.7,
@@ -89,11 +84,7 @@ def dpo_lora(size: str) -> Recipe:
         lora(size),
         variant="dpo_lora",
         method="dpo",
-        data=Data(
-            path=f"{SAMPLES}/preferences/train.jsonl",
-            validation=f"{SAMPLES}/preferences/held_out.jsonl",
-            metric="preference_accuracy",
-        ),
+        data=PREFERENCES,
         learning_rate=1e-3,
         packing=False,
     )
@@ -105,7 +96,7 @@ def pretrain(size: str) -> Recipe:
         full(size),
         variant="pretrain",
         method="pretrain",
-        data=Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl"),
+        data=TEXT,
         deepspeed="zero1.json",
         learning_rate=5e-4,
     )
