@@ -16,6 +16,11 @@ class UserError(Exception):
     """
 
 
+def first_line(error: Exception) -> str:
+    """Return what a library's error says first; the rest of such messages is advice for programmers."""
+    return str(error).strip().partition("\n")[0]
+
+
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` with everything that looks like a credential replaced by `***`.
 

@@ -243,6 +243,11 @@ def _get(recipe: Recipe, key: str) -> Any:
     return value
 
 
+def names(text: str | None) -> list[str]:
+    """Return what a field holds that takes several with commas between them, such as `data.path`."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain JSON types, the form of a run folder's `recipe.json`."""
     return dataclasses.asdict(recipe)

@@ -5,7 +5,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from recipes.spec.errors import UserError
-from recipes.spec.recipe import Lora
+from recipes.spec.recipe import Lora, names
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -42,13 +42,13 @@ def add(model: PreTrainedModel, lora: Lora) -> PeftModel:
     Raises:
         UserError: the targets are not in this model, or cannot be adapted in this way.
     """
-    modules = _names(lora.target_modules)
+    modules = names(lora.target_modules)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules="all-linear" if modules == ["all-linear"] else modules,
-        target_parameters=_names(lora.target_parameters) or None,
+        target_parameters=names(lora.target_parameters) or None,
         use_dora=lora.dora,
         task_type="CAUSAL_LM",
     )
@@ -63,7 +63,3 @@ def add(model: PreTrainedModel, lora: Lora) -> PeftModel:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
     return adapted
-
-
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -22,20 +22,16 @@ def whole_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """
     state = dict(model.state_dict())
     for name, layer in layers(model).items():
-        own = {key: value for key, value in state.items() if key.startswith(f"{name}.")}
-        for key in own:
+        for key in [key for key in state if key.startswith(f"{name}.")]:
             if not key.startswith(f"{name}.shared_experts"):
                 del state[key]
-        gate, down, up = (_gather(weight, layer.ep_group_name) for weight in _weights(layer))
+        weights = (layer.experts.w1, layer.experts.w2, layer.experts.w3)
+        gate, down, up = (_gather(weight.detach(), layer.ep_group_name) for weight in weights)
         state[f"{name}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
         state[f"{name}.experts.down_proj"] = down
         for key, value in layer.router.state_dict().items():
             state[f"{name}.gate.{key.removeprefix('gate.')}"] = value
     return state
-
-
-def _weights(layer: AutoEPMoELayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return layer.experts.w1.detach(), layer.experts.w2.detach(), layer.experts.w3.detach()
 
 
 def _gather(weight: torch.Tensor, group_name: str) -> torch.Tensor:

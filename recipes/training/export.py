@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from recipes.spec.errors import UserError
+from recipes.spec.errors import UserError, first_line
 from recipes.spec.run_folder import read_json, write_json
 from recipes.training import experts, world
 from recipes.training.adapters import keep_layout
@@ -127,7 +127,7 @@ def load_whole(folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: cannot load the model: {str(error).partition(chr(10))[0]}") from error
+        raise UserError(f"{folder}: cannot load the model: {first_line(error)}") from error
     keep_layout(model)
     return model
 
@@ -153,7 +153,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: cannot load the tokenizer: {str(error).partition(chr(10))[0]}") from error
+        raise UserError(f"{folder}: cannot load the tokenizer: {first_line(error)}") from error
 
 
 def write(source: Path, output: Path, merge: bool) -> str:

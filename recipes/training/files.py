@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from recipes.spec.errors import UserError
-from recipes.spec.recipe import Data
+from recipes.spec.recipe import Data, names
 
 COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
 """Files that pyarrow reads; everything else is text."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", *SEPARATORS, *COLUMNAR)
 """Which files of a folder hold examples."""
-
-
-def names(path: str) -> list[str]:
-    """Return the sources that `data.path` or `data.validation` names, with commas between them."""
-    return [name.strip() for name in path.split(",") if name.strip()]
 
 
 def weights(data: Data) -> list[float] | None:

@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 from transformers import AutoConfig, PreTrainedConfig
 
 from recipes.spec import pages
-from recipes.spec.errors import UserError
+from recipes.spec.errors import UserError, first_line
 from recipes.spec.recipe import Model
 
 
@@ -46,8 +46,9 @@ def compare(model: Model) -> list[str]:
     try:
         config = AutoConfig.from_pretrained(model.path).get_text_config()
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{model.path}: cannot be read: {reason} (no network, or a licence to accept?)") from error
+        raise UserError(
+            f"{model.path}: cannot be read: {first_line(error)} (no network, or a licence to accept?)"
+        ) from error
     found = differences(model.config, config)
     count = parameters(model.path)
     if count is not None and abs(count / model.parameters - 1) > 0.01:

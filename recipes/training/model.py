@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from recipes.spec.errors import UserError
+from recipes.spec.errors import UserError, first_line
 from recipes.spec.recipe import Recipe
 from recipes.training import adapters, templates
 
@@ -114,7 +114,7 @@ def restore_rotary_frequencies(model: PreTrainedModel) -> None:
 
 
 def _cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
-    reason = str(error).strip().partition("\n")[0]
+    reason = first_line(error)
     folder = Path(recipe.model.path)
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
         reason = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
-from recipes.spec.recipe import Recipe
+from recipes.spec.recipe import Recipe, names
 from recipes.training import files, rows
 
 GIB = 2**30
@@ -37,7 +37,7 @@ def locate(recipe: Recipe) -> Recipe:
 
 
 def _each_local(key: str, paths: str) -> str:
-    return ",".join(_local(key, path) for path in files.names(paths))
+    return ",".join(_local(key, path) for path in names(paths))
 
 
 def _local(key: str, path: str, *folders: Path) -> str:
@@ -68,7 +68,7 @@ def check_data(recipe: Recipe) -> None:
     """
     _check_options(recipe)
     for path in (recipe.data.path, recipe.data.validation):
-        for name in files.names(path or ""):
+        for name in names(path):
             if Path(name).is_file() and Path(name).suffix not in files.COLUMNAR:
                 most = STREAMED if recipe.data.streaming and path == recipe.data.path else None
                 check_file(Path(name), recipe.method, recipe.data.form, most)

@@ -24,8 +24,8 @@ from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patte
 from datasets.exceptions import DatasetGenerationError
 from pyarrow import ArrowException
 
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Recipe
+from recipes.spec.errors import UserError, first_line
+from recipes.spec.recipe import Recipe, names
 from recipes.training import files, rows
 
 Rows = Dataset | IterableDataset
@@ -63,7 +63,7 @@ def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
         UserError: a source that cannot be read or is empty, or a row that breaks a rule of `rows.py`; streamed rows
             are checked when they are reached.
     """
-    return [_source(name, recipe, streaming) for name in files.names(path)]
+    return [_source(name, recipe, streaming) for name in names(path)]
 
 
 def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
@@ -114,7 +114,7 @@ def _from_file(path: Path) -> Located:
         yield from _numbered(path, load_dataset(kind, data_files=str(path), split="train", streaming=True))
     except ArrowException as error:
         raise UserError(
-            f"{path}: cannot be read as {kind} ({_first_line(error)}); was it copied whole? Write it again."
+            f"{path}: cannot be read as {kind} ({first_line(error)}); was it copied whole? Write it again."
         ) from error
 
 
@@ -145,7 +145,7 @@ def _from_hub(name: str, split: str, streaming: bool) -> Rows:
     try:
         return load_dataset(name, split=split, streaming=streaming)
     except (OSError, ValueError) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         if "gated" in reason:
             fix = f"Ask for access on huggingface.co/datasets/{name}, then set HF_TOKEN, or run `hf auth login`."
         elif isinstance(error, ConnectionError):
@@ -162,10 +162,6 @@ def _version(name: str, split: str) -> tuple[Any, ...]:
         return tuple(file["filename"] for file in _from_hub(name, split, streaming=False).cache_files)
     within = sorted(path.rglob("*")) if path.is_dir() else [path]
     return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in within if file.is_file())
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def mix(sources: Sequence[Source], shares: Sequence[float] | None, seed: int) -> Rows:

@@ -12,10 +12,8 @@ from recipes.training import model, templates
 
 def main(name: str) -> int:
     """Print the verdict on the model of a recipe; return 2 where it cannot be loaded or cannot be trained on."""
-    family = name.partition("-")[0]
     try:
-        variant = pages.variants(pages.page(family))[0] if family in pages.families() else ""
-        recipe = pages.find(name, variant)
+        recipe = pages.find(name, "full")
         tokenizer = model.load_tokenizer(recipe)
         templates.marker(recipe, tokenizer)
     except UserError as error:
