@@ -1,28 +1,55 @@
-"""Which parallel layouts are possible, and what they leave for data parallelism."""
+"""Which parallel layouts are possible, where each rank stands in them, and what they leave for data parallelism."""
 
 import math
+from dataclasses import dataclass
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout, Recipe
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands; every number counts from zero."""
+
+    stage: int
+    """Of the pipeline."""
+    row: int
+    """Which share of the global batch's rows it reads."""
+    sequence: int
+    """Which part of those rows it computes."""
+    tensor: int
+    """Which part of each matrix it holds."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this is the one that counts, of all ranks that read the same rows."""
+        return not (self.stage or self.sequence or self.tensor)
+
+
+def place(layout: Layout, rank: int, world_size: int) -> Place:
+    """Return where `rank` stands: tensor parallel ranks side by side, then sequence, rows, and stages furthest apart.
+
+    What communicates most is nearest: tensor parallelism per layer, a pipeline once per stage. It is the order of
+    DeepSpeed's own groups too: AutoTP's, and `PipeModelDataParallelTopology` with sequence ranks as its data ranks.
+    """
+    rank, tensor = divmod(rank, layout.tensor)
+    rank, sequence = divmod(rank, layout.sequence)
+    stage, row = divmod(rank, data_parallel_size(layout, world_size))
+    return Place(stage, row, sequence, tensor)
 
 
 def data_parallel_size(layout: Layout, world_size: int) -> int:
     """Return how many ranks read different rows. Experts are spread over those ranks, and cost none of them.
 
     Raises:
-        UserError: the layout does not divide the world, or asks for a kind of parallelism that no engine
-            of this version runs.
+        UserError: the layout does not divide the world.
     """
-    for kind in ("tensor", "pipeline", "sequence"):
-        size = getattr(layout, kind)
-        if size > 1:
-            raise UserError(f"layout.{kind}={size}: this version runs data and expert parallelism only; use 1.")
     if world_size % layout.expert:
         raise UserError(
             f"layout.expert={layout.expert}: {world_size} ranks are not a multiple of it; "
             f"use layout.expert={math.gcd(world_size, layout.expert)}."
         )
-    return world_size
+    return world_size // (layout.tensor * layout.pipeline * layout.sequence)
 
 
 def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:

@@ -44,7 +44,7 @@ from recipes.training.checkpoints import Checkpoints, StopOnSignal
 from recipes.training.console import Progress, duration, marked, say, shown
 from recipes.training.environment import describe
 from recipes.training.preflight import checkpoint_bytes
-from recipes.training.trainer import EngineReady, as_never_loaded, build, report_grad_norm, resolved_config
+from recipes.training.trainer import EngineReady, as_never_loaded, build, report_grad_norm, resolved_config, share_rows
 
 
 def main(folder: str) -> None:
@@ -72,7 +72,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
 
     checkpoint = newest_checkpoint(run)
     tracker = tracking.Tracker(recipe, run)
-    metrics = tracking.Metrics(run, tracker.record)
+    metrics = tracking.Metrics(run, tracker.record, world.place(recipe.layout).counts)
     stop = StopOnSignal()
     held_out = None
     if material.held_out_raw is not None:
@@ -95,6 +95,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     # Metrics stand before the evaluation: a window of training is closed before the held-out data is read.
     callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, metrics, held_out]
     trainer = build(recipe.method, trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
+    share_rows(trainer, recipe.layout)
     metrics.watch(trainer)
     if held_out:
         held_out.trainer = trainer

@@ -25,10 +25,11 @@ class Metrics(TrainerCallback):
     logs that went into training: evaluations and checkpoints are left out.
     """
 
-    def __init__(self, run: RunFolder, on_record: Any) -> None:
-        """`on_record(record)` is called on rank 0 with every record."""
+    def __init__(self, run: RunFolder, on_record: Any, counts: bool) -> None:
+        """`on_record(record)` is called on rank 0 with every record; `counts`: no other rank counts the same rows."""
         self.run = run
         self.on_record = on_record
+        self.counts = counts
         earlier = read_jsonl(run.metrics)
         self.tokens = earlier[-1]["tokens"] if earlier else 0
         self.seconds = earlier[-1]["seconds"] if earlier else 0.0
@@ -51,8 +52,8 @@ class Metrics(TrainerCallback):
             self.waited += time.perf_counter() - start
             for batch in batches:
                 tokens, squares = _count(batch)
-                self.new_tokens += tokens
-                self.new_squares += squares
+                self.new_tokens += tokens * self.counts
+                self.new_squares += squares * self.counts
             return batches, items
 
         trainer.get_batch_samples = counted

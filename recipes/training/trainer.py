@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from deepspeed.runtime.utils import clip_grad_norm_
+from torch import distributed as dist
+from torch.utils.data import DataLoader
 from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -15,7 +18,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from recipes.spec.recipe import Method
+from recipes.spec.layout import data_parallel_size
+from recipes.spec.recipe import Layout, Method
+from recipes.training import world
 from recipes.training.data import Collator
 
 INFINITY = 2147483647
@@ -61,6 +66,29 @@ def build(
         trainer = Trainer(**shared, data_collator=Collator(tokenizer.pad_token_id))
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def share_rows(trainer: Trainer, layout: Layout) -> None:
+    """Make all ranks that hold parts of one copy of the model read the same rows; accelerate knows data ranks only."""
+    accelerator = trainer.accelerator
+    size = dist.get_world_size()
+
+    def prepare(loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
+        prepared = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=data_parallel_size(layout, size),
+            process_index=world.place(layout).row,
+            put_on_device=True,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            non_blocking=accelerator.non_blocking,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    accelerator.prepare_data_loader = prepare
 
 
 def report_grad_norm(engine: Any) -> None:

@@ -14,6 +14,9 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
+from recipes.spec import layout as layouts
+from recipes.spec.recipe import Layout
+
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """DeepSpeed's own default of 10 minutes is shorter than a large checkpoint or a first tokenisation takes."""
 
@@ -62,6 +65,11 @@ def device() -> torch.device:
 def is_first() -> bool:
     """Return whether this is rank 0, which alone prints and writes."""
     return dist.get_rank() == 0
+
+
+def place(layout: Layout) -> layouts.Place:
+    """Return where this rank stands in the layout."""
+    return layouts.place(layout, dist.get_rank(), dist.get_world_size())
 
 
 def total(*values: float) -> list[float]:
