@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 from recipes.spec.recipe import Layout, Recipe
 from recipes.spec.run_folder import read_json, write_json
-from recipes.training import model, pipeline, world
+from recipes.training import model, pipeline, tensor, world
 from recipes.training.data import IGNORED
 
 TIED = "embedding"
@@ -49,6 +49,8 @@ def build(recipe: Recipe) -> PipelineModule:
         module = PipelineModule(
             specs, topology=topology, loss_fn=weighted_loss, partition_method="uniform", dynamic_shape=True
         )
+    if layout.tensor > 1:
+        tensor.shard(stage(module).model, tensor.plan(config), module._grid.get_slice_parallel_group())
     _count_once(module)
     return module
 
@@ -65,9 +67,11 @@ def _count_once(module: PipelineModule) -> None:
     leaves out what is not marked as model parallel on every stage but the first.
     """
     tied = stage(module).embedding.weight if module.tied_modules and module.stage_id > 0 else None
+    split = {weight for layer in tensor.layers(module).values() for weight in layer.parameters()}
+    counted_elsewhere = module._grid.get_slice_parallel_rank() > 0
     for parameter in module.parameters():
         parameter.ds_pipe_replicated = parameter is tied
-        parameter.model_parallel = parameter is not tied
+        parameter.model_parallel = parameter is not tied and (parameter in split or not counted_elsewhere)
 
 
 def weighted_loss(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -171,13 +175,16 @@ def _evaluate(engine: Any, batches: Sequence[Any], function: Any, shape: Sequenc
 def save(module: PipelineModule, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write an ordinary Hugging Face folder, or a PEFT adapter; every stage writes its own weights; a collective."""
     part = folder / f"stage-{module.stage_id:05d}"
-    if module._grid.data_parallel_id == 0 and module._grid.get_slice_parallel_rank() == 0:
+    if module._grid.data_parallel_id == 0:
         mine = stage(module).model
-        state = mine.state_dict()
+        writes = module._grid.get_slice_parallel_rank() == 0
+        state = tensor.whole_state(mine, keep=writes) if tensor.layers(mine) else mine.state_dict()
         if module.tied_modules and module.stage_id > 0:  # the first stage writes what both hold
             tied = stage(module).embedding.weight
-            state = {name: value for name, value in state.items() if value.data_ptr() != tied.data_ptr()}
-        mine.save_pretrained(part, state_dict=state)
+            held = {name for name, value in mine.state_dict().items() if value.data_ptr() == tied.data_ptr()}
+            state = {name: value for name, value in state.items() if name not in held}
+        if writes:
+            mine.save_pretrained(part, state_dict=state)
     dist.barrier()
     if world.is_first():
         parts = sorted(folder.glob("stage-*"))
