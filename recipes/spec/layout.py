@@ -82,17 +82,19 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
     """
     if len(costs) < count:
         raise UserError(f"layout.pipeline={count}: the model has {len(costs)} layers; use at most that many stages.")
-    best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}
+    # By where the last stage ends: the dearest stage, the sum of squares (of equals, the evenest), and the stages.
+    best: dict[int, tuple[float, float, list[range]]] = {0: (0.0, 0.0, [])}
     for stage in range(1, count + 1):
         best = {
             stop: min(
                 (
-                    (max(dearest, sum(costs[start:stop])), [*parts, range(start, stop)])
-                    for start, (dearest, parts) in best.items()
+                    (max(dearest, cost), squares + cost**2, [*parts, range(start, stop)])
+                    for start, (dearest, squares, parts) in best.items()
                     if start < stop
+                    for cost in [sum(costs[start:stop])]
                 ),
-                key=lambda option: option[0],
+                key=lambda option: option[:2],
             )
             for stop in range(stage, len(costs) - (count - stage) + 1)
         }
-    return best[len(costs)][1]
+    return best[len(costs)][2]

@@ -73,7 +73,7 @@ def load_model(recipe: Recipe, kind: Any = AutoModelForCausalLM) -> PreTrainedMo
     adapters.keep_layout(model)
     if recipe.gradient_checkpointing:
         model.enable_input_require_grads()
-    return adapters.add(model, recipe.lora)
+    return adapters.add(model, recipe.lora, recipe.seed)
 
 
 def _pretrained(recipe: Recipe, kind: Any) -> PreTrainedModel:

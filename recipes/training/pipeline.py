@@ -11,13 +11,60 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from recipes.spec.errors import UserError
 from recipes.spec.layout import balanced
 from recipes.spec.recipe import Recipe
-from recipes.training import adapters, model
+from recipes.training import adapters, model, packing
+
+PROBE_STAGES = 3
+"""The first stage, one between, and the last."""
+
+
+def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model that computes something else in stages: tried out on a draft, before anything is loaded.
+
+    Raises:
+        UserError: says what is in the way.
+    """
+    if recipe.model.trust_remote_code or recipe.model.quantization != "none":
+        raise UserError(
+            f"layout.pipeline={recipe.layout.pipeline}: stages need a model of transformers' own code, in 16 or 32 "
+            "bits; use layout.pipeline=1."
+        )
+    config = model.load_config(recipe).get_text_config()
+    try:
+        difference = staged_difference(packing.draft_of(config, tokenizer, recipe.model.attention, torch.float32))
+    except UserError:
+        raise
+    except Exception as error:  # whatever a stranger's model raises, nobody knows what stages do to it
+        raise UserError(
+            f"layout.pipeline={recipe.layout.pipeline}: cannot try it out on a draft of {config.model_type}: {error}\n"
+            "Use layout.pipeline=1."
+        ) from error
+    if difference > packing.LEAK[torch.float32]:
+        raise UserError(
+            f"layout.pipeline={recipe.layout.pipeline}: {config.model_type} computes something else in stages "
+            f"(logits differ by {difference:.0e}); use layout.pipeline=1."
+        )
+
+
+@torch.no_grad()
+def staged_difference(whole: PreTrainedModel) -> float:
+    """Return how far the logits of stages are from the whole model's, as a share of the largest."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, whole.config.vocab_size, (1, 48), generator=generator)
+    positions = torch.arange(48)[None]
+    expected = whole(input_ids=tokens, position_ids=positions).logits
+    passed = tokens
+    for layers in stages(whole.config, PROBE_STAGES):
+        part = copy.deepcopy(whole)
+        cut(part, layers)
+        computed = run(part, passed, positions)
+        passed = computed[0] if isinstance(computed, tuple) else computed
+    return ((passed - expected).abs().max() / expected.abs().max()).item()
 
 
 def skeleton(recipe: Recipe) -> PreTrainedModel:

@@ -67,10 +67,12 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     recipe = with_draft(recipe, run)
     tokenizer = model.load_tokenizer(recipe)
     packing.check(recipe, tokenizer)
+    staged = recipe.layout.pipeline > 1
+    if staged:
+        pipeline.check(recipe, tokenizer)
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
     arguments = training_arguments(recipe, run, dist.get_world_size(), world.on_gpu())
     material = load_material(recipe, tokenizer, arguments)
-    staged = recipe.layout.pipeline > 1
     trained = pipeline_engine.build(recipe) if staged else model.load_model(recipe)
     whole = pipeline.skeleton(recipe) if staged else trained
     total, trainable = model.parameter_counts(whole)

@@ -44,7 +44,7 @@ CASES = [
 MORE = [
     Case(Layout(pipeline=4), 8, family="gemma3-1b"),
     Case(Layout(pipeline=2, tensor=2), 8, checkpointing=True, family="qwen3-0.6b"),
-    Case(Layout(pipeline=3), 3, stage=0, family="qwen3_moe-30b_a3b"),
+    Case(Layout(pipeline=3), 3, stage=0, family="qwen3_moe-30b-a3b"),
 ]
 
 
