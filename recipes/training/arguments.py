@@ -74,4 +74,5 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
                 "take deepspeed=expert_parallel.json."
             )
         config["expert_parallel"]["autoep_size"] = recipe.layout.expert
+        config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and spares norms the decay
     return config

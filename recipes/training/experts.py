@@ -42,6 +42,30 @@ def _gather(weight: torch.Tensor, group_name: str) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def group_parameters(trainer: Trainer, size: int) -> None:
+    """Make the Trainer's optimizer hold the experts in a group of their own, marked as DeepSpeed wants it.
+
+    The engine takes over the groups when it replaces the layers. An optimizer that DeepSpeed builds from its own
+    configuration has such groups too, but decays norms and biases like matrices.
+
+    Args:
+        trainer: before it has an optimizer.
+        size: ranks that the experts of one layer are spread over.
+    """
+    create = trainer.create_optimizer
+
+    def create_optimizer(model: Any = None) -> torch.optim.Optimizer:
+        optimizer = create(model)
+        routed = {parameter for name, parameter in trainer.model.named_parameters() if ".experts." in name}
+        group, *_ = [one for one in optimizer.param_groups if not routed.isdisjoint(one["params"])]
+        spread = [parameter for parameter in group["params"] if parameter in routed]
+        group["params"] = [parameter for parameter in group["params"] if parameter not in routed]
+        optimizer.add_param_group({**group, "params": spread, "moe": True, "name": f"ep_size_{size}"})
+        return optimizer
+
+    trainer.create_optimizer = create_optimizer
+
+
 def gather_on_save(trainer: Trainer) -> None:
     """Make the Trainer's checkpoints hold ordinary Hugging Face weights too."""
 

@@ -96,6 +96,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, metrics, held_out]
     trainer = build(recipe.method, trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
     share_rows(trainer, recipe.layout)
+    if recipe.layout.expert > 1:
+        experts.group_parameters(trainer, recipe.layout.expert)
     metrics.watch(trainer)
     if held_out:
         held_out.trainer = trainer
