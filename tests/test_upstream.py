@@ -12,13 +12,20 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from recipes.spec.pages import ROOT
 from recipes.training import adapters
 from tests.ranks import read_logs
-from tests.workers import zero_init
+from tests.workers import expert_norm, zero_init
 
 
 def test_deepspeed_forgets_the_fp32_gradient_norm():
     """`report_grad_norm` in recipes/training/trainer.py can go when DeepSpeed keeps what `clip_grad_norm_` returns."""
     source = inspect.getsource(DeepSpeedEngine.clip_fp32_gradients)
     assert "clip_grad_norm_(" in source and "_global_grad_norm" not in source
+
+
+def test_deepspeed_averages_the_norms_of_different_experts(ranks, tmp_path):
+    """`deepspeed_config` in recipes/training/arguments.py can allow ZeRO stage 0 when this norm is the whole one's."""
+    ranks.check(expert_norm.main, log=tmp_path / "log")
+    said = read_logs(tmp_path / "log")[0]
+    assert "the whole 5.0, DeepSpeed 3.5" in said
 
 
 def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):

@@ -34,10 +34,10 @@ def save(trainer: Trainer, folder: Path) -> None:
     """
     engine, model = trainer.deepspeed, trainer.model
     state = None
-    if engine.zero_optimization_partition_weights():
-        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
-    elif experts.layers(model):
+    if experts.layers(model):
         state = experts.whole_state(model)
+    elif engine.zero_optimization_partition_weights():
+        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
     if world.is_first():
         draft = folder.with_name(folder.name + ".part")
         shutil.rmtree(draft, ignore_errors=True)

@@ -35,6 +35,7 @@ from recipes.training import (
     model,
     packing,
     report,
+    routing,
     sources,
     tracking,
     world,
@@ -61,6 +62,8 @@ def main(folder: str) -> None:
 def execute(recipe: Recipe, run: RunFolder) -> None:
     """Prepare, train, measure, export."""
     recipe = with_draft(recipe, run)
+    if recipe.layout.expert > 1:
+        experts.check(recipe, model.load_config(recipe).model_type)
     tokenizer = model.load_tokenizer(recipe)
     packing.check(recipe, tokenizer)
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
@@ -92,12 +95,15 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         tracker.begin(config)
 
     room = checkpoint_bytes(total, trainable, DTYPE_BYTES[recipe.precision])
-    # Metrics stand before the evaluation: a window of training is closed before the held-out data is read.
-    callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, metrics, held_out]
+    # Routing adds to what Metrics writes; Metrics close a window of training before the held-out data is read.
+    routes = routing.Routing() if recipe.layout.pipeline == 1 else None
+    callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, routes, metrics, held_out]
     trainer = build(recipe.method, trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
     share_rows(trainer, recipe.layout)
     if recipe.layout.expert > 1:
         experts.group_parameters(trainer, recipe.layout.expert)
+    if recipe.router_aux_loss_coef:
+        routing.balance(trainer, recipe.router_aux_loss_coef, dist.get_world_size() // recipe.layout.tensor)
     metrics.watch(trainer)
     if held_out:
         held_out.trainer = trainer
