@@ -14,7 +14,7 @@ from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout, Recipe
 from recipes.training import world
 
-PROVEN = ("mixtral", "qwen3_moe")
+PROVEN = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 """Model types whose spread experts train what plain PyTorch trains: `tests/parity/test_expert.py`."""
 
 
@@ -39,6 +39,23 @@ def check(recipe: Recipe, model_type: str) -> None:
 def layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
     """Return AutoEP's layers by their names; none without expert parallelism."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
+
+
+def route_as_transformers(model: PreTrainedModel) -> None:
+    """Make AutoEP's routers of DeepSeek's models compute what transformers' do.
+
+    DeepSpeed 0.19.8 multiplies in the weights' dtype, where transformers does so in fp32: in bf16 a token near the
+    border goes to another expert. And it looks for the best groups of experts before the best experts wherever a
+    configuration counts groups, though V2's `topk_method` can be `greedy`. `test_autoep_routes_deepseek_differently`
+    tells when this can go.
+    """
+    if model.config.model_type not in ("deepseek_v2", "deepseek_v3"):
+        return
+    for layer in layers(model).values():
+        gate = layer.router.gate
+        gate.forward = lambda hidden, gate=gate: torch.nn.functional.linear(hidden.float(), gate.weight.float())
+        if getattr(model.config, "topk_method", None) == "greedy":
+            layer.router.num_expert_groups = None
 
 
 def whole_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:

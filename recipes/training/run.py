@@ -87,6 +87,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         if checkpoint:
             as_never_loaded(trainer.deepspeed)
         if experts.layers(trainer.model):
+            experts.route_as_transformers(trainer.model)
             experts.gather_on_save(trainer)
         config = resolved_config(trainer.deepspeed)
         if world.is_first():
