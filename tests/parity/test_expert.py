@@ -1,26 +1,35 @@
 """Experts spread over ranks (AutoEP) train exactly the mixture that plain PyTorch trains in one process."""
 
+import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Layout, Lora, Recipe
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
+from recipes.spec.run_folder import (
+    RunFolder,
+    forget_after,
+    newest_checkpoint,
+    read_json,
+    read_jsonl,
+    write_json,
+    write_recipe,
+)
 from recipes.training import experts
 from recipes.training import run as training_run
 from recipes.training.arguments import deepspeed_config
 from recipes.training.draft import TINY_MODEL
-from tests.parity import plain
-from tests.small import small
+from tests.parity import gate, plain
 
 SETTINGS = plain.Settings()
-RELATIVE = 1e-5
 DEEPSEEK = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
@@ -90,38 +99,13 @@ def reference(mixture, conversations):
     return {family: plain.train(mixture(family), conversations, SETTINGS) for family in FAMILIES}.__getitem__
 
 
-def lesson(model: Path, data: Path, folder: Path, stage: int, **changes: object) -> Recipe:
+def lesson(model: Path, data: Path, folder: Path, stage: int, **changes: Any) -> Recipe:
     """Return the recipe of `SETTINGS`, its experts spread over two ranks, at a ZeRO stage."""
     path = folder / "expert_parallel.json"
     config = read_json(ROOT / "configs" / "expert_parallel.json")
     config["zero_optimization"]["stage"] = stage
     write_json(path, config)
-    recipe = small(
-        model,
-        data,
-        str(path),
-        learning_rate=SETTINGS.learning_rate,
-        weight_decay=SETTINGS.weight_decay,
-        adam_epsilon=SETTINGS.epsilon,
-        max_grad_norm=SETTINGS.clip,
-        max_steps=SETTINGS.steps,
-        global_batch_size=8,
-        layout=Layout(expert=2),
-    )
-    return replace(recipe, **changes)
-
-
-def agree(run: RunFolder, records: list[dict], weights: dict[str, torch.Tensor]) -> None:
-    """Fail unless every loss and gradient norm and the exported weights are the reference's."""
-    logged = read_jsonl(run.metrics)
-    assert [row["step"] for row in logged] == list(range(1, SETTINGS.steps + 1))
-    for ours, theirs in zip(logged, records, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=RELATIVE)
-    exported = AutoModelForCausalLM.from_pretrained(run.export, dtype=torch.float32).state_dict()
-    assert set(exported) == set(weights)
-    for name, weight in exported.items():
-        assert plain.worst(weight, weights[name]) <= 1, name
+    return gate.lesson(SETTINGS, model, data, str(path), **{"layout": Layout(expert=2), **changes})
 
 
 OFTEN = {
@@ -150,11 +134,45 @@ def test_same_model_as_plain_pytorch(
     size = 8 // world_size // accumulation
     write_recipe(run, lesson(mixture(family), conversations, tmp_path, stage, micro_batch_size=size))
     ranks.check(training_run.main, str(run.path), world_size=world_size, log=tmp_path / "log")
-    agree(run, *reference(family))
+    gate.agree(run, *reference(family))
     engine = read_json(run.deepspeed)
     assert engine["zero_optimization"]["stage"] == stage
     assert engine["gradient_accumulation_steps"] == accumulation
     assert engine["expert_parallel"]["autoep_size"] == 2 and "optimizer" not in engine
+
+
+@pytest.mark.parametrize(("family", "stage"), [("mixtral", 1), ("deepseek_v3", 2), ("qwen3_moe", 3)])
+def test_resumed_run_logs_what_the_uninterrupted_one_logs(ranks, tmp_path, conversations, mixture, family, stage):
+    run = RunFolder(tmp_path / "run")
+    recipe = lesson(
+        mixture(family), conversations, tmp_path, stage, global_batch_size=4, micro_batch_size=1, save_steps=3
+    )
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), world_size=4, log=tmp_path / "log")
+    expected = read_jsonl(run.metrics)
+    weights = load_file(run.export / "model.safetensors")
+    shutil.rmtree(run.checkpoints / "checkpoint-6")
+    shutil.rmtree(run.export)
+    forget_after(run, newest_checkpoint(run))
+    ranks.check(training_run.main, str(run.path), world_size=4, log=tmp_path / "again")
+    resumed = read_jsonl(run.metrics)
+    assert [row["step"] for row in resumed] == list(range(1, 7))
+    for key in ("loss", "grad_norm", "expert_load_max", "router_entropy"):
+        assert [row[key] for row in resumed] == pytest.approx([row[key] for row in expected], rel=1e-6), key
+    for name, weight in load_file(run.export / "model.safetensors").items():
+        assert plain.worst(weight, weights[name]) < 0.1, name
+
+
+@pytest.mark.parametrize(("family", "stage"), [("mixtral", 1), ("deepseek_v3", 3)])
+def test_exports_the_bytes_that_plain_transformers_writes(ranks, tmp_path, conversations, mixture, family, stage):
+    """A learning rate that is lost in rounding, so that the weights are those that plain transformers wrote."""
+    run = RunFolder(tmp_path / "run")
+    recipe = lesson(mixture(family), conversations, tmp_path, stage, learning_rate=1e-30, max_steps=1, save_steps=1)
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    before = (mixture(family) / "model.safetensors").read_bytes()
+    assert (run.export / "model.safetensors").read_bytes() == before
+    assert (run.checkpoints / "checkpoint-1" / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(("config", "layout"), [("expert_parallel.json", Layout(expert=2)), ("zero2.json", Layout())])
@@ -167,7 +185,7 @@ def test_balanced_like_plain_transformers(ranks, tmp_path, conversations, mixtur
     recipe = replace(recipe, deepspeed=str(ROOT / "configs" / config), layout=layout, gradient_checkpointing=True)
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
-    agree(run, *plain.train(mixture(family), conversations, settings))
+    gate.agree(run, *plain.train(mixture(family), conversations, settings))
     first = read_jsonl(run.metrics)[0]
     expected = routed(mixture(family), conversations)
     assert {key: first[key] for key in expected} == pytest.approx(expected, rel=1e-5)
@@ -209,13 +227,13 @@ def routed(folder: Path, data: Path) -> dict[str, float]:
 def test_a_wrong_reference_is_noticed(mixture, conversations, reference, mistake):
     records, weights = plain.train(mixture("mixtral"), conversations, replace(SETTINGS, **mistake))
     right, right_weights = reference("mixtral")
-    assert abs(records[-1]["loss"] / right[-1]["loss"] - 1) > 10 * RELATIVE
+    assert abs(records[-1]["loss"] / right[-1]["loss"] - 1) > 10 * gate.RELATIVE
     assert max(plain.worst(weights[name], weight) for name, weight in right_weights.items()) > 10
 
 
 def test_the_norm_counts_and_clips_experts(mixture, conversations, reference):
     records, _ = plain.train(mixture("mixtral"), conversations, replace(SETTINGS, scaled_experts=2.0))
-    assert abs(records[0]["grad_norm"] / reference("mixtral")[0][0]["grad_norm"] - 1) > 100 * RELATIVE
+    assert abs(records[0]["grad_norm"] / reference("mixtral")[0][0]["grad_norm"] - 1) > 100 * gate.RELATIVE
     assert all(row["grad_norm"] > SETTINGS.clip for row in reference("mixtral")[0])
 
 
