@@ -65,7 +65,7 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's DeepSpeed file, with the layout's number of expert-parallel ranks.
 
     Raises:
-        UserError: the layout wants expert parallelism, and the file has no block for it.
+        UserError: the layout wants expert parallelism, and the file has no block for it, or the wrong stage.
     """
     config = read_json(Path(recipe.deepspeed))
     if recipe.layout.expert > 1:
@@ -74,7 +74,14 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
                 f"layout.expert={recipe.layout.expert}: {Path(recipe.deepspeed).name} has no expert_parallel block; "
                 "take deepspeed=expert_parallel.json."
             )
+        if config["zero_optimization"]["stage"] == 0:
+            # It clips at the mean of the ranks' norms: `test_deepspeed_averages_the_norms_of_different_experts`.
+            raise UserError(
+                f"layout.expert={recipe.layout.expert}: without ZeRO, DeepSpeed takes the wrong gradient norm; "
+                f"set zero_optimization.stage to 1 in {Path(recipe.deepspeed).name}, which takes less memory too."
+            )
         config["expert_parallel"]["autoep_size"] = recipe.layout.expert
+        config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and spares norms the decay
     if recipe.layout.pipeline > 1:
         config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank
         # Sending a share per tensor rank keeps the first shape, and rows without packing have several.

@@ -79,7 +79,7 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         "num_experts": EXPERTS,
         "n_routed_experts": EXPERTS,
         "num_experts_per_tok": ACTIVE_EXPERTS,
-        "n_group": 2,
+        "n_group": min(2, getattr(config, "n_group", None) or 2),
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "q_lora_rank": head * 2,

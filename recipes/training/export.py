@@ -51,10 +51,10 @@ def save(trainer: Trainer, folder: Path) -> None:
 def _save_whole(trainer: Trainer, folder: Path) -> None:
     engine, model = trainer.deepspeed, trainer.model
     state = None
-    if engine.zero_optimization_partition_weights():
-        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
-    elif experts.layers(model):
+    if experts.layers(model):
         state = experts.whole_state(model)
+    elif engine.zero_optimization_partition_weights():
+        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
     if world.is_first():
         model.save_pretrained(folder, state_dict=state)
         trainer.processing_class.save_pretrained(folder)

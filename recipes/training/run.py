@@ -38,6 +38,7 @@ from recipes.training import (
     pipeline,
     pipeline_engine,
     report,
+    routing,
     sources,
     tracking,
     world,
@@ -65,6 +66,8 @@ def main(folder: str) -> None:
 def execute(recipe: Recipe, run: RunFolder) -> None:
     """Prepare, train, measure, export."""
     recipe = with_draft(recipe, run)
+    if recipe.layout.expert > 1:
+        experts.check(recipe, model.load_config(recipe).model_type)
     tokenizer = model.load_tokenizer(recipe)
     packing.check(recipe, tokenizer)
     staged = recipe.layout.pipeline > 1
@@ -92,6 +95,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         if checkpoint:
             as_never_loaded(trainer.deepspeed)
         if experts.layers(trainer.model):
+            experts.route_as_transformers(trainer.model)
             experts.gather_on_save(trainer)
         config = resolved_config(trainer.deepspeed)
         if world.is_first():
@@ -100,10 +104,15 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         tracker.begin(config)
 
     room = checkpoint_bytes(total, trainable, DTYPE_BYTES[recipe.precision])
-    # Metrics stand before the evaluation: a window of training is closed before the held-out data is read.
-    callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, metrics, held_out]
+    # Routing adds to what Metrics writes; Metrics close a window of training before the held-out data is read.
+    routes = routing.Routing() if recipe.layout.pipeline == 1 else None
+    callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, routes, metrics, held_out]
     trainer = build(recipe.method, trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
     share_rows(trainer, recipe.layout)
+    if recipe.layout.expert > 1:
+        experts.group_parameters(trainer, recipe.layout.expert)
+    if recipe.router_aux_loss_coef:
+        routing.balance(trainer, recipe.router_aux_loss_coef, dist.get_world_size() // recipe.layout.tensor)
     metrics.watch(trainer, work_of(whole))
     if staged:
         pipeline_engine.drive(trainer, recipe.layout)
