@@ -1,6 +1,7 @@
 """Which parallel layouts are possible, where each rank stands in them, and what they leave for data parallelism."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipes.spec.errors import UserError
@@ -67,3 +68,31 @@ def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
             f"= {per_pass}; the nearest that are: {below}, {below + per_pass}."
         )
     return steps
+
+
+def balanced(costs: Sequence[float], count: int) -> list[range]:
+    """Return `count` ranges of consecutive layers, none empty, whose dearest is as cheap as can be.
+
+    Args:
+        costs: of each layer, for instance its parameters.
+        count: stages of the pipeline.
+
+    Raises:
+        UserError: there are fewer layers than stages.
+    """
+    if len(costs) < count:
+        raise UserError(f"layout.pipeline={count}: the model has {len(costs)} layers; use at most that many stages.")
+    best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}
+    for stage in range(1, count + 1):
+        best = {
+            stop: min(
+                (
+                    (max(dearest, sum(costs[start:stop])), [*parts, range(start, stop)])
+                    for start, (dearest, parts) in best.items()
+                    if start < stop
+                ),
+                key=lambda option: option[0],
+            )
+            for stop in range(stage, len(costs) - (count - stage) + 1)
+        }
+    return best[len(costs)][1]

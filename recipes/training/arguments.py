@@ -37,7 +37,8 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
         "max_grad_norm": recipe.max_grad_norm,
         "bf16": recipe.precision == "bf16",
         "fp16": recipe.precision == "fp16",
-        "gradient_checkpointing": recipe.gradient_checkpointing,
+        # The stages of a pipeline turn it on by themselves.
+        "gradient_checkpointing": recipe.gradient_checkpointing and recipe.layout.pipeline == 1,
         "seed": recipe.seed,
         "logging_steps": recipe.logging_steps,
         "save_strategy": "steps" if recipe.save_steps else "no",
@@ -75,4 +76,8 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
                 "take deepspeed=expert_parallel.json."
             )
         config["expert_parallel"]["autoep_size"] = recipe.layout.expert
+    if recipe.layout.pipeline > 1:
+        config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank
+        # Sending a share per tensor rank keeps the first shape, and rows without packing have several.
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False, **config.get("pipeline", {})}
     return config

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer
@@ -34,6 +35,8 @@ from recipes.training import (
     files,
     model,
     packing,
+    pipeline,
+    pipeline_engine,
     report,
     sources,
     tracking,
@@ -43,6 +46,7 @@ from recipes.training.arguments import DTYPE_BYTES, training_arguments
 from recipes.training.checkpoints import Checkpoints, StopOnSignal, restore_groups
 from recipes.training.console import Progress, duration, marked, say, shown
 from recipes.training.environment import describe
+from recipes.training.flops import work_of
 from recipes.training.preflight import checkpoint_bytes
 from recipes.training.trainer import EngineReady, as_never_loaded, build, report_grad_norm, resolved_config, share_rows
 
@@ -66,8 +70,10 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
     arguments = training_arguments(recipe, run, dist.get_world_size(), world.on_gpu())
     material = load_material(recipe, tokenizer, arguments)
-    trained = model.load_model(recipe)
-    total, trainable = model.parameter_counts(trained)
+    staged = recipe.layout.pipeline > 1
+    trained = pipeline_engine.build(recipe) if staged else model.load_model(recipe)
+    whole = pipeline.skeleton(recipe) if staged else trained
+    total, trainable = model.parameter_counts(whole)
     say(f"model: {total:,} parameters, {trainable:,} of them trained")
 
     checkpoint = newest_checkpoint(run)
@@ -97,7 +103,9 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, metrics, held_out]
     trainer = build(recipe.method, trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
     share_rows(trainer, recipe.layout)
-    metrics.watch(trainer)
+    metrics.watch(trainer, work_of(whole))
+    if staged:
+        pipeline_engine.drive(trainer, recipe.layout)
     if held_out:
         held_out.trainer = trainer
 
@@ -107,7 +115,13 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         return
     after = held_out.measure(trainer.state.global_step, whole=True) if held_out else None
     export.save(trainer, run.export)
-    difference = export.verify(trainer, run.export, material.sample)
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        if staged:
+            return pipeline_engine.logits(trainer.deepspeed, tokens, whole.config.get_text_config().vocab_size)
+        return trainer.model.eval()(input_ids=tokens).logits
+
+    difference = export.verify(forward, model.DTYPES[recipe.precision], run.export, material.sample)
     if world.is_first():
         finish(recipe, run, tracker, held_out, {"after": after, "logit_difference": difference})
 
