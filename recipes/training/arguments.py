@@ -9,6 +9,7 @@ from recipes.spec.errors import UserError
 from recipes.spec.layout import gradient_accumulation_steps
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import RunFolder, read_json
+from recipes.training import universal
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -20,7 +21,7 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
     """
     arguments: dict[str, Any] = {
         "output_dir": str(run.checkpoints),
-        "deepspeed": deepspeed_config(recipe),
+        "deepspeed": universal.loading(deepspeed_config(recipe), run, world_size),
         "use_cpu": not on_gpu,
         "per_device_train_batch_size": recipe.micro_batch_size,
         "per_device_eval_batch_size": recipe.micro_batch_size,

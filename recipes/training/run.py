@@ -44,7 +44,7 @@ from recipes.training import (
     world,
 )
 from recipes.training.arguments import DTYPE_BYTES, training_arguments
-from recipes.training.checkpoints import Checkpoints, StopOnSignal
+from recipes.training.checkpoints import Checkpoints, StopOnSignal, restore_groups
 from recipes.training.console import Progress, duration, marked, say, shown
 from recipes.training.environment import describe
 from recipes.training.flops import work_of
@@ -93,6 +93,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     def engine_ready() -> None:
         report_grad_norm(trainer.deepspeed)
         if checkpoint:
+            restore_groups(trainer.deepspeed, checkpoint)
             as_never_loaded(trainer.deepspeed)
         if experts.layers(trainer.model):
             experts.route_as_transformers(trainer.model)
