@@ -1,6 +1,7 @@
 """The reference: supervised fine-tuning in plain PyTorch, one process, whole batches, no library but transformers."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +35,18 @@ class Settings:
 
 
 def train(
-    folder: Path, data: Path, settings: Settings, dtype: torch.dtype = torch.float32
+    folder: Path,
+    data: Path,
+    settings: Settings,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Return per step the loss and the gradient norm before clipping, and the final weights."""
+    """Return per step the loss and the gradient norm before clipping, and the final weights.
+
+    `prepare` adds what is trained besides or instead, such as adapters.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
     plain, exempt = [], []
     for name, parameter in model.named_parameters():
         (exempt if "norm" in name and not settings.decay_everything else plain).append(parameter)
