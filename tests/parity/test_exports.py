@@ -1,0 +1,33 @@
+"""The same weights, saved under any layout, are exported as the same bytes."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes.spec.recipe import Layout
+from recipes.spec.run_folder import RunFolder, write_recipe
+from recipes.training import run as training_run
+from tests.small import small
+
+LAYOUTS = {
+    "zero3": ("zero3.json", Layout(), 2),
+    "pipeline": ("zero1.json", Layout(pipeline=2), 2),
+    "pipeline_tensor": ("zero0.json", Layout(pipeline=2, tensor=2), 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_bytes_are_the_same(ranks, tmp_path, model_folder, conversations, name):
+    config, layout, world_size = LAYOUTS[name]
+    run = RunFolder(tmp_path / "run")
+    # A step that is zero in fp32.
+    still = {"learning_rate": 1e-60, "weight_decay": 0.0, "max_steps": 1, "save_steps": 1}
+    write_recipe(run, small(model_folder, conversations, config, layout=layout, micro_batch_size=2, **still))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=world_size)
+    started = load_file(model_folder / "model.safetensors")
+    for folder in (run.export, run.checkpoints / "checkpoint-1"):
+        exported = {}
+        for file in folder.glob("*.safetensors"):
+            exported |= load_file(file)
+        assert exported.keys() == started.keys()
+        assert all(torch.equal(exported[key], value) for key, value in started.items()), folder.name
