@@ -32,7 +32,7 @@ from recipes.spec.errors import UserError, redact
 from recipes.spec.layout import bubble, gradient_accumulation_steps
 from recipes.spec.recipe import Recipe, to_dict
 from recipes.spec.run_folder import COMPLETE, RunFolder
-from recipes.training import ops, preflight
+from recipes.training import ops, preflight, universal
 from recipes.zero_config import lint
 from recipes.zero_config.read import Unreadable
 from recipes.zero_config.sharding import sharding
@@ -136,6 +136,8 @@ def run(options: argparse.Namespace) -> int:
     ranks = rank_count(options.gpus, gpus)
     check_config(recipe, ranks)
     check_layout(recipe, ranks)
+    if options.resume:
+        universal.check(recipe, folder, sharding(recipe.deepspeed), ranks)
     preflight.check_data(recipe)
     folder = folder or run_folder.new(recipe, options.output_dir)
     command = deepspeed_command(folder, ranks)
@@ -145,7 +147,7 @@ def run(options: argparse.Namespace) -> int:
         print(shlex.join(command))
         return 0
     if options.resume:
-        check_world(folder, ranks)
+        convert(folder, ranks)
         run_folder.forget_after(folder, run_folder.newest_checkpoint(folder))
     run_folder.write_recipe(folder, recipe)
     with folder.command.open("a", encoding="utf-8") as log:
@@ -223,18 +225,17 @@ def rank_count(asked: int | None, gpus: int) -> int:
     return asked
 
 
-def check_world(folder: RunFolder, ranks: int) -> None:
-    """Refuse to resume with another number of ranks: each rank's optimizer shard is a file of its own.
+def convert(folder: RunFolder, ranks: int) -> None:
+    """Give the newest checkpoint a form that this number of ranks can load, where its own is for another.
 
     Raises:
-        UserError: names the number that the checkpoint was written by.
+        UserError: no room for it, or DeepSpeed cannot convert it.
     """
-    checkpoint = run_folder.newest_checkpoint(folder)
-    written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
-    if written_by != ranks:
-        raise UserError(
-            f"{checkpoint} was written by {written_by} ranks and this run has {ranks}; use --gpus {written_by}."
-        )
+    if universal.is_needed(folder, ranks):
+        checkpoint = run_folder.newest_checkpoint(folder)
+        written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
+        print(f"{checkpoint} was written by {written_by} ranks: converting it for {ranks}", flush=True)
+        universal.convert(checkpoint)
 
 
 def deepspeed_command(folder: RunFolder, ranks: int) -> list[str]:

@@ -4,15 +4,19 @@ import inspect
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import torch
 from bitsandbytes.nn import Linear4bit
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from recipes.spec.pages import ROOT
-from recipes.training import adapters
+from recipes.spec.run_folder import RunFolder, newest_checkpoint, write_recipe
+from recipes.training import adapters, universal
+from recipes.training import run as training_run
 from tests.ranks import read_logs
-from tests.workers import expert_norm, expert_routes, zero_init
+from tests.small import small
+from tests.workers import expert_norm, expert_routes, universal_groups, zero_init
 
 
 def test_deepspeed_forgets_the_fp32_gradient_norm():
@@ -63,3 +67,17 @@ def test_bitsandbytes_repacks_on_the_cpu():
     layer = Linear4bit(64, 48, bias=False, compute_dtype=torch.bfloat16)
     adapters.keep_layout(layer)
     assert layer.support_avx512bf16_for_cpu is False
+
+
+def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, model_folder, conversations):
+    """`restore_groups` in recipes/training/checkpoints.py can go when a loaded group is what was saved."""
+    run = RunFolder(tmp_path / "run")
+    recipe = small(model_folder, conversations, "zero3.json", max_steps=1, save_steps=1)
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    write_recipe(run, replace(recipe, max_steps=2))
+    universal.convert(newest_checkpoint(run))
+    ranks.check(universal_groups.main, str(run.path), world_size=1, log=tmp_path / "resumed")
+    said = read_logs(tmp_path / "resumed")[0]
+    assert "loaded: decays [0.1, 0.1], 1 counters for 2 states" in said, said
+    assert "mended: decays [0.1, 0.0], 2 counters for 2 states" in said, said

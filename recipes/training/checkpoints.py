@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from recipes.spec.errors import UserError
-from recipes.spec.run_folder import COMPLETE, RunFolder, write_json
+from recipes.spec.run_folder import COMPLETE, RunFolder, read_recipe, write_json
 from recipes.training import world
 from recipes.training.console import say
 from recipes.training.preflight import check_disk
@@ -42,7 +43,9 @@ class Checkpoints(TrainerCallback):
         dist.barrier()
         if world.is_first():
             folder = self.run.checkpoints / f"checkpoint-{state.global_step}"
-            write_json(folder / COMPLETE, {"step": state.global_step, "world_size": dist.get_world_size()})
+            layout = asdict(read_recipe(self.run).layout)
+            complete = {"step": state.global_step, "world_size": dist.get_world_size(), "layout": layout}
+            write_json(folder / COMPLETE, complete)
 
     def _check_room(self) -> None:
         message = ""

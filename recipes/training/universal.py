@@ -12,17 +12,103 @@ from pathlib import Path
 from typing import Any
 
 from recipes.spec.errors import UserError
-from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json
+from recipes.spec.limits import Sharding
+from recipes.spec.recipe import Layout, Recipe
+from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe
 from recipes.training.preflight import check_disk
 
 MARKER = "latest_universal"
 """Written by DeepSpeed last of all, into the checkpoint: names the folder of the whole universal form."""
 
 
+DIMENSIONS = (
+    *("model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "head_dim"),
+    *("num_attention_heads", "n_head", "num_key_value_heads", "intermediate_size", "n_inner"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+)
+"""What makes an architecture, by the names that configurations have for it."""
+
+
+def check(recipe: Recipe, run: RunFolder, sharding: Sharding, world_size: int) -> None:
+    """Refuse to go on with what the run's newest checkpoint does not hold, or what cannot be made of it.
+
+    Args:
+        recipe: as it is about to run, overrides included; the run's own still stands in its folder.
+        run: has a whole checkpoint.
+        sharding: of the recipe's DeepSpeed file.
+        world_size: ranks that are about to start.
+
+    Raises:
+        UserError: another architecture, adapter, ZeRO stage or layout; states that DeepSpeed cannot convert.
+    """
+    checkpoint = newest_checkpoint(run)
+    complete, engine = read_json(checkpoint / COMPLETE), read_json(run.deepspeed)
+    _check_model(recipe, read_recipe(run), checkpoint)
+    saved_stage = engine["zero_optimization"]["stage"]
+    if sharding.stage != saved_stage:
+        raise UserError(
+            f"deepspeed={Path(recipe.deepspeed).name}: {checkpoint} was written under ZeRO-{saved_stage}, and "
+            f"DeepSpeed loads it under no other stage; take a file with stage {saved_stage}."
+        )
+    saved = Layout(**complete["layout"])
+    for name in ("tensor", "pipeline", "expert"):
+        if getattr(saved, name) != getattr(recipe.layout, name):
+            raise UserError(
+                f"layout.{name}={getattr(recipe.layout, name)}: {checkpoint} was written with {getattr(saved, name)}, "
+                f"and its weights are cut that way; use layout.{name}={getattr(saved, name)}."
+            )
+    why = _not_convertible(engine, recipe.layout)
+    if complete["world_size"] != world_size and why:
+        raise UserError(
+            f"{checkpoint} was written by {complete['world_size']} ranks and this run has {world_size}, and DeepSpeed "
+            f"converts no {why}; use --gpus {complete['world_size']}."
+        )
+
+
+def _check_model(recipe: Recipe, held: Recipe, checkpoint: Path) -> None:
+    if recipe.draft != held.draft:
+        raise UserError(f"draft: {checkpoint} is of {held.draft}, not of {recipe.draft}; leave draft.* as it was.")
+    for name in ("rank", "target_modules", "target_parameters", "dora"):
+        now, then = (getattr(one.lora, name, None) for one in (recipe, held))
+        if now != then:
+            raise UserError(f"lora.{name}={now}: {checkpoint} holds adapters with {then}; leave it as it was.")
+    if recipe.draft.enabled:
+        return
+    files = [checkpoint / "config.json", Path(held.model.path, "config.json")]
+    then = next((_dimensions(file) for file in files if file.exists()), {})
+    local = Path(recipe.model.path, "config.json")
+    for name, size in (_dimensions(local) if local.exists() else {}).items():
+        if then.get(name, size) != size:
+            raise UserError(
+                f"model.path={recipe.model.path}: its {name} is {size}, and {checkpoint} is of a model with "
+                f"{then[name]}; go on with the model that the run began with."
+            )
+
+
+def _dimensions(file: Path) -> dict[str, Any]:
+    config = read_json(file)
+    config = config.get("text_config") or config
+    return {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
+
+
+def _not_convertible(engine: dict[str, Any], layout: Layout) -> str | None:
+    """Return what it is that the universal form cannot hold; None where it holds all of it."""
+    zero = engine["zero_optimization"]
+    if not zero["stage"]:
+        return None
+    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+        return "states on NVMe (offload_optimizer)"
+    kind = engine.get("optimizer", {}).get("type", "AdamW")
+    if kind.lower() not in ("adam", "adamw"):
+        return f"states of {kind}, only Adam's"
+    split = [name for name in ("tensor", "pipeline", "expert") if getattr(layout, name) > 1]
+    return f"weights that are cut (layout.{split[0]})" if split else None
+
+
 def is_needed(run: RunFolder, world_size: int) -> bool:
     """Return whether `world_size` ranks can only go on with the run's newest checkpoint in its universal form."""
     checkpoint = newest_checkpoint(run)
-    if checkpoint is None or not zero_stage(read_json(run.deepspeed)):
+    if checkpoint is None or not read_json(run.deepspeed)["zero_optimization"]["stage"]:
         return False
     return read_json(checkpoint / COMPLETE)["world_size"] != world_size
 
@@ -32,11 +118,6 @@ def loading(config: dict[str, Any], run: RunFolder, world_size: int) -> dict[str
     if not is_needed(run, world_size):
         return config
     return config | {"checkpoint": config.get("checkpoint", {}) | {"load_universal": True}}
-
-
-def zero_stage(config: dict[str, Any]) -> int:
-    """Return the ZeRO stage of a resolved DeepSpeed configuration."""
-    return config["zero_optimization"]["stage"]
 
 
 def convert(checkpoint: Path) -> None:

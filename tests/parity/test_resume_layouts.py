@@ -2,13 +2,25 @@
 
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from recipes.spec.errors import UserError
 from recipes.spec.recipe import Lora, Schedule
-from recipes.spec.run_folder import RunFolder, forget_after, newest_checkpoint, read_jsonl, write_recipe
+from recipes.spec.run_folder import (
+    RunFolder,
+    forget_after,
+    newest_checkpoint,
+    read_json,
+    read_jsonl,
+    read_recipe,
+    write_json,
+    write_recipe,
+)
 from recipes.training import run as training_run
 from recipes.training import universal
+from scripts import launch
 from tests.small import small
 
 STEPS = 6
@@ -52,6 +64,7 @@ def stopped_after_three(whole, folder):
     shutil.copytree(whole.path, run.path)
     shutil.rmtree(run.checkpoints / f"checkpoint-{STEPS}")
     shutil.rmtree(run.export)
+    run.summary.unlink()
     forget_after(run, newest_checkpoint(run))
     return run
 
@@ -69,3 +82,77 @@ def test_same_losses_with_another_number_of_ranks(ranks, tmp_path, whole, case, 
         for key in ("loss", "grad_norm", "learning_rate"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5), (ours["step"], key)
         assert ours["tokens"] == theirs["tokens"]
+
+
+def forgetful(folder):
+    """Run without what mends DeepSpeed's loading; executed on every rank."""
+    training_run.restore_groups = lambda engine, checkpoint: None
+    training_run.main(folder)
+
+
+def reordered(folder):
+    """Run with a loader that forgets where the run was; executed on every rank."""
+    import transformers.trainer as trainer
+
+    trainer.skip_first_batches = lambda loader, count: loader
+    training_run.main(folder)
+
+
+@pytest.mark.parametrize("mistake", [forgetful, reordered])
+def test_a_wrong_resume_is_noticed(ranks, tmp_path, whole, mistake):
+    run = stopped_after_three(whole("zero3", 2), tmp_path)
+    universal.convert(newest_checkpoint(run))
+    ranks.check(mistake, str(run.path), world_size=1, log=tmp_path / "log")
+    expected, got = read_jsonl(whole("zero3", 2).metrics)[-1], read_jsonl(run.metrics)[-1]
+    assert abs(got["loss"] / expected["loss"] - 1) > 1e-3
+
+
+def refusal(run, capsys, *arguments):
+    """Return what the launcher answers to a resume, and check that it has changed nothing."""
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.path.rglob("*"))
+    assert launch.main(["tiny", "full", "--resume", "--output-dir", str(run.path), *arguments]) == 2
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.path.rglob("*")) == before
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whole, capsys):
+    run = stopped_after_three(whole("zero2", 2), tmp_path)
+    wider = tmp_path / "wider"
+    shutil.copytree(read_recipe(run).model.path, wider)
+    write_json(wider / "config.json", read_json(wider / "config.json") | {"hidden_size": 128})
+    assert "its hidden_size is 128, and" in refusal(run, capsys, f"model.path={wider}", "--gpus", "2")
+    assert "take a file with stage 2" in refusal(run, capsys, "deepspeed=zero3.json", "--gpus", "1")
+    assert "lora.rank=8" in refusal(run, capsys, "lora.rank=8", "--gpus", "2")
+    assert "draft" in refusal(run, capsys, "--draft", "--gpus", "2")
+    assert "use layout.tensor=1" in refusal(run, capsys, "layout.tensor=2", "--gpus", "2")
+    engine = read_json(run.deepspeed)
+    write_json(run.deepspeed, engine | {"optimizer": {"type": "Lion", "params": {}}})
+    assert "states of Lion, only Adam's; use --gpus 2" in refusal(run, capsys, "--gpus", "4")
+    zero = engine["zero_optimization"] | {"offload_optimizer": {"device": "nvme"}}
+    write_json(run.deepspeed, engine | {"zero_optimization": zero})
+    assert "states on NVMe (offload_optimizer); use --gpus 2" in refusal(run, capsys, "--gpus", "4")
+
+
+def test_an_ordinary_resume_is_not_refused(tmp_path, whole):
+    run = stopped_after_three(whole("lora", 2), tmp_path)
+    for ranks_ in ("1", "2", "4"):
+        arguments = ["tiny", "full", "--resume", "--output-dir", str(run.path), "--gpus", ranks_, "--dry-run"]
+        assert launch.main(arguments) == 0
+
+
+def test_room_is_asked_for_before_the_conversion_and_suffices(tmp_path, whole, monkeypatch):
+    run = stopped_after_three(whole("zero2", 2), tmp_path)
+    checkpoint = newest_checkpoint(run)
+    source = checkpoint / "global_step3"
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=universal.room(source) - 1))
+    with pytest.raises(UserError, match="another number of ranks needs about"):
+        universal.convert(checkpoint)
+    assert not (checkpoint / universal.MARKER).exists()
+    monkeypatch.undo()
+    # What an interrupted conversion has left is in nobody's way.
+    (checkpoint / "global_step3_universal").mkdir()
+    universal.convert(checkpoint)
+    written = sum(path.stat().st_size for path in (checkpoint / "global_step3_universal").rglob("*"))
+    assert universal.room(source) / 4 < written < universal.room(source)

@@ -1,0 +1,27 @@
+"""Resume from a universal checkpoint and say what the optimizer's groups are, before and after they are mended."""
+
+import torch
+
+from recipes.training import run
+
+
+def main(folder: str) -> None:
+    """Run `folder`; executed on every rank."""
+    mend = run.restore_groups
+
+    def watched(engine, checkpoint):
+        print("loaded:", groups(engine), flush=True)
+        mend(engine, checkpoint)
+        print("mended:", groups(engine), flush=True)
+
+    run.restore_groups = watched
+    run.main(folder)
+
+
+def groups(engine) -> str:
+    """Return the groups' weight decays, and how many tensors count the steps of how many states."""
+    optimizer = engine.optimizer.optimizer
+    steps = [state["step"] for state in optimizer.state.values()]
+    assert all(torch.is_tensor(step) for step in steps)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    return f"decays {decays}, {len(set(map(id, steps)))} counters for {len(steps)} states"
