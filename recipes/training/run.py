@@ -35,6 +35,8 @@ from recipes.training import (
     model,
     packing,
     report,
+    sequence,
+    sequence_check,
     sources,
     tracking,
     world,
@@ -63,6 +65,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     recipe = with_draft(recipe, run)
     tokenizer = model.load_tokenizer(recipe)
     packing.check(recipe, tokenizer)
+    sequence_check.check(recipe, tokenizer)
+    sharing = sequence.start(recipe.layout)
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
     arguments = training_arguments(recipe, run, dist.get_world_size(), world.on_gpu())
     material = load_material(recipe, tokenizer, arguments)
@@ -96,6 +100,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, metrics, held_out]
     trainer = build(recipe.method, trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
     share_rows(trainer, recipe.layout)
+    if sharing:
+        sequence.share(trainer, recipe.layout, sharing)
     metrics.watch(trainer)
     if held_out:
         held_out.trainer = trainer
