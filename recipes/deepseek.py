@@ -4,13 +4,14 @@
     v2-lite  27      2048    16     15.71B      163,840  DeepSeek  deepseek-ai/DeepSeek-V2-Lite
     v3       61      7168    128    671.03B     163,840  MIT       unsloth/DeepSeek-V3-0324-BF16
 
-    variant       method    trains       DeepSpeed                 peak GPU memory
-    full          SFT       all weights  ZeRO-3                    -
-    lora          SFT       adapters     ZeRO-2 (v2-lite), ZeRO-3  -
-    full_offload  SFT       all weights  ZeRO-3; states on CPU     -
-    long_context  SFT       all weights  ZeRO-3                    -
-    dpo_lora      DPO       adapters     ZeRO-2 (v2-lite), ZeRO-3  -
-    pretrain      raw text  all weights  ZeRO-3                    -
+    variant       method    trains               DeepSpeed                 peak GPU memory
+    full          SFT       all weights          ZeRO-3                    -
+    lora          SFT       adapters             ZeRO-2 (v2-lite), ZeRO-3  -
+    full_offload  SFT       all weights          ZeRO-3; states on CPU     -
+    long_context  SFT       all weights          ZeRO-3                    -
+    dpo_lora      DPO       adapters             ZeRO-2 (v2-lite), ZeRO-3  -
+    pretrain      raw text  all weights          ZeRO-3                    -
+    expert        SFT       all weights, spread  ZeRO-1                    -
 
     python scripts/launch.py deepseek-v2-lite lora
     python scripts/launch.py deepseek-v2-lite lora data.path=FILE sequence_length=8192     # change anything
@@ -24,7 +25,7 @@ copy. TRL cannot mark its chat template: SFT needs one with {% generation %} mar
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Layout, Lora, Model, Recipe, Schedule
 from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SIZES = {
@@ -197,3 +198,13 @@ def pretrain(size: str) -> Recipe:
         data=TEXT,
         learning_rate=2e-5 if size == "v2-lite" else 7.3e-6,
     )
+
+
+def expert(size: str) -> Recipe:
+    """All weights with each layer's experts spread over 8 GPUs, at v3 over 256 (AutoEP): tokens travel, not weights.
+
+    Two all-to-alls per layer instead of gathering every expert. At v3 one of 256 experts on each of 256 GPUs has 41 GB
+    of states, and the 17 billion other weights 69 GB: GPUs of 141 GB.
+    """
+    spread = Layout(expert=8 if size == "v2-lite" else 256)
+    return replace(full(size), variant="expert", deepspeed="expert_parallel.json", layout=spread)

@@ -162,7 +162,6 @@ def pretrain(size: str) -> Recipe:
 def expert(size: str) -> Recipe:
     """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
 
-    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks. DeepSpeed
-    builds the optimizer, so weight decay reaches norms too.
+    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
     """
     return replace(full(size), variant="expert", deepspeed="expert_parallel.json", layout=Layout(expert=8))

@@ -27,14 +27,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.spec import overrides, pages, run_folder
+from recipes.spec import limits, overrides, pages, run_folder
 from recipes.spec.errors import UserError, redact
-from recipes.spec.layout import gradient_accumulation_steps
+from recipes.spec.layout import bubble, gradient_accumulation_steps
 from recipes.spec.recipe import Recipe, to_dict
 from recipes.spec.run_folder import COMPLETE, RunFolder
 from recipes.training import ops, preflight
 from recipes.zero_config import lint
 from recipes.zero_config.read import Unreadable
+from recipes.zero_config.sharding import sharding
 
 RANK_MODULE = "recipes.training.run"
 LAST_GRACE = 15
@@ -133,8 +134,8 @@ def run(options: argparse.Namespace) -> int:
     recipe = preflight.locate(recipe)
     gpus = visible_gpus()
     ranks = rank_count(options.gpus, gpus)
-    gradient_accumulation_steps(recipe, ranks)
     check_config(recipe, ranks)
+    check_layout(recipe, ranks)
     preflight.check_data(recipe)
     folder = folder or run_folder.new(recipe, options.output_dir)
     command = deepspeed_command(folder, ranks)
@@ -179,6 +180,23 @@ def check_config(recipe: Recipe, ranks: int) -> None:
         raise UserError(errors[0] + more)
     for line in lines:
         print(line, flush=True)
+
+
+def check_layout(recipe: Recipe, ranks: int) -> None:
+    """Refuse a layout that cannot run, and say when a pipeline waits more than it has to.
+
+    Raises:
+        UserError: names the sizes, the reason and the nearest that can run.
+    """
+    limits.check(preflight.with_dimensions(recipe), ranks, sharding(recipe.deepspeed))
+    stages, micro_batches = recipe.layout.pipeline, gradient_accumulation_steps(recipe, ranks)
+    if stages > 1 and micro_batches < 4 * stages:
+        print(
+            f"layout.pipeline={stages}: with {micro_batches} micro-batches per step the stages wait "
+            f"{bubble(stages, micro_batches):.0%} of the time; with {4 * stages}, a larger global_batch_size or a "
+            f"smaller micro_batch_size, {bubble(stages, 4 * stages):.0%}.",
+            flush=True,
+        )
 
 
 def visible_gpus() -> int:

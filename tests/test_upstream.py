@@ -12,13 +12,32 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from recipes.spec.pages import ROOT
 from recipes.training import adapters
 from tests.ranks import read_logs
-from tests.workers import zero_init
+from tests.workers import expert_norm, expert_routes, zero_init
 
 
 def test_deepspeed_forgets_the_fp32_gradient_norm():
     """`report_grad_norm` in recipes/training/trainer.py can go when DeepSpeed keeps what `clip_grad_norm_` returns."""
     source = inspect.getsource(DeepSpeedEngine.clip_fp32_gradients)
     assert "clip_grad_norm_(" in source and "_global_grad_norm" not in source
+
+
+def test_deepspeed_averages_the_norms_of_different_experts(ranks, tmp_path):
+    """`deepspeed_config` in recipes/training/arguments.py can allow ZeRO stage 0 when this norm is the whole one's."""
+    ranks.check(expert_norm.main, log=tmp_path / "log")
+    said = read_logs(tmp_path / "log")[0]
+    assert "the whole 5.0, DeepSpeed 3.5" in said
+
+
+def test_autoep_routes_deepseek_differently(ranks, tmp_path):
+    """`route_as_transformers` in recipes/training/experts.py can go when nothing differs before it."""
+    ranks.check(expert_routes.main, log=tmp_path / "log")
+    said = re.findall(r"differences (\S+) (\S+)", read_logs(tmp_path / "log")[0])
+    greedy, *others = [(float(before), float(after)) for before, after in said]
+    assert len(others) == len(expert_routes.CASES) - 1
+    assert greedy[0] > 0.1 and greedy[1] < 1e-6
+    for (_, dtype, _), (before, after) in zip(expert_routes.CASES[1:], others, strict=True):
+        assert after < 1e-6
+        assert (before > 1e-3) == (dtype == torch.bfloat16)
 
 
 def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):

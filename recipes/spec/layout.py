@@ -1,6 +1,6 @@
 """Which parallel layouts are possible, where each rank stands in them, and what they leave for data parallelism."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recipes.spec.errors import UserError
@@ -39,16 +39,7 @@ def place(layout: Layout, rank: int, world_size: int) -> Place:
 
 
 def data_parallel_size(layout: Layout, world_size: int) -> int:
-    """Return how many ranks read different rows. Experts are spread over those ranks, and cost none of them.
-
-    Raises:
-        UserError: the layout does not divide the world.
-    """
-    if world_size % layout.expert:
-        raise UserError(
-            f"layout.expert={layout.expert}: {world_size} ranks are not a multiple of it; "
-            f"use layout.expert={math.gcd(world_size, layout.expert)}."
-        )
+    """Return how many ranks read different rows. Experts are spread over those ranks, and cost none of them."""
     return world_size // (layout.tensor * layout.pipeline * layout.sequence)
 
 
@@ -67,3 +58,38 @@ def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
             f"= {per_pass}; the nearest that are: {below}, {below + per_pass}."
         )
     return steps
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Return the share of a step in which a pipeline's stages wait: (d-1)/(m+d-1), as in GPipe (arXiv:1811.06965)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def balanced(costs: Sequence[float], count: int) -> list[range]:
+    """Return `count` ranges of consecutive layers, none empty, whose dearest is as cheap as can be.
+
+    Args:
+        costs: of each layer, for instance its parameters.
+        count: stages of the pipeline.
+
+    Raises:
+        UserError: there are fewer layers than stages.
+    """
+    if len(costs) < count:
+        raise UserError(f"layout.pipeline={count}: the model has {len(costs)} layers; use at most that many stages.")
+    # By where the last stage ends: the dearest stage, the sum of squares (of equals, the evenest), and the stages.
+    best: dict[int, tuple[float, float, list[range]]] = {0: (0.0, 0.0, [])}
+    for stage in range(1, count + 1):
+        best = {
+            stop: min(
+                (
+                    (max(dearest, cost), squares + cost**2, [*parts, range(start, stop)])
+                    for start, (dearest, squares, parts) in best.items()
+                    if start < stop
+                    for cost in [sum(costs[start:stop])]
+                ),
+                key=lambda option: option[:2],
+            )
+            for stop in range(stage, len(costs) - (count - stage) + 1)
+        }
+    return best[len(costs)][2]

@@ -72,6 +72,7 @@ FOREIGN_NAMES = {
     "sequence_parallel_size": "layout.sequence",
     "context_parallel_size": "layout.sequence",
     "expert_parallel_size": "layout.expert",
+    "moe_aux_loss_coef": "router_aux_loss_coef",
     "report_to": "wandb.mode",
     "wandb_project": "wandb.project",
     "run_name": "wandb.project",

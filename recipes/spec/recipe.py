@@ -165,6 +165,9 @@ class Recipe:
     packing: bool = True
     """Put several documents in a row, none of which sees another."""
     precision: Precision = "bf16"
+    router_aux_loss_coef: float = 0.0
+    """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0, the usual choice for fine-tuning,
+    leaves it out."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute for much less memory."""
     seed: int = 42
@@ -233,6 +236,7 @@ _LEAST = {
     "data.max_new_tokens": 1,
     "schedule.warmup": 0,
     "weight_decay": 0,
+    "router_aux_loss_coef": 0,
 }
 
 

@@ -1,6 +1,10 @@
 """LoRA, QLoRA and DoRA: what is frozen, in which form, and what is trained beside it."""
 
+import math
+import zlib
+
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -36,7 +40,7 @@ def keep_layout(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def add(model: PreTrainedModel, lora: Lora) -> PeftModel:
+def add(model: PreTrainedModel, lora: Lora, seed: int = 0) -> PeftModel:
     """Return the model with adapters in the model's dtype; everything else is frozen.
 
     Raises:
@@ -62,4 +66,20 @@ def add(model: PreTrainedModel, lora: Lora) -> PeftModel:
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
+    _start_by_name(adapted, seed)
     return adapted
+
+
+def _start_by_name(adapted: PeftModel, seed: int) -> None:
+    """Give each adapter the random values that follow from its name and the seed.
+
+    PEFT draws them one after the other, so that a stage of a pipeline, which has other layers, would have others.
+    """
+    for name, parameter in adapted.named_parameters():
+        if "lora_A" in name and not parameter.is_meta:
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            with GatheredParameters([parameter] if hasattr(parameter, "ds_id") else [], modifier_rank=0):
+                drawn = torch.empty(parameter.shape)
+                if drawn.numel():  # under ZeRO-3 the others only take part
+                    torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)  # as PEFT does
+                parameter.data.copy_(drawn)

@@ -9,6 +9,7 @@ from recipes.spec.errors import UserError
 from recipes.spec.layout import gradient_accumulation_steps
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import RunFolder, read_json
+from recipes.training import universal
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -20,7 +21,7 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
     """
     arguments: dict[str, Any] = {
         "output_dir": str(run.checkpoints),
-        "deepspeed": deepspeed_config(recipe),
+        "deepspeed": universal.loading(deepspeed_config(recipe), run, world_size),
         "use_cpu": not on_gpu,
         "per_device_train_batch_size": recipe.micro_batch_size,
         "per_device_eval_batch_size": recipe.micro_batch_size,
@@ -36,7 +37,8 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
         "max_grad_norm": recipe.max_grad_norm,
         "bf16": recipe.precision == "bf16",
         "fp16": recipe.precision == "fp16",
-        "gradient_checkpointing": recipe.gradient_checkpointing,
+        # The stages of a pipeline turn it on by themselves.
+        "gradient_checkpointing": recipe.gradient_checkpointing and recipe.layout.pipeline == 1,
         "seed": recipe.seed,
         "logging_steps": recipe.logging_steps,
         "save_strategy": "steps" if recipe.save_steps else "no",
@@ -64,7 +66,7 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's DeepSpeed file, with the layout's number of expert-parallel ranks.
 
     Raises:
-        UserError: the layout wants expert parallelism, and the file has no block for it.
+        UserError: the layout wants expert parallelism, and the file has no block for it, or the wrong stage.
     """
     config = read_json(Path(recipe.deepspeed))
     if recipe.layout.expert > 1:
@@ -73,5 +75,16 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
                 f"layout.expert={recipe.layout.expert}: {Path(recipe.deepspeed).name} has no expert_parallel block; "
                 "take deepspeed=expert_parallel.json."
             )
+        if config["zero_optimization"]["stage"] == 0:
+            # It clips at the mean of the ranks' norms: `test_deepspeed_averages_the_norms_of_different_experts`.
+            raise UserError(
+                f"layout.expert={recipe.layout.expert}: without ZeRO, DeepSpeed takes the wrong gradient norm; "
+                f"set zero_optimization.stage to 1 in {Path(recipe.deepspeed).name}, which takes less memory too."
+            )
         config["expert_parallel"]["autoep_size"] = recipe.layout.expert
+        config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and spares norms the decay
+    if recipe.layout.pipeline > 1:
+        config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank
+        # Sending a share per tensor rank keeps the first shape, and rows without packing have several.
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False, **config.get("pipeline", {})}
     return config

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from recipes.spec.run_folder import COMPLETE, RunFolder, write_json
 from recipes.training import world
 from recipes.training.console import say
 from recipes.training.preflight import check_disk
+from recipes.training.universal import MARKER
 
 
 class Checkpoints(TrainerCallback):
@@ -52,6 +54,27 @@ class Checkpoints(TrainerCallback):
         # Every rank has to stop, or the others would wait for rank 0 in the next collective.
         if world.total(float(bool(message)))[0]:
             raise UserError(message)
+
+
+def restore_groups(engine: Any, checkpoint: Path) -> None:
+    """Under ZeRO-3, mend what DeepSpeed does to the optimizer when it loads a universal checkpoint.
+
+    DeepSpeed 0.19.8, stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`: every group of parameters gets
+    the first one's hyper-parameters, so norms and biases are decayed from there on, and all states share one tensor
+    that counts the steps, which each of them advances. `test_zero3_forgets_the_groups_of_a_universal_checkpoint` tells
+    when this can go.
+    """
+    if not (engine.load_universal_checkpoint() and engine.zero_optimization_partition_weights()):
+        return
+    folder = checkpoint / (checkpoint / MARKER).read_text(encoding="utf-8").strip()
+    # Mapped, not read: one rank's share of the states stands in the same file. DeepSpeed unpickles it too.
+    saved = torch.load(folder / "zero" / "optimizer_state.pt", mmap=True, weights_only=False)
+    optimizer = engine.optimizer.optimizer
+    for group, own in zip(optimizer.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
+        group.update({key: value for key, value in own.items() if key != "params"})
+    for state in optimizer.state.values():
+        if torch.is_tensor(state["step"]):
+            state["step"] = state["step"].clone()
 
 
 class StopOnSignal(TrainerCallback):

@@ -10,13 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Draft, Recipe
+from recipes.training.preflight import EXPERTS, HEADS
 
 TINY_MODEL = ROOT / "recipes" / "samples" / "tiny_model"
 """The model that ships with the project; drafts borrow its tokenizer."""
 
-HEADS = 4
-"""Attention heads of a draft; as many query heads share a key/value head as in the original."""
-EXPERTS = 4
 ACTIVE_EXPERTS = 2
 WINDOW = 32
 """Widest sliding window in tokens, so that a draft's short rows are longer than it."""
@@ -79,7 +77,7 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         "num_experts": EXPERTS,
         "n_routed_experts": EXPERTS,
         "num_experts_per_tok": ACTIVE_EXPERTS,
-        "n_group": 2,
+        "n_group": min(2, getattr(config, "n_group", None) or 2),
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "q_lora_rank": head * 2,

@@ -9,9 +9,9 @@ from trl.models.utils import unwrap_model_for_generation
 
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import RunFolder, append_jsonl, read_jsonl
-from recipes.training import score, world
+from recipes.training import pipeline_engine, score, world
 from recipes.training.console import say
-from recipes.training.data import Collator
+from recipes.training.data import IGNORED, Collator
 
 GATHER_LIMIT = 2**30
 """Bytes of weights up to which ZeRO-3's shards are gathered once for generating, and not once per layer and token."""
@@ -75,22 +75,47 @@ class Evaluation(TrainerCallback):
 
     def measure(self, step: int, whole: bool) -> float | None:
         """Measure, log, and return the recipe's metric (None when `whole` is false and it is not the loss)."""
-        model = self.trainer.model
-        training = model.training
-        model.eval()
-        record: dict[str, Any] = {"step": step}
-        if self.rows is not None:
-            collator = Collator(self.tokenizer.pad_token_id)
-            record["loss"] = score.loss_per_token(model, self.rows, collator, self.recipe.micro_batch_size)
-        if whole or self.rows is None:
-            record |= self._metric(model)
-        model.train(training)
+        measured = self._of_stages() if self.recipe.layout.pipeline > 1 else self._of_model(whole)
+        record = {"step": step, **measured}
         if world.is_first():
             append_jsonl(self.run.evaluations, record)
             shown = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in record.items() if key != "step")
             say(f"held-out, step {step}: {shown}")
             self.on_record({f"held_out/{key}" if key != "step" else key: value for key, value in record.items()})
         return record.get(self.metric)
+
+    def _of_stages(self) -> dict[str, float]:
+        """Return loss and metric of a pipeline, which cannot generate, but tells what greedy decoding would."""
+        engine, layout = self.trainer.deepspeed, self.recipe.layout
+        collator = Collator(self.tokenizer.pad_token_id)
+        loss, right, tokens = 0.0, 0, 0
+        share = engine.grid.data_parallel_id, engine.dp_world_size
+        shares = list(score.shares(self.rows, self.recipe.micro_batch_size, *share))
+        batches = [score.to_device(collator(rows)) for rows, _ in shares]
+        results = iter(pipeline_engine.measure(engine, batches).split([len(rows) for rows, _ in shares]))
+        for batch, (_, count) in zip(batches, shares, strict=True):
+            mine = next(results)[:count]
+            loss += mine[:, 0].sum().item()
+            right += int((mine[:, 1] == 0).sum())
+            tokens += int((batch["labels"][:count, 1:] != IGNORED).sum())
+        loss, right, tokens = world.total(loss, right, tokens)
+        measured = {"loss": loss / tokens}
+        if self.metric == "exact_match":
+            measured["exact_match"] = right / (len(self.rows) * layout.pipeline * layout.tensor)
+        return measured
+
+    def _of_model(self, whole: bool) -> dict[str, float]:
+        model = self.trainer.model
+        training = model.training
+        model.eval()
+        measured: dict[str, float] = {}
+        if self.rows is not None:
+            collator = Collator(self.tokenizer.pad_token_id)
+            measured["loss"] = score.loss_per_token(model, self.rows, collator, self.recipe.micro_batch_size)
+        if whole or self.rows is None:
+            measured |= self._metric(model)
+        model.train(training)
+        return measured
 
     def _metric(self, model: Any) -> dict[str, float]:
         if self.metric == "exact_match":

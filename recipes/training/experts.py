@@ -1,12 +1,39 @@
 """Expert parallelism (DeepSpeed's AutoEP): each rank holds some of a mixture's experts; here they become whole."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import groups
 from transformers import PreTrainedModel, Trainer
+
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Layout, Recipe
+from recipes.training import world
+
+PROVEN = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
+"""Model types whose spread experts train what plain PyTorch trains: `tests/parity/test_expert.py`."""
+
+
+def check(recipe: Recipe, model_type: str) -> None:
+    """Refuse what does not train right, or was never held against plain training, with its experts spread.
+
+    Raises:
+        UserError: the model, the method, adapters, or another kind of parallelism.
+    """
+    spread = f"layout.expert={recipe.layout.expert}"
+    if model_type not in PROVEN:
+        raise UserError(
+            f"{spread}: not for {model_type}, only for {', '.join(PROVEN)}; take a variant with zero3_moe.json."
+        )
+    if recipe.lora is not None or recipe.method == "dpo":
+        what = "adapters" if recipe.lora else "preference pairs"
+        raise UserError(f"{spread}: trains all weights by sft or pretrain, not {what}; take deepspeed=zero3_moe.json.")
+    if replace(recipe.layout, expert=1) != Layout():
+        raise UserError(f"{spread}: goes with data parallelism only; set the other sizes of the layout to 1.")
 
 
 def layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
@@ -14,32 +41,90 @@ def layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
 
 
-def whole_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the state of the ordinary Hugging Face model, its experts gathered from all ranks; a collective.
+def route_as_transformers(model: PreTrainedModel) -> None:
+    """Make AutoEP's routers of DeepSeek's models compute what transformers' do.
 
-    AutoEP's `w1` and `w3`, [local experts, feed-forward, hidden], are the gate's and the up projection, which
-    transformers holds as one, [experts, 2 x feed-forward, hidden]; `w2` is the down projection.
+    DeepSpeed 0.19.8 multiplies in the weights' dtype, where transformers does so in fp32: in bf16 a token near the
+    border goes to another expert. And it looks for the best groups of experts before the best experts wherever a
+    configuration counts groups, though V2's `topk_method` can be `greedy`. `test_autoep_routes_deepseek_differently`
+    tells when this can go.
     """
-    state = dict(model.state_dict())
-    for name, layer in layers(model).items():
-        for key in [key for key in state if key.startswith(f"{name}.")]:
-            if not key.startswith(f"{name}.shared_experts"):
-                del state[key]
+    if model.config.model_type not in ("deepseek_v2", "deepseek_v3"):
+        return
+    for layer in layers(model).values():
+        gate = layer.router.gate
+        gate.forward = lambda hidden, gate=gate: torch.nn.functional.linear(hidden.float(), gate.weight.float())
+        if getattr(model.config, "topk_method", None) == "greedy":
+            layer.router.num_expert_groups = None
+
+
+def whole_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the state of the ordinary Hugging Face model on rank 0, and nothing on the others; a collective.
+
+    Weight by weight, and on the CPU: no rank's device ever holds more than one layer's experts. AutoEP's `w1` and `w3`,
+    [local experts, feed-forward, hidden], are the gate's and the up projection, which transformers holds as one,
+    [experts, 2 x feed-forward, hidden]; `w2` is the down projection.
+    """
+    spread = layers(model)
+    state = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        layer = next((layer for layer in spread if name.startswith(f"{layer}.")), None)
+        if layer is None or name.startswith(f"{layer}.shared_experts"):
+            _keep(state, name, _unsharded(value))
+    for name, layer in spread.items():
         weights = (layer.experts.w1, layer.experts.w2, layer.experts.w3)
-        gate, down, up = (_gather(weight.detach(), layer.ep_group_name) for weight in weights)
-        state[f"{name}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
-        state[f"{name}.experts.down_proj"] = down
-        for key, value in layer.router.state_dict().items():
-            state[f"{name}.gate.{key.removeprefix('gate.')}"] = value
+        gate, down, up = (_gather(weight, layer.ep_group_name) for weight in weights)
+        _keep(state, f"{name}.experts.gate_up_proj", torch.cat([gate, up], dim=1))
+        _keep(state, f"{name}.experts.down_proj", down)
+        for key, value in layer.router.state_dict(keep_vars=True).items():
+            _keep(state, f"{name}.gate.{key.removeprefix('gate.')}", _unsharded(value))
     return state
+
+
+def _keep(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+    if world.is_first():
+        state[name] = value.cpu()
+
+
+def _unsharded(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as it is without ZeRO-3."""
+    if not hasattr(weight, "ds_id"):
+        return weight.detach()
+    with GatheredParameters([weight]):
+        return weight.detach().clone()
 
 
 def _gather(weight: torch.Tensor, group_name: str) -> torch.Tensor:
     """Return all experts in order: rank r of the group holds the r-th equal share of them."""
     group = groups._get_expert_parallel_group(group_name)
-    parts = [torch.empty_like(weight) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, weight.contiguous(), group=group)
+    own = _unsharded(weight).contiguous()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
     return torch.cat(parts)
+
+
+def group_parameters(trainer: Trainer, size: int) -> None:
+    """Make the Trainer's optimizer hold the experts in a group of their own, marked as DeepSpeed wants it.
+
+    The engine takes over the groups when it replaces the layers. An optimizer that DeepSpeed builds from its own
+    configuration has such groups too, but decays norms and biases like matrices.
+
+    Args:
+        trainer: before it has an optimizer.
+        size: ranks that the experts of one layer are spread over.
+    """
+    create = trainer.create_optimizer
+
+    def create_optimizer(model: Any = None) -> torch.optim.Optimizer:
+        optimizer = create(model)
+        routed = {parameter for name, parameter in trainer.model.named_parameters() if ".experts." in name}
+        group, *_ = [one for one in optimizer.param_groups if not routed.isdisjoint(one["params"])]
+        spread = [parameter for parameter in group["params"] if parameter in routed]
+        group["params"] = [parameter for parameter in group["params"] if parameter not in routed]
+        optimizer.add_param_group({**group, "params": spread, "moe": True, "name": f"ep_size_{size}"})
+        return optimizer
+
+    trainer.create_optimizer = create_optimizer
 
 
 def gather_on_save(trainer: Trainer) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.pipe import PipelineModule
 from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
@@ -19,7 +21,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from recipes.spec.errors import UserError, first_line
 from recipes.spec.run_folder import read_json, write_json
-from recipes.training import experts, world
+from recipes.training import experts, pipeline_engine, world
 from recipes.training.adapters import keep_layout
 
 ADAPTER = "adapter_config.json"
@@ -28,35 +30,49 @@ QUANTIZATION = "base_quantization.json"
 
 
 def save(trainer: Trainer, folder: Path) -> None:
-    """Write the trained model, or its adapter, to `folder`; a collective, since ZeRO-3 gathers the weights.
+    """Write the trained model, or its adapter, to `folder`; a collective, since ranks hold parts of the weights.
 
     Not `Trainer.save_model`: that clones the whole state on every rank below ZeRO-3, and stores tied weights twice.
     """
-    engine, model = trainer.deepspeed, trainer.model
-    state = None
-    if engine.zero_optimization_partition_weights():
-        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
-    elif experts.layers(model):
-        state = experts.whole_state(model)
+    draft = folder.with_name(folder.name + ".part")
     if world.is_first():
-        draft = folder.with_name(folder.name + ".part")
         shutil.rmtree(draft, ignore_errors=True)
-        model.save_pretrained(draft, state_dict=state)
-        trainer.processing_class.save_pretrained(draft)
-        (draft / "README.md").unlink(missing_ok=True)  # PEFT's model card: a page of blanks
-        if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
-            write_json(draft / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
+    torch.distributed.barrier()
+    if isinstance(trainer.deepspeed.module, PipelineModule):
+        pipeline_engine.save(trainer.deepspeed.module, trainer.processing_class, draft)
+    else:
+        _save_whole(trainer, draft)
+    if world.is_first():
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
     torch.distributed.barrier()
 
 
+def _save_whole(trainer: Trainer, folder: Path) -> None:
+    engine, model = trainer.deepspeed, trainer.model
+    state = None
+    if experts.layers(model):
+        state = experts.whole_state(model)
+    elif engine.zero_optimization_partition_weights():
+        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
+    if world.is_first():
+        model.save_pretrained(folder, state_dict=state)
+        trainer.processing_class.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card: a page of blanks
+        if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
+            write_json(folder / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
+
+
 @torch.no_grad()
-def verify(trainer: Trainer, folder: Path, tokens: list[int]) -> float:
+def verify(
+    forward: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, folder: Path, tokens: list[int]
+) -> float:
     """Reload the export with plain transformers and return the largest difference in logits, relative to the largest.
 
     Args:
-        trainer: holds the trained model; every rank must call, since under ZeRO-3 a forward pass is a collective.
+        forward: from token ids to the trained model's logits; every rank must call, since under ZeRO-3 it is a
+            collective.
+        dtype: the trained model's.
         folder: what `save` wrote.
         tokens: one row of token ids to compare on.
 
@@ -64,16 +80,15 @@ def verify(trainer: Trainer, folder: Path, tokens: list[int]) -> float:
         RuntimeError: the reloaded model computes something else, so the export is not the model that was trained.
     """
     inputs = torch.tensor([tokens], device=world.device())
-    trainer.model.eval()
-    trained = trainer.model(input_ids=inputs).logits.float().cpu()
+    trained = forward(inputs).float().cpu()
     difference = 0.0
     if world.is_first():
         unset_hf_deepspeed_config()  # or transformers would shard what it loads
-        reloaded = load(folder, dtype=trainer.model.dtype).to(world.device()).eval()
+        reloaded = load(folder, dtype=dtype).to(world.device()).eval()
         logits = reloaded(input_ids=inputs).logits.float().cpu()
         difference = ((logits - trained).abs().max() / trained.abs().max()).item()
     difference = world.total(difference)[0]
-    allowed = 1e-4 if trainer.model.dtype == torch.float32 else 3e-2
+    allowed = 1e-4 if dtype == torch.float32 else 3e-2
     if not difference <= allowed:
         raise RuntimeError(
             f"{folder}: reloaded logits differ by {difference:.1e} of the largest (allowed {allowed:.0e})"

@@ -1,6 +1,7 @@
 """Load the model that a recipe names, its tokenizer, and its adapters; or a draft of it."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -50,16 +51,20 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         raise UserError(_cannot_load("configuration", recipe, error)) from error
 
 
-def load_model(recipe: Recipe) -> PreTrainedModel | PeftModel:
+def load_model(recipe: Recipe, kind: Any = AutoModelForCausalLM) -> PreTrainedModel | PeftModel:
     """Return the model in the recipe's precision, with adapters where the recipe has them.
 
     Call it after the training arguments exist: under ZeRO-3 every parameter is then sharded as it is read,
     and no rank ever holds the whole model.
 
+    Args:
+        recipe: says which model.
+        kind: the class to load it as; a pipeline's stages have their own.
+
     Raises:
         UserError: the weights are missing, or only there as pickles.
     """
-    model = _pretrained(recipe)
+    model = _pretrained(recipe, kind)
     restore_rotary_frequencies(model)
     # With a key/value cache transformers does not look for packed documents, and they would see each other.
     model.config.use_cache = False
@@ -68,13 +73,13 @@ def load_model(recipe: Recipe) -> PreTrainedModel | PeftModel:
     adapters.keep_layout(model)
     if recipe.gradient_checkpointing:
         model.enable_input_require_grads()
-    return adapters.add(model, recipe.lora)
+    return adapters.add(model, recipe.lora, recipe.seed)
 
 
-def _pretrained(recipe: Recipe) -> PreTrainedModel:
+def _pretrained(recipe: Recipe, kind: Any) -> PreTrainedModel:
     dtype = DTYPES[recipe.precision]
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        return kind.from_pretrained(
             recipe.model.path,
             dtype=dtype,
             quantization_config=quantization(recipe, load_config(recipe)),

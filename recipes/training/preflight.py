@@ -8,9 +8,14 @@ from pathlib import Path
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Recipe, names
+from recipes.spec.run_folder import read_json
 from recipes.training import files, rows
 
 GIB = 2**30
+HEADS = 4
+"""Attention heads of a draft; as many query heads share a key/value head as in the original."""
+EXPERTS = 4
+"""Of a draft's mixture."""
 STREAMED = 1000
 """How many examples of a streamed file are checked before the launch."""
 
@@ -55,6 +60,25 @@ def _local(key: str, path: str, *folders: Path) -> str:
 def _nearest(path: str, folders: tuple[Path, ...]) -> str:
     names = sorted(file.name for folder in folders for file in folder.glob("*.json"))
     return f" In configs/ there are: {', '.join(names)}." if names else ""
+
+
+def with_dimensions(recipe: Recipe) -> Recipe:
+    """Return the recipe with the dimensions of the model that it will train: its draft's, its folder's or its page's.
+
+    Raises:
+        UserError: the model's folder holds a config.json that is none.
+    """
+    local = Path(recipe.model.path, "config.json")
+    config = dict(recipe.model.config)
+    if recipe.draft.enabled:
+        shared = config.get("num_attention_heads", 1) // config.get("num_key_value_heads", 1)
+        sizes = {"num_attention_heads": HEADS, "num_key_value_heads": max(1, HEADS // max(1, shared))}
+        sizes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS)
+        sizes["num_hidden_layers"] = recipe.draft.layers
+        config |= {name: size for name, size in sizes.items() if name in config}
+    elif local.exists():
+        config = read_json(local)
+    return replace(recipe, model=replace(recipe.model, config=config))
 
 
 def check_data(recipe: Recipe) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer
@@ -34,7 +35,10 @@ from recipes.training import (
     files,
     model,
     packing,
+    pipeline,
+    pipeline_engine,
     report,
+    routing,
     sequence,
     sequence_check,
     sources,
@@ -42,9 +46,10 @@ from recipes.training import (
     world,
 )
 from recipes.training.arguments import DTYPE_BYTES, training_arguments
-from recipes.training.checkpoints import Checkpoints, StopOnSignal
+from recipes.training.checkpoints import Checkpoints, StopOnSignal, restore_groups
 from recipes.training.console import Progress, duration, marked, say, shown
 from recipes.training.environment import describe
+from recipes.training.flops import work_of
 from recipes.training.preflight import checkpoint_bytes
 from recipes.training.trainer import EngineReady, as_never_loaded, build, report_grad_norm, resolved_config, share_rows
 
@@ -63,15 +68,22 @@ def main(folder: str) -> None:
 def execute(recipe: Recipe, run: RunFolder) -> None:
     """Prepare, train, measure, export."""
     recipe = with_draft(recipe, run)
+    if recipe.layout.expert > 1:
+        experts.check(recipe, model.load_config(recipe).model_type)
     tokenizer = model.load_tokenizer(recipe)
     packing.check(recipe, tokenizer)
-    sequence_check.check(recipe, tokenizer)
+    staged = recipe.layout.pipeline > 1
+    if staged:
+        pipeline.check(recipe, tokenizer)
+    if recipe.layout.sequence > 1:
+        sequence_check.check(recipe, tokenizer)
     sharing = sequence.start(recipe.layout)
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
     arguments = training_arguments(recipe, run, dist.get_world_size(), world.on_gpu())
     material = load_material(recipe, tokenizer, arguments)
-    trained = model.load_model(recipe)
-    total, trainable = model.parameter_counts(trained)
+    trained = pipeline_engine.build(recipe) if staged else model.load_model(recipe)
+    whole = pipeline.skeleton(recipe) if staged else trained
+    total, trainable = model.parameter_counts(whole)
     say(f"model: {total:,} parameters, {trainable:,} of them trained")
 
     checkpoint = newest_checkpoint(run)
@@ -86,8 +98,10 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     def engine_ready() -> None:
         report_grad_norm(trainer.deepspeed)
         if checkpoint:
+            restore_groups(trainer.deepspeed, checkpoint)
             as_never_loaded(trainer.deepspeed)
         if experts.layers(trainer.model):
+            experts.route_as_transformers(trainer.model)
             experts.gather_on_save(trainer)
         config = resolved_config(trainer.deepspeed)
         if world.is_first():
@@ -96,13 +110,20 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         tracker.begin(config)
 
     room = checkpoint_bytes(total, trainable, DTYPE_BYTES[recipe.precision])
-    # Metrics stand before the evaluation: a window of training is closed before the held-out data is read.
-    callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, metrics, held_out]
+    # Routing adds to what Metrics writes; Metrics close a window of training before the held-out data is read.
+    routes = routing.Routing() if recipe.layout.pipeline == 1 else None
+    callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, routes, metrics, held_out]
     trainer = build(recipe.method, trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
     share_rows(trainer, recipe.layout)
     if sharing:
         sequence.share(trainer, recipe.layout, sharing)
-    metrics.watch(trainer)
+    if recipe.layout.expert > 1:
+        experts.group_parameters(trainer, recipe.layout.expert)
+    if recipe.router_aux_loss_coef:
+        routing.balance(trainer, recipe.router_aux_loss_coef, dist.get_world_size() // recipe.layout.tensor)
+    metrics.watch(trainer, work_of(whole))
+    if staged:
+        pipeline_engine.drive(trainer, recipe.layout)
     if held_out:
         held_out.trainer = trainer
 
@@ -112,7 +133,13 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         return
     after = held_out.measure(trainer.state.global_step, whole=True) if held_out else None
     export.save(trainer, run.export)
-    difference = export.verify(trainer, run.export, material.sample)
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        if staged:
+            return pipeline_engine.logits(trainer.deepspeed, tokens, whole.config.get_text_config().vocab_size)
+        return trainer.model.eval()(input_ids=tokens).logits
+
+    difference = export.verify(forward, model.DTYPES[recipe.precision], run.export, material.sample)
     if world.is_first():
         finish(recipe, run, tracker, held_out, {"after": after, "logit_difference": difference})
 

@@ -19,12 +19,15 @@ GENERATION_BATCH = 100
 """Prompts per `generate` call; the answers are short, so the key/value cache stays small."""
 
 
-def shares(rows: Sequence[Any], batch_size: int) -> Iterator[tuple[list[Any], int]]:
-    """Yield this rank's batches with the number of rows in each that count.
+def shares(
+    rows: Sequence[Any], batch_size: int, rank: int | None = None, ranks: int | None = None
+) -> Iterator[tuple[list[Any], int]]:
+    """Yield this rank's batches with the number of rows in each that count; it is `rank` of the `ranks` that share.
 
     Ranks with fewer rows get filler, the first row again, so that all make the same number of passes.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank is None or ranks is None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = list(rows)[rank::ranks]
     passes = math.ceil(math.ceil(len(rows) / ranks) / batch_size)
     for index in range(passes):
@@ -42,7 +45,7 @@ def loss_per_token(
     """Return the mean cross-entropy over all labelled tokens, in nats."""
     loss, tokens = 0.0, 0
     for batch, count in shares(rows, batch_size):
-        inputs = _to_device(collator(batch))
+        inputs = to_device(collator(batch))
         summed = model(**inputs, num_items_in_batch=torch.ones((), device=world.device())).loss
         if count:
             loss += summed.item()
@@ -136,5 +139,6 @@ def _log_likelihood(
     return model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs.sum(-1)
 
 
-def _to_device(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+def to_device(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a batch on this rank's device."""
     return {name: value.to(world.device()) for name, value in batch.items() if torch.is_tensor(value)}

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from recipes.spec.errors import UserError
+from recipes.spec.errors import UserError, first_line
 from recipes.spec.layout import Place
 from recipes.spec.recipe import Layout, Recipe
 from recipes.training import packing, sequence, world
@@ -22,21 +22,13 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse sequence parallelism where it would train another model; a second, a collective.
 
     Raises:
-        UserError: the method or the number of heads does not allow it, or the model's code computes something else.
+        UserError: the model's heads cannot be shared out, or its code computes something else.
     """
     size = recipe.layout.sequence
-    if size == 1:
-        return
-    if recipe.method == "dpo":
-        raise UserError(f"layout.sequence={size}: the method dpo runs through TRL, which needs whole rows; leave it out.")
     config = load_config(recipe).get_text_config()
     heads = config.num_attention_heads // recipe.layout.tensor
-    if heads % size:
-        fitting = [str(number) for number in range(2, heads + 1) if not heads % number]
-        raise UserError(
-            f"layout.sequence={size}: attention is computed by heads, and {size} ranks cannot share "
-            f"{heads} equally; use one of {', '.join(fitting)}."
-        )
+    if heads % size:  # of a model on the Hub the launcher may not have known it
+        raise UserError(f"layout.sequence={size}: attention is shared out by heads, and each rank has {heads} of them.")
     error = tried_by_two(config, tokenizer, recipe.model.attention)
     if error is not None:
         raise UserError(
@@ -55,7 +47,7 @@ def tried_by_two(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, a
             allowed = packing.LEAK[torch.bfloat16 if attention.startswith("flash") else torch.float32]
             error = None if off < allowed else f"on a draft by {off:.0e}"
         except Exception as failed:  # whatever a stranger's model raises, nobody knows what it would compute
-            error = f"on a draft: {failed}"
+            error = f"on a draft: {first_line(failed)}"
     answer = [error]
     dist.broadcast_object_list(answer, src=0, device=world.device())
     return answer[0]

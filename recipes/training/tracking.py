@@ -13,7 +13,7 @@ from recipes.spec.recipe import Recipe, to_dict
 from recipes.spec.run_folder import RunFolder, append_jsonl, read_jsonl
 from recipes.training import world
 from recipes.training.console import say, shown, step_line
-from recipes.training.flops import Work, work_of
+from recipes.training.flops import Work
 
 GIB = 2**30
 
@@ -39,10 +39,10 @@ class Metrics(TrainerCallback):
         self.window_start: float | None = None
         self.work: Work | None = None
 
-    def watch(self, trainer: Trainer) -> None:
-        """Count what goes into every optimizer step of `trainer`."""
+    def watch(self, trainer: Trainer, work: Work) -> None:
+        """Count what goes into every optimizer step of `trainer`; `work`: what the model does per token."""
         fetch = trainer.get_batch_samples
-        self.work = work_of(trainer.model)
+        self.work = work
 
         def counted(epoch_iterator: Any, num_batches: int, device: Any) -> Any:
             start = time.perf_counter()
@@ -89,7 +89,7 @@ class Metrics(TrainerCallback):
             "data_wait_seconds": waited / torch.distributed.get_world_size(),
             **memory(),
             **self._utilisation(tokens, squares, elapsed, logs),
-            **{key: value for key, value in logs.items() if key.startswith("rewards/")},
+            **{key: value for key, value in logs.items() if key.startswith(("rewards/", "expert_load", "router_"))},
         }
         append_jsonl(self.run.metrics, record)
         say(step_line(record, state.max_steps))

@@ -1,11 +1,13 @@
 """The reference: supervised fine-tuning in plain PyTorch, one process, whole batches, no library but transformers."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -20,20 +22,31 @@ class Settings:
     """Adam's. It divides each gradient by its own size plus this: where a gradient is of the size of epsilon, its
     rounding error moves the weight like a gradient of size one. At 1e-8 plain PyTorch in fp32 disagrees with itself in
     fp64 (`test_the_reference_is_exact_enough`), so nothing could be compared to it; at 1e-5 it agrees."""
+    router_aux_loss_coef: float = 0.0
+    """Of a mixture's load-balancing loss: the mean of each conversation's own, its padding included."""
     mean_of_means: bool = False
     """Mistake: every conversation weighs the same, however long its answer is."""
     decay_everything: bool = False
     """Mistake: norms are decayed like matrices."""
     learn_prompts: bool = False
     """Mistake: the user's words are in the loss."""
+    scaled_experts: float = 1.0
+    """Mistake, unless 1: the gradients of a mixture's experts are this much too large."""
 
 
 def train(
-    folder: Path, data: Path, settings: Settings, dtype: torch.dtype = torch.float32
+    folder: Path,
+    data: Path,
+    settings: Settings,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Return per step the loss and the gradient norm before clipping, and the final weights."""
+    """Return per step the loss and the gradient norm before clipping, and the final weights.
+
+    `prepare` adds what is trained besides or instead, such as adapters.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
     plain, exempt = [], []
     for name, parameter in model.named_parameters():
         (exempt if "norm" in name and not settings.decay_everything else plain).append(parameter)
@@ -42,16 +55,20 @@ def train(
         {"params": exempt, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, eps=settings.epsilon)
-    examples = [_example(json.loads(line)["messages"], tokenizer, settings) for line in data.read_text().splitlines()]
+    conversations = examples(data, tokenizer, settings)
     records = []
     for _ in range(settings.steps):
-        sums = [_summed_loss(model, *example) for example in examples]
+        sums = [_summed_loss(model, *example, settings) for example in conversations]
         if settings.mean_of_means:
-            loss = torch.stack([total / count for total, count in sums]).mean()
+            loss = torch.stack([total / count for total, count, _ in sums]).mean()
         else:
-            loss = torch.stack([total for total, _ in sums]).sum() / sum(count for _, count in sums)
+            loss = torch.stack([total for total, _, _ in sums]).sum() / sum(count for _, count, _ in sums)
+        loss = loss + settings.router_aux_loss_coef * sum(balance for _, _, balance in sums) / len(sums)
         optimizer.zero_grad()
         loss.backward()
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.grad *= settings.scaled_experts
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         records.append({"loss": loss.item(), "grad_norm": norm.item()})
@@ -63,14 +80,25 @@ def worst(weight: torch.Tensor, expected: torch.Tensor) -> float:
     return ((weight - expected).abs() / (1e-5 + 1e-4 * expected.abs())).max().item()
 
 
+def examples(
+    data: Path, tokenizer: PreTrainedTokenizerBase, settings: Settings
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each conversation's tokens and which of them are learned, [1, length], padded to a multiple of 8."""
+    return [_example(json.loads(line)["messages"], tokenizer, settings) for line in data.read_text().splitlines()]
+
+
 def _example(messages, tokenizer, settings):
     chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     tokens = torch.tensor([chat["input_ids"]])
     learned = torch.tensor([chat["assistant_masks"]]).bool()
-    return tokens, torch.ones_like(learned) if settings.learn_prompts else learned
+    learned = torch.ones_like(learned) if settings.learn_prompts else learned
+    padding = (0, -tokens.shape[1] % 8)  # unseen by the loss, but routed
+    return pad(tokens, padding, value=tokenizer.pad_token_id), pad(learned, padding)
 
 
-def _summed_loss(model, tokens, learned):
-    log_probabilities = model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
+def _summed_loss(model, tokens, learned, settings):
+    routed = {"output_router_logits": True} if settings.router_aux_loss_coef else {}
+    output = model(input_ids=tokens, use_cache=False, **routed)
+    log_probabilities = output.logits[:, :-1].log_softmax(-1)
     chosen = log_probabilities.gather(-1, tokens[:, 1:, None])[..., 0]
-    return -(chosen * learned[:, 1:]).sum(), learned[:, 1:].sum()
+    return -(chosen * learned[:, 1:]).sum(), learned[:, 1:].sum(), output.aux_loss if routed else 0.0

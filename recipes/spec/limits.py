@@ -1,0 +1,217 @@
+"""Which combinations of layout, model, method and ZeRO stage are possible; of the others: why not, and what is.
+
+The one place for it: the launcher asks before anything starts, and the table in configs/README.md is made of the
+answers. What a technique gets wrong for one family stands in `FAMILIES`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from recipes.spec.errors import UserError
+from recipes.spec.layout import gradient_accumulation_steps
+from recipes.spec.recipe import Layout, Recipe
+
+FAMILIES: Mapping[str, Mapping[str, str]] = {
+    "tensor": {},
+    "sequence": {
+        "bloom": "its attention adds ALiBi's distances for the part of a row that a rank has",
+        "qwen3_5_text": "its linear attention carries a state along the row, of which each rank has a part",
+        "qwen3_5": "its linear attention carries a state along the row, of which each rank has a part",
+    },
+    "pipeline": {},
+    "expert": {},
+}
+"""By the layout's field and `model_type`: why that kind of parallelism does not train that architecture right."""
+
+SPREAD = ("mixtral", "qwen3_moe")
+"""Model types whose experts can be spread over ranks: what DeepSpeed's AutoEP takes, and our exports put together."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a DeepSpeed file says that a layout has to go with."""
+
+    stage: int = 0
+    """Of ZeRO."""
+    offload: bool = False
+    """Optimizer states or parameters are kept in host memory or on NVMe."""
+    partition_size: int = 1
+    """`zero_hpz_partition_size`: ranks that hold a second copy of the parameters between them."""
+
+
+def check(recipe: Recipe, world_size: int, sharding: Sharding) -> None:
+    """Refuse what cannot run.
+
+    Args:
+        recipe: `model.config` holds the architecture's dimensions; what it does not hold is not judged.
+        world_size: ranks, over all nodes.
+        sharding: of the recipe's DeepSpeed file.
+
+    Raises:
+        UserError: the layout's sizes, the one reason why not, and the nearest that run.
+    """
+    why = limit(recipe, world_size, sharding)
+    if why:
+        raise UserError(f"{_written(recipe.layout)}: {why}; use {' or '.join(ways_out(recipe, world_size, sharding))}.")
+    gradient_accumulation_steps(recipe, world_size)
+
+
+def limit(recipe: Recipe, world_size: int, sharding: Sharding) -> str | None:
+    """Return the first reason why `recipe` cannot run in this way, as a part of a sentence; None where it can."""
+    rules = (_world, _tensor, _sequence, _pipeline, _expert)
+    return next((why for rule in rules for why in rule(recipe, world_size, sharding)), None)
+
+
+def ways_out(recipe: Recipe, world_size: int, sharding: Sharding) -> list[str]:
+    """Return the nearest changes with which `recipe` can run, each by itself and as it is typed.
+
+    Sizes of the layout always; another number of ranks, or the pipeline's DeepSpeed file, where that is enough.
+    """
+    ways = [_written(nearest(recipe, world_size, sharding), recipe.layout)]
+    each = math.lcm(math.prod(_copy(recipe.layout)), recipe.layout.expert)
+    worlds = {max(1, world_size // each) * each, (world_size // each + 1) * each} - {world_size}
+    ways += [f"--gpus {world}" for world in sorted(worlds) if limit(recipe, world, sharding) is None]
+    if recipe.layout.pipeline > 1 and limit(recipe, world_size, Sharding(stage=1)) is None:
+        ways.append("deepspeed=pipeline.json")
+    return ways
+
+
+def nearest(recipe: Recipe, world_size: int, sharding: Sharding) -> Layout:
+    """Return the layout that can run and changes the sizes of the recipe's least, counted in doublings.
+
+    The layout without any parallelism of the model always can.
+    """
+    wanted = asdict(recipe.layout).values()
+
+    def distance(layout: Layout) -> tuple[float, int]:
+        sizes = asdict(layout).values()
+        doublings = sum(abs(math.log2(size / asked)) for size, asked in zip(sizes, wanted, strict=True))
+        return round(doublings, 9), -math.prod(sizes)
+
+    for layout in sorted(_layouts(world_size), key=distance):
+        if limit(replace(recipe, layout=layout), world_size, sharding) is None:
+            return layout
+    raise AssertionError("data parallelism alone is always possible")
+
+
+def _layouts(world_size: int) -> Iterator[Layout]:
+    for tensor in _divisors(world_size):
+        for pipeline in _divisors(world_size // tensor):
+            for sequence in _divisors(world_size // tensor // pipeline):
+                for expert in _divisors(world_size // tensor // pipeline // sequence):
+                    yield Layout(tensor, pipeline, sequence, expert)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _written(layout: Layout, before: Layout | None = None) -> str:
+    """Return the sizes as they are typed: those above 1, or those that are not as they were `before`."""
+    old = asdict(before or Layout())
+    return " ".join(f"layout.{name}={size}" for name, size in asdict(layout).items() if size != old[name])
+
+
+def _copy(layout: Layout) -> tuple[int, int, int]:
+    return layout.tensor, layout.pipeline, layout.sequence
+
+
+def _size(recipe: Recipe, *keys: str) -> int | None:
+    """Return a dimension of the model by the first of its names that the configuration has."""
+    config: Mapping[str, Any] = recipe.model.config
+    config = config.get("text_config") or config
+    return next((config[key] for key in keys if config.get(key)), None)
+
+
+def _heads(recipe: Recipe) -> int | None:
+    return _size(recipe, "num_attention_heads", "n_head")
+
+
+def _family(recipe: Recipe, technique: str) -> Iterator[str]:
+    kind = recipe.model.config.get("model_type")
+    if kind in FAMILIES[technique]:
+        yield f"not for {kind}: {FAMILIES[technique][kind]}"
+
+
+def _world(recipe: Recipe, world_size: int, sharding: Sharding) -> Iterator[str]:
+    copy = math.prod(_copy(recipe.layout))
+    if world_size % copy:
+        yield f"a copy of the model takes {copy} ranks (tensor x pipeline x sequence), and {world_size} is no multiple"
+    elif world_size // copy % recipe.layout.expert:
+        yield f"the experts are spread over data-parallel ranks, and {world_size // copy} is no multiple"
+    if sharding.partition_size > 1 and recipe.layout != Layout():
+        yield f"zero_hpz_partition_size={sharding.partition_size} goes with data parallelism only"
+
+
+def _tensor(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
+    size = recipe.layout.tensor
+    if size == 1:
+        return
+    yield from _family(recipe, "tensor")
+    heads = _heads(recipe)
+    shared = _size(recipe, "num_key_value_heads")
+    if heads and heads % size:
+        yield f"tensor parallelism shares out attention heads, and the model has {heads}"
+    if shared and shared % size:
+        yield f"tensor parallelism shares out key/value heads too, and the model has {shared}"
+    if recipe.model.quantization != "none":
+        yield "packed 4-bit weights cannot be cut into the parts of a matrix"
+    elif recipe.lora is not None:
+        yield "DeepSpeed's AutoTP replaces the layers of adapters and loses them"
+
+
+def _sequence(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
+    size = recipe.layout.sequence
+    if size == 1:
+        return
+    yield from _family(recipe, "sequence")
+    heads = _heads(recipe)
+    if heads and heads % (size * recipe.layout.tensor):
+        yield (
+            "attention over parts of a row shares out heads"
+            + (" (to sequence x tensor ranks)" if recipe.layout.tensor > 1 else "")
+            + f", and the model has {heads}"
+        )
+    if recipe.method == "dpo":
+        yield "DPO compares whole answers, and each rank has the loss of a part of the tokens"
+
+
+def _pipeline(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
+    stages = recipe.layout.pipeline
+    if stages == 1:
+        return
+    yield from _family(recipe, "pipeline")
+    layers = _size(recipe, "num_hidden_layers", "n_layer")
+    if layers and layers < stages:
+        yield f"every stage needs a layer, and the model has {layers}"
+    if recipe.method == "dpo":
+        yield "DPO needs two models' outputs at once, and a pipeline returns one model's loss"
+    if recipe.model.quantization != "none":
+        yield "4-bit weights are packed on a rank that holds the whole model, and a stage is a part"
+    if sharding.stage > 1:
+        yield f"a pipeline goes with ZeRO 0 and 1, and the DeepSpeed file says {sharding.stage}"
+
+
+def _expert(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
+    size = recipe.layout.expert
+    if size == 1:
+        return
+    yield from _family(recipe, "expert")
+    kind = recipe.model.config.get("model_type")
+    experts = _size(recipe, "num_experts", "num_local_experts", "n_routed_experts")
+    if kind and not experts:
+        yield f"{kind} has no experts to spread"
+    elif kind and kind not in SPREAD:
+        yield f"experts are spread for {' and '.join(SPREAD)}, not for {kind}"
+    if experts and experts % size:
+        yield f"each rank holds as many experts as the next, and the model has {experts}"
+    if math.prod(_copy(recipe.layout)) > 1:
+        yield "experts are spread over data-parallel ranks only, with no other parallelism of the model"
+    if recipe.lora is not None:
+        yield "DeepSpeed's AutoEP replaces the layers of experts, adapters and all"
+    if recipe.method == "dpo":
+        yield "DeepSpeed's AutoEP spreads one model, and DPO has a second"
+    if sharding.stage == 0:
+        yield "without ZeRO, DeepSpeed takes the wrong gradient norm of experts that are spread"

@@ -1,0 +1,112 @@
+"""Tensor parallelism: the matrices of a decoder split over ranks, and put together again."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject import set_autotp_mode
+from deepspeed.module_inject.layers import (
+    LinearAllreduce,
+    LinearAllreduceWithReplicatedInput,
+    LinearLayer,
+    TensorParallel_Layer,
+)
+from transformers import PreTrainedConfig
+
+WHOLE = "replicated_with_grad_allreduce"
+"""The style of a weight that every rank holds, and uses for its own heads only."""
+STYLES = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", WHOLE)
+"""Styles of a Hugging Face plan that `shard` knows; the others are for experts and latent attention."""
+
+
+def plan(config: PreTrainedConfig) -> dict[str, str]:
+    """Return how each linear layer of a decoder layer is split, by its name inside it (`self_attn.q_proj: colwise`).
+
+    Raises:
+        ValueError: transformers has no plan for this architecture, or one that splits what `shard` cannot.
+    """
+    whole = config.get_text_config().base_model_tp_plan or {}
+    styles = set(whole.values())
+    if not whole or not styles <= set(STYLES):
+        raise ValueError(f"{config.model_type}: no plan, or unknown styles {sorted(styles - set(STYLES))}")
+    return {pattern.removeprefix("layers.*."): style for pattern, style in whole.items()}
+
+
+def shard(module: torch.nn.Module, styles: Mapping[str, str], group: dist.ProcessGroup) -> None:
+    """Keep this rank's part of every linear layer inside `module` that `styles` names; a collective in use only.
+
+    Args:
+        module: one or more whole decoder layers, the same on all ranks of `group`. Heads and feed-forward width must be
+            multiples of the group's size.
+        styles: from `plan`.
+        group: the ranks that share the module; they must read the same rows.
+    """
+    set_autotp_mode(training=True)  # without it DeepSpeed freezes what it replaces
+    for name, style in _matches(module, styles):
+        parent, _, child = name.rpartition(".")
+        linear = module.get_submodule(name)
+        if style == WHOLE:
+            for parameter in linear.parameters():
+                parameter.register_hook(_summed_over(group))
+        else:
+            setattr(module.get_submodule(parent), child, _split(linear, style, group))
+
+
+def _matches(module: torch.nn.Module, styles: Mapping[str, str]) -> list[tuple[str, str]]:
+    names = [name for name, _ in module.named_modules()]
+    return [(name, style) for name in names for end, style in styles.items() if f".{name}".endswith(f".{end}")]
+
+
+def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> TensorParallel_Layer:
+    if style == "rowwise":
+        return LinearAllreduce(linear, group)
+    if style == "rowwise_split_input":
+        return LinearAllreduceWithReplicatedInput(linear, group)
+    return LinearLayer(linear, group, gather_output=style == "colwise_gather_output")
+
+
+def _summed_over(group: dist.ProcessGroup):
+    """Return a hook that sums a gradient over the group: each rank has the part of its own heads."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        whole = gradient.contiguous()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    return hook
+
+
+def layers(module: torch.nn.Module) -> dict[str, TensorParallel_Layer]:
+    """Return the layers of which each rank holds a part, by their names; none without tensor parallelism."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, TensorParallel_Layer)}
+
+
+@torch.no_grad()
+def whole_state(module: torch.nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Return the state of the ordinary module, on the host; a collective that gathers one layer at a time.
+
+    Args:
+        module: as `shard` or AutoTP left it, its weights not sharded by ZeRO-3.
+        keep: False returns nothing, on ranks that only take part.
+    """
+    split = layers(module)
+    state = {}
+    for name, value in module.state_dict().items():
+        owner, _, own = name.rpartition(".")
+        whole = gathered(split[owner], own, value) if owner in split else value
+        if keep:
+            state[name] = whole.cpu()
+    return state
+
+
+def gathered(layer: TensorParallel_Layer, name: str, part: torch.Tensor) -> torch.Tensor:
+    """Return the whole of `part`, which is `layer`'s weight or bias on this rank; a collective.
+
+    DeepSpeed's own gathering puts the whole weight in the parameter's place, and afterwards a copy of the part: cut off
+    from the flat buffer in which ZeRO-1 and 2 update it.
+    """
+    copies = [
+        torch.nn.Parameter(part.clone(), requires_grad=False) if name == own else None for own in ("weight", "bias")
+    ]
+    layer.gather_params(copies)
+    return next(copy for copy in copies if copy is not None).detach()

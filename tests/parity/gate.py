@@ -1,0 +1,55 @@
+"""The parity gate: a run by the recipe of some settings, held against what plain PyTorch made of the same."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipes.spec.recipe import Recipe
+from recipes.spec.run_folder import RunFolder, read_jsonl
+from tests.parity import plain
+from tests.small import small
+
+LOSS = 1e-5
+"""fp32 sums in another order differ by less."""
+NORM = 1e-4
+"""PyTorch's own norm of a gradient as large as an embedding's, in fp32, is 8e-6 off that in fp64."""
+
+
+def lesson(settings: plain.Settings, model: Path, data: Path, deepspeed: str, **changes: Any) -> Recipe:
+    """Return the recipe of the settings on a data set of eight rows, all of them in every step."""
+    recipe = small(
+        model,
+        data,
+        deepspeed,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_epsilon=settings.epsilon,
+        max_grad_norm=settings.clip,
+        max_steps=settings.steps,
+        global_batch_size=8,
+    )
+    return replace(recipe, **changes)
+
+
+def agree(
+    run: RunFolder, records: list[dict[str, float]], weights: dict[str, torch.Tensor], norms: float = NORM
+) -> None:
+    """Fail unless every loss, every gradient norm (up to a share) and the exported weights are the reference's."""
+    agree_on_steps(run, records, norms)
+    exported = AutoModelForCausalLM.from_pretrained(run.export, dtype=torch.float32).state_dict()
+    assert set(exported) == set(weights)
+    for name, weight in exported.items():
+        assert plain.worst(weight, weights[name]) <= 1, name
+
+
+def agree_on_steps(run: RunFolder, records: list[dict[str, float]], norms: float = NORM) -> None:
+    """Fail unless every loss and every gradient norm is the reference's."""
+    logged = read_jsonl(run.metrics)
+    assert [row["step"] for row in logged] == list(range(1, len(records) + 1))
+    for ours, theirs in zip(logged, records, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=LOSS)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=norms)

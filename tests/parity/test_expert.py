@@ -1,0 +1,257 @@
+"""Experts spread over ranks (AutoEP) train exactly the mixture that plain PyTorch trains in one process."""
+
+import shutil
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipes.spec.errors import UserError
+from recipes.spec.pages import ROOT
+from recipes.spec.recipe import Layout, Lora, Recipe
+from recipes.spec.run_folder import (
+    RunFolder,
+    forget_after,
+    newest_checkpoint,
+    read_json,
+    read_jsonl,
+    write_json,
+    write_recipe,
+)
+from recipes.training import experts
+from recipes.training import run as training_run
+from recipes.training.arguments import deepspeed_config
+from recipes.training.draft import TINY_MODEL
+from tests.parity import gate, plain
+
+SETTINGS = plain.Settings()
+DEEPSEEK = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+FAMILIES = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 16, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+}
+BALANCED = 0.5
+"""A coefficient of the load-balancing loss at which it shows: its gradients are of the size of the others."""
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Return a function that writes a random mixture whose wrong gradients show: large initial weights."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+
+    def write(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            family,
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            head_dim=8,
+            initializer_range=0.2,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            **{"num_key_value_heads": 2, **FAMILIES[family]},
+        )
+        model = AutoModelForCausalLM.from_config(config)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return {family: write(family) for family in FAMILIES}.__getitem__
+
+
+@pytest.fixture(scope="module")
+def reference(mixture, conversations):
+    """Return what plain PyTorch makes of each family."""
+    return {family: plain.train(mixture(family), conversations, SETTINGS) for family in FAMILIES}.__getitem__
+
+
+def lesson(model: Path, data: Path, folder: Path, stage: int, **changes: Any) -> Recipe:
+    """Return the recipe of `SETTINGS`, its experts spread over two ranks, at a ZeRO stage."""
+    path = folder / "expert_parallel.json"
+    config = read_json(ROOT / "configs" / "expert_parallel.json")
+    config["zero_optimization"]["stage"] = stage
+    write_json(path, config)
+    return gate.lesson(SETTINGS, model, data, str(path), **{"layout": Layout(expert=2), **changes})
+
+
+OFTEN = {
+    "mixtral": [(1, 2), (2, 2), (3, 2), (3, 4)],
+    "qwen3_moe": [(1, 4), (2, 4)],
+    "deepseek_v2": [(1, 2)],
+    "deepseek_v3": [(3, 4)],
+}
+"""Stages and numbers of ranks; what is missing is left to `make test-all`."""
+
+
+def cases() -> list[object]:
+    """Return every family, stage, number of ranks and accumulation."""
+    found = []
+    for family, stage, (world_size, accumulation) in product(FAMILIES, (1, 2, 3), ((2, 2), (4, 1))):
+        marks = () if (stage, world_size) in OFTEN[family] else pytest.mark.every
+        found.append(pytest.param(family, stage, world_size, accumulation, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("family", "stage", "world_size", "accumulation"), cases())
+def test_same_model_as_plain_pytorch(
+    ranks, tmp_path, conversations, mixture, reference, family, stage, world_size, accumulation
+):
+    run = RunFolder(tmp_path / "run")
+    size = 8 // world_size // accumulation
+    write_recipe(run, lesson(mixture(family), conversations, tmp_path, stage, micro_batch_size=size))
+    ranks.check(training_run.main, str(run.path), world_size=world_size, log=tmp_path / "log")
+    gate.agree(run, *reference(family))
+    engine = read_json(run.deepspeed)
+    assert engine["zero_optimization"]["stage"] == stage
+    assert engine["gradient_accumulation_steps"] == accumulation
+    assert engine["expert_parallel"]["autoep_size"] == 2 and "optimizer" not in engine
+
+
+@pytest.mark.parametrize(("family", "stage"), [("mixtral", 1), ("deepseek_v3", 2), ("qwen3_moe", 3)])
+def test_resumed_run_logs_what_the_uninterrupted_one_logs(ranks, tmp_path, conversations, mixture, family, stage):
+    run = RunFolder(tmp_path / "run")
+    recipe = lesson(
+        mixture(family), conversations, tmp_path, stage, global_batch_size=4, micro_batch_size=1, save_steps=3
+    )
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), world_size=4, log=tmp_path / "log")
+    expected = read_jsonl(run.metrics)
+    weights = load_file(run.export / "model.safetensors")
+    shutil.rmtree(run.checkpoints / "checkpoint-6")
+    shutil.rmtree(run.export)
+    forget_after(run, newest_checkpoint(run))
+    ranks.check(training_run.main, str(run.path), world_size=4, log=tmp_path / "again")
+    resumed = read_jsonl(run.metrics)
+    assert [row["step"] for row in resumed] == list(range(1, 7))
+    for key in ("loss", "grad_norm", "expert_load_max", "router_entropy"):
+        assert [row[key] for row in resumed] == pytest.approx([row[key] for row in expected], rel=1e-6), key
+    for name, weight in load_file(run.export / "model.safetensors").items():
+        assert plain.worst(weight, weights[name]) < 0.1, name
+
+
+@pytest.mark.parametrize(("family", "stage"), [("mixtral", 1), ("deepseek_v3", 3)])
+def test_exports_the_bytes_that_plain_transformers_writes(ranks, tmp_path, conversations, mixture, family, stage):
+    """A learning rate that is lost in rounding, so that the weights are those that plain transformers wrote."""
+    run = RunFolder(tmp_path / "run")
+    recipe = lesson(mixture(family), conversations, tmp_path, stage, learning_rate=1e-30, max_steps=1, save_steps=1)
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    before = (mixture(family) / "model.safetensors").read_bytes()
+    assert (run.export / "model.safetensors").read_bytes() == before
+    assert (run.checkpoints / "checkpoint-1" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(("config", "layout"), [("expert_parallel.json", Layout(expert=2)), ("zero2.json", Layout())])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_balanced_like_plain_transformers(ranks, tmp_path, conversations, mixture, family, config, layout):
+    """The loss is the mean over conversations of each one's own: each is a micro-batch here."""
+    settings = replace(SETTINGS, router_aux_loss_coef=BALANCED)
+    run = RunFolder(tmp_path / "run")
+    recipe = lesson(mixture(family), conversations, tmp_path, 1, micro_batch_size=1, router_aux_loss_coef=BALANCED)
+    recipe = replace(recipe, deepspeed=str(ROOT / "configs" / config), layout=layout, gradient_checkpointing=True)
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    gate.agree(run, *plain.train(mixture(family), conversations, settings))
+    first = read_jsonl(run.metrics)[0]
+    expected = routed(mixture(family), conversations)
+    assert {key: first[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    before, after = (read_json(folder / "config.json") for folder in (mixture(family), run.export))
+    assert all(after[key] == before[key] for key in ("router_aux_loss_coef", "output_router_logits"))
+
+
+def routed(folder: Path, data: Path) -> dict[str, float]:
+    """Return how an untrained mixture routes the conversations, computed with loops."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    experts_, chosen = len(model.model.layers[0].mlp.gate.weight), model.config.num_experts_per_tok
+    loads, entropies = [[0] * experts_ for _ in model.model.layers], []
+    for tokens, _ in plain.examples(data, tokenizer, SETTINGS):
+        with torch.no_grad():
+            logits = model(input_ids=tokens, output_router_logits=True).router_logits
+        for load, of_layer in zip(loads, logits, strict=True):
+            for token in of_layer:
+                entropies.append(torch.distributions.Categorical(logits=token).entropy().item())
+                for expert in token.argsort(descending=True)[:chosen]:
+                    load[expert] += 1
+    shares = [count / (sum(load) / len(load)) for load in loads for count in load]
+    return {
+        "expert_load_max": max(shares),
+        "expert_load_min": min(shares),
+        "router_entropy": sum(entropies) / len(entropies),
+    }
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"scaled_experts": 0.5},  # divided by the ranks of another group
+        {"scaled_experts": 2.0},
+        {"decay_everything": True},  # what DeepSpeed's own optimizer does
+        {"router_aux_loss_coef": 1e-3},
+    ],
+)
+def test_a_wrong_reference_is_noticed(mixture, conversations, reference, mistake):
+    records, weights = plain.train(mixture("mixtral"), conversations, replace(SETTINGS, **mistake))
+    right, right_weights = reference("mixtral")
+    assert abs(records[-1]["loss"] / right[-1]["loss"] - 1) > 10 * gate.RELATIVE
+    assert max(plain.worst(weights[name], weight) for name, weight in right_weights.items()) > 10
+
+
+def test_the_norm_counts_and_clips_experts(mixture, conversations, reference):
+    records, _ = plain.train(mixture("mixtral"), conversations, replace(SETTINGS, scaled_experts=2.0))
+    assert abs(records[0]["grad_norm"] / reference("mixtral")[0][0]["grad_norm"] - 1) > 100 * gate.RELATIVE
+    assert all(row["grad_norm"] > SETTINGS.clip for row in reference("mixtral")[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("llama", {}, "not for llama"),
+        ("mixtral", {"lora": Lora()}, "not adapters"),
+        ("mixtral", {"method": "dpo"}, "not preference pairs"),
+        ("mixtral", {"layout": Layout(expert=2, tensor=2)}, "data parallelism only"),
+    ],
+)
+def test_what_is_not_proven_is_refused(tmp_path, conversations, family, changes, said):
+    recipe = lesson(tmp_path, conversations, tmp_path, 1, **changes)
+    with pytest.raises(UserError, match=said):
+        experts.check(recipe, family)
+
+
+def test_without_zero_is_refused(tmp_path, conversations):
+    with pytest.raises(UserError, match=r"set zero_optimization\.stage to 1"):
+        deepspeed_config(lesson(tmp_path, conversations, tmp_path, 0))

@@ -1,0 +1,168 @@
+"""Pipelines train exactly the model that plain PyTorch trains in one process."""
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipes.spec import pages
+from recipes.spec.recipe import Draft, Layout, Lora
+from recipes.spec.run_folder import RunFolder, forget_after, read_jsonl, write_recipe
+from recipes.training import draft, export
+from recipes.training import run as training_run
+from recipes.training.adapters import add
+from tests.parity import gate, plain
+from tests.workers import pipeline_mistakes
+
+SETTINGS = plain.Settings()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to split a model."""
+
+    layout: Layout
+    world_size: int
+    stage: int = 1
+    micro_batch: int = 1
+    checkpointing: bool = False
+    family: str = "llama3-8b"
+
+    def __str__(self) -> str:
+        sizes = "x".join(str(size) for size in (self.layout.pipeline, self.layout.tensor, self.layout.sequence))
+        return f"{self.family}-{sizes}-of-{self.world_size}-zero{self.stage}"
+
+
+CASES = [
+    Case(Layout(pipeline=2), 2, stage=0, micro_batch=2),
+    Case(Layout(pipeline=2), 2, checkpointing=True, family="gemma3-1b"),
+    Case(Layout(pipeline=4), 4, stage=0, micro_batch=2, family="qwen3-0.6b"),
+    Case(Layout(pipeline=2), 4, checkpointing=True),
+    Case(Layout(pipeline=2, tensor=2), 4, stage=0, family="qwen3-0.6b"),
+    Case(Layout(pipeline=2, tensor=2), 4, micro_batch=2, checkpointing=True),
+]
+MORE = [
+    Case(Layout(pipeline=4), 8, family="gemma3-1b"),
+    Case(Layout(pipeline=2, tensor=2), 8, checkpointing=True, family="qwen3-0.6b"),
+    Case(Layout(pipeline=3), 3, stage=0, family="qwen3_moe-30b-a3b"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return a function that makes a small random model of a family, whose wrong gradients show."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family) / "model"
+            tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+            whole = AutoConfig.for_model(**pages.find(family, "full").model.config)
+            config = draft.shrink(whole, Draft(layers=4), tokenizer)
+            config.initializer_range = 0.2
+            config.num_key_value_heads = min(2, config.num_key_value_heads * 2)
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config).save_pretrained(made[family])
+            tokenizer.save_pretrained(made[family])
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def references(models, conversations):
+    trained = {}
+
+    def reference(family: str):
+        if family not in trained:
+            trained[family] = plain.train(models(family), conversations, SETTINGS)
+        return trained[family]
+
+    return reference
+
+
+def recipe_of(case: Case, model: Path, data: Path, **changes):
+    return gate.lesson(
+        SETTINGS,
+        model,
+        data,
+        f"zero{case.stage}.json",
+        layout=case.layout,
+        micro_batch_size=case.micro_batch,
+        gradient_checkpointing=case.checkpointing,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.every) for case in MORE)], ids=str)
+def test_same_model_as_plain_pytorch(ranks, tmp_path, models, conversations, references, case):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, recipe_of(case, models(case.family), conversations))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=case.world_size)
+    gate.agree(run, *references(case.family))
+
+
+TIED = Case(Layout(pipeline=2), 2, stage=0, family="qwen3-0.6b")
+SPLIT = Case(Layout(pipeline=2, tensor=2), 4, stage=0, family="qwen3-0.6b")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        ("every_stage_counted", TIED),
+        ("tied_weights_apart", TIED),
+        ("norm_of_the_first_stage", TIED),
+        ("own_heads_only", SPLIT),
+    ],
+)
+def test_a_mistake_is_noticed(ranks, tmp_path, models, conversations, references, mistake, case):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, recipe_of(case, models(case.family), conversations))
+    ranks.run(pipeline_mistakes.main, str(run.path), mistake, log=tmp_path / "log", world_size=case.world_size)
+    assert len(read_jsonl(run.metrics)) == SETTINGS.steps
+    with pytest.raises(AssertionError):
+        gate.agree(run, *references(case.family))
+
+
+def test_packed_rows_train_the_same_model(ranks, tmp_path, models, conversations, references):
+    run = RunFolder(tmp_path / "run")
+    case = Case(Layout(pipeline=2), 2, family="gemma3-1b")
+    recipe = recipe_of(case, models(case.family), conversations, packing=True, sequence_length=128)
+    write_recipe(run, replace(recipe, global_batch_size=4))  # all conversations stand in four rows
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    assert read_jsonl(run.metrics)[0]["tokens"] == read_jsonl(run.metrics)[-1]["tokens"] / SETTINGS.steps
+    gate.agree(run, *references(case.family))
+
+
+def test_a_resumed_pipeline_trains_the_same_model(ranks, tmp_path, models, conversations, references):
+    run = RunFolder(tmp_path / "run")
+    case = Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b")
+    write_recipe(run, recipe_of(case, models(case.family), conversations, save_steps=3))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=4)
+    forget_after(run, run.checkpoints / "checkpoint-3")
+    shutil.rmtree(run.export)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed", world_size=4)
+    gate.agree(run, *references(case.family))
+    saved = export.load(run.checkpoints / "checkpoint-6").state_dict()
+    for name, weight in export.load(run.export).state_dict().items():
+        assert torch.equal(weight, saved[name])
+
+
+def test_adapters_train_as_in_one_process(ranks, tmp_path, models, conversations):
+    lora = Lora(rank=4, alpha=8)
+    model = models("gemma3-1b")
+    seed = recipe_of(TIED, model, conversations).seed
+    records, weights = plain.train(model, conversations, SETTINGS, prepare=lambda whole: add(whole, lora, seed))
+    run = RunFolder(tmp_path / "run")
+    case = Case(Layout(pipeline=2), 4, checkpointing=True)
+    write_recipe(run, recipe_of(case, model, conversations, lora=lora))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=case.world_size)
+    gate.agree_on_steps(run, records)
+    trained = load_file(run.export / "adapter_model.safetensors")
+    assert len(trained) == sum("lora_" in name for name in weights)
+    for name, weight in trained.items():
+        assert plain.worst(weight, weights[name.replace(".weight", ".default.weight")]) <= 1, name

@@ -1,0 +1,87 @@
+"""Stages of a pipeline compute what the whole model does, for any decoder; and cannot be mixed up."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from recipes.spec import pages
+from recipes.spec.errors import UserError
+from recipes.spec.layout import balanced
+from recipes.training import draft, packing, pipeline
+
+FAMILIES = sorted({recipe.model.config["model_type"]: recipe for recipe in pages.listing() if recipe.model.config})
+NOT_LISTED = ["apertus", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma2", "gpt_bigcode", "mpt", "phi", "qwen2_moe"]
+"""Architectures that no page has."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+
+
+def whole_model(model_type, tokenizer):
+    known = [recipe.model.config for recipe in pages.listing() if recipe.model.config.get("model_type") == model_type]
+    config = AutoConfig.for_model(**(known[0] if known else {"model_type": model_type}))
+    return packing.draft_of(config, tokenizer, "eager", torch.float32)
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, *NOT_LISTED])
+def test_stages_compute_what_the_whole_model_does(tokenizer, model_type):
+    assert pipeline.staged_difference(whole_model(model_type, tokenizer)) == 0
+
+
+def test_every_family_was_tried():
+    assert len(FAMILIES) >= 17
+
+
+def test_a_stage_that_is_cut_wrongly_is_noticed(tokenizer, monkeypatch):
+    whole = whole_model("granite", tokenizer)
+    monkeypatch.setattr(pipeline, "_enter", lambda whole, layer: None)
+    assert pipeline.staged_difference(whole) > 0.1
+
+
+def test_a_stage_holds_its_own_weights_by_their_own_names(tokenizer):
+    whole = whole_model("qwen3", tokenizer)
+    names = set(whole.state_dict())
+    parts = []
+    for layers in pipeline.stages(whole.config, 3):
+        part = copy.deepcopy(whole)
+        pipeline.cut(part, layers)
+        parts.append(set(part.state_dict()))
+    assert set.union(*parts) == names
+    tied = {"model.embed_tokens.weight", "lm_head.weight"}
+    for one, other in pairwise(parts):
+        assert not (one & other) - tied
+
+
+def test_what_is_no_decoder_of_the_usual_shape_is_refused(tokenizer):
+    config = AutoConfig.for_model("opt", num_hidden_layers=2, hidden_size=32, num_attention_heads=2, ffn_dim=32)
+    with pytest.raises(UserError, match="not a decoder of the usual shape"):
+        pipeline.stages(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("costs", "count", "sizes"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([9, 1, 1, 1], 2, [1, 3]),
+        ([1, 1, 1, 5], 3, [2, 1, 1]),
+        ([7, 1, 1, 7], 4, [1, 1, 1, 1]),
+    ],
+)
+def test_stages_are_balanced(costs, count, sizes):
+    parts = balanced(costs, count)
+    assert [len(part) for part in parts] == sizes
+    assert [index for part in parts for index in part] == list(range(len(costs)))
+
+
+def test_the_head_counts(tokenizer):
+    """A large vocabulary makes the last stage's layers fewer."""
+    config = whole_model("llama", tokenizer).config
+    config.vocab_size, config.tie_word_embeddings = 40_000, False
+    config.num_hidden_layers = 12
+    sizes = [len(part) for part in pipeline.stages(config, 4)]
+    assert sizes[0] < sizes[1] and sizes[-1] < sizes[1]

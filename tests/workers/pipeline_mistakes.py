@@ -1,0 +1,41 @@
+"""Pipelines with a mistake in them, which the gate must notice; executed on every rank."""
+
+from deepspeed.pipe import PipelineModule
+
+from recipes.spec.recipe import Layout
+from recipes.training import pipeline_engine, run, tensor
+
+
+def main(folder: str, mistake: str) -> None:
+    """Train with one thing wrong."""
+    MISTAKES[mistake]()
+    run.main(folder)
+
+
+def every_stage_counted() -> None:
+    """Take the tokens that the Trainer counts on every stage for as many tokens more."""
+    drive = pipeline_engine.drive
+    pipeline_engine.drive = lambda trainer, layout: drive(trainer, Layout())
+
+
+def tied_weights_apart() -> None:
+    """Leave out the sum of the tied weight's two gradients."""
+    PipelineModule.get_tied_weights_and_groups = lambda self: []
+
+
+def norm_of_the_first_stage() -> None:
+    """Leave it to DeepSpeed which parameters count in the norm."""
+    pipeline_engine._count_once = lambda module: None
+
+
+def own_heads_only() -> None:
+    """Leave the gradients of weights that several tensor ranks use for their own heads as they are."""
+    tensor._summed_over = lambda group: lambda gradient: gradient
+
+
+MISTAKES = {
+    "every_stage_counted": every_stage_counted,
+    "tied_weights_apart": tied_weights_apart,
+    "norm_of_the_first_stage": norm_of_the_first_stage,
+    "own_heads_only": own_heads_only,
+}

@@ -1,0 +1,124 @@
+"""Every family's draft whole and split over the ranks, by our `tensor.shard` or by AutoTP: what differs; on all ranks."""
+
+import copy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipes.spec import pages
+from recipes.spec.recipe import Draft
+from recipes.spec.run_folder import write_json
+from recipes.training import draft, tensor, world
+
+ROW = 48
+"""Tokens, more than a draft's sliding window."""
+
+
+def shard_all(output: str) -> None:
+    """Compare for every model type, with ours."""
+    world.start()
+    write_json(Path(output), {kind: attempt(config, shard_layers) for kind, config in kinds().items()})
+    world.stop()
+
+
+def shard_wrongly(output: str) -> None:
+    """Compare without the sum of what local heads have in common."""
+    tensor._summed_over = lambda group: lambda gradient: gradient
+    world.start()
+    found = kinds()
+    write_json(Path(output), {kind: attempt(found[kind], shard_layers) for kind in ("llama", "qwen3")})
+    world.stop()
+
+
+def kinds() -> dict[str, object]:
+    """Return a shrunken configuration of every model type in the catalogue, with heads to share out."""
+    tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+    found = {}
+    for family in pages.families():
+        for size in pages.page(family).SIZES:
+            recipe = pages.page(family).full(size)
+            config = draft.shrink(AutoConfig.for_model(**recipe.model.config), Draft(layers=2), tokenizer)
+            config.use_cache = False
+            if getattr(config, "num_key_value_heads", None):
+                config.num_key_value_heads = max(2, config.num_key_value_heads)
+            config.attn_implementation = recipe.model.attention
+            found.setdefault(config.model_type, config)
+    return found
+
+
+def attempt(config, split) -> dict[str, object]:
+    """Return how far logits and gradients of the split model are from the whole one's, or why there is none."""
+    try:
+        return compare(config, split)
+    except (ValueError, NotImplementedError, RuntimeError, AssertionError, AttributeError) as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def compare(config, split) -> dict[str, object]:
+    """Return the largest relative differences, and the weight where each gradient's is."""
+    whole = build(config)
+    tokens = torch.randint(5, config.vocab_size, (2, ROW), generator=torch.Generator().manual_seed(0))
+    logits, gradients = look(whole, tokens)
+    expected = {name: value.clone() for name, value in whole.state_dict().items()}
+    engine = split(copy.deepcopy(whole))
+    model = getattr(engine, "module", engine)
+    ours, parts = look(engine, tokens)
+    parts = {name: whole_gradient(model, name, part) for name, part in parts.items()}
+    state = tensor.whole_state(model)
+    errors = {name: relative(parts[name], gradient) for name, gradient in gradients.items()}
+    worst = max(errors, key=errors.get)
+    return {
+        "split": len(tensor.layers(model)),
+        "logits": relative(ours, logits),
+        "gradient": errors[worst],
+        "worst": worst,
+        "weights": state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state),
+    }
+
+
+def build(config) -> torch.nn.Module:
+    """Return the model, the same on every rank, with norms and biases that are not all ones and zeros."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, attn_implementation=config.attn_implementation
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def look(model, tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return logits, and the gradient of every weight as this rank has it."""
+    output = model(input_ids=tokens, labels=tokens)
+    backward = getattr(model, "backward", torch.Tensor.backward)
+    backward(output.loss)
+    inner = getattr(model, "module", model)
+    return output.logits.detach(), {name: weight.grad for name, weight in inner.named_parameters()}
+
+
+def whole_gradient(model, name: str, part: torch.Tensor) -> torch.Tensor:
+    """Return a gradient put together, or, of what every rank holds, the one that is furthest from rank 0's."""
+    owner, _, own = name.rpartition(".")
+    layer = tensor.layers(model).get(owner)
+    if layer is not None and not (own == "bias" and isinstance(layer, tensor.LinearAllreduce)):
+        return tensor.gathered(layer, own, part)
+    all_of_them = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, part.contiguous())
+    return max(all_of_them, key=lambda one: (one - all_of_them[0]).abs().max())
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the largest difference as a share of the largest value."""
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-12)).item()
+
+
+def shard_layers(model: torch.nn.Module) -> torch.nn.Module:
+    """Split each decoder layer by itself, as a stage of a pipeline has them."""
+    styles = tensor.plan(model.config)
+    for layer in model.get_decoder().layers:
+        tensor.shard(layer, styles, dist.group.WORLD)
+    return model
