@@ -16,6 +16,7 @@ from recipes.spec.recipe import Layout, Recipe
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "tensor": {},
     "sequence": {
+        "bloom": "its attention adds ALiBi's distances for the part of a row that a rank has",
         "qwen3_5_text": "its linear attention carries a state along the row, of which each rank has a part",
         "qwen3_5": "its linear attention carries a state along the row, of which each rank has a part",
     },

@@ -39,6 +39,8 @@ from recipes.training import (
     pipeline_engine,
     report,
     routing,
+    sequence,
+    sequence_check,
     sources,
     tracking,
     world,
@@ -73,6 +75,9 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     staged = recipe.layout.pipeline > 1
     if staged:
         pipeline.check(recipe, tokenizer)
+    if recipe.layout.sequence > 1:
+        sequence_check.check(recipe, tokenizer)
+    sharing = sequence.start(recipe.layout)
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
     arguments = training_arguments(recipe, run, dist.get_world_size(), world.on_gpu())
     material = load_material(recipe, tokenizer, arguments)
@@ -110,6 +115,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, routes, metrics, held_out]
     trainer = build(recipe.method, trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
     share_rows(trainer, recipe.layout)
+    if sharing:
+        sequence.share(trainer, recipe.layout, sharing)
     if recipe.layout.expert > 1:
         experts.group_parameters(trainer, recipe.layout.expert)
     if recipe.router_aux_loss_coef:
