@@ -44,6 +44,8 @@ CASES = [
     Case(Layout(pipeline=2), 4, checkpointing=True),
     Case(Layout(pipeline=2, tensor=2), 4, stage=0, family="qwen3-0.6b"),
     Case(Layout(pipeline=2, tensor=2), 4, micro_batch=2, checkpointing=True),
+    Case(Layout(pipeline=2, sequence=2), 4, stage=0, checkpointing=True, family="gemma3-1b"),
+    Case(Layout(pipeline=2, tensor=2, sequence=2), 8, family="qwen3-0.6b"),
 ]
 MORE = [
     Case(Layout(pipeline=4), 8, family="gemma3-1b"),
