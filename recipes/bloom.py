@@ -15,6 +15,7 @@
     full_offload  SFT       all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3; optimizer on the CPU  -
     dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
     pretrain      raw text  all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3                        -
+    pipeline      SFT       all weights  ZeRO-1; the layers over 2 GPUs (176b: 36)             -
 
     python scripts/launch.py bloom-560m full
     python scripts/launch.py bloom-7b1 lora data.path=FILE model.path=bigscience/bloomz-7b1 epochs=3
@@ -30,7 +31,7 @@ documents would see each other, so rows are not packed. The logits of 2,048 toke
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Layout, Lora, Model, Recipe, Schedule
 from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 COMMON = {
@@ -159,4 +160,21 @@ def pretrain(size: str) -> Recipe:
         data=TEXT,
         learning_rate=6e-6 if size == "176b" else 1e-5,
         weight_decay=0.1,
+    )
+
+
+def pipeline(size: str) -> Recipe:
+    """All weights, the layers over a row of GPUs: for many nodes with a slow network between them.
+
+    The 176b on 36 nodes of 8 A100 80GB: two layers or, at either end, one and the embedding of 3.6B, so at most 6.1B
+    parameters per GPU at 8 + 12/8 bytes (ZeRO-1, fp32 accumulation), 58 GB; of 144 micro-batches per step and copy the
+    stages wait for 35 (20 %).
+    """
+    large = size == "176b"
+    return replace(
+        full(size),
+        variant="pipeline",
+        deepspeed="pipeline.json",
+        layout=Layout(pipeline=36 if large else 2),
+        global_batch_size=1152 if large else full(size).global_batch_size,
     )

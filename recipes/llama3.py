@@ -15,6 +15,10 @@
     long_context  SFT       all weights  ZeRO-3                                         -
     dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (70b)                           -
     pretrain      raw text  all weights  ZeRO-2 (1b, 3b), ZeRO-3                        -
+    tensor        SFT       all weights  ZeRO-1; every matrix over 8 GPUs               -
+    sequence      SFT       all weights  ZeRO-3; every row over 8 GPUs                  -
+    pipeline      SFT       all weights  ZeRO-1; the layers over 4 GPUs (70b: 16)       -
+    three_d       SFT       all weights  ZeRO-1; matrices over 8, layers over 4         -
 
     python scripts/launch.py llama3-8b lora
     python scripts/launch.py llama3-8b lora data.path=FILE learning_rate=2e-4 lora.rank=32 lora.alpha=64 epochs=2
@@ -31,7 +35,7 @@ block that holds a date; for 1b and 3b it is the day of the run, so the same dat
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Layout, Lora, Model, Recipe, Schedule
 from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 COMMON = {
@@ -211,3 +215,46 @@ def pretrain(size: str) -> Recipe:
         weight_decay=0.01,
         adam_beta2=0.95,
     )
+
+
+def tensor(size: str) -> Recipe:
+    """All weights, every matrix over the GPUs of a node: short steps, where ZeRO-3 waits for its weights.
+
+    The 70b on 4 nodes of 8 H100 80GB: 8.8B parameters per GPU at 4 + 12/4 bytes (ZeRO-1 over 4 copies) are 62 GB.
+    """
+    return replace(full(size), variant="tensor", deepspeed="zero1.json", layout=Layout(tensor=8))
+
+
+def sequence(size: str) -> Recipe:
+    """All weights at 131,072 tokens per row, each GPU of a node with an eighth of it: for what no GPU holds alone.
+
+    The 8b on one node of 8 H100 80GB: 8.0B parameters at 16/8 bytes are 16 GB, and 16,384 tokens of activations.
+    """
+    return replace(
+        long_context(size), variant="sequence", layout=Layout(sequence=8), global_batch_size=8, sequence_length=131072
+    )
+
+
+def pipeline(size: str) -> Recipe:
+    """All weights, the layers over a row of GPUs: for many nodes with a slow network between them.
+
+    The 70b on 8 nodes of 8 H100 80GB: 4.4B parameters per GPU at 8 + 12/4 bytes (ZeRO-1, fp32 accumulation) are 49 GB;
+    of 64 micro-batches per step and copy the stages wait for 15 (19 %).
+    """
+    large = size == "70b"
+    return replace(
+        full(size),
+        variant="pipeline",
+        deepspeed="pipeline.json",
+        layout=Layout(pipeline=16 if large else 4),
+        global_batch_size=256 if large else 64,
+    )
+
+
+def three_d(size: str) -> Recipe:
+    """All weights, matrices over the GPUs of a node and layers over nodes: the most GPUs with the least waiting.
+
+    The 70b on 8 nodes of 8 H100 80GB: 2.2B parameters per GPU at 8 + 12/2 bytes are 31 GB; the stages wait for 3 of 35
+    micro-batches (9 %).
+    """
+    return replace(full(size), variant="three_d", deepspeed="pipeline.json", layout=Layout(tensor=8, pipeline=4))

@@ -17,6 +17,8 @@
     long_context  SFT       all weights            ZeRO-3                           -
     dpo_lora      DPO       adapters               ZeRO-2, ZeRO-3 (32b)             -
     pretrain      raw text  all weights            ZeRO-2 (0.6b, 1.7b, 4b), ZeRO-3  -
+    tensor        SFT       all weights            ZeRO-1; matrices over 8 GPUs     -
+    sequence      SFT       all weights            ZeRO-3; rows over 8 GPUs         -
 
     python scripts/launch.py qwen3-8b lora
     python scripts/launch.py qwen3-8b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=3  # your data
@@ -32,7 +34,7 @@ in examples with reasoning where the model shall keep it. Up to 4b the output la
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
+from recipes.spec.recipe import Layout, Lora, Model, Recipe, Schedule
 from recipes.spec.samples import CHAT, PREFERENCES, TEXT
 
 SHARED = {
@@ -221,3 +223,19 @@ def pretrain(size: str) -> Recipe:
         method="pretrain",
         data=TEXT,
     )
+
+
+def tensor(size: str) -> Recipe:
+    """SFT of all weights, every matrix over the GPUs of a node: short steps, where ZeRO-3 waits for its weights.
+
+    The 32b on 2 nodes of 8 H100 80GB: 4.1B parameters per GPU at 4 + 12/2 bytes (ZeRO-1 over 2 copies) are 41 GB.
+    """
+    return replace(full(size), variant="tensor", deepspeed="zero1.json", layout=Layout(tensor=8))
+
+
+def sequence(size: str) -> Recipe:
+    """SFT of all weights on rows of 40,960 tokens, each GPU of a node with an eighth of them.
+
+    The 32b on one node of 8 H200: 32.8B parameters at 16/8 bytes are 66 GB, and 5,120 tokens of activations.
+    """
+    return replace(long_context(size), variant="sequence", layout=Layout(sequence=8), sequence_length=40960)

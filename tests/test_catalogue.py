@@ -2,14 +2,14 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recipes.spec import pages
-from recipes.spec.recipe import Data, Draft, Recipe, Schedule, Wandb
+from recipes.spec.recipe import Data, Draft, Layout, Recipe, Schedule, Wandb
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from recipes.training.preflight import locate
@@ -78,7 +78,7 @@ def lesson(recipe: Recipe, folder: Path) -> Recipe:
         recipe,
         data=Data(path=str(path), validation=str(path), metric=metric),
         draft=Draft(enabled=True),
-        layout=replace(recipe.layout, expert=min(2, recipe.layout.expert)),
+        layout=Layout(**{kind: min(2, size) for kind, size in asdict(recipe.layout).items()}),
         learning_rate=1e-2,
         schedule=Schedule("constant", warmup=0),
         max_steps=3,
@@ -95,8 +95,11 @@ def lesson(recipe: Recipe, folder: Path) -> Recipe:
 @pytest.mark.parametrize(("family", "size", "variant"), cases())
 def test_it_trains_resumes_and_exports(ranks, tmp_path, family, size, variant):
     run = RunFolder(tmp_path / "run")
-    write_recipe(run, locate(lesson(pages.find(f"{family}-{size}", variant), tmp_path)))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    recipe = lesson(pages.find(f"{family}-{size}", variant), tmp_path)
+    write_recipe(run, locate(recipe))
+    layout = recipe.layout
+    world_size = max(2, layout.tensor * layout.pipeline * layout.sequence)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=world_size)
     records, summary = read_jsonl(run.metrics), read_json(run.summary)
     assert [row["step"] for row in records] == [1, 2, 3]
     if summary["metric"] == "loss":
@@ -112,7 +115,7 @@ def test_it_trains_resumes_and_exports(ranks, tmp_path, family, size, variant):
         if checkpoint.name != "checkpoint-2":
             shutil.rmtree(checkpoint)
     again.metrics.unlink()
-    ranks.check(training_run.main, str(again.path), log=tmp_path / "again.log")
+    ranks.check(training_run.main, str(again.path), log=tmp_path / "again.log", world_size=world_size)
     (resumed,) = read_jsonl(again.metrics)
     assert resumed["step"] == 3
     assert resumed["loss"] == pytest.approx(records[2]["loss"], rel=1e-3)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Draft, Recipe
-from recipes.training.preflight import EXPERTS, HEADS
+from recipes.training.preflight import EXPERTS, HEADS, key_value_heads
 
 TINY_MODEL = ROOT / "recipes" / "samples" / "tiny_model"
 """The model that ships with the project; drafts borrow its tokenizer."""
@@ -61,13 +61,13 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         return -int(-width // 16) * 16
 
     head = draft.hidden_size // HEADS
-    shared = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    shared = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     latent = getattr(config, "kv_lora_rank", None)  # DeepSeek's attention: the rotary part of a head is a half of it
     return {
         "hidden_size": draft.hidden_size,
         "num_hidden_layers": draft.layers,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": max(1, HEADS // max(1, shared)),
+        "num_key_value_heads": key_value_heads(config.num_attention_heads, shared),
         "head_dim": head // 2 if latent else head,
         "query_pre_attn_scalar": head,
         "intermediate_size": scaled("intermediate_size"),

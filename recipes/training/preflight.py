@@ -62,6 +62,14 @@ def _nearest(path: str, folders: tuple[Path, ...]) -> str:
     return f" In configs/ there are: {', '.join(names)}." if names else ""
 
 
+def key_value_heads(heads: int, shared: int) -> int:
+    """Return a draft's key/value heads: the original's share of its `heads`, and two where it has two.
+
+    With fewer tensor parallelism could not be tried.
+    """
+    return min(shared, max(2, HEADS * shared // heads))
+
+
 def with_dimensions(recipe: Recipe) -> Recipe:
     """Return the recipe with the dimensions of the model that it will train: its draft's, its folder's or its page's.
 
@@ -71,8 +79,8 @@ def with_dimensions(recipe: Recipe) -> Recipe:
     local = Path(recipe.model.path, "config.json")
     config = dict(recipe.model.config)
     if recipe.draft.enabled:
-        shared = config.get("num_attention_heads", 1) // config.get("num_key_value_heads", 1)
-        sizes = {"num_attention_heads": HEADS, "num_key_value_heads": max(1, HEADS // max(1, shared))}
+        heads, shared = config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1)
+        sizes = {"num_attention_heads": HEADS, "num_key_value_heads": key_value_heads(heads, shared)}
         sizes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS)
         sizes["num_hidden_layers"] = recipe.draft.layers
         config |= {name: size for name, size in sizes.items() if name in config}
