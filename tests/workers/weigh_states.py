@@ -1,0 +1,95 @@
+"""Train a step and the first micro-batch of the next, then weigh every tensor of the process, each storage once."""
+
+import gc
+import json
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from recipes.training import world
+
+LAYERS, WIDTH = 64, 96
+"""Many and small, so that DeepSpeed's buffers for one weight are small too."""
+
+
+def main(cases: list[dict[str, Any]]) -> None:
+    """Say every case with its numbers of parameters and the bytes that a rank holds, one line each."""
+    world.start()
+    for case in cases:
+        before = weight()
+        model = build(case)
+        numbers = {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "routed": sum(p.numel() for name, p in model.named_parameters() if ".experts." in name),
+        }
+        engine = initialize(model, case)
+        del model
+        for _ in range(case["accumulation"]):
+            engine.backward(loss(engine))
+            engine.step()
+        engine.backward(loss(engine))
+        print(json.dumps({**case, **numbers, "bytes": weight() - before}), flush=True)
+        engine.destroy()
+        del engine
+    world.stop()
+
+
+def build(case: dict[str, Any]) -> nn.Module:
+    """Return a pile of linear layers, or a mixture whose experts are to be spread."""
+    torch.manual_seed(0)
+    if case.get("expert_ranks"):
+        widths = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
+        experts = {"num_local_experts": 4, "intermediate_size": 64, "num_hidden_layers": 12}
+        return MixtralForCausalLM(MixtralConfig(**widths, **experts))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    for layer in model[: case.get("frozen", 0)]:
+        layer.requires_grad_(False)
+    return model
+
+
+def initialize(model: nn.Module, case: dict[str, Any]) -> Any:
+    """Return the engine of a case, its buffers as small as they can be."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case["accumulation"],
+        "bf16": {"enabled": case["precision"] == "bf16"},
+        "zero_optimization": {
+            "stage": case["stage"],
+            "reduce_bucket_size": 1000,
+            "allgather_bucket_size": 1000,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 0,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    if case.get("offload"):
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    if case.get("expert_ranks"):
+        config["expert_parallel"] = {"enabled": True, "autoep_size": case["expert_ranks"]}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def loss(engine: Any) -> torch.Tensor:
+    """Return a loss that every parameter has a part in."""
+    if isinstance(engine.module, MixtralForCausalLM):
+        return engine(torch.arange(32)[None]).logits.float().pow(2).mean()
+    dtype = next(engine.module.parameters()).dtype
+    return engine(torch.ones(1, WIDTH, dtype=dtype)).float().pow(2).mean()
+
+
+def weight() -> int:
+    """Return the bytes of all tensors of this process."""
+    gc.collect()
+    storages = {}
+    found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    # A gradient is an object of Python's only once it has been asked for.
+    for one in [*found, *(leaf.grad for leaf in found if leaf.is_leaf and leaf.grad is not None)]:
+        if one.device.type != "meta":
+            storage = one.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
