@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.nn.functional import all_to_all_single
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, Trainer
 from transformers import masking_utils as masking
 
@@ -177,7 +176,25 @@ def _eager(module: torch.nn.Module) -> Callable[..., Any]:
 def _exchange(part: torch.Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return what the group's ranks have for this one: dimension `scatter` shared out, `gather` put together."""
     sent = torch.stack(part.chunk(dist.get_world_size(group), dim=scatter))
-    return torch.cat(all_to_all_single(torch.empty_like(sent), sent, group=group).unbind(), dim=gather)
+    return torch.cat(_AllToAll.apply(sent, group).unbind(), dim=gather)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rank r gets the r-th of every rank's tensors, in the order of the ranks; and gives its gradient back.
+
+    torch's own with a gradient (`torch.distributed.nn.functional`) is deprecated in favour of a private one.
+    """
+
+    @staticmethod
+    def forward(context: Any, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.apply(gradient.contiguous(), context.group), None
 
 
 def _whole(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

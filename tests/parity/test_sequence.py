@@ -1,0 +1,155 @@
+"""Sequence parallelism trains exactly the model that plain PyTorch trains in one process, at every ZeRO stage."""
+
+import shutil
+from dataclasses import dataclass
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.spec.recipe import Layout, Lora
+from recipes.spec.run_folder import RunFolder, forget_after, read_json, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from recipes.training.adapters import add
+from tests.parity import gate, plain
+from tests.workers import sequence_mistakes
+
+SETTINGS = plain.Settings()
+TWO, FOUR = Layout(sequence=2), Layout(sequence=4)
+ROWS = 4
+"""In which all conversations stand when they are packed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to share out rows."""
+
+    stage: int
+    layout: Layout = TWO
+    world_size: int = 2
+    accumulation: int = 1
+    packing: bool = False
+    checkpointing: bool = False
+
+    def __str__(self) -> str:
+        how = ["packed"] * self.packing + ["checkpointing"] * self.checkpointing
+        sizes = f"{self.layout.sequence}of{self.world_size}-accumulate{self.accumulation}"
+        return "-".join([f"zero{self.stage}", sizes, *how])
+
+
+CASES = [
+    Case(stage=0, accumulation=2),
+    Case(stage=1, checkpointing=True, packing=True),
+    Case(stage=2, world_size=4, packing=True),
+    Case(stage=3, layout=FOUR, world_size=4, accumulation=2, checkpointing=True),
+]
+MORE = [
+    case
+    for stage in range(4)
+    for case in (
+        Case(stage, accumulation=1),
+        Case(stage, accumulation=2, packing=True, checkpointing=True),
+        Case(stage, world_size=4),
+        Case(stage, world_size=4, accumulation=2, packing=True),
+        Case(stage, FOUR, world_size=4, packing=True),
+    )
+    if case not in CASES
+]
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder, conversations):
+    return plain.train(model_folder, conversations, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def tokens(model_folder, conversations):
+    """Return how many tokens the data has."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    turns = [row["messages"] for row in read_jsonl(conversations)]
+    return sum(len(tokenizer.apply_chat_template(one, return_dict=True)["input_ids"]) for one in turns)
+
+
+def recipe_of(case, model, data, **changes):
+    rows = ROWS if case.packing else 8
+    copies = case.world_size // (case.layout.sequence * case.layout.tensor * case.layout.pipeline)
+    return gate.lesson(
+        SETTINGS,
+        model,
+        data,
+        f"zero{case.stage}.json",
+        layout=case.layout,
+        global_batch_size=rows,
+        micro_batch_size=rows // copies // case.accumulation,
+        packing=case.packing,
+        sequence_length=96,
+        gradient_checkpointing=case.checkpointing,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.every) for case in MORE)], ids=str)
+def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, tokens, case):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, recipe_of(case, model_folder, conversations))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=case.world_size)
+    gate.agree(run, *reference)
+    logged = read_jsonl(run.metrics)
+    assert [row["tokens"] for row in logged] == [tokens * step for step in range(1, SETTINGS.steps + 1)]
+    engine = read_json(run.deepspeed)
+    assert engine["zero_optimization"]["stage"] == case.stage
+    assert engine["gradient_accumulation_steps"] == case.accumulation
+
+
+PACKED = Case(stage=1, packing=True)
+ALONE = Case(stage=1)
+SPREAD = Case(stage=0, layout=FOUR, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        ("gradients_times_size", ALONE),
+        ("masks_of_parts", PACKED),
+        ("shifted_after_the_cut", ALONE),
+        ("positions_from_zero", ALONE),
+        ("heads_of_one", SPREAD),
+    ],
+)
+def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, reference, mistake, case):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, recipe_of(case, model_folder, conversations, save_steps=0))
+    ranks.run(sequence_mistakes.main, str(run.path), mistake, log=tmp_path / "log", world_size=case.world_size)
+    assert len(read_jsonl(run.metrics)) == SETTINGS.steps
+    with pytest.raises(AssertionError):
+        gate.agree_on_steps(run, reference[0])
+
+
+def test_a_resumed_run_trains_the_same_model(ranks, tmp_path, model_folder, conversations, reference):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, recipe_of(Case(stage=3), model_folder, conversations, save_steps=3))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    forget_after(run, run.checkpoints / "checkpoint-3")
+    shutil.rmtree(run.export)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed")
+    gate.agree(run, *reference)
+    saved = AutoModelForCausalLM.from_pretrained(run.checkpoints / "checkpoint-6").state_dict()
+    for name, weight in AutoModelForCausalLM.from_pretrained(run.export).state_dict().items():
+        assert weight.equal(saved[name])
+
+
+def test_adapters_train_as_in_one_process(ranks, tmp_path, model_folder, conversations):
+    lora = Lora(rank=4, alpha=8)
+    case = Case(stage=2, checkpointing=True)
+    run = RunFolder(tmp_path / "run")
+    recipe = recipe_of(case, model_folder, conversations, lora=lora)
+    records, weights = plain.train(
+        model_folder, conversations, SETTINGS, prepare=lambda whole: add(whole, lora, recipe.seed)
+    )
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    gate.agree_on_steps(run, records)
+    trained = load_file(run.export / "adapter_model.safetensors")
+    assert len(trained) == sum("lora_" in name for name in weights)
+    for name, weight in trained.items():
+        assert plain.worst(weight, weights[name.replace(".weight", ".default.weight")]) <= 1, name
