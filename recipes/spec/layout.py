@@ -1,7 +1,9 @@
 """Which parallel layouts are possible, where each rank stands in them, and what they leave for data parallelism."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout, Recipe
@@ -67,3 +69,42 @@ def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
             f"= {per_pass}; the nearest that are: {below}, {below + per_pass}."
         )
     return steps
+
+
+TENSOR_MODEL_TYPES = ("gemma3_text", "gpt_neox", "granite", "llama", "mistral", "qwen3", "qwen3_5_text", "smollm3")
+"""Whose layers DeepSpeed splits rightly; `tests/test_tensor.py` holds it against every family of the catalogue."""
+
+
+def tensor_limits(size: int, config: Mapping[str, Any], adapters: bool) -> None:
+    """Refuse to split what cannot be split over `size` ranks.
+
+    Args:
+        size: `layout.tensor`.
+        config: the model's, as its `config.json` has it.
+        adapters: whether adapters are trained.
+
+    Raises:
+        UserError: the architecture, its heads or adapters.
+    """
+    config = config.get("text_config", config)
+    if size == 1 or not config:
+        return
+    if adapters:
+        raise UserError(
+            f"layout.tensor={size} with lora: DeepSpeed splits the adapters' own matrices too, and fails; "
+            "use deepspeed=zero3_adapters.json, or train without lora."
+        )
+    kind = config["model_type"]
+    if kind not in TENSOR_MODEL_TYPES:
+        raise UserError(
+            f"layout.tensor={size}: DeepSpeed cannot split {kind}; use ZeRO-3, or layout.expert for a mixture of "
+            f"experts.\nIt splits {', '.join(TENSOR_MODEL_TYPES)}."
+        )
+    heads = math.gcd(config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"])
+    if heads % size:
+        nearest = max(divisor for divisor in range(1, min(size, heads) + 1) if heads % divisor == 0)
+        raise UserError(
+            f"layout.tensor={size}: {config['num_attention_heads']} attention heads and "
+            f"{config.get('num_key_value_heads') or config['num_attention_heads']} key/value heads cannot be shared out "
+            f"evenly; use layout.tensor={nearest}."
+        )

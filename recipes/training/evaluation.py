@@ -81,7 +81,8 @@ class Evaluation(TrainerCallback):
         record: dict[str, Any] = {"step": step}
         if self.rows is not None:
             collator = Collator(self.tokenizer.pad_token_id)
-            record["loss"] = score.loss_per_token(model, self.rows, collator, self.recipe.micro_batch_size)
+            size, layout = self.recipe.micro_batch_size, self.recipe.layout
+            record["loss"] = score.loss_per_token(model, self.rows, collator, size, layout)
         if whole or self.rows is None:
             record |= self._metric(model)
         model.train(training)
@@ -96,8 +97,10 @@ class Evaluation(TrainerCallback):
         if self.metric == "exact_match":
             return {"exact_match": self._exact_match(model)}
         if self.metric == "preference_accuracy":
-            size = self.recipe.micro_batch_size
-            return {"preference_accuracy": score.preference_accuracy(model, self.tokenizer, list(self.raw), size)}
+            size, layout = self.recipe.micro_batch_size, self.recipe.layout
+            return {
+                "preference_accuracy": score.preference_accuracy(model, self.tokenizer, list(self.raw), size, layout)
+            }
         return {}
 
     def _exact_match(self, model: Any) -> float:
@@ -111,4 +114,5 @@ class Evaluation(TrainerCallback):
                 self.raw["messages"],
                 self.recipe.data.max_new_tokens,
                 synced_gpus=not gather and accelerator.state.deepspeed_plugin.zero_stage == 3,
+                layout=self.recipe.layout,
             )

@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from recipes.spec.errors import UserError, first_line
 from recipes.spec.run_folder import read_json, write_json
-from recipes.training import experts, world
+from recipes.training import experts, tensor, world
 from recipes.training.adapters import keep_layout
 
 ADAPTER = "adapter_config.json"
@@ -38,6 +38,8 @@ def save(trainer: Trainer, folder: Path) -> None:
         state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
     elif experts.layers(model):
         state = experts.whole_state(model)
+    elif tensor.layers(model):
+        state = tensor.whole_state(model, keep=world.is_first())
     if world.is_first():
         draft = folder.with_name(folder.name + ".part")
         shutil.rmtree(draft, ignore_errors=True)

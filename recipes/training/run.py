@@ -36,6 +36,7 @@ from recipes.training import (
     packing,
     report,
     sources,
+    tensor,
     tracking,
     world,
 )
@@ -66,7 +67,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
     arguments = training_arguments(recipe, run, dist.get_world_size(), world.on_gpu())
     material = load_material(recipe, tokenizer, arguments)
-    trained = model.load_model(recipe)
+    with tensor.unseen():
+        trained = model.load_model(recipe)
     total, trainable = model.parameter_counts(trained)
     say(f"model: {total:,} parameters, {trainable:,} of them trained")
 
@@ -85,6 +87,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
             as_never_loaded(trainer.deepspeed)
         if experts.layers(trainer.model):
             experts.gather_on_save(trainer)
+        if tensor.layers(trainer.model):
+            tensor.gather_on_save(trainer)
         config = resolved_config(trainer.deepspeed)
         if world.is_first():
             write_json(run.deepspeed, config)

@@ -1,16 +1,18 @@
-"""Every family's draft whole and split over the ranks, by our `tensor.shard` or by AutoTP: what differs; on all ranks."""
+"""What differs between every family's draft whole and split over the ranks, by `tensor.shard` or by AutoTP."""
 
 import copy
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from deepspeed.module_inject.auto_tp import AutoTP
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from recipes.spec import pages
 from recipes.spec.recipe import Draft
 from recipes.spec.run_folder import write_json
-from recipes.training import draft, tensor, world
+from recipes.training import draft, run, tensor, world
 
 ROW = 48
 """Tokens, more than a draft's sliding window."""
@@ -122,3 +124,33 @@ def shard_layers(model: torch.nn.Module) -> torch.nn.Module:
     for layer in model.get_decoder().layers:
         tensor.shard(layer, styles, dist.group.WORLD)
     return model
+
+
+def autotp_all(output: str) -> None:
+    """Compare for every model type, with DeepSpeed's AutoTP."""
+    world.start()
+    write_json(Path(output), {kind: attempt(config, autotp) for kind, config in kinds().items()})
+    world.stop()
+
+
+def autotp(model: torch.nn.Module) -> object:
+    """Return an engine that has split the model, without an optimizer and without ZeRO."""
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 0},
+        "tensor_parallel": {"autotp_size": dist.get_world_size(), "vocab_parallel_lm_head": False},
+    }
+    return deepspeed.initialize(model=model, config=settings)[0]
+
+
+def counted_twice(folder: str) -> None:
+    """Train with the mistake that the tokens of both ranks of one copy are counted."""
+    count = Trainer._get_num_items_in_batch
+    Trainer._get_num_items_in_batch = lambda *arguments: 2 * count(*arguments)
+    run.main(folder)
+
+
+def parts_of_norms(folder: str) -> None:
+    """Train with the mistake that the norms of local heads are trained on the gradient of those alone."""
+    AutoTP.register_replicated_grad_hooks = lambda self, model: None
+    run.main(folder)
