@@ -100,11 +100,11 @@ def tensor_limits(size: int, config: Mapping[str, Any], adapters: bool) -> None:
             f"layout.tensor={size}: DeepSpeed cannot split {kind}; use ZeRO-3, or layout.expert for a mixture of "
             f"experts.\nIt splits {', '.join(TENSOR_MODEL_TYPES)}."
         )
-    heads = math.gcd(config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"])
-    if heads % size:
-        nearest = max(divisor for divisor in range(1, min(size, heads) + 1) if heads % divisor == 0)
+    heads = config["num_attention_heads"]
+    shared = config.get("num_key_value_heads") or heads
+    if math.gcd(heads, shared) % size:
+        nearest = max(n for n in range(1, size) if math.gcd(heads, shared) % n == 0)
         raise UserError(
-            f"layout.tensor={size}: {config['num_attention_heads']} attention heads and "
-            f"{config.get('num_key_value_heads') or config['num_attention_heads']} key/value heads cannot be shared out "
-            f"evenly; use layout.tensor={nearest}."
+            f"layout.tensor={size}: {heads} attention heads and {shared} key/value heads are not multiples of it; "
+            f"use layout.tensor={nearest}."
         )

@@ -20,17 +20,22 @@ ROW = 48
 
 def shard_all(output: str) -> None:
     """Compare for every model type, with ours."""
-    world.start()
-    write_json(Path(output), {kind: attempt(config, shard_layers) for kind, config in kinds().items()})
-    world.stop()
+    say(output, shard_layers, kinds())
 
 
 def shard_wrongly(output: str) -> None:
     """Compare without the sum of what local heads have in common."""
     tensor._summed_over = lambda group: lambda gradient: gradient
-    world.start()
     found = kinds()
-    write_json(Path(output), {kind: attempt(found[kind], shard_layers) for kind in ("llama", "qwen3")})
+    say(output, shard_layers, {kind: found[kind] for kind in ("llama", "qwen3")})
+
+
+def say(output: str, split, configs: dict[str, object]) -> None:
+    """Compare each, and write down what differs."""
+    world.start()
+    found = {kind: attempt(config, split) for kind, config in configs.items()}
+    if world.is_first():
+        write_json(Path(output), found)
     world.stop()
 
 
@@ -62,10 +67,10 @@ def compare(config, split) -> dict[str, object]:
     """Return the largest relative differences, and the weight where each gradient's is."""
     whole = build(config)
     tokens = torch.randint(5, config.vocab_size, (2, ROW), generator=torch.Generator().manual_seed(0))
-    logits, gradients = look(whole, tokens)
-    expected = {name: value.clone() for name, value in whole.state_dict().items()}
     engine = split(copy.deepcopy(whole))
     model = getattr(engine, "module", engine)
+    logits, gradients = look(whole, tokens)
+    expected = whole.state_dict()
     ours, parts = look(engine, tokens)
     parts = {name: whole_gradient(model, name, part) for name, part in parts.items()}
     state = tensor.whole_state(model)
@@ -128,19 +133,18 @@ def shard_layers(model: torch.nn.Module) -> torch.nn.Module:
 
 def autotp_all(output: str) -> None:
     """Compare for every model type, with DeepSpeed's AutoTP."""
-    world.start()
-    write_json(Path(output), {kind: attempt(config, autotp) for kind, config in kinds().items()})
-    world.stop()
+    say(output, autotp, kinds())
 
 
 def autotp(model: torch.nn.Module) -> object:
-    """Return an engine that has split the model, without an optimizer and without ZeRO."""
+    """Return an engine that has split the model, without ZeRO."""
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 0},
         "tensor_parallel": {"autotp_size": dist.get_world_size(), "vocab_parallel_lm_head": False},
     }
-    return deepspeed.initialize(model=model, config=settings)[0]
+    optimizer = torch.optim.SGD(model.parameters())  # DeepSpeed has no backward pass without one
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 
 def counted_twice(folder: str) -> None:
