@@ -134,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
     gpus = visible_gpus()
     ranks = rank_count(options.gpus, gpus)
     gradient_accumulation_steps(recipe, ranks)
+    preflight.check_split(recipe)
     check_config(recipe, ranks)
     preflight.check_data(recipe)
     folder = folder or run_folder.new(recipe, options.output_dir)

@@ -8,6 +8,8 @@ from tests.workers import split_layers
 
 EXACT = 1e-5
 """fp64 with norms in fp32, relative to the largest value; mistakes are off by 0.1."""
+ROUNDED = 1e-3
+"""The same in fp32."""
 SHARDED = {
     "gemma3_text",
     "glm4",
@@ -59,6 +61,6 @@ def by_deepspeed(ranks, tmp_path_factory):
 def test_deepspeed_splits_rightly_what_the_layout_lets_through_and_nothing_else(by_deepspeed):
     for kind, found in by_deepspeed.items():
         right = "error" not in found and found["split"] >= 8 and found["weights"]
-        right = right and found["logits"] < EXACT and found["gradient"] < EXACT
+        right = right and found["logits"] < ROUNDED and found["gradient"] < ROUNDED
         assert right == (kind in TENSOR_MODEL_TYPES), (kind, found)
     assert set(by_deepspeed) > set(TENSOR_MODEL_TYPES)

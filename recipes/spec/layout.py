@@ -75,25 +75,27 @@ TENSOR_MODEL_TYPES = ("gemma3_text", "gpt_neox", "granite", "llama", "mistral", 
 """Whose layers DeepSpeed splits rightly; `tests/test_tensor.py` holds it against every family of the catalogue."""
 
 
-def tensor_limits(size: int, config: Mapping[str, Any], adapters: bool) -> None:
-    """Refuse to split what cannot be split over `size` ranks.
+def tensor_limits(recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Refuse tensor parallelism where DeepSpeed cannot split the model, or splits it wrongly.
 
     Args:
-        size: `layout.tensor`.
-        config: the model's, as its `config.json` has it.
-        adapters: whether adapters are trained.
+        recipe: what to train, and how.
+        config: the model's, as its `config.json` has it; empty where nobody knows it yet.
 
     Raises:
-        UserError: the architecture, its heads or adapters.
+        UserError: the architecture, its heads, adapters or the method.
     """
+    size = recipe.layout.tensor
     config = config.get("text_config", config)
-    if size == 1 or not config:
+    if size == 1:
         return
-    if adapters:
+    if recipe.lora:
         raise UserError(
             f"layout.tensor={size} with lora: DeepSpeed splits the adapters' own matrices too, and fails; "
             "use deepspeed=zero3_adapters.json, or train without lora."
         )
+    if not config:
+        return
     kind = config["model_type"]
     if kind not in TENSOR_MODEL_TYPES:
         raise UserError(

@@ -6,8 +6,10 @@ from itertools import islice
 from pathlib import Path
 
 from recipes.spec.errors import UserError
+from recipes.spec.layout import tensor_limits
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Recipe, names
+from recipes.spec.run_folder import read_json
 from recipes.training import files, rows
 
 GIB = 2**30
@@ -55,6 +57,16 @@ def _local(key: str, path: str, *folders: Path) -> str:
 def _nearest(path: str, folders: tuple[Path, ...]) -> str:
     names = sorted(file.name for folder in folders for file in folder.glob("*.json"))
     return f" In configs/ there are: {', '.join(names)}." if names else ""
+
+
+def check_split(recipe: Recipe) -> None:
+    """Refuse tensor parallelism where the model cannot be split; what only the Hub knows, the ranks check again.
+
+    Raises:
+        UserError: the architecture, its heads, adapters or the method.
+    """
+    local = Path(recipe.model.path, "config.json")
+    tensor_limits(recipe, read_json(local) if local.exists() else recipe.model.config)
 
 
 def check_data(recipe: Recipe) -> None:

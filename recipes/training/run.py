@@ -16,6 +16,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer
 
+from recipes.spec import layout as layouts
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import (
@@ -67,6 +68,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
     arguments = training_arguments(recipe, run, dist.get_world_size(), world.on_gpu())
     material = load_material(recipe, tokenizer, arguments)
+    layouts.tensor_limits(recipe, model.load_config(recipe).to_dict())
     with tensor.unseen():
         trained = model.load_model(recipe)
     total, trainable = model.parameter_counts(trained)
