@@ -25,8 +25,10 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
 }
 """By the layout's field and `model_type`: why that kind of parallelism does not train that architecture right."""
 
-SPREAD = ("mixtral", "qwen3_moe")
-"""Model types whose experts can be spread over ranks: what DeepSpeed's AutoEP takes, and our exports put together."""
+SPLIT = ("gemma3_text", "gpt_neox", "granite", "llama", "mistral", "qwen3", "qwen3_5_text", "smollm3")
+"""Model types whose matrices DeepSpeed splits rightly; `tests/test_tensor.py` holds it against the whole catalogue."""
+SPREAD = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
+"""Model types whose spread experts train what plain PyTorch trains: `tests/parity/test_expert.py`."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def check(recipe: Recipe, world_size: int, sharding: Sharding) -> None:
 
 def limit(recipe: Recipe, world_size: int, sharding: Sharding) -> str | None:
     """Return the first reason why `recipe` cannot run in this way, as a part of a sentence; None where it can."""
-    rules = (_world, _tensor, _sequence, _pipeline, _expert)
+    rules = (_world, _expert, _tensor, _sequence, _pipeline)
     return next((why for rule in rules for why in rule(recipe, world_size, sharding)), None)
 
 
@@ -129,8 +131,13 @@ def _heads(recipe: Recipe) -> int | None:
     return _size(recipe, "num_attention_heads", "n_head")
 
 
+def _kind(recipe: Recipe) -> str | None:
+    config: Mapping[str, Any] = recipe.model.config
+    return (config.get("text_config") or config).get("model_type")
+
+
 def _family(recipe: Recipe, technique: str) -> Iterator[str]:
-    kind = recipe.model.config.get("model_type")
+    kind = _kind(recipe)
     if kind in FAMILIES[technique]:
         yield f"not for {kind}: {FAMILIES[technique][kind]}"
 
@@ -150,6 +157,9 @@ def _tensor(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
     if size == 1:
         return
     yield from _family(recipe, "tensor")
+    kind = _kind(recipe)
+    if kind and kind not in SPLIT:
+        yield f"matrices are split for {', '.join(SPLIT)}, not for {kind}"
     heads = _heads(recipe)
     shared = _size(recipe, "num_key_value_heads")
     if heads and heads % size:
@@ -199,12 +209,12 @@ def _expert(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
     if size == 1:
         return
     yield from _family(recipe, "expert")
-    kind = recipe.model.config.get("model_type")
+    kind = _kind(recipe)
     experts = _size(recipe, "num_experts", "num_local_experts", "n_routed_experts")
     if kind and not experts:
         yield f"{kind} has no experts to spread"
     elif kind and kind not in SPREAD:
-        yield f"experts are spread for {' and '.join(SPREAD)}, not for {kind}"
+        yield f"experts are spread for {', '.join(SPREAD)}, not for {kind}"
     if experts and experts % size:
         yield f"each rank holds as many experts as the next, and the model has {experts}"
     if math.prod(_copy(recipe.layout)) > 1:

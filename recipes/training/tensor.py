@@ -1,6 +1,8 @@
 """Tensor parallelism: the matrices of a decoder split over ranks, and put together again."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,8 @@ from deepspeed.module_inject.layers import (
     LinearLayer,
     TensorParallel_Layer,
 )
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, Trainer
+from transformers.integrations.deepspeed import deepspeed_config
 
 WHOLE = "replicated_with_grad_allreduce"
 """The style of a weight that every rank holds, and uses for its own heads only."""
@@ -65,7 +68,7 @@ def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> Ten
     return LinearLayer(linear, group, gather_output=style == "colwise_gather_output")
 
 
-def _summed_over(group: dist.ProcessGroup):
+def _summed_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a hook that sums a gradient over the group: each rank has the part of its own heads."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -90,9 +93,14 @@ def whole_state(module: torch.nn.Module, keep: bool = True) -> dict[str, torch.T
         keep: False returns nothing, on ranks that only take part.
     """
     split = layers(module)
-    state = {}
+    state: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}
     for name, value in module.state_dict().items():
         owner, _, own = name.rpartition(".")
+        same = first.setdefault(value.data_ptr(), name)
+        if same in state:
+            state[name] = state[same]  # tied weights stay one, or a checkpoint would hold both
+            continue
         whole = gathered(split[owner], own, value) if owner in split else value
         if keep:
             state[name] = whole.cpu()
@@ -110,3 +118,30 @@ def gathered(layer: TensorParallel_Layer, name: str, part: torch.Tensor) -> torc
     ]
     layer.gather_params(copies)
     return next(copy for copy in copies if copy is not None).detach()
+
+
+def gather_on_save(trainer: Trainer) -> None:
+    """Make the Trainer's checkpoints hold ordinary Hugging Face weights too."""
+
+    def get_state_dict(engine: Any, unwrap: bool = True) -> dict[str, torch.Tensor] | None:
+        if engine.zero_optimization_partition_weights():
+            return engine._zero3_consolidated_16bit_state_dict()
+        return whole_state(engine.module, keep=dist.get_rank() == 0)
+
+    trainer.accelerator.get_state_dict = get_state_dict
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Load a model as if it were not to be split: DeepSpeed splits it later, when it makes the engine.
+
+    transformers refuses to load a checkpoint under ZeRO-3 where the configuration has tensor parallelism.
+    `test_tensor_parallel_refuses_adapters_and_zero3_checkpoints` tells when this can go.
+    """
+    config = deepspeed_config() or {}
+    block = config.pop("tensor_parallel", None)
+    try:
+        yield
+    finally:
+        if block is not None:
+            config["tensor_parallel"] = block
