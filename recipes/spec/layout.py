@@ -89,11 +89,11 @@ def tensor_limits(recipe: Recipe, config: Mapping[str, Any]) -> None:
     config = config.get("text_config", config)
     if size == 1:
         return
-    if recipe.lora:
-        raise UserError(
-            f"layout.tensor={size} with lora: DeepSpeed splits the adapters' own matrices too, and fails; "
-            "use deepspeed=zero3_adapters.json, or train without lora."
-        )
+    if recipe.method == "dpo":
+        raise UserError(f"layout.tensor={size}: TRL's DPO reads the output head whole; use layout.tensor=1 and ZeRO-3.")
+    if recipe.model.quantization != "none" or (recipe.lora and recipe.lora.dora):
+        what = "lora.dora=true" if recipe.model.quantization == "none" else "model.quantization=nf4"
+        raise UserError(f"layout.tensor={size}: {what} needs whole weights; use layout.tensor=1 and ZeRO-3.")
     if not config:
         return
     kind = config["model_type"]

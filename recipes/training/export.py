@@ -39,7 +39,7 @@ def save(trainer: Trainer, folder: Path) -> None:
     elif experts.layers(model):
         state = experts.whole_state(model)
     elif tensor.layers(model):
-        state = tensor.whole_state(model, keep=world.is_first())
+        state = tensor.whole_state(model, world.is_first(), frozen=not isinstance(model, PeftModel))
     if world.is_first():
         draft = folder.with_name(folder.name + ".part")
         shutil.rmtree(draft, ignore_errors=True)

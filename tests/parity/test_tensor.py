@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from safetensors.torch import load_file
 
-from recipes.spec.recipe import Data, Layout
+from recipes.spec.recipe import Data, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests.parity import plain
@@ -139,3 +139,20 @@ def test_it_is_measured_saved_and_resumed_as_unsplit(ranks, tmp_path, model_fold
     assert {name: weight.shape for name, weight in saved.items()} == {
         name: weight.shape for name, weight in load_file(split.export / "model.safetensors").items()
     }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adapters_are_trained_as_unsplit(ranks, tmp_path, model_folder, conversations, stage):
+    recipe = exact(model_folder, conversations, stage, lora=Lora(rank=4, alpha=8))
+    runs = {}
+    for name, layout in (("split", Layout(tensor=2)), ("whole", Layout())):
+        (tmp_path / name).mkdir()
+        world_size = 4 if name == "split" else 2
+        runs[name] = train(ranks, tmp_path / name, replace(recipe, layout=layout), world_size)
+    for ours, theirs in zip(*(read_jsonl(run.metrics) for run in runs.values()), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=RELATIVE)
+    split, whole = (load_file(run.export / "adapter_model.safetensors") for run in runs.values())
+    assert split.keys() == whole.keys() and len(split) == 28
+    for name, weight in split.items():
+        assert weight.abs().max() > 0 and plain.worst(weight, whole[name]) <= 1, name
