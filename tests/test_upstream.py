@@ -12,7 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from recipes.spec.pages import ROOT
 from recipes.training import adapters
 from tests.ranks import read_logs
-from tests.workers import zero_init
+from tests.workers import split_layers, zero_init
 
 
 def test_deepspeed_forgets_the_fp32_gradient_norm():
@@ -27,6 +27,12 @@ def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):
     said = read_logs(tmp_path / "log")[0]
     assert "rounded to torch.bfloat16" in said and "mended True" in said
     assert 1e-3 < float(re.search(r"off by ([\d.]+)", said)[1]) < 5e-3
+
+
+def test_autotp_loses_adapters(ranks, tmp_path):
+    """The adapters' half of `shard_where_autotp_cannot` in recipes/training/tensor.py can go when AutoTP keeps them."""
+    ranks.check(split_layers.lose_adapters, log=tmp_path / "log")
+    assert "14 layers with adapters, 0 after AutoTP" in read_logs(tmp_path / "log")[0]
 
 
 def test_peft_imports_bitsandbytes():

@@ -71,12 +71,24 @@ def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
     return steps
 
 
-TENSOR_MODEL_TYPES = ("gemma3_text", "gpt_neox", "granite", "llama", "mistral", "qwen3", "qwen3_5_text", "smollm3")
-"""Whose layers DeepSpeed splits rightly; `tests/test_tensor.py` holds it against every family of the catalogue."""
+TENSOR_MODEL_TYPES = (
+    "gemma3_text",
+    "glm4",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo3",
+    "phi3",
+    "qwen3",
+    "qwen3_5_text",
+    "smollm3",
+)
+"""Whose layers are split rightly; `tests/test_tensor.py` holds it against every family of the catalogue."""
 
 
 def tensor_limits(recipe: Recipe, config: Mapping[str, Any]) -> None:
-    """Refuse tensor parallelism where DeepSpeed cannot split the model, or splits it wrongly.
+    """Refuse tensor parallelism where the model cannot be split, or would be split wrongly.
 
     Args:
         recipe: what to train, and how.
@@ -99,8 +111,8 @@ def tensor_limits(recipe: Recipe, config: Mapping[str, Any]) -> None:
     kind = config["model_type"]
     if kind not in TENSOR_MODEL_TYPES:
         raise UserError(
-            f"layout.tensor={size}: DeepSpeed cannot split {kind}; use ZeRO-3, or layout.expert for a mixture of "
-            f"experts.\nIt splits {', '.join(TENSOR_MODEL_TYPES)}."
+            f"layout.tensor={size}: {kind} cannot be split; use ZeRO-3, or layout.expert for a mixture of experts.\n"
+            f"What can: {', '.join(TENSOR_MODEL_TYPES)}."
         )
     heads = config["num_attention_heads"]
     shared = config.get("num_key_value_heads") or heads

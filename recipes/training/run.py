@@ -71,8 +71,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     layouts.tensor_limits(recipe, model.load_config(recipe).to_dict())
     with tensor.unseen():
         trained = model.load_model(recipe)
-        if recipe.lora and recipe.layout.tensor > 1:
-            tensor.shard_adapted(trained, recipe.layout.tensor)
+        if recipe.layout.tensor > 1:
+            tensor.shard_where_autotp_cannot(trained, recipe.layout.tensor)
     total, trainable = model.parameter_counts(trained)
     say(f"model: {total:,} parameters, {trainable:,} of them trained")
 

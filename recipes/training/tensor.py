@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import groups
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from transformers import PreTrainedConfig, Trainer
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 from transformers.integrations.deepspeed import deepspeed_config
 
 WHOLE = "replicated_with_grad_allreduce"
@@ -100,17 +100,21 @@ def _gather(linear: torch.nn.Linear) -> None:
             setattr(linear, name, torch.nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
 
 
-def shard_adapted(model: PeftModel, size: int) -> None:
-    """Split a model with adapters over groups of `size` ranks, so that DeepSpeed's AutoTP finds nothing left to do.
+def shard_where_autotp_cannot(model: PreTrainedModel | PeftModel, size: int) -> None:
+    """Split a model over groups of `size` ranks where DeepSpeed's AutoTP would fail, so that it finds nothing to do.
 
-    AutoTP takes PEFT's layer for the linear one inside it, and puts a layer without adapters in its place.
-    `test_autotp_loses_adapters` tells when this can go.
+    AutoTP takes PEFT's layer for the linear one inside it, and puts a layer without adapters in its place; and it
+    refuses plans in which a layer splits whole inputs, though it has such a layer. `test_autotp_loses_adapters` and
+    `test_deepspeed_splits_rightly_what_its_plan_allows_and_nothing_else` tell when this can go.
     """
+    styles = plan(model.config)
+    if not isinstance(model, PeftModel) and "rowwise_split_input" not in styles.values():
+        return
     for parameter in model.parameters():
         if parameter.requires_grad:  # drawn at random by each rank for itself
             dist.broadcast(parameter.data, 0)
     groups._init_tp_mesh_device(tensor_model_parallel_size=size)
-    shard(model, plan(model.config), groups.get_tensor_model_parallel_group())
+    shard(model, styles, groups.get_tensor_model_parallel_group())
     model.ds_autotp_parsed = True
 
 

@@ -4,10 +4,13 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from recipes.spec import pages
 from recipes.spec.recipe import Data, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from recipes.training import draft
 from recipes.training import run as training_run
 from tests.parity import plain
 from tests.small import small
@@ -156,3 +159,18 @@ def test_adapters_are_trained_as_unsplit(ranks, tmp_path, model_folder, conversa
     assert split.keys() == whole.keys() and len(split) == 28
     for name, weight in split.items():
         assert weight.abs().max() > 0 and plain.worst(weight, whole[name]) <= 1, name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_autotp_refuses_is_trained_as_unsplit(ranks, tmp_path, conversations, stage):
+    draft.write(pages.page("olmo3").full("7b"), tmp_path / "model", torch.float32)
+    recipe = exact(tmp_path / "model", conversations, stage, precision="fp32")
+    split = train(ranks, tmp_path, recipe, 4)
+    (tmp_path / "whole").mkdir()
+    whole = train(ranks, tmp_path / "whole", replace(recipe, layout=Layout()), 2)
+    for ours, theirs in zip(read_jsonl(split.metrics), read_jsonl(whole.metrics), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * RELATIVE)
+    weights, expected = (load_file(run.export / "model.safetensors") for run in (split, whole))
+    assert weights.keys() == expected.keys()
+    assert max(plain.worst(weight, expected[name]) for name, weight in weights.items()) <= 1
