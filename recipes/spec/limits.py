@@ -25,8 +25,20 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
 }
 """By the layout's field and `model_type`: why that kind of parallelism does not train that architecture right."""
 
-SPLIT = ("gemma3_text", "gpt_neox", "granite", "llama", "mistral", "qwen3", "qwen3_5_text", "smollm3")
-"""Model types whose matrices DeepSpeed splits rightly; `tests/test_tensor.py` holds it against the whole catalogue."""
+SPLIT = (
+    "gemma3_text",
+    "glm4",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo3",
+    "phi3",
+    "qwen3",
+    "qwen3_5_text",
+    "smollm3",
+)
+"""Model types whose matrices are split rightly; `tests/test_tensor.py` holds it against the whole catalogue."""
 SPREAD = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 """Model types whose spread experts train what plain PyTorch trains: `tests/parity/test_expert.py`."""
 
@@ -168,8 +180,10 @@ def _tensor(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
         yield f"tensor parallelism shares out key/value heads too, and the model has {shared}"
     if recipe.model.quantization != "none":
         yield "packed 4-bit weights cannot be cut into the parts of a matrix"
-    elif recipe.lora is not None:
-        yield "DeepSpeed's AutoTP replaces the layers of adapters and loses them"
+    elif recipe.lora is not None and recipe.lora.dora:
+        yield "DoRA needs the norms of whole matrices"
+    if recipe.method == "dpo":
+        yield "TRL's DPO reads the output head whole"
 
 
 def _sequence(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:

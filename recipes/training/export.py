@@ -56,7 +56,7 @@ def _save_whole(trainer: Trainer, folder: Path) -> None:
     elif engine.zero_optimization_partition_weights():
         state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
     elif tensor.layers(model):
-        state = tensor.whole_state(model, keep=world.is_first())
+        state = tensor.whole_state(model, world.is_first(), frozen=not isinstance(model, PeftModel))
     if world.is_first():
         model.save_pretrained(folder, state_dict=state)
         trainer.processing_class.save_pretrained(folder)

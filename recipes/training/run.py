@@ -85,6 +85,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     material = load_material(recipe, tokenizer, arguments)
     with tensor.unseen():
         trained = pipeline_engine.build(recipe) if staged else model.load_model(recipe)
+        if recipe.layout.tensor > 1 and not staged:
+            tensor.shard_where_autotp_cannot(trained, recipe.layout.tensor)
     whole = pipeline.skeleton(recipe) if staged else trained
     total, trainable = model.parameter_counts(whole)
     say(f"model: {total:,} parameters, {trainable:,} of them trained")

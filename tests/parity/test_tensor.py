@@ -4,10 +4,13 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from recipes.spec.recipe import Data, Layout
+from recipes.spec import pages
+from recipes.spec.recipe import Data, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from recipes.training import draft
 from recipes.training import run as training_run
 from tests.parity import plain
 from tests.small import small
@@ -139,3 +142,35 @@ def test_it_is_measured_saved_and_resumed_as_unsplit(ranks, tmp_path, model_fold
     assert {name: weight.shape for name, weight in saved.items()} == {
         name: weight.shape for name, weight in load_file(split.export / "model.safetensors").items()
     }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adapters_are_trained_as_unsplit(ranks, tmp_path, model_folder, conversations, stage):
+    recipe = exact(model_folder, conversations, stage, lora=Lora(rank=4, alpha=8))
+    runs = {}
+    for name, layout in (("split", Layout(tensor=2)), ("whole", Layout())):
+        (tmp_path / name).mkdir()
+        world_size = 4 if name == "split" else 2
+        runs[name] = train(ranks, tmp_path / name, replace(recipe, layout=layout), world_size)
+    for ours, theirs in zip(*(read_jsonl(run.metrics) for run in runs.values()), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=RELATIVE)
+    split, whole = (load_file(run.export / "adapter_model.safetensors") for run in runs.values())
+    assert split.keys() == whole.keys() and len(split) == 28
+    for name, weight in split.items():
+        assert weight.abs().max() > 0 and plain.worst(weight, whole[name]) <= 1, name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_autotp_refuses_is_trained_as_unsplit(ranks, tmp_path, conversations, stage):
+    draft.write(pages.page("olmo3").full("7b"), tmp_path / "model", torch.float32)
+    recipe = exact(tmp_path / "model", conversations, stage, precision="fp32")
+    split = train(ranks, tmp_path, recipe, 4)
+    (tmp_path / "whole").mkdir()
+    whole = train(ranks, tmp_path / "whole", replace(recipe, layout=Layout()), 2)
+    for ours, theirs in zip(read_jsonl(split.metrics), read_jsonl(whole.metrics), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * RELATIVE)
+    weights, expected = (load_file(run.export / "model.safetensors") for run in (split, whole))
+    assert weights.keys() == expected.keys()
+    assert max(plain.worst(weight, expected[name]) for name, weight in weights.items()) <= 1

@@ -1,5 +1,6 @@
 """What differs between every family's draft whole and split over the ranks, by `tensor.shard` or by AutoTP."""
 
+import contextlib
 import copy
 from pathlib import Path
 
@@ -7,12 +8,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_tp import AutoTP
+from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from recipes.spec import pages
-from recipes.spec.recipe import Draft
+from recipes.spec.recipe import Draft, Lora
 from recipes.spec.run_folder import write_json
-from recipes.training import draft, export, run, tensor, world
+from recipes.training import adapters, draft, export, run, tensor, world
 
 ROW = 48
 """Tokens, more than a draft's sliding window."""
@@ -157,3 +159,19 @@ def parts_of_norms(folder: str) -> None:
     AutoTP.register_replicated_grad_hooks = lambda self, model: None
     export.verify = lambda *_: 0.0  # which notices it too
     run.main(folder)
+
+
+def lose_adapters() -> None:
+    """Say how many layers with adapters AutoTP leaves of a model's."""
+    world.start()
+    model = adapters.add(build(kinds()["llama"], torch.float32), Lora())
+    before = adapted(model)
+    with contextlib.suppress(Exception):  # what the engine says about it changes with the ZeRO stage
+        autotp(model)
+    print(f"{before} layers with adapters, {adapted(model)} after AutoTP", flush=True)
+    world.stop()
+
+
+def adapted(model: torch.nn.Module) -> int:
+    """Return the number of layers with adapters."""
+    return sum(isinstance(layer, LoraLayer) for layer in model.modules())
