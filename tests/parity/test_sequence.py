@@ -33,7 +33,9 @@ class Case:
 
     def __str__(self) -> str:
         how = ["packed"] * self.packing + ["checkpointing"] * self.checkpointing
-        sizes = f"{self.layout.sequence}of{self.world_size}-accumulate{self.accumulation}"
+        others = [f"{self.layout.pipeline}stages"] * (self.layout.pipeline > 1)
+        others += [f"{self.layout.tensor}tensor"] * (self.layout.tensor > 1)
+        sizes = "-".join([f"{self.layout.sequence}of{self.world_size}", *others, f"accumulate{self.accumulation}"])
         return "-".join([f"zero{self.stage}", sizes, *how])
 
 
@@ -54,6 +56,10 @@ MORE = [
         Case(stage, FOUR, world_size=4, packing=True),
     )
     if case not in CASES
+] + [
+    Case(1, Layout(sequence=2, pipeline=2), world_size=4, accumulation=2, packing=True, checkpointing=True),
+    Case(1, Layout(sequence=2, tensor=2), world_size=4, packing=True),
+    Case(0, Layout(sequence=2, tensor=2, pipeline=2), world_size=8, accumulation=2),
 ]
 
 
