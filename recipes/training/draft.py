@@ -24,8 +24,6 @@ def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
     """Write the draft as a Hugging Face folder, so that everything after it is what the real model goes through."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     config = shrink(AutoConfig.for_model(**recipe.model.config), recipe.draft, tokenizer)
-    if getattr(config, "num_key_value_heads", None):  # each tensor-parallel rank needs its own
-        config.num_key_value_heads = max(config.num_key_value_heads, recipe.layout.tensor)
     torch.manual_seed(recipe.seed)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
