@@ -25,8 +25,8 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
 }
 """By the layout's field and `model_type`: why that kind of parallelism does not train that architecture right."""
 
-SPREAD = ("mixtral", "qwen3_moe")
-"""Model types whose experts can be spread over ranks: what DeepSpeed's AutoEP takes, and our exports put together."""
+SPREAD = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
+"""Model types whose spread experts train what plain PyTorch trains: `tests/parity/test_expert.py`."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,6 @@ class Sharding:
 
     stage: int = 0
     """Of ZeRO."""
-    offload: bool = False
-    """Optimizer states or parameters are kept in host memory or on NVMe."""
     partition_size: int = 1
     """`zero_hpz_partition_size`: ranks that hold a second copy of the parameters between them."""
 
@@ -204,7 +202,7 @@ def _expert(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
     if kind and not experts:
         yield f"{kind} has no experts to spread"
     elif kind and kind not in SPREAD:
-        yield f"experts are spread for {' and '.join(SPREAD)}, not for {kind}"
+        yield f"experts are spread for {', '.join(SPREAD)}, not for {kind}"
     if experts and experts % size:
         yield f"each rank holds as many experts as the next, and the model has {experts}"
     if math.prod(_copy(recipe.layout)) > 1:

@@ -11,11 +11,9 @@ from deepspeed.utils import groups
 from transformers import PreTrainedModel, Trainer
 
 from recipes.spec.errors import UserError
+from recipes.spec.limits import SPREAD
 from recipes.spec.recipe import Layout, Recipe
 from recipes.training import world
-
-PROVEN = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
-"""Model types whose spread experts train what plain PyTorch trains: `tests/parity/test_expert.py`."""
 
 
 def check(recipe: Recipe, model_type: str) -> None:
@@ -25,9 +23,9 @@ def check(recipe: Recipe, model_type: str) -> None:
         UserError: the model, the method, adapters, or another kind of parallelism.
     """
     spread = f"layout.expert={recipe.layout.expert}"
-    if model_type not in PROVEN:
+    if model_type not in SPREAD:
         raise UserError(
-            f"{spread}: not for {model_type}, only for {', '.join(PROVEN)}; take a variant with zero3_moe.json."
+            f"{spread}: not for {model_type}, only for {', '.join(SPREAD)}; take a variant with zero3_moe.json."
         )
     if recipe.lora is not None or recipe.method == "dpo":
         what = "adapters" if recipe.lora else "preference pairs"
