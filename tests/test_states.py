@@ -14,17 +14,15 @@ HALF = weigh_states.LAYERS // 2
 
 
 def cases() -> list[dict[str, Any]]:
-    """Return ZeRO 0-3 with all and with half of the weights trained, offload, spread experts; bf16 and fp32."""
+    """Return ZeRO 0-3, offload and spread experts in bf16 and fp32; with half of the weights frozen in bf16."""
     found: list[dict[str, Any]] = []
     for precision in ("bf16", "fp32"):
         shared = {"precision": precision, "accumulation": 2}
-        found += [{**shared, "stage": stage, "frozen": frozen} for stage in range(4) for frozen in (0, HALF)]
-        found += [
-            {**shared, "stage": stage, "offload": True, "accumulation": accumulation}
-            for stage in (2, 3)
-            for accumulation in (1, 2)
-        ]
+        found += [{**shared, "stage": stage} for stage in range(4)]
+        found += [{**shared, "stage": stage, "offload": True} for stage in (2, 3)]
         found += [{**shared, "stage": stage, "expert_ranks": 2} for stage in (1, 2, 3)]
+    found += [{"precision": "bf16", "accumulation": 2, "stage": stage, "frozen": HALF} for stage in range(4)]
+    found += [{"precision": "bf16", "accumulation": 1, "stage": stage, "offload": True} for stage in (2, 3)]
     return found
 
 
@@ -49,7 +47,7 @@ def weighed(ranks, tmp_path_factory):
     log = tmp_path_factory.mktemp("weighed") / "log"
     ranks.check(weigh_states.main, cases(), world_size=RANKS, log=log, timeout=500)
     found = [json.loads(line) for text in read_logs(log) for line in text.splitlines() if line.startswith("{")]
-    assert len(found) == RANKS * len(cases()) == 60
+    assert len(found) == RANKS * len(cases()) == 48
     return found
 
 
@@ -70,4 +68,6 @@ def test_another_stage_precision_or_share_is_noticed(weighed, wrong):
     ((key, change),) = wrong.items()
     others = [case for case in weighed if not case.get("offload") and not case.get("expert_ranks")]
     for case in others:
+        if key == "precision" and case["stage"] == 0 and case["parameters"] == case["trainable"]:
+            continue  # 2 + 2 + 12 and 4 + 4 + 8 bytes: the same
         assert case["bytes"] != pytest.approx(predicted({**case, key: change(case)}), rel=0.02), case

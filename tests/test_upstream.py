@@ -16,7 +16,7 @@ from recipes.training import adapters, universal
 from recipes.training import run as training_run
 from tests.ranks import read_logs
 from tests.small import small
-from tests.workers import expert_norm, expert_routes, universal_groups, zero_init
+from tests.workers import expert_norm, expert_routes, split_layers, universal_groups, zero_init
 
 
 def test_deepspeed_forgets_the_fp32_gradient_norm():
@@ -50,6 +50,12 @@ def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):
     said = read_logs(tmp_path / "log")[0]
     assert "rounded to torch.bfloat16" in said and "mended True" in said
     assert 1e-3 < float(re.search(r"off by ([\d.]+)", said)[1]) < 5e-3
+
+
+def test_autotp_loses_adapters(ranks, tmp_path):
+    """The adapters' half of `shard_where_autotp_cannot` in recipes/training/tensor.py can go when AutoTP keeps them."""
+    ranks.check(split_layers.lose_adapters, log=tmp_path / "log")
+    assert "14 layers with adapters, 0 after AutoTP" in read_logs(tmp_path / "log")[0]
 
 
 def test_peft_imports_bitsandbytes():

@@ -25,6 +25,20 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
 }
 """By the layout's field and `model_type`: why that kind of parallelism does not train that architecture right."""
 
+SPLIT = (
+    "gemma3_text",
+    "glm4",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo3",
+    "phi3",
+    "qwen3",
+    "qwen3_5_text",
+    "smollm3",
+)
+"""Model types whose matrices are split rightly; `tests/test_tensor.py` holds it against the whole catalogue."""
 SPREAD = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 """Model types whose spread experts train what plain PyTorch trains: `tests/parity/test_expert.py`."""
 
@@ -58,7 +72,7 @@ def check(recipe: Recipe, world_size: int, sharding: Sharding) -> None:
 
 def limit(recipe: Recipe, world_size: int, sharding: Sharding) -> str | None:
     """Return the first reason why `recipe` cannot run in this way, as a part of a sentence; None where it can."""
-    rules = (_world, _tensor, _sequence, _pipeline, _expert)
+    rules = (_world, _expert, _tensor, _sequence, _pipeline)
     return next((why for rule in rules for why in rule(recipe, world_size, sharding)), None)
 
 
@@ -127,8 +141,13 @@ def _heads(recipe: Recipe) -> int | None:
     return _size(recipe, "num_attention_heads", "n_head")
 
 
+def _kind(recipe: Recipe) -> str | None:
+    config: Mapping[str, Any] = recipe.model.config
+    return (config.get("text_config") or config).get("model_type")
+
+
 def _family(recipe: Recipe, technique: str) -> Iterator[str]:
-    kind = recipe.model.config.get("model_type")
+    kind = _kind(recipe)
     if kind in FAMILIES[technique]:
         yield f"not for {kind}: {FAMILIES[technique][kind]}"
 
@@ -148,6 +167,9 @@ def _tensor(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
     if size == 1:
         return
     yield from _family(recipe, "tensor")
+    kind = _kind(recipe)
+    if kind and kind not in SPLIT:
+        yield f"matrices are split for {', '.join(SPLIT)}, not for {kind}"
     heads = _heads(recipe)
     shared = _size(recipe, "num_key_value_heads")
     if heads and heads % size:
@@ -156,8 +178,10 @@ def _tensor(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
         yield f"tensor parallelism shares out key/value heads too, and the model has {shared}"
     if recipe.model.quantization != "none":
         yield "packed 4-bit weights cannot be cut into the parts of a matrix"
-    elif recipe.lora is not None:
-        yield "DeepSpeed's AutoTP replaces the layers of adapters and loses them"
+    elif recipe.lora is not None and recipe.lora.dora:
+        yield "DoRA needs the norms of whole matrices"
+    if recipe.method == "dpo":
+        yield "TRL's DPO reads the output head whole"
 
 
 def _sequence(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
@@ -197,7 +221,7 @@ def _expert(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
     if size == 1:
         return
     yield from _family(recipe, "expert")
-    kind = recipe.model.config.get("model_type")
+    kind = _kind(recipe)
     experts = _size(recipe, "num_experts", "num_local_experts", "n_routed_experts")
     if kind and not experts:
         yield f"{kind} has no experts to spread"

@@ -63,12 +63,24 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
 
 
 def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's DeepSpeed file, with the layout's number of expert-parallel ranks.
+    """Return the recipe's DeepSpeed file, with the layout's number of tensor- and expert-parallel ranks.
 
     Raises:
-        UserError: the layout wants expert parallelism, and the file has no block for it, or the wrong stage.
+        UserError: the layout wants expert parallelism, and the file has no block for it, or the wrong stage; or the
+            file wants tensor parallelism, and the layout does not.
     """
     config = read_json(Path(recipe.deepspeed))
+    split = config.get("tensor_parallel", {})
+    if recipe.layout.tensor > 1 and recipe.layout.pipeline == 1:  # stages are split by `tensor.shard`
+        # A head that keeps its logits apart saves memory, but evaluation and generation need them whole.
+        config["tensor_parallel"] = split | {"autotp_size": recipe.layout.tensor, "vocab_parallel_lm_head": False}
+        # The Trainer and DeepSpeed count tensor-parallel ranks differently; each works it out from the rest.
+        config.pop("train_batch_size", None)
+    elif split.get("autotp_size", 0) > 1:
+        raise UserError(
+            f"deepspeed={Path(recipe.deepspeed).name} splits layers over {split['autotp_size']} ranks; "
+            f"add layout.tensor={split['autotp_size']}."
+        )
     if recipe.layout.expert > 1:
         if "expert_parallel" not in config:
             raise UserError(

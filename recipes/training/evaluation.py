@@ -86,11 +86,10 @@ class Evaluation(TrainerCallback):
 
     def _of_stages(self) -> dict[str, float]:
         """Return loss and metric of a pipeline, which cannot generate, but tells what greedy decoding would."""
-        engine, layout = self.trainer.deepspeed, self.recipe.layout
+        engine = self.trainer.deepspeed
         collator = Collator(self.tokenizer.pad_token_id)
         loss, right, tokens = 0.0, 0, 0
-        share = engine.grid.data_parallel_id, engine.dp_world_size
-        shares = list(score.shares(self.rows, self.recipe.micro_batch_size, *share))
+        shares = list(score.shares(self.rows, self.recipe.micro_batch_size, self.recipe.layout))
         batches = [score.to_device(collator(rows)) for rows, _ in shares]
         results = iter(pipeline_engine.measure(engine, batches).split([len(rows) for rows, _ in shares]))
         for batch, (_, count) in zip(batches, shares, strict=True):
@@ -101,7 +100,7 @@ class Evaluation(TrainerCallback):
         loss, right, tokens = world.total(loss, right, tokens)
         measured = {"loss": loss / tokens}
         if self.metric == "exact_match":
-            measured["exact_match"] = right / (len(self.rows) * layout.pipeline * layout.tensor)
+            measured["exact_match"] = right / len(self.rows)
         return measured
 
     def _of_model(self, whole: bool) -> dict[str, float]:
@@ -111,7 +110,8 @@ class Evaluation(TrainerCallback):
         measured: dict[str, float] = {}
         if self.rows is not None:
             collator = Collator(self.tokenizer.pad_token_id)
-            measured["loss"] = score.loss_per_token(model, self.rows, collator, self.recipe.micro_batch_size)
+            size, layout = self.recipe.micro_batch_size, self.recipe.layout
+            measured["loss"] = score.loss_per_token(model, self.rows, collator, size, layout)
         if whole or self.rows is None:
             measured |= self._metric(model)
         model.train(training)
@@ -121,8 +121,10 @@ class Evaluation(TrainerCallback):
         if self.metric == "exact_match":
             return {"exact_match": self._exact_match(model)}
         if self.metric == "preference_accuracy":
-            size = self.recipe.micro_batch_size
-            return {"preference_accuracy": score.preference_accuracy(model, self.tokenizer, list(self.raw), size)}
+            size, layout = self.recipe.micro_batch_size, self.recipe.layout
+            return {
+                "preference_accuracy": score.preference_accuracy(model, self.tokenizer, list(self.raw), size, layout)
+            }
         return {}
 
     def _exact_match(self, model: Any) -> float:
@@ -136,4 +138,5 @@ class Evaluation(TrainerCallback):
                 self.raw["messages"],
                 self.recipe.data.max_new_tokens,
                 synced_gpus=not gather and accelerator.state.deepspeed_plugin.zero_stage == 3,
+                layout=self.recipe.layout,
             )

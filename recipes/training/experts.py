@@ -1,6 +1,5 @@
 """Expert parallelism (DeepSpeed's AutoEP): each rank holds some of a mixture's experts; here they become whole."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,28 +9,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import groups
 from transformers import PreTrainedModel, Trainer
 
-from recipes.spec.errors import UserError
-from recipes.spec.limits import SPREAD
-from recipes.spec.recipe import Layout, Recipe
 from recipes.training import world
-
-
-def check(recipe: Recipe, model_type: str) -> None:
-    """Refuse what does not train right, or was never held against plain training, with its experts spread.
-
-    Raises:
-        UserError: the model, the method, adapters, or another kind of parallelism.
-    """
-    spread = f"layout.expert={recipe.layout.expert}"
-    if model_type not in SPREAD:
-        raise UserError(
-            f"{spread}: not for {model_type}, only for {', '.join(SPREAD)}; take a variant with zero3_moe.json."
-        )
-    if recipe.lora is not None or recipe.method == "dpo":
-        what = "adapters" if recipe.lora else "preference pairs"
-        raise UserError(f"{spread}: trains all weights by sft or pretrain, not {what}; take deepspeed=zero3_moe.json.")
-    if replace(recipe.layout, expert=1) != Layout():
-        raise UserError(f"{spread}: goes with data parallelism only; set the other sizes of the layout to 1.")
 
 
 def layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:

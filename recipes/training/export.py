@@ -21,7 +21,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from recipes.spec.errors import UserError, first_line
 from recipes.spec.run_folder import read_json, write_json
-from recipes.training import experts, pipeline_engine, world
+from recipes.training import experts, pipeline_engine, tensor, world
 from recipes.training.adapters import keep_layout
 
 ADAPTER = "adapter_config.json"
@@ -55,6 +55,8 @@ def _save_whole(trainer: Trainer, folder: Path) -> None:
         state = experts.whole_state(model)
     elif engine.zero_optimization_partition_weights():
         state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
+    elif tensor.layers(model):
+        state = tensor.whole_state(model, world.is_first(), frozen=not isinstance(model, PeftModel))
     if world.is_first():
         model.save_pretrained(folder, state_dict=state)
         trainer.processing_class.save_pretrained(folder)

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer
 
+from recipes.spec import limits
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import (
     RunFolder,
     newest_checkpoint,
+    read_json,
     read_jsonl,
     read_recipe,
     write_json,
@@ -42,6 +44,7 @@ from recipes.training import (
     sequence,
     sequence_check,
     sources,
+    tensor,
     tracking,
     world,
 )
@@ -68,8 +71,7 @@ def main(folder: str) -> None:
 def execute(recipe: Recipe, run: RunFolder) -> None:
     """Prepare, train, measure, export."""
     recipe = with_draft(recipe, run)
-    if recipe.layout.expert > 1:
-        experts.check(recipe, model.load_config(recipe).model_type)
+    check_layout(recipe)
     tokenizer = model.load_tokenizer(recipe)
     packing.check(recipe, tokenizer)
     staged = recipe.layout.pipeline > 1
@@ -81,7 +83,10 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
     arguments = training_arguments(recipe, run, dist.get_world_size(), world.on_gpu())
     material = load_material(recipe, tokenizer, arguments)
-    trained = pipeline_engine.build(recipe) if staged else model.load_model(recipe)
+    with tensor.unseen():
+        trained = pipeline_engine.build(recipe) if staged else model.load_model(recipe)
+        if recipe.layout.tensor > 1 and not staged:
+            tensor.shard_where_autotp_cannot(trained, recipe.layout.tensor)
     whole = pipeline.skeleton(recipe) if staged else trained
     total, trainable = model.parameter_counts(whole)
     say(f"model: {total:,} parameters, {trainable:,} of them trained")
@@ -103,6 +108,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         if experts.layers(trainer.model):
             experts.route_as_transformers(trainer.model)
             experts.gather_on_save(trainer)
+        if tensor.layers(trainer.model):
+            tensor.gather_on_save(trainer)
         config = resolved_config(trainer.deepspeed)
         if world.is_first():
             write_json(run.deepspeed, config)
@@ -142,6 +149,14 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     difference = export.verify(forward, model.DTYPES[recipe.precision], run.export, material.sample)
     if world.is_first():
         finish(recipe, run, tracker, held_out, {"after": after, "logit_difference": difference})
+
+
+def check_layout(recipe: Recipe) -> None:
+    """Refuse what `limits` refuses, of models on the Hub too, whose dimensions the launcher may not have known."""
+    config = model.load_config(recipe).to_dict()
+    stage = read_json(Path(recipe.deepspeed)).get("zero_optimization", {}).get("stage", 0)
+    known = replace(recipe, model=replace(recipe.model, config=config))
+    limits.check(known, dist.get_world_size(), limits.Sharding(stage=stage))
 
 
 def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:

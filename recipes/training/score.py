@@ -1,7 +1,7 @@
 """How good a model is on held-out data: loss per token, answers reproduced exactly, preferences ranked rightly.
 
-Every function shares the examples out over the ranks, makes the same number of forward passes on each (under
-ZeRO-3 a forward pass is a collective), and returns the value over all of them.
+Every function shares the examples out over the ranks that read different rows, makes the same number of forward
+passes on each (under ZeRO-3 a forward pass is a collective), and returns the value over all of them.
 """
 
 import math
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from recipes.spec.layout import data_parallel_size
+from recipes.spec.recipe import Layout
 from recipes.training import world
 from recipes.training.data import IGNORED
 
@@ -19,20 +21,20 @@ GENERATION_BATCH = 100
 """Prompts per `generate` call; the answers are short, so the key/value cache stays small."""
 
 
-def shares(
-    rows: Sequence[Any], batch_size: int, rank: int | None = None, ranks: int | None = None
-) -> Iterator[tuple[list[Any], int]]:
-    """Yield this rank's batches with the number of rows in each that count; it is `rank` of the `ranks` that share.
+def shares(rows: Sequence[Any], batch_size: int, layout: Layout) -> Iterator[tuple[list[Any], int]]:
+    """Yield this rank's batches with the number of rows in each that count.
 
-    Ranks with fewer rows get filler, the first row again, so that all make the same number of passes.
+    Ranks with fewer rows get filler, the first row again, so that all make the same number of passes. Ranks that hold
+    parts of the model's matrices or layers get the same batches, and one counts them; sequence-parallel ranks hold
+    whole models, and get batches of their own.
     """
-    if rank is None or ranks is None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+    place, copies = world.place(layout), data_parallel_size(layout, dist.get_world_size())
+    rank, ranks = place.row * layout.sequence + place.sequence, copies * layout.sequence
     mine = list(rows)[rank::ranks]
     passes = math.ceil(math.ceil(len(rows) / ranks) / batch_size)
     for index in range(passes):
         batch = mine[index * batch_size : (index + 1) * batch_size]
-        yield batch or [rows[0]], len(batch)
+        yield batch or [rows[0]], 0 if place.stage or place.tensor else len(batch)
 
 
 @torch.no_grad()
@@ -41,10 +43,11 @@ def loss_per_token(
     rows: Sequence[dict[str, Any]],
     collator: Callable[..., dict[str, Any]],
     batch_size: int,
+    layout: Layout,
 ) -> float:
     """Return the mean cross-entropy over all labelled tokens, in nats."""
     loss, tokens = 0.0, 0
-    for batch, count in shares(rows, batch_size):
+    for batch, count in shares(rows, batch_size, layout):
         inputs = to_device(collator(batch))
         summed = model(**inputs, num_items_in_batch=torch.ones((), device=world.device())).loss
         if count:
@@ -61,10 +64,11 @@ def exact_match(
     conversations: Sequence[list[dict[str, str]]],
     max_new_tokens: int,
     synced_gpus: bool,
+    layout: Layout,
 ) -> float:
     """Return the share of conversations whose last turn greedy decoding reproduces, but for outer white space."""
     right = 0.0
-    for batch, count in shares(conversations, GENERATION_BATCH):
+    for batch, count in shares(conversations, GENERATION_BATCH, layout):
         answers = generate(model, tokenizer, [turns[:-1] for turns in batch], max_new_tokens, synced_gpus)
         expected = [turns[-1]["content"].strip() for turns in batch]
         right += sum(a == e for a, e in zip(answers[:count], expected[:count], strict=True))
@@ -100,6 +104,7 @@ def preference_accuracy(
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[dict[str, Any]],
     batch_size: int,
+    layout: Layout,
 ) -> float:
     """Return the share of pairs whose chosen answer the model finds likelier than the rejected one.
 
@@ -108,9 +113,10 @@ def preference_accuracy(
         tokenizer: the model's.
         pairs: rows with `prompt`, `chosen` and `rejected`.
         batch_size: pairs per forward pass and rank.
+        layout: which ranks share a copy of the model.
     """
     right = 0.0
-    for batch, count in shares(pairs, batch_size):
+    for batch, count in shares(pairs, batch_size, layout):
         chosen = _log_likelihood(model, tokenizer, batch, "chosen")
         rejected = _log_likelihood(model, tokenizer, batch, "rejected")
         right += (chosen > rejected)[:count].sum().item()

@@ -1,16 +1,20 @@
-"""Every family's draft whole and split over the ranks, by our `tensor.shard` or by AutoTP: what differs; on all ranks."""
+"""What differs between every family's draft whole and split over the ranks, by `tensor.shard` or by AutoTP."""
 
+import contextlib
 import copy
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from deepspeed.module_inject.auto_tp import AutoTP
+from peft.tuners.lora import LoraLayer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from recipes.spec import pages
-from recipes.spec.recipe import Draft
+from recipes.spec.recipe import Draft, Lora
 from recipes.spec.run_folder import write_json
-from recipes.training import draft, tensor, world
+from recipes.training import adapters, draft, export, run, tensor, world
 
 ROW = 48
 """Tokens, more than a draft's sliding window."""
@@ -18,17 +22,22 @@ ROW = 48
 
 def shard_all(output: str) -> None:
     """Compare for every model type, with ours."""
-    world.start()
-    write_json(Path(output), {kind: attempt(config, shard_layers) for kind, config in kinds().items()})
-    world.stop()
+    say(output, shard_layers, kinds())
 
 
 def shard_wrongly(output: str) -> None:
     """Compare without the sum of what local heads have in common."""
     tensor._summed_over = lambda group: lambda gradient: gradient
-    world.start()
     found = kinds()
-    write_json(Path(output), {kind: attempt(found[kind], shard_layers) for kind in ("llama", "qwen3")})
+    say(output, shard_layers, {kind: found[kind] for kind in ("llama", "qwen3")})
+
+
+def say(output: str, split, configs: dict[str, object], dtype=torch.float64) -> None:
+    """Compare each, and write down what differs."""
+    world.start()
+    found = {kind: attempt(config, split, dtype) for kind, config in configs.items()}
+    if world.is_first():
+        write_json(Path(output), found)
     world.stop()
 
 
@@ -48,22 +57,22 @@ def kinds() -> dict[str, object]:
     return found
 
 
-def attempt(config, split) -> dict[str, object]:
+def attempt(config, split, dtype) -> dict[str, object]:
     """Return how far logits and gradients of the split model are from the whole one's, or why there is none."""
     try:
-        return compare(config, split)
+        return compare(config, split, dtype)
     except (ValueError, NotImplementedError, RuntimeError, AssertionError, AttributeError) as error:
         return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
-def compare(config, split) -> dict[str, object]:
+def compare(config, split, dtype) -> dict[str, object]:
     """Return the largest relative differences, and the weight where each gradient's is."""
-    whole = build(config)
+    whole = build(config, dtype)
     tokens = torch.randint(5, config.vocab_size, (2, ROW), generator=torch.Generator().manual_seed(0))
-    logits, gradients = look(whole, tokens)
-    expected = {name: value.clone() for name, value in whole.state_dict().items()}
     engine = split(copy.deepcopy(whole))
     model = getattr(engine, "module", engine)
+    logits, gradients = look(whole, tokens)
+    expected = whole.state_dict()
     ours, parts = look(engine, tokens)
     parts = {name: whole_gradient(model, name, part) for name, part in parts.items()}
     state = tensor.whole_state(model)
@@ -78,12 +87,10 @@ def compare(config, split) -> dict[str, object]:
     }
 
 
-def build(config) -> torch.nn.Module:
+def build(config, dtype) -> torch.nn.Module:
     """Return the model, the same on every rank, with norms and biases that are not all ones and zeros."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float64, attn_implementation=config.attn_implementation
-    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=config.attn_implementation)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -122,3 +129,49 @@ def shard_layers(model: torch.nn.Module) -> torch.nn.Module:
     for layer in model.get_decoder().layers:
         tensor.shard(layer, styles, dist.group.WORLD)
     return model
+
+
+def autotp_all(output: str) -> None:
+    """Compare for every model type, with DeepSpeed's AutoTP."""
+    say(output, autotp, kinds(), torch.float32)  # its engine does not take fp64
+
+
+def autotp(model: torch.nn.Module) -> object:
+    """Return an engine that has split the model, without ZeRO."""
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 0},
+        "tensor_parallel": {"autotp_size": dist.get_world_size(), "vocab_parallel_lm_head": False},
+    }
+    optimizer = torch.optim.SGD(model.parameters())  # DeepSpeed has no backward pass without one
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+
+def counted_twice(folder: str) -> None:
+    """Train with the mistake that the tokens of both ranks of one copy are counted."""
+    count = Trainer._get_num_items_in_batch
+    Trainer._get_num_items_in_batch = lambda *arguments: 2 * count(*arguments)
+    run.main(folder)
+
+
+def parts_of_norms(folder: str) -> None:
+    """Train with the mistake that the norms of local heads are trained on the gradient of those alone."""
+    AutoTP.register_replicated_grad_hooks = lambda self, model: None
+    export.verify = lambda *_: 0.0  # which notices it too
+    run.main(folder)
+
+
+def lose_adapters() -> None:
+    """Say how many layers with adapters AutoTP leaves of a model's."""
+    world.start()
+    model = adapters.add(build(kinds()["llama"], torch.float32), Lora())
+    before = adapted(model)
+    with contextlib.suppress(Exception):  # what the engine says about it changes with the ZeRO stage
+        autotp(model)
+    print(f"{before} layers with adapters, {adapted(model)} after AutoTP", flush=True)
+    world.stop()
+
+
+def adapted(model: torch.nn.Module) -> int:
+    """Return the number of layers with adapters."""
+    return sum(isinstance(layer, LoraLayer) for layer in model.modules())

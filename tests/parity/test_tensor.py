@@ -1,0 +1,176 @@
+"""Tensor parallelism, alone and with data parallelism, trains exactly the model that plain PyTorch trains."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes.spec import pages
+from recipes.spec.recipe import Data, Layout, Lora
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from recipes.training import draft
+from recipes.training import run as training_run
+from tests.parity import plain
+from tests.small import small
+from tests.workers import split_layers
+
+SETTINGS = plain.Settings()
+RELATIVE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder, conversations):
+    return plain.train(model_folder, conversations, SETTINGS)
+
+
+def train(ranks, folder, recipe, world_size, main=training_run.main):
+    run = RunFolder(folder / "run")
+    write_recipe(run, recipe)
+    ranks.check(main, str(run.path), world_size=world_size, log=folder / "log")
+    return run
+
+
+def exact(model_folder, conversations, stage, **changes):
+    recipe = small(
+        model_folder,
+        conversations,
+        f"zero{stage}.json",
+        learning_rate=SETTINGS.learning_rate,
+        weight_decay=SETTINGS.weight_decay,
+        adam_epsilon=SETTINGS.epsilon,
+        max_grad_norm=SETTINGS.clip,
+        max_steps=SETTINGS.steps,
+        layout=Layout(tensor=2),
+        global_batch_size=8,
+        micro_batch_size=2,
+    )
+    return replace(recipe, **changes)
+
+
+def differences(run, reference) -> dict[str, float]:
+    """Return the largest difference of losses, of gradient norms, and of weights as a share of what is allowed."""
+    records, weights = reference
+    logged = read_jsonl(run.metrics)
+    assert [row["step"] for row in logged] == list(range(1, SETTINGS.steps + 1))
+    found = {
+        key: max(abs(ours[key] / theirs[key] - 1) for ours, theirs in zip(logged, records, strict=True))
+        for key in ("loss", "grad_norm")
+    }
+    exported = load_file(run.export / "model.safetensors")
+    assert set(exported) == set(weights) - {"lm_head.weight"}
+    found["weights"] = max(plain.worst(weight, weights[name]) for name, weight in exported.items())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, world_size):
+    recipe = exact(model_folder, conversations, stage, gradient_checkpointing=stage in (1, 3))
+    run = train(ranks, tmp_path, recipe, world_size)
+    found = differences(run, reference)
+    assert found["loss"] < RELATIVE and found["grad_norm"] < RELATIVE and found["weights"] <= 1, found
+    engine = read_json(run.deepspeed)
+    assert engine["zero_optimization"]["stage"] == stage
+    assert engine["tensor_parallel"]["autotp_size"] == 2
+    assert engine["gradient_accumulation_steps"] == 8 // 2 // (world_size // 2)
+
+
+@pytest.mark.parametrize(("mistake", "shows_in"), [("counted_twice", "grad_norm"), ("parts_of_norms", "weights")])
+def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, reference, mistake, shows_in):
+    recipe = exact(model_folder, conversations, 1)
+    run = train(ranks, tmp_path, recipe, 4, main=getattr(split_layers, mistake))
+    assert differences(run, reference)[shows_in] > {"grad_norm": 1000 * RELATIVE, "weights": 100}[shows_in]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_export_is_to_the_byte_that_of_the_same_weights_unsplit(
+    ranks, tmp_path, model_folder, conversations, stage
+):
+    """A learning rate that moves nothing: what is trained stays what was loaded."""
+    still = exact(model_folder, conversations, stage, learning_rate=1e-60, weight_decay=0.0, max_steps=1)
+    exports = []
+    for name, recipe in (("split", still), ("whole", replace(still, layout=Layout(), micro_batch_size=1))):
+        (tmp_path / name).mkdir()
+        exports.append(train(ranks, tmp_path / name, recipe, 4).export)
+    names = sorted(file.name for file in exports[0].iterdir())
+    assert "model.safetensors" in names and names == sorted(file.name for file in exports[1].iterdir())
+    for name in names:
+        assert (exports[0] / name).read_bytes() == (exports[1] / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_it_is_measured_saved_and_resumed_as_unsplit(ranks, tmp_path, model_folder, conversations, stage):
+    data = Data(path=str(conversations), validation=str(conversations), metric="exact_match", max_new_tokens=60)
+    recipe = exact(
+        model_folder,
+        conversations,
+        stage,
+        data=data,
+        learning_rate=3e-3,
+        max_steps=40,
+        save_steps=30,
+        keep_checkpoints=9,
+    )
+    split = train(ranks, tmp_path, recipe, 4)
+    (tmp_path / "plain").mkdir()
+    whole = train(ranks, tmp_path / "plain", replace(recipe, layout=Layout(), save_steps=0), 2)
+    ours, theirs = (read_jsonl(run.evaluations) for run in (split, whole))
+    assert [row["step"] for row in ours] == [0, 40]
+    for mine, plains in zip(ours, theirs, strict=True):
+        # Forty steps at this rate blow rounding up; what the loss is without them is exact.
+        assert mine["loss"] == pytest.approx(plains["loss"], rel=2e-2 if mine["step"] else RELATIVE)
+        assert mine["exact_match"] == plains["exact_match"]
+    assert ours[1]["exact_match"] > 0.4, "or equality would say nothing"
+    assert [row["tokens"] for row in read_jsonl(split.metrics)] == [row["tokens"] for row in read_jsonl(whole.metrics)]
+
+    again = RunFolder(tmp_path / "again")
+    shutil.copytree(split.path, again.path)
+    shutil.rmtree(again.checkpoints / "checkpoint-40", ignore_errors=True)
+    shutil.rmtree(again.export)
+    again.metrics.unlink()
+    ranks.check(training_run.main, str(again.path), world_size=4, log=tmp_path / "again.log")
+    records = {row["step"]: row for row in read_jsonl(split.metrics)}
+    resumed = read_jsonl(again.metrics)
+    assert [row["step"] for row in resumed] == list(range(31, 41))
+    for row in resumed:
+        assert row["loss"] == records[row["step"]]["loss"]
+        assert row["grad_norm"] == records[row["step"]]["grad_norm"]
+    assert (again.export / "model.safetensors").read_bytes() == (split.export / "model.safetensors").read_bytes()
+    saved = load_file(again.checkpoints / "checkpoint-30" / "model.safetensors")
+    assert {name: weight.shape for name, weight in saved.items()} == {
+        name: weight.shape for name, weight in load_file(split.export / "model.safetensors").items()
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adapters_are_trained_as_unsplit(ranks, tmp_path, model_folder, conversations, stage):
+    recipe = exact(model_folder, conversations, stage, lora=Lora(rank=4, alpha=8))
+    runs = {}
+    for name, layout in (("split", Layout(tensor=2)), ("whole", Layout())):
+        (tmp_path / name).mkdir()
+        world_size = 4 if name == "split" else 2
+        runs[name] = train(ranks, tmp_path / name, replace(recipe, layout=layout), world_size)
+    for ours, theirs in zip(*(read_jsonl(run.metrics) for run in runs.values()), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=RELATIVE)
+    split, whole = (load_file(run.export / "adapter_model.safetensors") for run in runs.values())
+    assert split.keys() == whole.keys() and len(split) == 28
+    for name, weight in split.items():
+        assert weight.abs().max() > 0 and plain.worst(weight, whole[name]) <= 1, name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_autotp_refuses_is_trained_as_unsplit(ranks, tmp_path, conversations, stage):
+    draft.write(pages.page("olmo3").full("7b"), tmp_path / "model", torch.float32)
+    recipe = exact(tmp_path / "model", conversations, stage, precision="fp32")
+    split = train(ranks, tmp_path, recipe, 4)
+    (tmp_path / "whole").mkdir()
+    whole = train(ranks, tmp_path / "whole", replace(recipe, layout=Layout()), 2)
+    for ours, theirs in zip(read_jsonl(split.metrics), read_jsonl(whole.metrics), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * RELATIVE)
+    weights, expected = (load_file(run.export / "model.safetensors") for run in (split, whole))
+    assert weights.keys() == expected.keys()
+    assert max(plain.worst(weight, expected[name]) for name, weight in weights.items()) <= 1
