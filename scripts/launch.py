@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> int:
         print(shlex.join(command))
         return 0
     if options.resume:
-        convert(folder, ranks)
+        convert(recipe, folder, ranks)
         run_folder.forget_after(folder, run_folder.newest_checkpoint(folder))
     run_folder.write_recipe(folder, recipe)
     with folder.command.open("a", encoding="utf-8") as log:
@@ -225,13 +225,13 @@ def rank_count(asked: int | None, gpus: int) -> int:
     return asked
 
 
-def convert(folder: RunFolder, ranks: int) -> None:
-    """Give the newest checkpoint a form that this number of ranks can load, where its own is for another.
+def convert(recipe: Recipe, folder: RunFolder, ranks: int) -> None:
+    """Give the newest checkpoint a form that these ranks can load, where its own is for others.
 
     Raises:
         UserError: no room for it, or DeepSpeed cannot convert it.
     """
-    if universal.is_needed(folder, ranks):
+    if universal.is_needed(recipe.layout, folder, ranks):
         checkpoint = run_folder.newest_checkpoint(folder)
         written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
         print(f"{checkpoint} was written by {written_by} ranks: converting it for {ranks}", flush=True)

@@ -17,7 +17,7 @@ from scripts import launch
 
 SIZES = st.integers(1, 8)
 LAYOUTS = st.builds(Layout, tensor=SIZES, pipeline=SIZES, sequence=SIZES, expert=SIZES)
-SHARDINGS = st.builds(Sharding, stage=st.integers(0, 3), offload=st.booleans(), partition_size=st.sampled_from([1, 2]))
+SHARDINGS = st.builds(Sharding, stage=st.integers(0, 3), partition_size=st.sampled_from([1, 2]))
 MODELS = st.fixed_dictionaries(
     {
         "model_type": st.sampled_from(["llama", "qwen3_5_text", "mixtral", "gpt_oss"]),
@@ -202,8 +202,8 @@ def test_every_family_reason_is_of_a_technique_and_of_a_real_architecture():
     ("name", "expected"),
     [
         ("zero0", Sharding(0)),
-        ("zero2_offload", Sharding(2, offload=True)),
-        ("zero3_nvme", Sharding(3, offload=True)),
+        ("zero2_offload", Sharding(2)),
+        ("zero3_nvme", Sharding(3)),
         ("zero3_hpz", Sharding(3, partition_size=2)),
         ("pipeline", Sharding(1)),
     ],

@@ -49,8 +49,6 @@ class Sharding:
 
     stage: int = 0
     """Of ZeRO."""
-    offload: bool = False
-    """Optimizer states or parameters are kept in host memory or on NVMe."""
     partition_size: int = 1
     """`zero_hpz_partition_size`: ranks that hold a second copy of the parameters between them."""
 

@@ -21,7 +21,7 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
     """
     arguments: dict[str, Any] = {
         "output_dir": str(run.checkpoints),
-        "deepspeed": universal.loading(deepspeed_config(recipe), run, world_size),
+        "deepspeed": universal.loading(deepspeed_config(recipe), recipe.layout, run, world_size),
         "use_cpu": not on_gpu,
         "per_device_train_batch_size": recipe.micro_batch_size,
         "per_device_eval_batch_size": recipe.micro_batch_size,

@@ -50,15 +50,17 @@ def check(recipe: Recipe, run: RunFolder, sharding: Sharding, world_size: int) -
             f"deepspeed={Path(recipe.deepspeed).name}: {checkpoint} was written under ZeRO-{saved_stage}, and "
             f"DeepSpeed loads it under no other stage; take a file with stage {saved_stage}."
         )
-    saved = Layout(**complete["layout"])
-    for name in ("tensor", "pipeline", "expert"):
-        if getattr(saved, name) != getattr(recipe.layout, name):
-            raise UserError(
-                f"layout.{name}={getattr(recipe.layout, name)}: {checkpoint} was written with {getattr(saved, name)}, "
-                f"and its weights are cut that way; use layout.{name}={getattr(saved, name)}."
-            )
-    why = _not_convertible(engine, recipe.layout)
-    if complete["world_size"] != world_size and why:
+    saved, asked = Layout(**complete["layout"]), recipe.layout
+    cut = [name for name in ("tensor", "pipeline") if getattr(saved, name) != getattr(asked, name)]
+    if (saved.expert > 1) != (asked.expert > 1):
+        cut.append("expert")  # whole experts are other parameters than AutoEP's
+    if cut:
+        raise UserError(
+            f"layout.{cut[0]}={getattr(asked, cut[0])}: {checkpoint} holds weights that are cut for "
+            f"{getattr(saved, cut[0])}; use layout.{cut[0]}={getattr(saved, cut[0])}."
+        )
+    why = _not_convertible(engine, asked)
+    if why and is_needed(asked, run, world_size):
         raise UserError(
             f"{checkpoint} was written by {complete['world_size']} ranks and this run has {world_size}, and DeepSpeed "
             f"converts no {why}; use --gpus {complete['world_size']}."
@@ -98,24 +100,30 @@ def _not_convertible(engine: dict[str, Any], layout: Layout) -> str | None:
         return None
     if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
         return "states on NVMe (offload_optimizer)"
+    if "zenflow" in zero:
+        return "states of ZenFlow, whose steps are on their way when it saves"
     kind = engine.get("optimizer", {}).get("type", "AdamW")
     if kind.lower() not in ("adam", "adamw"):
         return f"states of {kind}, only Adam's"
-    split = [name for name in ("tensor", "pipeline", "expert") if getattr(layout, name) > 1]
-    return f"weights that are cut (layout.{split[0]})" if split else None
+    return "weights that are cut (layout.tensor)" if layout.tensor > 1 else None
 
 
-def is_needed(run: RunFolder, world_size: int) -> bool:
-    """Return whether `world_size` ranks can only go on with the run's newest checkpoint in its universal form."""
+def is_needed(layout: Layout, run: RunFolder, world_size: int) -> bool:
+    """Return whether `world_size` ranks in `layout` can only load the run's newest checkpoint in its universal form.
+
+    Without ZeRO every rank has all states. Sequence-parallel ranks are data ranks to DeepSpeed, so their number alone
+    changes nothing; experts are shared out like states.
+    """
     checkpoint = newest_checkpoint(run)
     if checkpoint is None or not read_json(run.deepspeed)["zero_optimization"]["stage"]:
         return False
-    return read_json(checkpoint / COMPLETE)["world_size"] != world_size
+    complete = read_json(checkpoint / COMPLETE)
+    return (complete["world_size"], complete["layout"]["expert"]) != (world_size, layout.expert)
 
 
-def loading(config: dict[str, Any], run: RunFolder, world_size: int) -> dict[str, Any]:
+def loading(config: dict[str, Any], layout: Layout, run: RunFolder, world_size: int) -> dict[str, Any]:
     """Return the DeepSpeed configuration, told to load the universal form where these ranks need it."""
-    if not is_needed(run, world_size):
+    if not is_needed(layout, run, world_size):
         return config
     return config | {"checkpoint": config.get("checkpoint", {}) | {"load_universal": True}}
 

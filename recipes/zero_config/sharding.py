@@ -8,7 +8,7 @@ from recipes.zero_config.rule import Config
 
 
 def sharding(path: str | Path) -> Sharding:
-    """Return the ZeRO stage, offload and hpZ of a file that the linter has passed.
+    """Return the ZeRO stage and hpZ of a file that the linter has passed.
 
     Raises:
         read.Unreadable: the file is no JSON object.
@@ -17,6 +17,5 @@ def sharding(path: str | Path) -> Sharding:
     stage = config.stage or 0
     return Sharding(
         stage=stage,
-        offload=any(config.offload_device(what) for what in ("offload_optimizer", "offload_param")),
         partition_size=int(config.number("zero_optimization", "zero_hpz_partition_size") or 1) if stage == 3 else 1,
     )

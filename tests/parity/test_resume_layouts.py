@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipes.spec.errors import UserError
-from recipes.spec.recipe import Lora, Schedule
+from recipes.spec.recipe import Layout, Lora, Schedule
 from recipes.spec.run_folder import (
     RunFolder,
     forget_after,
@@ -26,18 +26,34 @@ from tests.small import small
 STEPS = 6
 LORA = Lora(rank=4, alpha=8)
 CASES = {
-    "zero0": ("zero0.json", None),
-    "zero1": ("zero1.json", None),
-    "zero2": ("zero2.json", None),
-    "zero3": ("zero3.json", None),
-    "lora": ("zero2.json", LORA),
-    "lora_zero3": ("zero3.json", LORA),
+    "zero0": ("zero0.json", {}),
+    "zero1": ("zero1.json", {}),
+    "zero2": ("zero2.json", {}),
+    "zero3": ("zero3.json", {}),
+    "lora": ("zero2.json", {"lora": LORA}),
+    "lora_zero3": ("zero3.json", {"lora": LORA}),
+    "dora": ("zero3_adapters.json", {"lora": replace(LORA, dora=True)}),
+    "zero2_offload": ("zero2_offload.json", {}),
+    "zero3_offload": ("zero3_offload.json", {}),
+    "zero3_hpz": ("zero3_hpz.json", {}),
+    "pipeline": ("pipeline.json", {"layout": Layout(pipeline=2)}),
+    "sequence": ("zero3.json", {"layout": Layout(sequence=2)}),
 }
+CHANGES = [
+    *(("zero0", 2, 1), ("zero0", 2, 4)),
+    *(("zero1", 2, 1), ("zero1", 2, 4), ("zero1", 1, 2), ("zero1", 4, 2)),
+    *(("zero2", 2, 1), ("zero2", 2, 4)),
+    *(("zero3", 2, 1), ("zero3", 2, 4), ("zero3", 1, 2), ("zero3", 4, 2)),
+    *(("lora", 2, 1), ("lora", 2, 4), ("lora_zero3", 2, 1), ("lora_zero3", 2, 4), ("dora", 2, 1)),
+    *(("zero2_offload", 2, 1), ("zero3_offload", 2, 1), ("zero3_hpz", 2, 4)),
+    *(("pipeline", 2, 4), ("pipeline", 4, 2), ("sequence", 2, 4)),
+]
+"""What, written by how many ranks, resumed by how many."""
 
 
 def recipe_of(case, model_folder, conversations):
-    config, lora = CASES[case]
-    recipe = small(model_folder, conversations, config, lora=lora, max_steps=STEPS, save_steps=3)
+    config, changes = CASES[case]
+    recipe = small(model_folder, conversations, config, max_steps=STEPS, save_steps=3, **changes)
     # An epoch and a half, in batches that differ, at rates that differ: a wrong order of the data would show.
     return replace(recipe, global_batch_size=4, micro_batch_size=1, schedule=Schedule("cosine", 0.1))
 
@@ -69,14 +85,32 @@ def stopped_after_three(whole, folder):
     return run
 
 
-@pytest.mark.parametrize(("written_by", "resumed_by"), [(2, 1), (2, 4), (1, 2), (4, 2)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "written_by", "resumed_by"), CHANGES)
 def test_same_losses_with_another_number_of_ranks(ranks, tmp_path, whole, case, written_by, resumed_by):
     run = stopped_after_three(whole(case, written_by), tmp_path)
-    if universal.is_needed(run, resumed_by):
+    resume(ranks, run, resumed_by, tmp_path / "log")
+    agree(run, whole(case, written_by))
+
+
+def test_same_losses_without_the_sequence_parallelism(ranks, tmp_path, whole):
+    """Ranks of a sequence are data ranks to DeepSpeed: as many as before take their states as they are."""
+    run = stopped_after_three(whole("sequence", 2), tmp_path)
+    write_recipe(run, replace(read_recipe(run), layout=Layout()))
+    assert not universal.is_needed(Layout(), run, 2)
+    resume(ranks, run, 2, tmp_path / "log")
+    agree(run, whole("sequence", 2))
+
+
+def resume(ranks, run, world_size, log):
+    """Go on with a run as the launcher does."""
+    if universal.is_needed(read_recipe(run).layout, run, world_size):
         universal.convert(newest_checkpoint(run))
-    ranks.check(training_run.main, str(run.path), world_size=resumed_by, log=tmp_path / "log")
-    expected, got = read_jsonl(whole(case, written_by).metrics), read_jsonl(run.metrics)
+    ranks.check(training_run.main, str(run.path), world_size=world_size, log=log)
+
+
+def agree(run, whole):
+    """Fail unless every step is that of the uninterrupted run."""
+    expected, got = read_jsonl(whole.metrics), read_jsonl(run.metrics)
     assert [row["step"] for row in got] == list(range(1, STEPS + 1))
     for ours, theirs in zip(got, expected, strict=True):
         for key in ("loss", "grad_norm", "learning_rate"):
@@ -133,6 +167,8 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whol
     zero = engine["zero_optimization"] | {"offload_optimizer": {"device": "nvme"}}
     write_json(run.deepspeed, engine | {"zero_optimization": zero})
     assert "states on NVMe (offload_optimizer); use --gpus 2" in refusal(run, capsys, "--gpus", "4")
+    write_json(run.deepspeed, engine | {"zero_optimization": engine["zero_optimization"] | {"zenflow": {}}})
+    assert "states of ZenFlow" in refusal(run, capsys, "--gpus", "4")
 
 
 def test_an_ordinary_resume_is_not_refused(tmp_path, whole):
