@@ -213,7 +213,7 @@ def _pipeline(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
     if recipe.model.quantization != "none":
         yield "4-bit weights are packed on a rank that holds the whole model, and a stage is a part"
     if sharding.stage > 1:
-        yield f"a pipeline goes with ZeRO 0 and 1, and the DeepSpeed file says {sharding.stage}"
+        yield "DeepSpeed's pipeline goes with ZeRO 0 and 1 only"
 
 
 def _expert(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
