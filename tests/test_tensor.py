@@ -32,12 +32,12 @@ def sharded(ranks, tmp_path_factory):
 def test_every_model_type_is_split_rightly_or_refused(sharded):
     assert len(sharded) >= 18
     for kind, found in sharded.items():
-        if kind in TENSOR_MODEL_TYPES:
+        if kind in SPLIT:
             assert found.get("split", 0) >= 8 and found["weights"], (kind, found)
             assert found["logits"] < EXACT and found["gradient"] < EXACT, (kind, found)
         else:
             assert found["error"].startswith("ValueError") and "no plan, or unknown styles" in found["error"], kind
-    assert set(sharded) > set(TENSOR_MODEL_TYPES)
+    assert set(sharded) > set(SPLIT)
 
 
 def test_norms_of_local_heads_that_are_not_summed_are_noticed(ranks, tmp_path):
@@ -53,7 +53,7 @@ def by_deepspeed(ranks, tmp_path_factory):
 
 def test_deepspeed_splits_rightly_what_its_plan_allows_and_nothing_else(by_deepspeed):
     """AutoTP, which splits what `tensor.shard_where_autotp_cannot` leaves to it."""
-    assert set(by_deepspeed) > set(TENSOR_MODEL_TYPES)
+    assert set(by_deepspeed) > set(SPLIT)
     for kind, found in by_deepspeed.items():
         right = "error" not in found and found["split"] >= 8 and found["weights"]
         right = right and found["logits"] < ROUNDED and found["gradient"] < ROUNDED

@@ -212,6 +212,8 @@ def _pipeline(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
         yield "DPO needs two models' outputs at once, and a pipeline returns one model's loss"
     if recipe.model.quantization != "none":
         yield "4-bit weights are packed on a rank that holds the whole model, and a stage is a part"
+    if recipe.router_aux_loss_coef:
+        yield "the load-balancing loss is one of all routers, and a stage has those of its own layers"
     if sharding.stage > 1:
         yield "DeepSpeed's pipeline goes with ZeRO 0 and 1 only"
 

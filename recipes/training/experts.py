@@ -101,12 +101,3 @@ def group_parameters(trainer: Trainer, size: int) -> None:
         return optimizer
 
     trainer.create_optimizer = create_optimizer
-
-
-def gather_on_save(trainer: Trainer) -> None:
-    """Make the Trainer's checkpoints hold ordinary Hugging Face weights too."""
-
-    def get_state_dict(model: Any, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        return whole_state(model.module)
-
-    trainer.accelerator.get_state_dict = get_state_dict

@@ -38,14 +38,33 @@ def save(trainer: Trainer, folder: Path) -> None:
     if world.is_first():
         shutil.rmtree(draft, ignore_errors=True)
     torch.distributed.barrier()
-    if isinstance(trainer.deepspeed.module, PipelineModule):
-        pipeline_engine.save(trainer.deepspeed.module, trainer.processing_class, draft)
-    else:
-        _save_whole(trainer, draft)
+    _write(trainer, draft)
     if world.is_first():
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
     torch.distributed.barrier()
+
+
+def save_with_checkpoints(trainer: Trainer) -> None:
+    """Make the Trainer's checkpoints hold the same ordinary weights, where the DeepSpeed file does not decline them.
+
+    Below ZeRO-3 the Trainer's own way stores tied weights twice; of split models it would store one rank's part; and
+    without `stage3_gather_16bit_weights_on_model_save` it writes DeepSpeed's checkpoint a second time instead.
+    """
+
+    def save_model(output_dir: str, _internal_call: bool = False) -> None:
+        engine = trainer.deepspeed
+        if not engine.zero_optimization_partition_weights() or engine.zero_gather_16bit_weights_on_model_save():
+            _write(trainer, Path(output_dir))
+
+    trainer.save_model = save_model
+
+
+def _write(trainer: Trainer, folder: Path) -> None:
+    if isinstance(trainer.deepspeed.module, PipelineModule):
+        pipeline_engine.save(trainer.deepspeed.module, trainer.processing_class, folder)
+    else:
+        _save_whole(trainer, folder)
 
 
 def _save_whole(trainer: Trainer, folder: Path) -> None:

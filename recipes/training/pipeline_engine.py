@@ -93,7 +93,7 @@ def _cross_entropy(logits: torch.Tensor, following: torch.Tensor) -> torch.Tenso
 
 
 def drive(trainer: Trainer, layout: Layout) -> None:
-    """Make the Trainer hand every optimizer step to the pipeline as one, and save by stages.
+    """Make the Trainer hand every optimizer step to the pipeline as one.
 
     The loss is what the Trainer makes of it elsewhere: the mean over all tokens of the global batch. The engine
     averages over micro-batches and data ranks, so every token is weighted by their number over that of the tokens,
@@ -114,11 +114,7 @@ def drive(trainer: Trainer, layout: Layout) -> None:
         waiting.clear()
         return engine.train_batch(iter(batches)).detach()
 
-    def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
-        save(trainer.deepspeed.module, trainer.processing_class, Path(output_dir))
-
     trainer.training_step = training_step
-    trainer.save_model = save_model
 
 
 def _inputs(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -107,9 +107,6 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
             as_never_loaded(trainer.deepspeed)
         if experts.layers(trainer.model):
             experts.route_as_transformers(trainer.model)
-            experts.gather_on_save(trainer)
-        if tensor.layers(trainer.model):
-            tensor.gather_on_save(trainer)
         config = resolved_config(trainer.deepspeed)
         if world.is_first():
             write_json(run.deepspeed, config)
@@ -128,6 +125,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         experts.group_parameters(trainer, recipe.layout.expert)
     if recipe.router_aux_loss_coef:
         routing.balance(trainer, recipe.router_aux_loss_coef, dist.get_world_size() // recipe.layout.tensor)
+    export.save_with_checkpoints(trainer)
     metrics.watch(trainer, work_of(whole))
     if staged:
         pipeline_engine.drive(trainer, recipe.layout)

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import groups
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import deepspeed_config
 
 WHOLE = "replicated_with_grad_allreduce"
@@ -171,17 +170,6 @@ def gathered(layer: TensorParallel_Layer, name: str, part: torch.Tensor) -> torc
     ]
     layer.gather_params(copies)
     return next(copy for copy in copies if copy is not None).detach()
-
-
-def gather_on_save(trainer: Trainer) -> None:
-    """Make the Trainer's checkpoints hold ordinary Hugging Face weights too."""
-
-    def get_state_dict(engine: Any, unwrap: bool = True) -> dict[str, torch.Tensor] | None:
-        if engine.zero_optimization_partition_weights():
-            return engine._zero3_consolidated_16bit_state_dict()
-        return whole_state(engine.module, dist.get_rank() == 0, frozen=not isinstance(engine.module, PeftModel))
-
-    trainer.accelerator.get_state_dict = get_state_dict
 
 
 @contextlib.contextmanager

@@ -11,6 +11,9 @@ from tests.small import small
 
 LAYOUTS = {
     "zero3": ("zero3.json", Layout(), 2),
+    "tensor": ("zero1.json", Layout(tensor=2), 2),
+    "tensor_zero3": ("zero3.json", Layout(tensor=2), 2),
+    "sequence": ("zero2.json", Layout(sequence=2), 2),
     "pipeline": ("zero1.json", Layout(pipeline=2), 2),
     "pipeline_tensor": ("zero0.json", Layout(pipeline=2, tensor=2), 4),
 }

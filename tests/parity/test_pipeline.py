@@ -154,13 +154,20 @@ def test_a_resumed_pipeline_trains_the_same_model(ranks, tmp_path, models, conve
         assert torch.equal(weight, saved[name])
 
 
-def test_adapters_train_as_in_one_process(ranks, tmp_path, models, conversations):
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Layout(pipeline=2), 4, checkpointing=True, family="gemma3-1b"),
+        Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b"),
+    ],
+    ids=str,
+)
+def test_adapters_train_as_in_one_process(ranks, tmp_path, models, conversations, case):
     lora = Lora(rank=4, alpha=8)
-    model = models("gemma3-1b")
+    model = models(case.family)
     seed = recipe_of(TIED, model, conversations).seed
     records, weights = plain.train(model, conversations, SETTINGS, prepare=lambda whole: add(whole, lora, seed))
     run = RunFolder(tmp_path / "run")
-    case = Case(Layout(pipeline=2), 4, checkpointing=True)
     write_recipe(run, recipe_of(case, model, conversations, lora=lora))
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=case.world_size)
     gate.agree_on_steps(run, records)

@@ -1,12 +1,13 @@
 """Sequence parallelism trains exactly the model that plain PyTorch trains in one process, at every ZeRO stage."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Layout, Lora
 from recipes.spec.run_folder import RunFolder, forget_after, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
@@ -33,7 +34,9 @@ class Case:
 
     def __str__(self) -> str:
         how = ["packed"] * self.packing + ["checkpointing"] * self.checkpointing
-        sizes = f"{self.layout.sequence}of{self.world_size}-accumulate{self.accumulation}"
+        others = [f"{self.layout.pipeline}stages"] * (self.layout.pipeline > 1)
+        others += [f"{self.layout.tensor}tensor"] * (self.layout.tensor > 1)
+        sizes = "-".join([f"{self.layout.sequence}of{self.world_size}", *others, f"accumulate{self.accumulation}"])
         return "-".join([f"zero{self.stage}", sizes, *how])
 
 
@@ -54,6 +57,10 @@ MORE = [
         Case(stage, FOUR, world_size=4, packing=True),
     )
     if case not in CASES
+] + [
+    Case(1, Layout(sequence=2, pipeline=2), world_size=4, accumulation=2, packing=True, checkpointing=True),
+    Case(1, Layout(sequence=2, tensor=2), world_size=4, packing=True),
+    Case(0, Layout(sequence=2, tensor=2, pipeline=2), world_size=8, accumulation=2),
 ]
 
 
@@ -99,6 +106,16 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
     engine = read_json(run.deepspeed)
     assert engine["zero_optimization"]["stage"] == case.stage
     assert engine["gradient_accumulation_steps"] == case.accumulation
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("template", ["zero2_offload", "zero3_offload", "zero3_offload_params", "sequence_parallel"])
+def test_it_goes_with_any_template(ranks, tmp_path, model_folder, conversations, reference, template):
+    run = RunFolder(tmp_path / "run")
+    recipe = recipe_of(Case(stage=3, accumulation=2), model_folder, conversations)
+    write_recipe(run, replace(recipe, deepspeed=str(ROOT / "configs" / f"{template}.json")))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    gate.agree(run, *reference)
 
 
 PACKED = Case(stage=1, packing=True)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.spec import pages
-from recipes.spec.recipe import Data, Layout, Lora
+from recipes.spec.recipe import Data, Draft, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import draft
 from recipes.training import run as training_run
@@ -159,6 +159,14 @@ def test_adapters_are_trained_as_unsplit(ranks, tmp_path, model_folder, conversa
     assert split.keys() == whole.keys() and len(split) == 28
     for name, weight in split.items():
         assert weight.abs().max() > 0 and plain.worst(weight, whole[name]) <= 1, name
+
+
+def test_adapters_that_ranks_drew_differently_are_made_the_same(ranks, tmp_path, model_folder, conversations):
+    """Rank 0 has drawn the draft's weights before: its adapters are others, until they are sent to the rest."""
+    model = pages.page("llama3").full("1b").model
+    recipe = exact(model_folder, conversations, 1, model=model, draft=Draft(enabled=True), lora=Lora(rank=4))
+    run = train(ranks, tmp_path, recipe, 2)
+    assert read_json(run.summary)["logit_difference"] < 1e-5
 
 
 @pytest.mark.parametrize("stage", [1, 3])
