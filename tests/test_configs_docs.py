@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes.spec import combinations
 from recipes.zero_config import troubleshooting
 from tests.test_configs_run import CONFIGS, CUDA
 
@@ -26,6 +27,13 @@ def keys(config: dict, path: tuple[str, ...] = ()) -> Iterator[str]:
 
 def test_troubleshooting_is_up_to_date():
     assert troubleshooting.PAGE.read_text() == troubleshooting.text()
+
+
+def test_the_table_of_combinations_is_what_the_launcher_says():
+    assert combinations.written_into(README) == README, "python -m recipes.spec.combinations"
+    table = README.partition(combinations.BEGIN)[2].partition(combinations.END)[0]
+    assert table.count("yes") >= 30 and table.count("\n") <= 45
+    assert "| pipeline | yes | yes | [" in table and "| data | yes | yes | yes | yes | yes | yes | yes | yes |" in table
 
 
 def test_every_template_has_its_row_and_says_what_was_seen():

@@ -156,7 +156,7 @@ REFUSED = {
         {},
         2,
         Sharding(3),
-        "says 3; use layout.pipeline=1 or deepspeed=pipeline.json",
+        "0 and 1 only; use layout.pipeline=1 or deepspeed=pipeline.json",
     ),
     "stages of 4 bits": (Layout(pipeline=2), QWEN3, NF4, 2, Sharding(1), "4-bit .*; use layout.pipeline=1"),
     "dense": (Layout(expert=2), QWEN3, {}, 2, Sharding(1), "qwen3 has no experts to spread; use layout.expert=1"),

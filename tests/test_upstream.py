@@ -4,14 +4,18 @@ import inspect
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from deepspeed.runtime.engine import DeepSpeedEngine
+from safetensors.torch import load_file
 
+from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
-from recipes.spec.run_folder import RunFolder, newest_checkpoint, write_recipe
+from recipes.spec.recipe import Layout, Lora
+from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, write_json, write_recipe
 from recipes.training import adapters, universal
 from recipes.training import run as training_run
 from tests.ranks import read_logs
@@ -87,3 +91,23 @@ def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, mod
     said = read_logs(tmp_path / "resumed")[0]
     assert "loaded: decays [0.1, 0.1], 1 counters for 2 states" in said, said
     assert "mended: decays [0.1, 0.0], 2 counters for 2 states" in said, said
+
+
+def test_deepspeed_joins_split_matrices_wrongly(ranks, tmp_path, model_folder, conversations):
+    """`_not_convertible` in recipes/training/universal.py can let them pass when they are joined to what they were."""
+    folder = {}
+    for config, lora in (("zero1.json", Lora(rank=4)), ("zero3.json", None)):
+        run = RunFolder(tmp_path / config)
+        recipe = small(model_folder, conversations, config, max_steps=1, save_steps=1, lora=lora)
+        write_recipe(run, replace(recipe, layout=Layout(tensor=2)))
+        ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+        folder[config] = newest_checkpoint(run)
+        complete = folder[config] / COMPLETE
+        write_json(complete, read_json(complete) | {"layout": asdict(Layout())})  # so that it is tried
+    with pytest.raises(UserError, match="exceeds dimension size"):
+        universal.convert(folder["zero3.json"])
+    universal.convert(folder["zero1.json"])
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A"
+    joined = torch.load(folder["zero1.json"] / f"global_step1_universal/zero/{name}.default.weight/fp32.pt")["param"]
+    whole = load_file(folder["zero1.json"] / "adapter_model.safetensors")[f"{name}.weight"]
+    assert joined.numel() == 2 * whole.numel()

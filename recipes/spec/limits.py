@@ -215,7 +215,7 @@ def _pipeline(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
     if recipe.router_aux_loss_coef:
         yield "the load-balancing loss is one of all routers, and a stage has those of its own layers"
     if sharding.stage > 1:
-        yield f"a pipeline goes with ZeRO 0 and 1, and the DeepSpeed file says {sharding.stage}"
+        yield "DeepSpeed's pipeline goes with ZeRO 0 and 1 only"
 
 
 def _expert(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:

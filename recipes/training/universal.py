@@ -51,20 +51,31 @@ def check(recipe: Recipe, run: RunFolder, sharding: Sharding, world_size: int) -
             f"DeepSpeed loads it under no other stage; take a file with stage {saved_stage}."
         )
     saved, asked = Layout(**complete["layout"]), recipe.layout
-    cut = [name for name in ("tensor", "pipeline") if getattr(saved, name) != getattr(asked, name)]
-    if (saved.expert > 1) != (asked.expert > 1):
-        cut.append("expert")  # whole experts are other parameters than AutoEP's
-    if cut:
+    for name in _unchangeable(saved, asked, saved_stage):
+        size = getattr(saved, name)
         raise UserError(
-            f"layout.{cut[0]}={getattr(asked, cut[0])}: {checkpoint} holds weights that are cut for "
-            f"{getattr(saved, cut[0])}; use layout.{cut[0]}={getattr(saved, cut[0])}."
+            f"layout.{name}={getattr(asked, name)}: {checkpoint} was written with {size}, and DeepSpeed cannot convert "
+            f"that; use layout.{name}={size}."
         )
-    why = _not_convertible(engine, asked)
+    why = _not_convertible(engine, saved, recipe.lora is not None)
     if why and is_needed(asked, run, world_size):
+        sizes = "".join(f" layout.{name}={size}" for name, size in complete["layout"].items() if size > 1)
         raise UserError(
-            f"{checkpoint} was written by {complete['world_size']} ranks and this run has {world_size}, and DeepSpeed "
-            f"converts no {why}; use --gpus {complete['world_size']}."
+            f"{checkpoint} was written by {complete['world_size']} ranks, and for others DeepSpeed converts no {why}; "
+            f"use --gpus {complete['world_size']}{sizes}."
         )
+
+
+def _unchangeable(saved: Layout, asked: Layout, stage: int) -> list[str]:
+    """Return which sizes of a layout are not what a checkpoint has to be loaded with."""
+    changed = {
+        "pipeline": saved.pipeline != asked.pipeline,
+        # Whole experts are other parameters than AutoEP's.
+        "expert": (saved.expert > 1) != (asked.expert > 1),
+        # Nothing in the checkpoint says how whole matrices would be split; and only ZeRO's states can be converted.
+        "tensor": saved.tensor == 1 < asked.tensor or (not stage and saved.tensor != asked.tensor),
+    }
+    return [name for name, is_so in changed.items() if is_so]
 
 
 def _check_model(recipe: Recipe, held: Recipe, checkpoint: Path) -> None:
@@ -93,8 +104,12 @@ def _dimensions(file: Path) -> dict[str, Any]:
     return {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
 
 
-def _not_convertible(engine: dict[str, Any], layout: Layout) -> str | None:
-    """Return what it is that the universal form cannot hold; None where it holds all of it."""
+def _not_convertible(engine: dict[str, Any], saved: Layout, adapters: bool) -> str | None:
+    """Return what it is that the universal form cannot hold; None where it holds all of it.
+
+    Of split matrices it holds what AutoTP has split and described, below ZeRO-3; the others it would join wrongly.
+    `test_deepspeed_joins_split_matrices_wrongly` tells when this can go.
+    """
     zero = engine["zero_optimization"]
     if not zero["stage"]:
         return None
@@ -105,20 +120,23 @@ def _not_convertible(engine: dict[str, Any], layout: Layout) -> str | None:
     kind = engine.get("optimizer", {}).get("type", "AdamW")
     if kind.lower() not in ("adam", "adamw"):
         return f"states of {kind}, only Adam's"
-    return "weights that are cut (layout.tensor)" if layout.tensor > 1 else None
+    if saved.tensor > 1 and (zero["stage"] == 3 or saved.pipeline > 1 or adapters):
+        return "matrices that are split under ZeRO-3, in a pipeline or beside adapters"
+    return None
 
 
 def is_needed(layout: Layout, run: RunFolder, world_size: int) -> bool:
     """Return whether `world_size` ranks in `layout` can only load the run's newest checkpoint in its universal form.
 
     Without ZeRO every rank has all states. Sequence-parallel ranks are data ranks to DeepSpeed, so their number alone
-    changes nothing; experts are shared out like states.
+    changes nothing.
     """
     checkpoint = newest_checkpoint(run)
     if checkpoint is None or not read_json(run.deepspeed)["zero_optimization"]["stage"]:
         return False
     complete = read_json(checkpoint / COMPLETE)
-    return (complete["world_size"], complete["layout"]["expert"]) != (world_size, layout.expert)
+    saved = Layout(**complete["layout"])
+    return (complete["world_size"], saved.tensor, saved.expert) != (world_size, layout.tensor, layout.expert)
 
 
 def loading(config: dict[str, Any], layout: Layout, run: RunFolder, world_size: int) -> dict[str, Any]:
@@ -143,7 +161,9 @@ def convert(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--input_folder", str(source), "--output_folder", str(target)]
     # One worker each: with several DeepSpeed holds as many shares in memory at once.
-    command += ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    if read_json(checkpoint / COMPLETE)["layout"]["tensor"] == 1:
+        command.append("--inject_missing_state")  # where matrices are split, what it tells of them must not be missing
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         shutil.rmtree(target, ignore_errors=True)

@@ -1,7 +1,7 @@
 """A run that goes on with another number of ranks logs what the uninterrupted one logs."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout, Lora, Schedule
 from recipes.spec.run_folder import (
+    COMPLETE,
     RunFolder,
     forget_after,
     newest_checkpoint,
@@ -38,6 +39,8 @@ CASES = {
     "zero3_hpz": ("zero3_hpz.json", {}),
     "pipeline": ("pipeline.json", {"layout": Layout(pipeline=2)}),
     "sequence": ("zero3.json", {"layout": Layout(sequence=2)}),
+    "tensor": ("zero1.json", {"layout": Layout(tensor=2)}),
+    "tensor_zero0": ("zero0.json", {"layout": Layout(tensor=2)}),
 }
 CHANGES = [
     *(("zero0", 2, 1), ("zero0", 2, 4)),
@@ -46,7 +49,7 @@ CHANGES = [
     *(("zero3", 2, 1), ("zero3", 2, 4), ("zero3", 1, 2), ("zero3", 4, 2)),
     *(("lora", 2, 1), ("lora", 2, 4), ("lora_zero3", 2, 1), ("lora_zero3", 2, 4), ("dora", 2, 1)),
     *(("zero2_offload", 2, 1), ("zero3_offload", 2, 1), ("zero3_hpz", 2, 4)),
-    *(("pipeline", 2, 4), ("pipeline", 4, 2), ("sequence", 2, 4)),
+    *(("pipeline", 2, 4), ("pipeline", 4, 2), ("sequence", 2, 4), ("tensor", 2, 4), ("tensor_zero0", 2, 4)),
 ]
 """What, written by how many ranks, resumed by how many."""
 
@@ -92,13 +95,14 @@ def test_same_losses_with_another_number_of_ranks(ranks, tmp_path, whole, case, 
     agree(run, whole(case, written_by))
 
 
-def test_same_losses_without_the_sequence_parallelism(ranks, tmp_path, whole):
+@pytest.mark.parametrize(("case", "converted"), [("sequence", False), ("tensor", True)])
+def test_same_losses_in_another_layout(ranks, tmp_path, whole, case, converted):
     """Ranks of a sequence are data ranks to DeepSpeed: as many as before take their states as they are."""
-    run = stopped_after_three(whole("sequence", 2), tmp_path)
+    run = stopped_after_three(whole(case, 2), tmp_path)
     write_recipe(run, replace(read_recipe(run), layout=Layout()))
-    assert not universal.is_needed(Layout(), run, 2)
+    assert universal.is_needed(Layout(), run, 2) == converted
     resume(ranks, run, 2, tmp_path / "log")
-    agree(run, whole("sequence", 2))
+    agree(run, whole(case, 2))
 
 
 def resume(ranks, run, world_size, log):
@@ -153,6 +157,7 @@ def refusal(run, capsys, *arguments):
 
 def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whole, capsys):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
+    engine = read_json(run.deepspeed)
     wider = tmp_path / "wider"
     shutil.copytree(read_recipe(run).model.path, wider)
     write_json(wider / "config.json", read_json(wider / "config.json") | {"hidden_size": 128})
@@ -161,7 +166,12 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whol
     assert "lora.rank=8" in refusal(run, capsys, "lora.rank=8", "--gpus", "2")
     assert "draft" in refusal(run, capsys, "--draft", "--gpus", "2")
     assert "use layout.tensor=1" in refusal(run, capsys, "layout.tensor=2", "--gpus", "2")
-    engine = read_json(run.deepspeed)
+    staged = ["layout.pipeline=2", "deepspeed=pipeline.json", "--gpus", "2"]
+    write_json(run.deepspeed, {"zero_optimization": {"stage": 1}})
+    assert "was written with 1, and DeepSpeed cannot convert that; use layout.pipeline=1" in refusal(
+        run, capsys, *staged
+    )
+    write_json(run.deepspeed, engine)
     write_json(run.deepspeed, engine | {"optimizer": {"type": "Lion", "params": {}}})
     assert "states of Lion, only Adam's; use --gpus 2" in refusal(run, capsys, "--gpus", "4")
     zero = engine["zero_optimization"] | {"offload_optimizer": {"device": "nvme"}}
@@ -192,3 +202,12 @@ def test_room_is_asked_for_before_the_conversion_and_suffices(tmp_path, whole, m
     universal.convert(checkpoint)
     written = sum(path.stat().st_size for path in (checkpoint / "global_step3_universal").rglob("*"))
     assert universal.room(source) / 4 < written < universal.room(source)
+
+
+def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsys):
+    run = stopped_after_three(whole("zero3", 2), tmp_path)
+    complete = newest_checkpoint(run) / COMPLETE
+    write_json(complete, read_json(complete) | {"layout": asdict(Layout(tensor=2))})
+    write_recipe(run, replace(read_recipe(run), layout=Layout(tensor=2)))
+    said = refusal(run, capsys, "--gpus", "4")
+    assert "converts no matrices that are split under ZeRO-3" in said and "use --gpus 2 layout.tensor=2." in said
