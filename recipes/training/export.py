@@ -49,12 +49,15 @@ def save_with_checkpoints(trainer: Trainer) -> None:
     """Make the Trainer's checkpoints hold the same ordinary weights, where the DeepSpeed file does not decline them.
 
     Below ZeRO-3 the Trainer's own way stores tied weights twice; of split models it would store one rank's part; and
-    without `stage3_gather_16bit_weights_on_model_save` it writes DeepSpeed's checkpoint a second time instead.
+    without `stage3_gather_16bit_weights_on_model_save` it writes DeepSpeed's checkpoint a second time instead. Set that
+    key to false, and ZeRO-3's checkpoints hold no weights besides DeepSpeed's own.
     """
 
     def save_model(output_dir: str, _internal_call: bool = False) -> None:
         engine = trainer.deepspeed
-        if not engine.zero_optimization_partition_weights() or engine.zero_gather_16bit_weights_on_model_save():
+        zero = engine._config._param_dict["zero_optimization"]
+        wanted = zero.get("stage3_gather_16bit_weights_on_model_save", True)
+        if wanted or not engine.zero_optimization_partition_weights():
             _write(trainer, Path(output_dir))
 
     trainer.save_model = save_model
