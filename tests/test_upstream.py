@@ -12,15 +12,16 @@ from bitsandbytes.nn import Linear4bit
 from deepspeed.runtime.engine import DeepSpeedEngine
 from safetensors.torch import load_file
 
+from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
-from recipes.spec.recipe import Layout, Lora
+from recipes.spec.recipe import Draft, Layout, Lora
 from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, write_json, write_recipe
 from recipes.training import adapters, universal
 from recipes.training import run as training_run
 from tests.ranks import read_logs
 from tests.small import small
-from tests.workers import expert_norm, expert_routes, split_layers, universal_groups, zero_init
+from tests.workers import expert_norm, expert_routes, split_layers, staged_experts, universal_groups, zero_init
 
 
 def test_deepspeed_forgets_the_fp32_gradient_norm():
@@ -111,3 +112,13 @@ def test_deepspeed_joins_split_matrices_wrongly(ranks, tmp_path, model_folder, c
     joined = torch.load(folder["zero1.json"] / f"global_step1_universal/zero/{name}.default.weight/fp32.pt")["param"]
     whole = load_file(folder["zero1.json"] / "adapter_model.safetensors")[f"{name}.weight"]
     assert joined.numel() == 2 * whole.numel()
+
+
+def test_deepspeed_spreads_no_experts_in_a_pipeline(ranks, tmp_path, conversations):
+    """`_expert` in recipes/spec/limits.py can let pipelines pass when AutoEP finds the experts of a stage."""
+    run = RunFolder(tmp_path / "run")
+    recipe = small(tmp_path, conversations, "expert_parallel.json", layout=Layout(pipeline=2, expert=2), max_steps=1)
+    model = pages.find("mixtral-8x7b", "expert").model
+    write_recipe(run, replace(recipe, model=model, draft=Draft(enabled=True), micro_batch_size=1))
+    ranks.check(staged_experts.main, str(run.path), world_size=4, log=tmp_path / "log")
+    assert all("AutoEP's layers 0, experts in each of the others [4]" in said for said in read_logs(tmp_path / "log"))
