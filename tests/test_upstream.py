@@ -1,11 +1,13 @@
 """Workarounds for other projects' mistakes, each held against the mistake: a test that fails says that it can go."""
 
 import inspect
+import json
 import re
 import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -14,6 +16,7 @@ from recipes.spec.pages import ROOT
 from recipes.spec.run_folder import RunFolder, newest_checkpoint, write_recipe
 from recipes.training import adapters, universal
 from recipes.training import run as training_run
+from tests.launching import train_with
 from tests.ranks import read_logs
 from tests.small import small
 from tests.workers import expert_norm, expert_routes, split_layers, universal_groups, zero_init
@@ -87,3 +90,15 @@ def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, mod
     said = read_logs(tmp_path / "resumed")[0]
     assert "loaded: decays [0.1, 0.1], 1 counters for 2 states" in said, said
     assert "mended: decays [0.1, 0.0], 2 counters for 2 states" in said, said
+
+
+def test_the_trainers_own_sequence_parallelism_doubles_gradients_below_stage_3(ranks, tmp_path):
+    """configs/README.md warns of it, and can stop when the two norms are the same."""
+    template = json.loads((ROOT / "configs" / "sequence_parallel.json").read_text())
+    norms = {}
+    for stage in (1, 3):
+        path = tmp_path / str(stage) / "sequence_parallel-pretrained.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(template | {"zero_optimization": {"stage": stage}}))
+        norms[stage] = train_with(ranks, path.parent, "trainer", path)["grad_norm"][0]
+    assert norms[1] / norms[3] == pytest.approx(2, rel=1e-2)
