@@ -1,6 +1,7 @@
 """Workarounds for other projects' mistakes, each held against the mistake: a test that fails says that it can go."""
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from recipes.spec.recipe import Draft, Layout, Lora
 from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, write_json, write_recipe
 from recipes.training import adapters, universal
 from recipes.training import run as training_run
+from tests.launching import train_with
 from tests.ranks import read_logs
 from tests.small import small
 from tests.workers import expert_norm, expert_routes, split_layers, staged_experts, universal_groups, zero_init
@@ -122,3 +124,15 @@ def test_deepspeed_spreads_no_experts_in_a_pipeline(ranks, tmp_path, conversatio
     write_recipe(run, replace(recipe, model=model, draft=Draft(enabled=True), micro_batch_size=1))
     ranks.check(staged_experts.main, str(run.path), world_size=4, log=tmp_path / "log")
     assert all("AutoEP's layers 0, experts in each of the others [4]" in said for said in read_logs(tmp_path / "log"))
+
+
+def test_the_trainers_own_sequence_parallelism_doubles_gradients_below_stage_3(ranks, tmp_path):
+    """configs/README.md warns of it, and can stop when the two norms are the same."""
+    template = json.loads((ROOT / "configs" / "sequence_parallel.json").read_text())
+    norms = {}
+    for stage in (1, 3):
+        path = tmp_path / str(stage) / "sequence_parallel-pretrained.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(template | {"zero_optimization": {"stage": stage}}))
+        norms[stage] = train_with(ranks, path.parent, "trainer", path)["grad_norm"][0]
+    assert norms[1] / norms[3] == pytest.approx(2, rel=1e-2)
