@@ -10,6 +10,7 @@ its exit status on. Ctrl-C or SIGTERM writes a checkpoint and ends the run; `--r
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -307,12 +308,18 @@ def signal_ranks(launcher: int, number: int) -> None:
     tree = psutil.Process(launcher).children(recursive=True)
     ranks = [process for process in tree if is_rank(process)]
     for process in ranks or [psutil.Process(launcher), *tree]:
-        process.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
+            process.send_signal(number)
 
 
 def is_rank(process: Any) -> bool:
     """Return whether a process is one of the run's ranks, and not a launcher that has their command in its own."""
-    command = process.cmdline()
+    import psutil
+
+    try:
+        command = process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie too
+        return False
     return RANK_MODULE in command and "deepspeed.launcher.launch" not in command
 
 

@@ -4,10 +4,15 @@ import json
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from recipes.planning.states import mixture_bytes, state_bytes
+from recipes.planning.states import held_parameters, mixture_bytes, state_bytes
+from recipes.spec.layout import balanced, place
+from recipes.spec.recipe import Layout
+from recipes.spec.run_folder import RunFolder, write_recipe
 from tests.ranks import read_logs
-from tests.workers import weigh_states
+from tests.small import small
+from tests.workers import weigh_layouts, weigh_states
 
 RANKS = 2
 HALF = weigh_states.LAYERS // 2
@@ -71,3 +76,46 @@ def test_another_stage_precision_or_share_is_noticed(weighed, wrong):
         if key == "precision" and case["stage"] == 0 and case["parameters"] == case["trainable"]:
             continue  # 2 + 2 + 12 and 4 + 4 + 8 bytes: the same
         assert case["bytes"] != pytest.approx(predicted({**case, key: change(case)}), rel=0.02), case
+
+
+LAYOUTS = {
+    "tensor": Layout(tensor=2),
+    "sequence": Layout(sequence=2),
+    "pipeline": Layout(pipeline=2),
+    "pipeline_tensor": Layout(pipeline=2, tensor=2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_a_rank_holds_of_a_spread_model_is_what_is_predicted(ranks, tmp_path, model_folder, conversations, name):
+    layout = LAYOUTS[name]
+    world_size = 2 * layout.tensor * layout.pipeline * layout.sequence
+    run = RunFolder(tmp_path / "run")
+    recipe = small(model_folder, conversations, "zero1.json", layout=layout, max_steps=1, micro_batch_size=1)
+    write_recipe(run, recipe)
+    ranks.check(weigh_layouts.main, str(run.path), world_size=world_size, log=tmp_path / "log")
+    logs = [text.splitlines() for text in read_logs(tmp_path / "log")]
+    weighed = [json.loads(line) for lines in logs for line in lines if line.startswith("{")]
+    assert len(weighed) == world_size
+    held = stages_of(model_folder, layout)
+    for rank, found in enumerate(weighed):
+        stage = place(layout, rank, world_size).stage
+        states = state_bytes(held[stage], held[stage], 1, 2 * layout.sequence, "fp32")
+        assert found["parameters"] == pytest.approx(states.parameters, rel=0.02)
+        assert found["all"] == pytest.approx(states.parameters + states.optimizer, rel=0.02)
+        assert found["all"] != pytest.approx(1.1 * (states.parameters + states.optimizer), rel=0.02)
+
+
+def stages_of(folder, layout):
+    """Return the parameters of each stage, counted on the whole model."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    layers, split = [], []
+    for index in range(model.config.num_hidden_layers):
+        own = {name: size for name, size in sizes.items() if name.startswith(f"model.layers.{index}.")}
+        layers.append(sum(own.values()))
+        split.append(sum(size for name, size in own.items() if name.endswith("_proj.weight")))
+    embedding, norm = sizes["model.embed_tokens.weight"], sizes["model.norm.weight"]
+    after = norm + (embedding if layout.pipeline > 1 else 0)
+    stages = balanced(layers, layout.pipeline)
+    return held_parameters(layers, split, embedding, after, layout.tensor, stages)

@@ -1,5 +1,6 @@
 """The bytes of a model's states on each rank: parameters, gradients, and what the optimizer keeps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -65,6 +66,29 @@ def state_bytes(
         copies = 2 if stage == 2 and accumulation > 1 else 1
         return States(held, 0, 0, kept + 4 * trainable / ranks + copies * gradients)
     return States(held, gradients, kept, 0)
+
+
+def held_parameters(
+    layers: Sequence[float], split: Sequence[float], before: float, after: float, tensor: int, stages: Sequence[range]
+) -> list[float]:
+    """Return how many parameters a rank of each pipeline stage has, of a model whose layers are spread over ranks.
+
+    Sequence parallelism changes nothing: its ranks have the whole model.
+
+    Args:
+        layers: parameters of each layer.
+        split: of them, those in matrices that tensor parallelism splits.
+        before: of the embedding, which the first stage has.
+        after: of the norm and the head, which the last has; a tied head is the embedding once more.
+        tensor: ranks that a matrix is split over.
+        stages: the layers of each stage, as `spec.layout.balanced` gives them; one range without a pipeline, in which
+            a tied head counts for nothing.
+    """
+    own = [whole - part + part / tensor for whole, part in zip(layers, split, strict=True)]
+    held = [sum(own[index] for index in stage) for stage in stages]
+    held[0] += before
+    held[-1] += after
+    return held
 
 
 def mixture_bytes(dense: float, routed: float, stage: int, ranks: int, precision: str, expert_ranks: int) -> States:

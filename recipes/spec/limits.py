@@ -198,6 +198,8 @@ def _sequence(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
         )
     if recipe.method == "dpo":
         yield "DPO compares whole answers, and each rank has the loss of a part of the tokens"
+    if recipe.router_aux_loss_coef:
+        yield "the load-balancing loss is one of whole rows, and each rank has the routers' choices for a part"
 
 
 def _pipeline(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
