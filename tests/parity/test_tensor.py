@@ -17,6 +17,7 @@ from tests.small import small
 from tests.workers import split_layers
 
 SETTINGS = plain.Settings()
+EVERY = pytest.mark.every
 RELATIVE = 1e-5
 
 
@@ -64,8 +65,10 @@ def differences(run, reference) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [*((stage, 2) for stage in range(4)), (1, 4), (3, 4), *(pytest.param(stage, 4, marks=EVERY) for stage in (0, 2))],
+)
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, world_size):
     recipe = exact(model_folder, conversations, stage, gradient_checkpointing=stage in (1, 3))
     run = train(ranks, tmp_path, recipe, world_size)
@@ -84,7 +87,7 @@ def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, refe
     assert differences(run, reference)[shows_in] > {"grad_norm": 1000 * RELATIVE, "weights": 100}[shows_in]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=EVERY), 3])
 def test_the_export_is_to_the_byte_that_of_the_same_weights_unsplit(
     ranks, tmp_path, model_folder, conversations, stage
 ):
@@ -100,7 +103,7 @@ def test_the_export_is_to_the_byte_that_of_the_same_weights_unsplit(
         assert (exports[0] / name).read_bytes() == (exports[1] / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=EVERY), 3])
 def test_it_is_measured_saved_and_resumed_as_unsplit(ranks, tmp_path, model_folder, conversations, stage):
     data = Data(path=str(conversations), validation=str(conversations), metric="exact_match", max_new_tokens=60)
     recipe = exact(
@@ -144,7 +147,7 @@ def test_it_is_measured_saved_and_resumed_as_unsplit(ranks, tmp_path, model_fold
     }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=EVERY), 1, pytest.param(2, marks=EVERY), 3])
 def test_adapters_are_trained_as_unsplit(ranks, tmp_path, model_folder, conversations, stage):
     recipe = exact(model_folder, conversations, stage, lora=Lora(rank=4, alpha=8))
     runs = {}
@@ -169,7 +172,7 @@ def test_adapters_that_ranks_drew_differently_are_made_the_same(ranks, tmp_path,
     assert read_json(run.summary)["logit_difference"] < 1e-5
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=EVERY)])
 def test_what_autotp_refuses_is_trained_as_unsplit(ranks, tmp_path, conversations, stage):
     draft.write(pages.page("olmo3").full("7b"), tmp_path / "model", torch.float32)
     recipe = exact(tmp_path / "model", conversations, stage, precision="fp32")
