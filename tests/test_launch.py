@@ -165,7 +165,7 @@ MISTAKES = {
     "batch": (["tiny", "full", "micro_batch_size=3", "global_batch_size=8"], "multiple"),
     "world": (["tiny", "full", "--gpus", "3"], "multiple"),
     "no ranks": (["tiny", "full", "--gpus", "0"], "--gpus"),
-    "layout": (["tiny", "full", "layout.tensor=2"], "layout.tensor"),
+    "layout": (["tiny", "full", "layout.tensor=3"], "use layout.tensor=2"),
     "config": (["tiny", "full", "deepspeed=zero9.json"], "zero3.json"),
     "data": (["tiny", "full", "data.path=missing.jsonl"], "missing.jsonl"),
     "model": (["tiny", "full", "model.path=./missing"], "./missing"),
