@@ -69,14 +69,27 @@ def test_parts_are_the_row_and_no_label_is_lost():
     assert whole["shift_labels"][:, :-1].equal(tokens[:, 1:]) and (whole["shift_labels"][:, -1] == IGNORED).all()
 
 
-def test_a_run_that_would_train_another_model_is_refused(ranks, tmp_path, conversations):
+def unknown_to_the_list(folder):
+    """Run as if nobody had listed what goes wrong; executed on every rank."""
+    limits.FAMILIES = {**limits.FAMILIES, "sequence": {}}
+    training_run.main(folder)
+
+
+@pytest.mark.parametrize(
+    ("main", "why"),
+    [
+        (training_run.main, "not for bloom"),
+        (unknown_to_the_list, "bloom with model.attention=eager computes something else"),
+    ],
+)
+def test_a_run_that_would_train_another_model_is_refused(ranks, tmp_path, conversations, main, why):
     run = RunFolder(tmp_path / "run")
     draft.write(pages.page("bloom").full("560m"), tmp_path / "model", torch.float32)
     asked = small(tmp_path / "model", conversations, layout=Layout(sequence=2))
     write_recipe(run, replace(asked, model=replace(asked.model, attention="eager")))
-    assert ranks.run(training_run.main, str(run.path), log=tmp_path / "log")[0] == 2
+    assert ranks.run(main, str(run.path), log=tmp_path / "log")[0] == 2
     said = read_logs(tmp_path / "log")[0]
-    assert "layout.sequence=2: bloom with model.attention=eager computes something else" in said
+    assert f"layout.sequence=2: {why}" in said
     assert "Traceback" not in said
 
 
