@@ -1,7 +1,7 @@
 """One way to train a model: everything that memory and time depend on, apart from the model and the hardware."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from recipes.spec.layout import data_parallel_size
@@ -16,7 +16,7 @@ class Setup:
 
     world_size: int
     """Ranks over all nodes, one per GPU."""
-    layout: Layout = Layout()
+    layout: Layout = field(default_factory=Layout)
     stage: int = 3
     """Of ZeRO."""
     micro_batch_size: int = 1
