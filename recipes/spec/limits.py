@@ -66,7 +66,7 @@ def check(recipe: Recipe, world_size: int, sharding: Sharding) -> None:
     """
     why = limit(recipe, world_size, sharding)
     if why:
-        raise UserError(f"{_written(recipe.layout)}: {why}; use {' or '.join(ways_out(recipe, world_size, sharding))}.")
+        raise UserError(f"{written(recipe.layout)}: {why}; use {' or '.join(ways_out(recipe, world_size, sharding))}.")
     gradient_accumulation_steps(recipe, world_size)
 
 
@@ -81,7 +81,7 @@ def ways_out(recipe: Recipe, world_size: int, sharding: Sharding) -> list[str]:
 
     Sizes of the layout always; another number of ranks, or the pipeline's DeepSpeed file, where that is enough.
     """
-    ways = [_written(nearest(recipe, world_size, sharding), recipe.layout)]
+    ways = [written(nearest(recipe, world_size, sharding), recipe.layout)]
     each = math.lcm(math.prod(_copy(recipe.layout)), recipe.layout.expert)
     worlds = {max(1, world_size // each) * each, (world_size // each + 1) * each} - {world_size}
     ways += [f"--gpus {world}" for world in sorted(worlds) if limit(recipe, world, sharding) is None]
@@ -120,7 +120,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _written(layout: Layout, before: Layout | None = None) -> str:
+def written(layout: Layout, before: Layout | None = None) -> str:
     """Return the sizes as they are typed: those above 1, or those that are not as they were `before`."""
     old = asdict(before or Layout())
     return " ".join(f"layout.{name}={size}" for name, size in asdict(layout).items() if size != old[name])
@@ -130,10 +130,14 @@ def _copy(layout: Layout) -> tuple[int, int, int]:
     return layout.tensor, layout.pipeline, layout.sequence
 
 
+def _config(recipe: Recipe) -> Mapping[str, Any]:
+    config: Mapping[str, Any] = recipe.model.config
+    return config.get("text_config") or config
+
+
 def _size(recipe: Recipe, *keys: str) -> int | None:
     """Return a dimension of the model by the first of its names that the configuration has."""
-    config: Mapping[str, Any] = recipe.model.config
-    config = config.get("text_config") or config
+    config = _config(recipe)
     return next((config[key] for key in keys if config.get(key)), None)
 
 
@@ -142,8 +146,7 @@ def _heads(recipe: Recipe) -> int | None:
 
 
 def _kind(recipe: Recipe) -> str | None:
-    config: Mapping[str, Any] = recipe.model.config
-    return (config.get("text_config") or config).get("model_type")
+    return _config(recipe).get("model_type")
 
 
 def _family(recipe: Recipe, technique: str) -> Iterator[str]:

@@ -170,6 +170,12 @@ class Recipe:
     leaves it out."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute for much less memory."""
+    tiled_loss: bool = False
+    """Compute the loss for some tokens at a time, so that whole logits never exist: for long rows and large
+    vocabularies. Costs one more product with the output matrix."""
+    tiled_mlp: bool = False
+    """Compute feed-forward layers for some tokens at a time: for rows so long that one layer's activations do not
+    fit. Costs their forward pass once more."""
     seed: int = 42
     logging_steps: int = 10
     eval_steps: int | None = None
@@ -200,6 +206,18 @@ class Recipe:
                 f"model.quantization={self.model.quantization}: 4-bit weights cannot be trained; add adapters, e.g. "
                 "lora.rank=16, or take the variant qlora."
             )
+        if self.tiled_loss:
+            for key, used, why in (
+                ("method", self.method == "dpo", "TRL's DPO computes it in tiles already"),
+                ("layout.pipeline", self.layout.pipeline > 1, "a pipeline's last stage hands whole logits over"),
+                (
+                    "router_aux_loss_coef",
+                    self.router_aux_loss_coef,
+                    "TRL's tiles take the model's own",
+                ),
+            ):
+                if used:
+                    raise UserError(f"tiled_loss=true with {key}={_get(self, key)}: {why}; leave tiled_loss out.")
         if self.global_batch_size % self.micro_batch_size:
             raise UserError(
                 f"global_batch_size={self.global_batch_size} is not a multiple of "

@@ -93,6 +93,11 @@ class Stream(TorchIterableDataset):
         raise UserError(self.if_empty)
 
 
+def following(labels: torch.Tensor) -> torch.Tensor:
+    """Return the label of the token after each position, [rows, length]; the last has none."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
 def examples(rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, most: int = 2) -> list[Pieces]:
     """Return the first documents of `tokenized` or `stream` as text, parted where the loss begins and ends."""
     found: list[Pieces] = []

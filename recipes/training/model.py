@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from recipes.spec.errors import UserError, first_line
 from recipes.spec.recipe import Recipe
-from recipes.training import adapters, templates
+from recipes.training import adapters, templates, tiling
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,6 +68,10 @@ def load_model(recipe: Recipe, kind: Any = AutoModelForCausalLM) -> PreTrainedMo
     restore_rotary_frequencies(model)
     # With a key/value cache transformers does not look for packed documents, and they would see each other.
     model.config.use_cache = False
+    if recipe.tiled_loss:
+        tiling.tile_loss(model)
+    if recipe.tiled_mlp:
+        tiling.tile_feed_forward(model, tiling.tiles(recipe, model.config.get_text_config().hidden_size))
     if recipe.lora is None:
         return model
     adapters.keep_layout(model)

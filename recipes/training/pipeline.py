@@ -177,8 +177,8 @@ def cut(whole: PreTrainedModel, layers: range) -> None:
             if module in after:
                 setattr(decoder, name, _Exit(whole))
         whole.set_output_embeddings(nn.Identity())
-    if not (first and last):
-        whole.all_tied_weights_keys = whole.all_tied_weights_keys if last and tied else {}
+    if not (last and (first or tied)):
+        whole.all_tied_weights_keys = {}
 
 
 def run(

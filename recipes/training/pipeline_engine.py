@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from recipes.spec.recipe import Layout, Recipe
 from recipes.spec.run_folder import read_json, write_json
 from recipes.training import model, pipeline, tensor, world
-from recipes.training.data import IGNORED
+from recipes.training.data import IGNORED, following
 
 TIED = "embedding"
 """DeepSpeed's key for the weight that the first and the last stage share."""
@@ -81,15 +81,13 @@ def weighted_loss(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor
         logits: [rows, length, vocabulary].
         labels: the token after each position ([rows, length], -100 where it is not learned), and the weight.
     """
-    following, weight = labels
-    return _cross_entropy(logits, following).sum() * weight
+    of_next, weight = labels
+    return _cross_entropy(logits, of_next).sum() * weight
 
 
-def _cross_entropy(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return it per position, [rows, length], zero where nothing is learned."""
-    return nn.functional.cross_entropy(
-        logits.float().transpose(1, 2), following, ignore_index=IGNORED, reduction="none"
-    )
+    return nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
 
 
 def drive(trainer: Trainer, layout: Layout) -> None:
@@ -110,7 +108,7 @@ def drive(trainer: Trainer, layout: Layout) -> None:
             return torch.zeros((), device=engine.device)
         engine.micro_batches = len(waiting)  # fewer at the end of an epoch
         weight = engine.gradient_accumulation_steps() * engine.dp_world_size * copies / num_items_in_batch
-        batches = [(_inputs(batch), (shifted(batch), weight)) for batch in waiting]
+        batches = [(_inputs(batch), (_labels(batch), weight)) for batch in waiting]
         waiting.clear()
         return engine.train_batch(iter(batches)).detach()
 
@@ -121,11 +119,8 @@ def _inputs(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]
     return batch["input_ids"], batch["position_ids"]
 
 
-def shifted(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the labels of the next position, [rows, length]."""
-    if "shift_labels" in batch:
-        return batch["shift_labels"]
-    return nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+def _labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return batch["shift_labels"] if "shift_labels" in batch else following(batch["labels"])
 
 
 def measure(engine: Any, batches: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -138,7 +133,7 @@ def measure(engine: Any, batches: Sequence[dict[str, torch.Tensor]]) -> torch.Te
         wrong = (logits.argmax(-1) != labels) & _last_answer(labels)
         return torch.stack([_cross_entropy(logits, labels).sum(1), wrong.sum(1).float()], dim=1)
 
-    pairs = [(_inputs(batch), shifted(batch)) for batch in batches]
+    pairs = [(_inputs(batch), _labels(batch)) for batch in batches]
     return _evaluate(engine, pairs, losses_and_mistakes, (sum(len(batch["input_ids"]) for batch in batches), 2))
 
 
@@ -174,7 +169,7 @@ def save(module: PipelineModule, tokenizer: PreTrainedTokenizerBase, folder: Pat
     if module._grid.data_parallel_id == 0:
         mine = stage(module).model
         writes = module._grid.get_slice_parallel_rank() == 0
-        state = tensor.whole_state(mine, keep=writes) if tensor.layers(mine) else mine.state_dict()
+        state = tensor.whole_state(mine, writes, frozen=not isinstance(mine, PeftModel))
         if module.tied_modules and module.stage_id > 0:  # the first stage writes what both hold
             tied = stage(module).embedding.weight
             held = {name for name, value in mine.state_dict().items() if value.data_ptr() == tied.data_ptr()}

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 
 from recipes.spec import limits
 from recipes.spec.errors import UserError
+from recipes.spec.layout import data_parallel_size
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import (
     RunFolder,
@@ -124,7 +125,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     if recipe.layout.expert > 1:
         experts.group_parameters(trainer, recipe.layout.expert)
     if recipe.router_aux_loss_coef:
-        routing.balance(trainer, recipe.router_aux_loss_coef, dist.get_world_size() // recipe.layout.tensor)
+        routing.balance(trainer, recipe.router_aux_loss_coef, data_parallel_size(recipe.layout, dist.get_world_size()))
     export.save_with_checkpoints(trainer)
     metrics.watch(trainer, work_of(whole))
     if staged:

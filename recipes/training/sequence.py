@@ -25,7 +25,7 @@ from transformers import masking_utils as masking
 from recipes.spec import layout as layouts
 from recipes.spec.recipe import Layout
 from recipes.training import world
-from recipes.training.data import IGNORED, Collator
+from recipes.training.data import Collator, following
 
 PREFIX = "ulysses_"
 """Before the name of an attention implementation: the same, over a group's ranks."""
@@ -56,11 +56,9 @@ def cut(batch: dict[str, Any], place: layouts.Place, layout: Layout) -> dict[str
     `shift_labels`, each token's label being the next token, come from the whole rows: the label of a part's last token
     stands in the next part. Position ids stay as they are in the whole row.
     """
-    shifted = torch.full_like(batch["labels"], IGNORED)
-    shifted[:, :-1] = batch["labels"][:, 1:]
     return {
         name: value.chunk(layout.sequence, dim=1)[place.sequence].contiguous() if torch.is_tensor(value) else value
-        for name, value in {**batch, "shift_labels": shifted}.items()
+        for name, value in {**batch, "shift_labels": following(batch["labels"])}.items()
     }
 
 

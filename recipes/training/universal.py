@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.spec.errors import UserError
-from recipes.spec.limits import Sharding
+from recipes.spec.limits import Sharding, written
 from recipes.spec.recipe import Layout, Recipe
 from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe
 from recipes.training.preflight import check_disk
@@ -59,10 +59,10 @@ def check(recipe: Recipe, run: RunFolder, sharding: Sharding, world_size: int) -
         )
     why = _not_convertible(engine, saved, recipe.lora is not None)
     if why and is_needed(asked, run, world_size):
-        sizes = "".join(f" layout.{name}={size}" for name, size in complete["layout"].items() if size > 1)
         raise UserError(
             f"{checkpoint} was written by {complete['world_size']} ranks, and for others DeepSpeed converts no {why}; "
-            f"use --gpus {complete['world_size']}{sizes}."
+            f"use --gpus {complete['world_size']} {written(saved)}".rstrip()
+            + "."
         )
 
 

@@ -1,5 +1,6 @@
 """The parity gate: a run by the recipe of some settings, held against what plain PyTorch made of the same."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipes.spec.recipe import Recipe
-from recipes.spec.run_folder import RunFolder, read_jsonl
+from recipes.spec.run_folder import RunFolder, forget_after, read_jsonl
+from recipes.training import run as training_run
 from tests.parity import plain
 from tests.small import small
 
@@ -33,6 +35,14 @@ def lesson(settings: plain.Settings, model: Path, data: Path, deepspeed: str, **
         global_batch_size=8,
     )
     return replace(recipe, **changes)
+
+
+def train_with_a_break(ranks: Any, run: RunFolder, log: Path, world_size: int) -> None:
+    """Train a recipe that saves at step 3, and again from there, with nothing left of what came after."""
+    ranks.check(training_run.main, str(run.path), log=log / "log", world_size=world_size)
+    forget_after(run, run.checkpoints / "checkpoint-3")
+    shutil.rmtree(run.export)
+    ranks.check(training_run.main, str(run.path), log=log / "resumed", world_size=world_size)
 
 
 def agree(

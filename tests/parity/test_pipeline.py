@@ -1,6 +1,5 @@
 """Pipelines train exactly the model that plain PyTorch trains in one process."""
 
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from recipes.spec import pages
 from recipes.spec.recipe import Draft, Layout, Lora
-from recipes.spec.run_folder import RunFolder, forget_after, read_jsonl, write_recipe
+from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import draft, export
 from recipes.training import run as training_run
 from recipes.training.adapters import add
@@ -144,10 +143,7 @@ def test_a_resumed_pipeline_trains_the_same_model(ranks, tmp_path, models, conve
     run = RunFolder(tmp_path / "run")
     case = Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b")
     write_recipe(run, recipe_of(case, models(case.family), conversations, save_steps=3))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=4)
-    forget_after(run, run.checkpoints / "checkpoint-3")
-    shutil.rmtree(run.export)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed", world_size=4)
+    gate.train_with_a_break(ranks, run, tmp_path, world_size=4)
     gate.agree(run, *references(case.family))
     saved = export.load(run.checkpoints / "checkpoint-6").state_dict()
     for name, weight in export.load(run.export).state_dict().items():

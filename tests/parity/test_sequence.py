@@ -1,6 +1,5 @@
 """Sequence parallelism trains exactly the model that plain PyTorch trains in one process, at every ZeRO stage."""
 
-import shutil
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Layout, Lora
-from recipes.spec.run_folder import RunFolder, forget_after, read_json, read_jsonl, write_recipe
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from recipes.training.adapters import add
 from tests.parity import gate, plain
@@ -145,10 +144,7 @@ def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, refe
 def test_a_resumed_run_trains_the_same_model(ranks, tmp_path, model_folder, conversations, reference):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe_of(Case(stage=3), model_folder, conversations, save_steps=3))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
-    forget_after(run, run.checkpoints / "checkpoint-3")
-    shutil.rmtree(run.export)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed")
+    gate.train_with_a_break(ranks, run, tmp_path, world_size=2)
     gate.agree(run, *reference)
     saved = AutoModelForCausalLM.from_pretrained(run.checkpoints / "checkpoint-6").state_dict()
     for name, weight in AutoModelForCausalLM.from_pretrained(run.export).state_dict().items():

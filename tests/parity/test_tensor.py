@@ -12,13 +12,12 @@ from recipes.spec.recipe import Data, Draft, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import draft
 from recipes.training import run as training_run
-from tests.parity import plain
-from tests.small import small
+from tests.parity import gate, plain
 from tests.workers import split_layers
 
 SETTINGS = plain.Settings()
 EVERY = pytest.mark.every
-RELATIVE = 1e-5
+RELATIVE = gate.LOSS
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +33,8 @@ def train(ranks, folder, recipe, world_size, main=training_run.main):
 
 
 def exact(model_folder, conversations, stage, **changes):
-    recipe = small(
-        model_folder,
-        conversations,
-        f"zero{stage}.json",
-        learning_rate=SETTINGS.learning_rate,
-        weight_decay=SETTINGS.weight_decay,
-        adam_epsilon=SETTINGS.epsilon,
-        max_grad_norm=SETTINGS.clip,
-        max_steps=SETTINGS.steps,
-        layout=Layout(tensor=2),
-        global_batch_size=8,
-        micro_batch_size=2,
-    )
-    return replace(recipe, **changes)
+    options = {"layout": Layout(tensor=2), "micro_batch_size": 2, **changes}
+    return gate.lesson(SETTINGS, model_folder, conversations, f"zero{stage}.json", **options)
 
 
 def differences(run, reference) -> dict[str, float]:

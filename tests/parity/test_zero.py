@@ -6,14 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import run as training_run
-from tests.parity import plain
-from tests.small import small
+from tests.parity import gate, plain
 
 SETTINGS = plain.Settings()
-RELATIVE = 1e-5
-"""fp32 sums in another order differ by this much; the mistakes below differ by a hundred times more."""
+RELATIVE = gate.LOSS
+"""The mistakes below differ by a hundred times more."""
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +24,11 @@ def reference(model_folder, conversations):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, accumulation):
     run = RunFolder(tmp_path / "run")
-    recipe = small(
+    recipe = gate.lesson(
+        SETTINGS,
         model_folder,
         conversations,
         f"zero{stage}.json",
-        learning_rate=SETTINGS.learning_rate,
-        weight_decay=SETTINGS.weight_decay,
-        adam_epsilon=SETTINGS.epsilon,
-        max_grad_norm=SETTINGS.clip,
-        max_steps=SETTINGS.steps,
-        global_batch_size=8,
         micro_batch_size=8 // 2 // accumulation,
         gradient_checkpointing=stage == 2,
     )
@@ -42,11 +36,7 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
 
     records, weights = reference
-    logged = read_jsonl(run.metrics)
-    assert [row["step"] for row in logged] == list(range(1, SETTINGS.steps + 1))
-    for ours, theirs in zip(logged, records, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=RELATIVE)
+    gate.agree_on_steps(run, records, norms=RELATIVE)
     exported = load_file(run.export / "model.safetensors")
     assert set(exported) == set(weights) - {"lm_head.weight"}
     for name, weight in exported.items():

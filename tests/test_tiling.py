@@ -1,0 +1,136 @@
+"""Tiles compute what the whole does: loss and gradients on a draft of every family, and what is held at once."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipes.spec import pages
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Draft, Layout
+from recipes.training import draft, tiling
+
+FAMILIES = [family for family in pages.families() if family != "tiny"]
+MIXTURES = {"deepseek", "gpt_oss", "mixtral", "qwen3_moe"}
+
+
+def model_of(family: str) -> torch.nn.Module:
+    """Return a random draft whose logits are far from even, so that scales and soft caps show."""
+    tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+    size = next(iter(pages.page(family).SIZES))
+    config = draft.shrink(AutoConfig.for_model(**pages.page(family).SIZES[size].config), Draft(layers=2), tokenizer)
+    config.initializer_range = 0.2
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    for name, value in (("logits_scaling", 8.0), ("final_logit_softcapping", 5.0)):
+        if hasattr(config, name):
+            setattr(config, name, value)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def computed(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(5, model.config.vocab_size, (2, 37), generator=generator)
+    labels = tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -100)
+    output = model(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(50), use_cache=False)
+    output.loss.backward()
+    return output.loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_the_whole(family):
+    whole = model_of(family)
+    tiled = copy.deepcopy(whole)
+    tiling.tile_loss(tiled)
+    if family not in MIXTURES:
+        tiling.tile_feed_forward(tiled, 4)
+    loss, gradients = computed(whole)
+    tiles_loss, tiles_gradients = computed(tiled)
+    assert tiles_loss == pytest.approx(loss, rel=1e-5)
+    assert gradients.keys() == tiles_gradients.keys()
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        assert (tiles_gradients[name] - gradient).abs().max() <= 1e-5 * largest, name
+
+
+def test_a_scale_that_is_not_honoured_is_noticed():
+    for family, name in (("granite", "logits_scaling"), ("gemma3", "final_logit_softcapping")):
+        whole = model_of(family)
+        tiled = copy.deepcopy(whole)
+        setattr(tiled.config, name, 2.0)
+        tiling.tile_loss(tiled)
+        assert computed(tiled)[0] != pytest.approx(computed(whole)[0], rel=1e-2), family
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_experts_are_not_tiled(family):
+    with pytest.raises(UserError, match="experts"):
+        tiling.tile_feed_forward(model_of(family), 4)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        output = function(*arguments, **(options or {}))
+        for made in output if isinstance(output, tuple | list) else (output,):
+            if torch.is_tensor(made):
+                self.elements = max(self.elements, made.numel())
+        return output
+
+
+def test_whole_logits_never_exist():
+    sizes = {}
+    for name in ("whole", "tiled"):
+        with FakeTensorMode(), Largest() as largest:
+            model = model_of("qwen3")
+            model.resize_token_embeddings(100_000, mean_resizing=False)
+            if name == "tiled":
+                tiling.tile_loss(model)
+            tokens = torch.zeros((1, 2**14), dtype=torch.int64)
+            masks = {"full_attention": None}  # or it would look at the values of tensors that have none
+            model(input_ids=tokens, labels=tokens, attention_mask=masks, use_cache=False).loss.backward()
+        sizes[name] = largest.elements
+    assert sizes["whole"] >= 2**14 * 100_000 > 10 * sizes["tiled"]
+
+
+def test_feed_forward_layers_save_inputs_and_outputs_only():
+    model = model_of("llama3")
+    whole = saved(model)
+    tiling.tile_feed_forward(model, 4)
+    assert saved(model) < 0.3 * whole
+
+
+def saved(model: torch.nn.Module) -> int:
+    """Return the bytes that autograd keeps of the first layer's feed-forward part, weights not counted."""
+    kept: list[torch.Tensor] = []
+    hidden = torch.randn(1, 512, model.config.hidden_size, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda one: one):
+        output = model.model.layers[0].mlp(hidden)
+    assert output.shape == hidden.shape
+    held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(size for place, size in held.items() if place not in weights)
+
+
+def test_a_row_is_about_as_many_tiles_as_the_model_is_wide():
+    recipe = pages.find("llama3-8b", "full")
+    assert tiling.tiles(replace(recipe, sequence_length=32768), 4096) == 8
+    assert tiling.tiles(replace(recipe, sequence_length=32768, layout=Layout(sequence=2)), 4096) == 4
+    assert tiling.tiles(replace(recipe, sequence_length=512), 4096) == 2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"method": "dpo"}, {"layout": Layout(pipeline=2)}, {"router_aux_loss_coef": 0.01}], ids=str
+)
+def test_where_there_is_nothing_to_tile_it_says_so(changes):
+    with pytest.raises(UserError, match="leave tiled_loss out"):
+        replace(pages.find("llama3-8b", "full"), tiled_loss=True, **changes)
