@@ -1,6 +1,6 @@
 """A loss and feed-forward layers in tiles train exactly the model that plain PyTorch trains in one process."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -110,7 +110,8 @@ def test_evaluation_between_steps_changes_nothing(ranks, tmp_path, model_folder,
     """Under ZeRO-3 the head's weight is fetched ahead of time in the order of the last pass, whichever that was."""
     run = RunFolder(tmp_path / "run")
     data = Data(path=str(conversations), validation=str(conversations), metric="exact_match", max_new_tokens=8)
-    write_recipe(run, recipe_of(Case(stage), model_folder, conversations, data=data, eval_steps=2))
+    recipe = recipe_of(Case(stage), model_folder, conversations, eval_steps=2)
+    write_recipe(run, replace(recipe, data=data))
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     gate.agree(run, *reference)
     measured = read_jsonl(run.evaluations)
