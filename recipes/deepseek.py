@@ -168,6 +168,7 @@ def long_context(size: str) -> Recipe:
     return replace(
         full(size),
         variant="long_context",
+        tiled_loss=True,
         sequence_length=16_384,
         global_batch_size=16 if size == "v2-lite" else 256,
     )

@@ -162,7 +162,12 @@ def full_offload(size: str) -> Recipe:
 def long_context(size: str) -> Recipe:
     """All weights on rows of 32,768 tokens: for long documents and conversations."""
     return replace(
-        full(size), variant="long_context", deepspeed="zero3.json", sequence_length=32768, global_batch_size=8
+        full(size),
+        variant="long_context",
+        tiled_loss=True,
+        deepspeed="zero3.json",
+        sequence_length=32768,
+        global_batch_size=8,
     )
 
 

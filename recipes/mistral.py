@@ -127,7 +127,7 @@ def full_offload(size: str) -> Recipe:
 
 def long_context(size: str) -> Recipe:
     """All weights on rows of 32,768 tokens, the longest the family takes: for long documents and conversations."""
-    return replace(full(size), variant="long_context", sequence_length=32768, global_batch_size=8)
+    return replace(full(size), variant="long_context", tiled_loss=True, sequence_length=32768, global_batch_size=8)
 
 
 def dpo_lora(size: str) -> Recipe:

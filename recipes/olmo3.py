@@ -146,6 +146,7 @@ def long_context(size: str) -> Recipe:
     return replace(
         full(size),
         variant="long_context",
+        tiled_loss=True,
         sequence_length=32768,
         global_batch_size=16 if size == "32b" else 8,
     )

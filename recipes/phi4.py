@@ -144,6 +144,7 @@ def long_context(size: str) -> Recipe:
     return replace(
         full(size),
         variant="long_context",
+        tiled_loss=True,
         deepspeed="zero3.json",
         sequence_length=length,
         global_batch_size=64 * 4096 // length,  # as many tokens per step as `full`

@@ -192,6 +192,7 @@ def long_context(size: str) -> Recipe:
     return replace(
         full(size),
         variant="long_context",
+        tiled_loss=True,
         deepspeed="zero3.json",
         sequence_length=32768,
         global_batch_size=8,

@@ -124,6 +124,7 @@ def long_context(size: str) -> Recipe:
     return replace(
         full(size),
         variant="long_context",
+        tiled_loss=True,
         sequence_length=32768,
         global_batch_size=64 if size == "235b-a22b" else 8,  # at least one row per GPU
     )

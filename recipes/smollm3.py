@@ -100,6 +100,7 @@ def long_context(size: str) -> Recipe:
     return replace(
         full(size),
         variant="long_context",
+        tiled_loss=True,
         deepspeed="zero3.json",
         global_batch_size=8,
         sequence_length=32768,
