@@ -17,10 +17,19 @@ from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Draft, Layout, Lora
-from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, write_json, write_recipe
+from recipes.spec.run_folder import (
+    COMPLETE,
+    RunFolder,
+    newest_checkpoint,
+    read_json,
+    read_jsonl,
+    write_json,
+    write_recipe,
+)
 from recipes.training import adapters, universal
 from recipes.training import run as training_run
 from tests.launching import train_with
+from tests.parity import gate
 from tests.ranks import read_logs
 from tests.small import small
 from tests.workers import expert_norm, expert_routes, split_layers, staged_experts, universal_groups, zero_init
@@ -124,6 +133,16 @@ def test_deepspeed_spreads_no_experts_in_a_pipeline(ranks, tmp_path, conversatio
     write_recipe(run, replace(recipe, model=model, draft=Draft(enabled=True), micro_batch_size=1))
     ranks.check(staged_experts.main, str(run.path), world_size=4, log=tmp_path / "log")
     assert all("AutoEP's layers 0, experts in each of the others [4]" in said for said in read_logs(tmp_path / "log"))
+
+
+def test_zenflow_forgets_what_is_on_its_way(ranks, tmp_path, model_folder, conversations):
+    """`check` in recipes/training/universal.py can let it be resumed when the norms go on as they were."""
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, small(model_folder, conversations, "zenflow.json", save_steps=3))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    undisturbed = read_jsonl(run.metrics)[-1]["grad_norm"]
+    gate.resume(ranks, run, tmp_path, world_size=2)
+    assert abs(read_jsonl(run.metrics)[-1]["grad_norm"] / undisturbed - 1) > 0.01
 
 
 def test_the_trainers_own_sequence_parallelism_doubles_gradients_below_stage_3(ranks, tmp_path):

@@ -38,8 +38,13 @@ def lesson(settings: plain.Settings, model: Path, data: Path, deepspeed: str, **
 
 
 def train_with_a_break(ranks: Any, run: RunFolder, log: Path, world_size: int) -> None:
-    """Train a recipe that saves at step 3, and again from there, with nothing left of what came after."""
+    """Train a recipe that saves at step 3, and again from there."""
     ranks.check(training_run.main, str(run.path), log=log / "log", world_size=world_size)
+    resume(ranks, run, log, world_size)
+
+
+def resume(ranks: Any, run: RunFolder, log: Path, world_size: int) -> None:
+    """Train again what a run did after step 3, with nothing left of it."""
     forget_after(run, run.checkpoints / "checkpoint-3")
     shutil.rmtree(run.export)
     ranks.check(training_run.main, str(run.path), log=log / "resumed", world_size=world_size)

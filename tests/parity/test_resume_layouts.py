@@ -183,7 +183,7 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whol
     write_json(run.deepspeed, engine | {"zero_optimization": zero})
     assert "states on NVMe (offload_optimizer); use --gpus 2" in refusal(run, capsys, "--gpus", "4")
     write_json(run.deepspeed, engine | {"zero_optimization": engine["zero_optimization"] | {"zenflow": {}}})
-    assert "states of ZenFlow" in refusal(run, capsys, "--gpus", "4")
+    assert "was written with ZenFlow" in refusal(run, capsys, "--gpus", "2")
 
 
 def test_an_ordinary_resume_is_not_refused(tmp_path, whole):
