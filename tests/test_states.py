@@ -103,6 +103,7 @@ def test_what_a_rank_holds_of_a_spread_model_is_what_is_predicted(ranks, tmp_pat
         states = state_bytes(held[stage], held[stage], 1, 2 * layout.sequence, "fp32")
         assert found["parameters"] == pytest.approx(states.parameters, rel=0.02)
         assert found["all"] == pytest.approx(states.parameters + states.optimizer, rel=0.02)
+        assert found["gradients"] == pytest.approx(states.gradients, rel=0.02)
         assert found["all"] != pytest.approx(1.1 * (states.parameters + states.optimizer), rel=0.02)
 
 

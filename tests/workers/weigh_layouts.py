@@ -1,17 +1,24 @@
-"""A run that weighs, before its export, what its rank holds of model and optimizer; executed on every rank."""
+"""A run that weighs what its rank holds of model, gradients and optimizer; executed on every rank."""
 
 import json
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from recipes.training import export, run
 
 
 def main(folder: str) -> None:
-    """Train, and say the bytes."""
-    save = export.save
+    """Train, and say the bytes: of gradients when they are about to be reduced, of the rest before the export."""
+    save, reduce = export.save, DeepSpeedEngine.allreduce_gradients
+    gradients: list[int] = []
+
+    def weigh_and_reduce(engine: Any, *arguments: Any, **options: Any) -> None:
+        # By their own sizes: some are views of the bucket that they will be reduced in.
+        gradients.append(sum(one.grad.nbytes for one in engine.module.parameters() if one.grad is not None))
+        reduce(engine, *arguments, **options)
 
     def weigh_and_save(trainer: Any, target: Any) -> None:
         engine = trainer.deepspeed
@@ -19,12 +26,11 @@ def main(folder: str) -> None:
         states = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
         masters = [p for group in inner.param_groups for p in group["params"]]
         parameters = list(engine.module.parameters())
-        print(
-            json.dumps({"parameters": weight(parameters), "all": weight([*parameters, *states, *masters])}), flush=True
-        )
+        found = {"parameters": weight(parameters), "all": weight([*parameters, *states, *masters])}
+        print(json.dumps({**found, "gradients": max(gradients)}), flush=True)
         save(trainer, target)
 
-    export.save = weigh_and_save
+    export.save, DeepSpeedEngine.allreduce_gradients = weigh_and_save, weigh_and_reduce
     run.main(folder)
 
 
