@@ -1,0 +1,41 @@
+"""A picture of memory: one bar per plan, cut into what it consists of."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from recipes.planning.report import written
+from recipes.planning.strategies import GIB, REFUSE, Plan
+
+
+def memory(plans: Mapping[str, Plan], memory_gib: float) -> Figure:
+    """Return the figure.
+
+    Args:
+        plans: by what is written beside the bar.
+        memory_gib: of one GPU, drawn as a line.
+    """
+    figure = Figure(figsize=(9, 1.2 + 0.45 * len(plans)), layout="constrained")
+    axes: Any = figure.subplots()
+    names = list(plans)[::-1]
+    parts = list(dict.fromkeys(part for plan in plans.values() for part, size in plan.memory.parts.items() if size))
+    left = [0.0] * len(names)
+    for part in parts:
+        sizes = [plans[name].memory.parts.get(part, 0) / GIB for name in names]
+        axes.barh(names, sizes, left=left, label=part.replace("_", " "))
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.axvline(memory_gib, color="black", linewidth=1)
+    axes.axvline(REFUSE * memory_gib, color="black", linewidth=1, linestyle=":")
+    axes.set_xlabel("GiB on the fullest GPU (line: what it has; dots: where a plan is refused)")
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def labels(plans: Sequence[Plan]) -> dict[str, Plan]:
+    """Return plans by number, file and layout."""
+    return {
+        f"{number}. {plan.recipe.deepspeed.removesuffix('.json')}, {written(plan.recipe.layout, plan.setup.rows)}, "
+        f"{plan.setup.micro_batch_size} rows": plan
+        for number, plan in enumerate(plans, start=1)
+    }

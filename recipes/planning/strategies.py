@@ -1,0 +1,302 @@
+"""The search: every way to train a model on a cluster that is possible and fits, the best first.
+
+A way is a file in `configs/`, a layout, a micro-batch and whether to checkpoint. What cannot run is left out by the
+launcher's own rules (`spec.limits`), what does not fit by `memory`, and the rest is ranked by `time`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from recipes.planning.anatomy import Anatomy
+from recipes.planning.hardware import Cluster
+from recipes.planning.memory import Memory, peak
+from recipes.planning.setup import Setup, setup_of
+from recipes.planning.time import Time, step
+from recipes.spec import limits
+from recipes.spec.pages import ROOT
+from recipes.spec.recipe import Layout, Recipe
+from recipes.spec.run_folder import read_json
+
+GIB = 2**30
+REFUSE = 0.95
+"""Of a GPU's memory, or a node's: beyond it a plan does not fit."""
+WARN = 0.80
+"""Beyond it a plan fits, but a longer row or a fragmented allocator may end it."""
+WORTH = 0.95
+"""A simpler plan is kept while it has this share of a more complex one's speed."""
+MOST_ROWS = 64
+"""Per forward pass; more does not make a GPU faster."""
+MOST_STAGES = 64
+
+TIERS = (
+    (
+        "zero0.json",
+        "zero1.json",
+        "zero2.json",
+        "zero3.json",
+        "zero3_adapters.json",
+        "zero3_moe.json",
+        "zero3_hpz.json",
+        "sequence_parallel.json",
+        "expert_parallel.json",
+        "tensor_parallel.json",
+        "pipeline.json",
+    ),
+    ("zero2_offload.json", "zero3_offload.json"),
+    ("zero3_offload_params.json",),
+    ("zero3_nvme.json",),
+    ("bf16_states.json",),
+)
+"""Files of `configs/`, from the simplest. A later tier is tried where nothing of the earlier ones fits: offload last,
+to the CPU before NVMe, and what rounds the optimizer's states after everything that does not."""
+SIMPLICITY = tuple(name for tier in TIERS for name in tier)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a plan is wanted for."""
+
+    recipe: Recipe
+    """`model.config` holds the dimensions; the method, the global batch and the length of a row are taken from it."""
+    anatomy: Anatomy
+    cluster: Cluster
+    fixed: frozenset[str] = frozenset()
+    """Override keys whose value in the recipe is not to be changed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train, and what it costs."""
+
+    recipe: Recipe
+    """As it would be launched."""
+    config: Mapping[str, Any]
+    """The DeepSpeed template: the recipe's file, fitted to the cluster's nodes."""
+    setup: Setup
+    memory: Memory
+    time: Time
+    short: tuple[str, ...]
+    """What does not fit; empty where it does."""
+    tight: bool
+    """It fits, and above `WARN`."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is short."""
+        return not self.short
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second and GPU."""
+        return self.time.tokens_per_second_per_gpu
+
+    @property
+    def simplicity(self) -> tuple:
+        """What is compared between plans that are about as fast: the smaller is kept.
+
+        No split of the model before one, one kind before two; with room to spare; the order of `SIMPLICITY`; over
+        fewer ranks; with less memory.
+        """
+        layout = self.recipe.layout
+        kinds = sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence, layout.expert))
+        order = SIMPLICITY.index(self.recipe.deepspeed) if self.recipe.deepspeed in SIMPLICITY else len(SIMPLICITY)
+        return kinds, self.tight, order, self.setup.copy_size, self.memory.gpu
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found."""
+
+    plans: tuple[Plan, ...]
+    """Those that fit: of each file and layout the best, best first."""
+    misses: tuple[Plan, ...]
+    """Of each file that fits in no layout, the plan that is the least too large, in the order of `SIMPLICITY`."""
+
+    @property
+    def best(self) -> Plan | None:
+        """The plan to take."""
+        return self.plans[0] if self.plans else None
+
+
+def search(job: Job) -> Found:
+    """Return what fits, or what would come nearest to it."""
+    job = replace(job, recipe=_dividing(job))
+    found: list[Plan] = []
+    misses: dict[str, Plan] = {}
+    for tier in TIERS:
+        for recipe in _ways(job, tier):
+            ways = list(_sized(job, recipe))
+            fitting = [plan for plan in ways if plan.fits]
+            if fitting:
+                found.append(ranked(fitting)[0])
+            for plan in ways:
+                known = misses.get(recipe.deepspeed)
+                if not plan.fits and (known is None or plan.memory.gpu < known.memory.gpu):
+                    misses[recipe.deepspeed] = plan
+        if found:
+            break
+    used = {plan.recipe.deepspeed for plan in found}
+    return Found(tuple(ranked(found)), tuple(plan for name, plan in misses.items() if name not in used))
+
+
+def cost(job: Job, recipe: Recipe) -> Plan:
+    """Return what one given way to train costs; `recipe.deepspeed` may be a path."""
+    config = template(recipe.deepspeed, job.cluster)
+    return _plan(job, recipe, config, setup_of(recipe, config, job.cluster.gpus))
+
+
+def ranked(plans: Sequence[Plan]) -> list[Plan]:
+    """Return plans best first: of those nearly as fast as the fastest that is left, the simplest, and so on."""
+    left = sorted(plans, key=lambda plan: plan.speed, reverse=True)
+    order = []
+    while left:
+        near = [plan for plan in left if plan.speed >= WORTH * left[0].speed]
+        order.append(min(near, key=lambda plan: plan.simplicity))
+        left.remove(order[-1])
+    return order
+
+
+def template(deepspeed: str, cluster: Cluster) -> Mapping[str, Any]:
+    """Return a DeepSpeed file by its name in `configs/` or its path, hpZ's groups as large as the cluster's nodes."""
+    config = _read(deepspeed)
+    if deepspeed != "zero3_hpz.json":
+        return config
+    zero = config["zero_optimization"] | {"zero_hpz_partition_size": cluster.gpus_per_node}
+    return config | {"zero_optimization": zero}
+
+
+@cache
+def _read(deepspeed: str) -> dict[str, Any]:
+    shipped = ROOT / "configs" / deepspeed
+    return read_json(shipped)
+
+
+def _dividing(job: Job) -> Recipe:
+    """Return the recipe, its global batch raised to the next that all ranks can share out."""
+    recipe, gpus = job.recipe, job.cluster.gpus
+    if "global_batch_size" in job.fixed or gpus > recipe.global_batch_size:
+        return recipe
+    rows = math.ceil(recipe.global_batch_size / gpus) * gpus
+    return replace(recipe, global_batch_size=rows, micro_batch_size=1)
+
+
+def _ways(job: Job, files: Sequence[str]) -> Iterator[Recipe]:
+    """Yield every possible file and layout, with one row per pass."""
+    world = job.cluster.gpus
+    for layout in _layouts(job):
+        shared, rest = divmod(job.recipe.global_batch_size, world // math.prod(_copy(layout)))
+        if rest or not shared:
+            continue
+        for name in files:
+            if not _suits(name, layout, job):
+                continue
+            recipe = replace(job.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
+            setup = setup_of(recipe, template(name, job.cluster), world)
+            if limits.limit(recipe, world, limits.Sharding(setup.stage, setup.partition_size)) is None:
+                yield recipe
+
+
+def _layouts(job: Job) -> Iterator[Layout]:
+    """Yield every layout that may be sensible: tensor parallelism stays inside a node, where links are fast."""
+    fixed = {name: getattr(job.recipe.layout, name) for name in _LAYOUT if f"layout.{name}" in job.fixed}
+
+    def sizes(name: str, most: int) -> list[int]:
+        return [fixed[name]] if name in fixed else [size for size in range(1, most + 1) if most % size == 0]
+
+    world = job.cluster.gpus
+    for tensor in sizes("tensor", job.cluster.gpus_per_node):
+        for pipeline in sizes("pipeline", world // tensor):
+            for sequence in sizes("sequence", world // tensor // pipeline):
+                if pipeline <= MOST_STAGES and world % (tensor * pipeline * sequence) == 0:
+                    yield Layout(tensor, pipeline, sequence)
+    experts = any(kind.routed for kind in job.anatomy.kinds)
+    for expert in sizes("expert", world) if experts else []:
+        if expert > 1:
+            yield Layout(expert=expert)
+
+
+_LAYOUT = ("tensor", "pipeline", "sequence", "expert")
+
+
+def _copy(layout: Layout) -> tuple[int, int, int]:
+    return layout.tensor, layout.pipeline, layout.sequence
+
+
+def _suits(name: str, layout: Layout, job: Job) -> bool:
+    """Return whether a file is the one to take for a layout and a method."""
+    if "deepspeed" in job.fixed:
+        return name == job.recipe.deepspeed
+    adapters = job.recipe.lora is not None
+    mixture = any(kind.routed for kind in job.anatomy.kinds)
+    if job.recipe.model.quantization != "none" and "zero3" in name:
+        return False  # transformers loads 4-bit weights whole on every rank: there is nothing to shard
+    if layout.pipeline > 1 or layout.expert > 1:
+        return name == ("pipeline.json" if layout.pipeline > 1 else "expert_parallel.json")
+    whole = "zero3_moe.json" if mixture else "zero3_adapters.json" if adapters else "zero3.json"
+    if layout.tensor > 1:
+        return name in ("tensor_parallel.json", "zero2.json", whole)
+    if layout.sequence > 1:
+        long = "sequence_parallel.json" if whole == "zero3.json" else whole
+        return name in ("zero1.json", "zero2.json", long, *SIMPLICITY[len(TIERS[0]) :])
+    if name == "zero3_hpz.json":
+        return job.cluster.nodes > 1 and job.cluster.gpus_per_node > 1
+    return name in ("zero0.json", "zero1.json", "zero2.json", whole, *SIMPLICITY[len(TIERS[0]) :])
+
+
+def _sized(job: Job, recipe: Recipe) -> Iterator[Plan]:
+    """Yield a way with every micro-batch that fits, without and with checkpointing; or the least that does not.
+
+    Memory grows with the micro-batch, and checkpointing never adds to it: what does not fit ends the row.
+    """
+    config = template(recipe.deepspeed, job.cluster)
+    setup = setup_of(recipe, config, job.cluster.gpus)
+    rows = recipe.global_batch_size // setup.rows
+    fixed = recipe.gradient_checkpointing if "gradient_checkpointing" in job.fixed else None
+    for checkpointing in (True, False) if fixed is None else (fixed,):
+        for micro in _micro_batches(job, rows):
+            sized = replace(recipe, micro_batch_size=micro, gradient_checkpointing=checkpointing)
+            plan = _plan(
+                job,
+                sized,
+                config,
+                replace(
+                    setup,
+                    micro_batch_size=micro,
+                    accumulation=rows // micro,
+                    gradient_checkpointing=checkpointing,
+                ),
+            )
+            if plan.fits or micro == 1:
+                yield plan
+            if not plan.fits:
+                if micro == 1 and checkpointing:
+                    return
+                break
+
+
+def _micro_batches(job: Job, rows: int) -> list[int]:
+    if "micro_batch_size" in job.fixed:
+        return [job.recipe.micro_batch_size] if rows % job.recipe.micro_batch_size == 0 else []
+    return [size for size in range(1, min(rows, MOST_ROWS) + 1) if rows % size == 0]
+
+
+def _plan(job: Job, recipe: Recipe, config: Mapping[str, Any], setup: Setup) -> Plan:
+    memory = peak(job.anatomy, setup, job.cluster)
+    short, tight = judge(memory, job.cluster)
+    return Plan(recipe, config, setup, memory, step(job.anatomy, setup, job.cluster), short, tight)
+
+
+def judge(memory: Memory, cluster: Cluster) -> tuple[tuple[str, ...], bool]:
+    """Return what does not fit, as parts of a sentence, and whether what fits is tight."""
+    shares = [
+        ("a GPU", memory.gpu / GIB, cluster.gpu.memory_gib),
+        ("a node's host memory", memory.host / GIB, cluster.host_memory_gib),
+        ("a node's NVMe", memory.nvme / GIB, cluster.nvme_gib),
+    ]
+    # A host whose memory is unknown is not judged; without NVMe there is no room on it.
+    known = [share for share in shares if share[2] or (share[0] == "a node's NVMe" and share[1])]
+    short = tuple(f"{need:,.0f} GiB of {have:,.0f} on {what}" for what, need, have in known if need > REFUSE * have)
+    return short, any(need > WARN * have for _, need, have in known)

@@ -1,0 +1,142 @@
+"""What fits, how fast it will be, which configuration to take, and why: before a GPU is rented.
+
+    python scripts/plan.py llama3-8b                                         # full fine-tuning on this machine's GPUs
+    python scripts/plan.py llama3-70b --method lora --gpu H100 --gpus 8
+    python scripts/plan.py path/to/config.json --gpu A100-80GB --gpus 8 --nodes 4 --sequence-length 8192
+    python scripts/plan.py llama3-8b --method qlora --gpu-memory 24 --explain
+    python scripts/plan.py qwen3-32b --gpu p5.48xlarge --nodes 2 --write plans/qwen3 --figure plans/qwen3.png
+
+A plan is a file in configs/, a layout, a micro-batch and whether to checkpoint. What cannot run is left out, what takes
+more than 95 % of a GPU is refused, and above 80 % it is marked tight. The rest is ranked by predicted tokens per second
+and GPU; a simpler plan is kept while it has 95 % of a more complex one's speed. `rows` are those of a forward pass x
+passes per step. Neither a GPU nor the weights are needed, and for a recipe not even a network.
+
+key=value changes the recipe as in launch.py. What you set there (deepspeed=zero3.json, layout.tensor=8,
+micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128) stays as you set it.
+
+Exit status: 0, or 2 for a mistake in what was asked for, or 1 where nothing fits (the table shows what comes nearest).
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rich.console import Console  # noqa: E402
+
+from recipes.planning import models, report, trace, ways_out, written  # noqa: E402
+from recipes.planning.hardware import cluster  # noqa: E402
+from recipes.planning.strategies import Job, search  # noqa: E402
+from recipes.spec import overrides  # noqa: E402
+from recipes.spec.errors import UserError  # noqa: E402
+
+PLANS_DRAWN = 8
+NODE = 16
+"""The most GPUs of one node."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Answer, and return the exit status."""
+    arguments = parser().parse_intermixed_args(words)
+    try:
+        job = asked(arguments)
+        found = search(job)
+        if arguments.json:
+            print(json.dumps(report.as_json(job, found), indent=2))
+        else:
+            report.show(job, found, console(), arguments.explain)
+        if found.best is None:
+            print(f"plan.py: {ways_out.sentence(job, found)}", file=sys.stderr)
+            return 1
+        if arguments.write:
+            said = written.write(job, found.best, arguments.write)
+            print(said, file=sys.stderr if arguments.json else sys.stdout)
+        if arguments.figure:
+            draw(job, found, arguments.figure)
+    except UserError as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    result = argparse.ArgumentParser(
+        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("model", help="RECIPE[-SIZE], a Hub id, or a path to a config.json or its folder")
+    result.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe, as in launch.py")
+    result.add_argument("--method", default="full", help="full (default), lora or qlora")
+    result.add_argument("--gpus", type=int, metavar="N", help="GPUs of one node")
+    result.add_argument("--nodes", type=int, default=1, metavar="M", help="nodes (default 1)")
+    result.add_argument("--gpu", metavar="NAME", help="H100, A100-80GB, RTX-4090, p5.48xlarge ... (default: this machine)")
+    result.add_argument("--gpu-memory", type=float, metavar="GIB", help="instead of --gpu, of a GPU without a name here")
+    result.add_argument("--host-memory", type=float, metavar="GIB", help="of one node; unknown: not judged")
+    result.add_argument("--nvme", type=float, metavar="GIB", help="of one node's local drives (default: none)")
+    result.add_argument("--sequence-length", type=int, metavar="S", help="tokens of a row (default: the recipe's)")
+    result.add_argument("--json", action="store_true", help="print the answer as JSON")
+    result.add_argument("--explain", action="store_true", help="say why for every plan, and what does not fit")
+    result.add_argument("--write", type=Path, metavar="DIR", help="write the best plan's DeepSpeed JSON and its launch")
+    result.add_argument("--figure", type=Path, metavar="FILE", help="draw the memory of each plan (PNG)")
+    return result
+
+
+def asked(arguments: argparse.Namespace) -> Job:
+    """Return what the command line asks for.
+
+    Raises:
+        UserError: a flag, its value and what to write instead.
+    """
+    if arguments.method not in models.METHODS:
+        raise UserError(f"--method {arguments.method}: one of {', '.join(models.METHODS)}.")
+    if arguments.gpus is not None and arguments.gpus > NODE:
+        raise UserError(
+            f"--gpus {arguments.gpus}: counts the GPUs of one node, at most {NODE}; for {arguments.gpus} in all write "
+            f"for instance --gpus 8 --nodes {max(2, arguments.gpus // 8)}."
+        )
+    hardware = cluster(
+        arguments.gpu,
+        arguments.gpus,
+        arguments.nodes,
+        arguments.gpu_memory,
+        arguments.host_memory,
+        arguments.nvme,
+    )
+    recipe, anatomy = models.find(arguments.model, arguments.method, trace.anatomy)
+    changes = list(arguments.overrides)
+    keys = [change.partition("=")[0] for change in changes]
+    if arguments.sequence_length is not None:
+        if "sequence_length" in keys:
+            raise UserError(f"--sequence-length {arguments.sequence_length} and sequence_length=...: give one of them.")
+        changes.append(f"sequence_length={arguments.sequence_length}")
+    changed = overrides.apply(recipe, changes)
+    changed = replace(changed, model=replace(changed.model, config=recipe.model.config))
+    models.check_length(changed)
+    return Job(changed, anatomy, hardware, frozenset(keys))
+
+
+def console() -> Console:
+    """Return where the table goes: as wide as the terminal, or wide enough where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+def draw(job: Job, found, file: Path) -> None:
+    """Write the figure."""
+    from recipes.planning import figure  # matplotlib, half a second
+
+    picture = figure.memory(figure.labels(found.plans[:PLANS_DRAWN]), job.cluster.gpu.memory_gib)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(file, format="png", dpi=150)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
