@@ -20,6 +20,7 @@ Exit status: 0, or 2 for a mistake in what was asked for, or 1 where nothing fit
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,11 +31,14 @@ sys.path.insert(0, str(ROOT))
 
 from rich.console import Console  # noqa: E402
 
-from recipes.planning import models, report, trace, ways_out, written  # noqa: E402
+from recipes.planning import models, report, trace, ways_out  # noqa: E402
 from recipes.planning.hardware import cluster  # noqa: E402
-from recipes.planning.strategies import Job, search  # noqa: E402
+from recipes.planning.strategies import Found, Job, Plan, search  # noqa: E402
 from recipes.spec import overrides  # noqa: E402
 from recipes.spec.errors import UserError  # noqa: E402
+from recipes.spec.run_folder import RunFolder, write_json, write_recipe  # noqa: E402
+from recipes.training import preflight  # noqa: E402
+from recipes.zero_config.resolve import Numbers, dumps, resolve  # noqa: E402
 
 PLANS_DRAWN = 8
 NODE = 16
@@ -55,8 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"plan.py: {ways_out.sentence(job, found)}", file=sys.stderr)
             return 1
         if arguments.write:
-            said = written.write(job, found.best, arguments.write)
-            print(said, file=sys.stderr if arguments.json else sys.stdout)
+            write(job, found.best, arguments.write)
         if arguments.figure:
             draw(job, found, arguments.figure)
     except UserError as error:
@@ -75,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--method", default="full", help="full (default), lora or qlora")
     result.add_argument("--gpus", type=int, metavar="N", help="GPUs of one node")
     result.add_argument("--nodes", type=int, default=1, metavar="M", help="nodes (default 1)")
-    result.add_argument("--gpu", metavar="NAME", help="H100, A100-80GB, RTX-4090, p5.48xlarge ... (default: this machine)")
-    result.add_argument("--gpu-memory", type=float, metavar="GIB", help="instead of --gpu, of a GPU without a name here")
+    result.add_argument("--gpu", metavar="NAME", help="H100, A100-80GB, p5.48xlarge ... (default: this machine)")
+    result.add_argument("--gpu-memory", type=float, metavar="GIB", help="instead of --gpu, for any other GPU")
     result.add_argument("--host-memory", type=float, metavar="GIB", help="of one node; unknown: not judged")
     result.add_argument("--nvme", type=float, metavar="GIB", help="of one node's local drives (default: none)")
     result.add_argument("--sequence-length", type=int, metavar="S", help="tokens of a row (default: the recipe's)")
@@ -100,6 +103,7 @@ def asked(arguments: argparse.Namespace) -> Job:
             f"--gpus {arguments.gpus}: counts the GPUs of one node, at most {NODE}; for {arguments.gpus} in all write "
             f"for instance --gpus 8 --nodes {max(2, arguments.gpus // 8)}."
         )
+    recipe, anatomy = models.find(arguments.model, arguments.method, trace.anatomy)
     hardware = cluster(
         arguments.gpu,
         arguments.gpus,
@@ -108,15 +112,15 @@ def asked(arguments: argparse.Namespace) -> Job:
         arguments.host_memory,
         arguments.nvme,
     )
-    recipe, anatomy = models.find(arguments.model, arguments.method, trace.anatomy)
     changes = list(arguments.overrides)
     keys = [change.partition("=")[0] for change in changes]
     if arguments.sequence_length is not None:
         if "sequence_length" in keys:
             raise UserError(f"--sequence-length {arguments.sequence_length} and sequence_length=...: give one of them.")
         changes.append(f"sequence_length={arguments.sequence_length}")
+    if "model.path" in keys:
+        raise UserError("model.path=...: the model is the first word, a Hub id or the path to its config.json.")
     changed = overrides.apply(recipe, changes)
-    changed = replace(changed, model=replace(changed.model, config=recipe.model.config))
     models.check_length(changed)
     return Job(changed, anatomy, hardware, frozenset(keys))
 
@@ -126,7 +130,72 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
-def draw(job: Job, found, file: Path) -> None:
+def write(job: Job, plan: Plan, folder: Path) -> None:
+    """Write the resolved DeepSpeed JSON, to carry away, and `launch.sh`, which starts the plan here."""
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved = folder / "deepspeed.json"
+    resolved.write_text(dumps(for_engine(job, plan)), encoding="utf-8")
+    script = folder / "launch.sh"
+    script.write_text(launch_script(job, plan, folder), encoding="utf-8")
+    script.chmod(0o755)
+    print(f"{resolved}\n{script}", file=sys.stderr)
+
+
+def for_engine(job: Job, plan: Plan) -> dict:
+    """Return the plan's configuration as the engine gets it."""
+    recipe, setup = plan.recipe, plan.setup
+    numbers = Numbers(
+        micro_batch_size=setup.micro_batch_size,
+        gradient_accumulation_steps=setup.accumulation,
+        world_size=setup.world_size,
+        tensor=setup.layout.tensor,
+        pipeline=setup.layout.pipeline,
+        sequence=setup.layout.sequence,
+        hidden_size=job.anatomy.hidden,
+        precision=recipe.precision,
+        gradient_clipping=recipe.max_grad_norm,
+        learning_rate=recipe.learning_rate,
+        adam_beta2=recipe.adam_beta2,
+        adam_epsilon=recipe.adam_epsilon,
+        weight_decay=recipe.weight_decay,
+    )
+    config = resolve(dict(plan.config), numbers)
+    for block, key, size in (
+        ("tensor_parallel", "autotp_size", setup.layout.tensor),
+        ("expert_parallel", "autoep_size", setup.layout.expert),
+    ):
+        # A pipeline's stages are split before DeepSpeed gets them.
+        if size > 1 and setup.layout.pipeline == 1:
+            config[block] = config.get(block, {}) | {key: size}
+    return config
+
+
+def launch_script(job: Job, plan: Plan, folder: Path) -> str:
+    """Return a shell script: the launcher on one node; on several, DeepSpeed's own with a hostfile."""
+    shipped = ROOT / "configs" / plan.recipe.deepspeed
+    template = shipped
+    if plan.config != json.loads(shipped.read_text(encoding="utf-8")):
+        template = folder / plan.recipe.deepspeed
+        write_json(template, plan.config)
+    head = f"#!/bin/sh\n# {plan.setup.world_size} GPUs. {report.why(job, plan)}\ncd {shlex.quote(str(ROOT))} || exit\n"
+    if job.cluster.nodes == 1:
+        return head + report.command(plan, job, None if template == shipped else str(template)) + ' "$@"\n'
+    run = RunFolder(folder / "run")
+    write_recipe(run, preflight.locate(replace(plan.recipe, deepspeed=str(template))))
+    words = ["deepspeed", "--hostfile", '"${1:?hostfile: one HOST slots=N per line}"', "--no_local_rank"]
+    words += [
+        "--num_gpus",
+        str(job.cluster.gpus_per_node),
+        "--module",
+        "recipes.training.run",
+        shlex.quote(str(run.path)),
+    ]
+    note = "# The project, this folder and the data have to be at the same paths on every node.\n"
+    return head + note + f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{' '.join(words)}\n"
+
+
+def draw(job: Job, found: Found, file: Path) -> None:
     """Write the figure."""
     from recipes.planning import figure  # matplotlib, half a second
 

@@ -103,6 +103,17 @@ def check(config: Mapping[str, Any], name: str) -> None:
         raise UserError(f"{name}: hidden_size={width} is not a multiple of num_attention_heads={heads}.")
 
 
+def check_length(recipe: Recipe) -> None:
+    """Refuse rows that are longer than what the model has positions for.
+
+    Raises:
+        UserError: names the length and the most there is.
+    """
+    most = recipe.model.config.get("max_position_embeddings") or recipe.model.config.get("n_positions")
+    if most and recipe.sequence_length > most:
+        raise UserError(f"--sequence-length {recipe.sequence_length}: the model has {most:,} positions.")
+
+
 def stand_in(name: str, config: Mapping[str, Any], anatomy: Anatomy, method: str) -> Recipe:
     """Return a recipe for a model without a page: of the same architecture if there is one, and as near in size.
 

@@ -62,7 +62,7 @@ def _states(job: Job, plan: Plan) -> Iterator[str]:
         room = f"unsharded a GPU would need {without:,.0f} GiB" if without > have else "that leaves room for more rows"
         yield f"ZeRO-3 shards the weights too: {room}"
     if setup.partition_size > 1:
-        yield f"each {setup.partition_size} GPUs of a node keep a copy of the weights, which keeps gathers off the network"
+        yield f"the {setup.partition_size} GPUs of a node keep a copy of the weights, which keeps gathers in it"
 
 
 def _splits(job: Job, plan: Plan) -> Iterator[str]:
@@ -82,7 +82,7 @@ def _splits(job: Job, plan: Plan) -> Iterator[str]:
         if whole > REFUSE * cluster.gpu.memory_gib:
             reason = f"a row of {setup.sequence_length:,} tokens would need {whole:,.0f} GiB on one GPU"
         else:
-            reason = f"{plan.recipe.global_batch_size} rows per step keep no more than {setup.rows} copies busy"
+            reason = f"{plan.recipe.global_batch_size} rows per step do not go round without it"
         yield f"sequence {layout.sequence} because {reason}"
     if layout.expert > 1:
         whole = _gpu(job, lean, layout=Layout())

@@ -15,6 +15,7 @@ from recipes.spec.recipe import Layout, Recipe
 
 SHOWN = 8
 """Rows of the table."""
+COLUMNS = ("", "config", "layout", "rows", "checkpointing", "GPU GiB", "", "host GiB", "NVMe GiB", "tokens/s/GPU")
 BAR = 40
 """Characters of a GPU's whole memory."""
 
@@ -129,7 +130,18 @@ def _hardware(job: Job) -> str:
 
 def _table(plans: list[Plan], memory_gib: float) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "config", "layout", "rows", "checkpointing", "GPU GiB", "", "host GiB", "NVMe GiB", "tokens/s/GPU"):
+    for name in (
+        "",
+        "config",
+        "layout",
+        "rows",
+        "checkpointing",
+        "GPU GiB",
+        "",
+        "host GiB",
+        "NVMe GiB",
+        "tokens/s/GPU",
+    ):
         table.add_column(name, justify="left" if name in ("config", "layout") else "right", no_wrap=True)
     for number, plan in enumerate(plans, start=1):
         share = plan.memory.gpu / GIB / memory_gib

@@ -16,6 +16,7 @@ from recipes.planning.memory import Memory, peak
 from recipes.planning.setup import Setup, setup_of
 from recipes.planning.time import Time, step
 from recipes.spec import limits
+from recipes.spec.layout import data_parallel_size
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Layout, Recipe
 from recipes.spec.run_folder import read_json
@@ -127,15 +128,16 @@ def search(job: Job) -> Found:
     found: list[Plan] = []
     misses: dict[str, Plan] = {}
     for tier in TIERS:
-        for recipe in _ways(job, tier):
-            ways = list(_sized(job, recipe))
-            fitting = [plan for plan in ways if plan.fits]
-            if fitting:
-                found.append(ranked(fitting)[0])
-            for plan in ways:
-                known = misses.get(recipe.deepspeed)
-                if not plan.fits and (known is None or plan.memory.gpu < known.memory.gpu):
-                    misses[recipe.deepspeed] = plan
+        for name, recipes in _ways(job, tier):
+            for recipe in recipes:
+                ways = list(_sized(job, recipe))
+                fitting = [plan for plan in ways if plan.fits]
+                if fitting:
+                    found.append(ranked(fitting)[0])
+                    break  # longer parts of a row fit: it is split over no more ranks than it has to be
+                for plan in ways:
+                    if name not in misses or plan.memory.gpu < misses[name].memory.gpu:
+                        misses[name] = plan
         if found:
             break
     used = {plan.recipe.deepspeed for plan in found}
@@ -183,46 +185,45 @@ def _dividing(job: Job) -> Recipe:
     return replace(recipe, global_batch_size=rows, micro_batch_size=1)
 
 
-def _ways(job: Job, files: Sequence[str]) -> Iterator[Recipe]:
-    """Yield every possible file and layout, with one row per pass."""
-    world = job.cluster.gpus
-    for layout in _layouts(job):
-        shared, rest = divmod(job.recipe.global_batch_size, world // math.prod(_copy(layout)))
-        if rest or not shared:
-            continue
+def _ways(job: Job, files: Sequence[str]) -> Iterator[tuple[str, Iterator[Recipe]]]:
+    """Yield every file with the possible layouts that differ in sequence parallelism only, the smallest first."""
+    for layouts in _layouts(job):
         for name in files:
-            if not _suits(name, layout, job):
-                continue
-            recipe = replace(job.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
-            setup = setup_of(recipe, template(name, job.cluster), world)
-            if limits.limit(recipe, world, limits.Sharding(setup.stage, setup.partition_size)) is None:
-                yield recipe
+            yield name, _possible(job, name, layouts)
 
 
-def _layouts(job: Job) -> Iterator[Layout]:
+def _possible(job: Job, name: str, layouts: Sequence[Layout]) -> Iterator[Recipe]:
+    """Yield the recipe in those of some layouts in which it can run, with one row per pass."""
+    world = job.cluster.gpus
+    for layout in layouts:
+        recipe = replace(job.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
+        data = data_parallel_size(layout, world)
+        if not data or recipe.global_batch_size % data or not _suits(name, layout, job):
+            continue
+        setup = setup_of(recipe, template(name, job.cluster), world)
+        if limits.limit(recipe, world, limits.Sharding(setup.stage, setup.partition_size)) is None:
+            yield recipe
+
+
+def _layouts(job: Job) -> Iterator[list[Layout]]:
     """Yield every layout that may be sensible: tensor parallelism stays inside a node, where links are fast."""
-    fixed = {name: getattr(job.recipe.layout, name) for name in _LAYOUT if f"layout.{name}" in job.fixed}
 
     def sizes(name: str, most: int) -> list[int]:
-        return [fixed[name]] if name in fixed else [size for size in range(1, most + 1) if most % size == 0]
+        if f"layout.{name}" in job.fixed:
+            return [getattr(job.recipe.layout, name)]
+        return [size for size in range(1, most + 1) if most % size == 0]
 
     world = job.cluster.gpus
     for tensor in sizes("tensor", job.cluster.gpus_per_node):
         for pipeline in sizes("pipeline", world // tensor):
-            for sequence in sizes("sequence", world // tensor // pipeline):
-                if pipeline <= MOST_STAGES and world % (tensor * pipeline * sequence) == 0:
-                    yield Layout(tensor, pipeline, sequence)
-    experts = any(kind.routed for kind in job.anatomy.kinds)
-    for expert in sizes("expert", world) if experts else []:
-        if expert > 1:
-            yield Layout(expert=expert)
-
-
-_LAYOUT = ("tensor", "pipeline", "sequence", "expert")
-
-
-def _copy(layout: Layout) -> tuple[int, int, int]:
-    return layout.tensor, layout.pipeline, layout.sequence
+            if pipeline <= MOST_STAGES:
+                lengths = sizes("sequence", world // tensor // pipeline)
+                yield [
+                    Layout(tensor, pipeline, length) for length in lengths if world % (tensor * pipeline * length) == 0
+                ]
+    if any(kind.routed for kind in job.anatomy.kinds):
+        for expert in sizes("expert", world):
+            yield [Layout(expert=expert)] if expert > 1 else []
 
 
 def _suits(name: str, layout: Layout, job: Job) -> bool:
