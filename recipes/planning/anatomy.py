@@ -42,6 +42,8 @@ class Kind:
     """Heads x their width; causal attention costs 2 x width x length forward per token. 0: it has none (linear)."""
     window: int | None
     """Tokens that one attends to at most; None: all before it."""
+    chosen: int = 0
+    """Experts that a token is sent to; 0: the layer has none."""
     saved: Mapping[str, Saved] = field(default_factory=dict)
     """What autograd keeps, by how the layer is trained; `trace.py` says which ways there are."""
     checkpoint: int = 0

@@ -205,7 +205,9 @@ def _instance(name: str) -> Instance | None:
 def with_memory(gib: float, name: str | None = None) -> Gpu:
     """Return a GPU that only its memory is known of: the slowest of those whose memory is nearest."""
     like = min(GPUS, key=lambda gpu: (round(abs(gpu.memory_gib - gib) / gib, 1), gpu.bf16_tflops))
-    return replace(like, memory_gib=gib, source=f"{name or 'a GPU'} with {gib:g} GiB, taken to be as fast as {like.name}")
+    return replace(
+        like, memory_gib=gib, source=f"{name or 'a GPU'} with {gib:g} GiB, taken to be as fast as {like.name}"
+    )
 
 
 def this_machine() -> Cluster | None:
