@@ -61,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.write:
             write(job, found.best, arguments.write)
         if arguments.figure:
-            draw(job, found, arguments.figure)
+            draw(found, arguments.figure)
     except UserError as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2
@@ -180,7 +180,8 @@ def launch_script(job: Job, plan: Plan, folder: Path) -> str:
         write_json(template, plan.config)
     head = f"#!/bin/sh\n# {plan.setup.world_size} GPUs. {report.why(job, plan)}\ncd {shlex.quote(str(ROOT))} || exit\n"
     if job.cluster.nodes == 1:
-        return head + report.command(plan, job, None if template == shipped else str(template)) + ' "$@"\n'
+        recipe = plan.recipe if template == shipped else replace(plan.recipe, deepspeed=str(template))
+        return head + report.command(recipe, job.cluster.gpus_per_node) + ' "$@"\n'
     run = RunFolder(folder / "run")
     write_recipe(run, preflight.locate(replace(plan.recipe, deepspeed=str(template))))
     words = ["deepspeed", "--hostfile", '"${1:?hostfile: one HOST slots=N per line}"', "--no_local_rank"]
@@ -195,11 +196,11 @@ def launch_script(job: Job, plan: Plan, folder: Path) -> str:
     return head + note + f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{' '.join(words)}\n"
 
 
-def draw(job: Job, found: Found, file: Path) -> None:
+def draw(found: Found, file: Path) -> None:
     """Write the figure."""
     from recipes.planning import figure  # matplotlib, half a second
 
-    picture = figure.memory(figure.labels(found.plans[:PLANS_DRAWN]), job.cluster.gpu.memory_gib)
+    picture = figure.memory(figure.labels(found.plans[:PLANS_DRAWN]))
     file.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(file, format="png", dpi=150)
 

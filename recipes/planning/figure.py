@@ -9,13 +9,8 @@ from recipes.planning.report import written
 from recipes.planning.strategies import GIB, REFUSE, Plan
 
 
-def memory(plans: Mapping[str, Plan], memory_gib: float) -> Figure:
-    """Return the figure.
-
-    Args:
-        plans: by what is written beside the bar.
-        memory_gib: of one GPU, drawn as a line.
-    """
+def memory(plans: Mapping[str, Plan]) -> Figure:
+    """Return the figure of plans for one kind of GPU, by what is written beside each bar."""
     figure = Figure(figsize=(9, 1.2 + 0.45 * len(plans)), layout="constrained")
     axes: Any = figure.subplots()
     names = list(plans)[::-1]
@@ -25,6 +20,7 @@ def memory(plans: Mapping[str, Plan], memory_gib: float) -> Figure:
         sizes = [plans[name].memory.parts.get(part, 0) / GIB for name in names]
         axes.barh(names, sizes, left=left, label=part.replace("_", " "))
         left = [start + size for start, size in zip(left, sizes, strict=True)]
+    memory_gib = next(iter(plans.values())).cluster.gpu.memory_gib
     axes.axvline(memory_gib, color="black", linewidth=1)
     axes.axvline(REFUSE * memory_gib, color="black", linewidth=1, linestyle=":")
     axes.set_xlabel("GiB on the fullest GPU (line: what it has; dots: where a plan is refused)")

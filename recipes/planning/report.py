@@ -1,5 +1,6 @@
 """What a search found, as data, as a table, as a bar, and as the command that starts it."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -64,7 +65,7 @@ def _plan_as_json(job: Job, plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "tight": plan.tight,
         "why": why(job, plan),
-        "command": command(plan, job),
+        "command": command(plan.recipe, job.cluster.gpus_per_node),
     }
 
 
@@ -73,20 +74,17 @@ def method_of(recipe: Recipe) -> str:
     return "full" if recipe.lora is None else "lora" if recipe.model.quantization == "none" else "qlora"
 
 
-def command(plan: Plan, job: Job, deepspeed: str | None = None) -> str:
-    """Return the command that starts a plan; `deepspeed` names another place for its configuration."""
-    recipe = plan.recipe
-    name = f"{recipe.family}-{recipe.size} {recipe.variant}"
-    changes = [change for change in overrides(recipe) if not (deepspeed and change.startswith("deepspeed="))]
-    changes += [f"deepspeed={deepspeed}"] if deepspeed else []
-    return " ".join(["python scripts/launch.py", name, f"--gpus {job.cluster.gpus_per_node}", *changes])
-
-
-def overrides(recipe: Recipe) -> list[str]:
-    """Return what makes a recipe of its page's variant, as it is typed."""
+def command(recipe: Recipe, gpus: int) -> str:
+    """Return the command that starts a recipe on so many GPUs of a node."""
     page = pages.find(f"{recipe.family}-{recipe.size}", recipe.variant)
-    keys = [key for key in override_keys() if _get(recipe, key) != _get(page, key)]
-    return [f"{key}={_typed(_get(recipe, key))}" for key in keys]
+    name = f"{recipe.family}-{recipe.size} {recipe.variant}"
+    return shlex.join(["python", "scripts/launch.py", *name.split(), "--gpus", str(gpus), *changes(page, recipe)])
+
+
+def changes(before: Recipe, after: Recipe) -> list[str]:
+    """Return the overrides that make one recipe of another, as they are typed."""
+    keys = [key for key in override_keys() if _get(after, key) != _get(before, key)]
+    return [f"{key}={_typed(_get(after, key))}" for key in keys]
 
 
 def _get(recipe: Recipe, key: str) -> Any:
@@ -105,14 +103,14 @@ def show(job: Job, found: Found, console: Console, explain: bool) -> None:
     recipe, cluster = job.recipe, job.cluster
     console.print(f"{_model(job)}, {method_of(recipe)}, rows of {recipe.sequence_length:,} tokens, on {_hardware(job)}")
     rows = [*found.plans[:SHOWN], *(found.misses if explain or not found.plans else ())]
-    console.print(_table(rows, cluster.gpu.memory_gib))
+    console.print(_table(rows))
     if found.best is None:
         return
-    for line in bar(found.best, cluster.gpu.memory_gib):
+    for line in bar(found.best):
         console.print(line)
     for number, plan in enumerate(rows if explain else rows[:1], start=1):
         console.print(f"\n{f'{number}. ' if explain else ''}{why(job, plan)}")
-    console.print(f"\n{command(found.best, job)}", soft_wrap=True)
+    console.print(f"\n{command(found.best.recipe, cluster.gpus_per_node)}", soft_wrap=True)
 
 
 def _model(job: Job) -> str:
@@ -128,7 +126,7 @@ def _hardware(job: Job) -> str:
     return f"{nodes}{cluster.gpus_per_node} x {cluster.gpu.name} ({cluster.gpu.memory_gib:g} GiB)"
 
 
-def _table(plans: list[Plan], memory_gib: float) -> Table:
+def _table(plans: list[Plan]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in (
         "",
@@ -144,7 +142,6 @@ def _table(plans: list[Plan], memory_gib: float) -> Table:
     ):
         table.add_column(name, justify="left" if name in ("config", "layout") else "right", no_wrap=True)
     for number, plan in enumerate(plans, start=1):
-        share = plan.memory.gpu / GIB / memory_gib
         table.add_row(
             str(number),
             plan.recipe.deepspeed.removesuffix(".json"),
@@ -152,7 +149,7 @@ def _table(plans: list[Plan], memory_gib: float) -> Table:
             f"{plan.setup.micro_batch_size} x {plan.setup.accumulation}",
             "yes" if plan.setup.gradient_checkpointing else "no",
             f"{plan.memory.gpu / GIB:.1f}",
-            f"{share:.0%}",
+            f"{plan.share:.0%}",
             _size(plan.memory.host),
             _size(plan.memory.nvme),
             f"{plan.speed:,.0f}" if plan.fits else "does not fit",
@@ -171,10 +168,11 @@ def written(layout: Layout, data: int) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
 
 
-def bar(plan: Plan, memory_gib: float) -> Iterator[str]:
+def bar(plan: Plan) -> Iterator[str]:
     """Yield a plan's memory on a GPU, a line per part, and what is left."""
     parts = {name.replace("_", " "): size / GIB for name, size in plan.memory.parts.items() if size}
     parts = dict(sorted(parts.items(), key=lambda part: -part[1]))
+    memory_gib = plan.cluster.gpu.memory_gib
     parts["free"] = memory_gib - sum(parts.values())
     yield ""
     before = 0.0

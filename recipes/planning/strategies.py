@@ -77,6 +77,7 @@ class Plan:
     config: Mapping[str, Any]
     """The DeepSpeed template: the recipe's file, fitted to the cluster's nodes."""
     setup: Setup
+    cluster: Cluster
     memory: Memory
     time: Time
     short: tuple[str, ...]
@@ -95,14 +96,19 @@ class Plan:
         return self.time.tokens_per_second_per_gpu
 
     @property
+    def share(self) -> float:
+        """Of a GPU's memory."""
+        return self.memory.gpu / GIB / self.cluster.gpu.memory_gib
+
+    @property
     def simplicity(self) -> tuple:
         """What is compared between plans that are about as fast: the smaller is kept.
 
-        No split of the model before one, one kind before two; with room to spare; the order of `SIMPLICITY`; over
-        fewer ranks; with less memory.
+        No split of the model before one, of rows before matrices or experts, before layers; with room to spare; the
+        order of `SIMPLICITY`; over fewer ranks; with less memory.
         """
         layout = self.recipe.layout
-        kinds = sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence, layout.expert))
+        kinds = (layout.sequence > 1) + 2 * (layout.tensor > 1) + 2 * (layout.expert > 1) + 4 * (layout.pipeline > 1)
         order = SIMPLICITY.index(self.recipe.deepspeed) if self.recipe.deepspeed in SIMPLICITY else len(SIMPLICITY)
         return kinds, self.tight, order, self.setup.copy_size, self.memory.gpu
 
@@ -287,7 +293,8 @@ def _micro_batches(job: Job, rows: int) -> list[int]:
 def _plan(job: Job, recipe: Recipe, config: Mapping[str, Any], setup: Setup) -> Plan:
     memory = peak(job.anatomy, setup, job.cluster)
     short, tight = judge(memory, job.cluster)
-    return Plan(recipe, config, setup, memory, step(job.anatomy, setup, job.cluster), short, tight)
+    time = step(job.anatomy, setup, job.cluster)
+    return Plan(recipe, config, setup, job.cluster, memory, time, short, tight)
 
 
 def judge(memory: Memory, cluster: Cluster) -> tuple[tuple[str, ...], bool]:
