@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT))
 
 from rich.console import Console  # noqa: E402
 
-from recipes.planning import models, report, trace, ways_out  # noqa: E402
+from recipes.planning import models, report, strategies, ways_out  # noqa: E402
 from recipes.planning.hardware import cluster  # noqa: E402
-from recipes.planning.strategies import Found, Job, Plan, search  # noqa: E402
+from recipes.planning.strategies import Found, Job, Plan  # noqa: E402
 from recipes.spec import overrides  # noqa: E402
 from recipes.spec.errors import UserError  # noqa: E402
 from recipes.spec.run_folder import RunFolder, write_json, write_recipe  # noqa: E402
@@ -50,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser().parse_intermixed_args(words)
     try:
         job = asked(arguments)
-        found = search(job)
+        found = strategies.search(job)
         if arguments.json:
             print(json.dumps(report.as_json(job, found), indent=2))
         else:
@@ -103,7 +103,7 @@ def asked(arguments: argparse.Namespace) -> Job:
             f"--gpus {arguments.gpus}: counts the GPUs of one node, at most {NODE}; for {arguments.gpus} in all write "
             f"for instance --gpus 8 --nodes {max(2, arguments.gpus // 8)}."
         )
-    recipe, anatomy = models.find(arguments.model, arguments.method, trace.anatomy)
+    recipe = models.find(arguments.model, arguments.method)
     hardware = cluster(
         arguments.gpu,
         arguments.gpus,
@@ -122,7 +122,7 @@ def asked(arguments: argparse.Namespace) -> Job:
         raise UserError("model.path=...: the model is the first word, a Hub id or the path to its config.json.")
     changed = overrides.apply(recipe, changes)
     models.check_length(changed)
-    return Job(changed, anatomy, hardware, frozenset(keys))
+    return strategies.job(changed, hardware, keys)
 
 
 def console() -> Console:
@@ -200,9 +200,8 @@ def draw(found: Found, file: Path) -> None:
     """Write the figure."""
     from recipes.planning import figure  # matplotlib, half a second
 
-    picture = figure.memory(figure.labels(found.plans[:PLANS_DRAWN]))
     file.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(file, format="png", dpi=150)
+    file.write_bytes(figure.png(figure.labels(found.plans[:PLANS_DRAWN])))
 
 
 if __name__ == "__main__":

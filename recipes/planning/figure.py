@@ -1,5 +1,6 @@
 """A picture of memory: one bar per plan, cut into what it consists of."""
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,15 @@ from recipes.planning.report import written
 from recipes.planning.strategies import GIB, REFUSE, Plan
 
 
-def memory(plans: Mapping[str, Plan]) -> Figure:
-    """Return the figure of plans for one kind of GPU, by what is written beside each bar."""
+def png(plans: Mapping[str, Plan]) -> bytes:
+    """Return the picture of plans for one kind of GPU, by what is written beside each bar."""
+    written = io.BytesIO()
+    draw(plans).savefig(written, format="png", dpi=120)
+    return written.getvalue()
+
+
+def draw(plans: Mapping[str, Plan]) -> Figure:
+    """Return the figure of it."""
     figure = Figure(figsize=(9, 1.2 + 0.45 * len(plans)), layout="constrained")
     axes: Any = figure.subplots()
     names = list(plans)[::-1]

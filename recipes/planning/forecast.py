@@ -7,8 +7,7 @@ from typing import Any
 
 from recipes.planning import report, ways_out
 from recipes.planning.hardware import Cluster, this_machine
-from recipes.planning.strategies import GIB, Job, Plan, cost, search
-from recipes.planning.trace import anatomy
+from recipes.planning.strategies import GIB, Plan, cost, job, search
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Layout, Recipe
@@ -37,10 +36,10 @@ def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster) -> Recipe:
     """
     fixed = frozenset(given) - {"deepspeed"}
     kept = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in fixed}
-    job = Job(replace(recipe, layout=Layout(**kept)), anatomy(recipe.model.config), cluster, fixed)
-    found = search(job)
+    asked = job(replace(recipe, layout=Layout(**kept)), cluster, fixed)
+    found = search(asked)
     if found.best is None:
-        raise UserError(f"deepspeed={AUTO}: {ways_out.sentence(job, found)}")
+        raise UserError(f"deepspeed={AUTO}: {ways_out.sentence(asked, found)}")
     return found.best.recipe
 
 
@@ -58,15 +57,15 @@ def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
         return None
     path = Path(recipe.deepspeed)
     recipe = replace(recipe, deepspeed=path.name if path.parent == ROOT / "configs" else recipe.deepspeed)
-    job = Job(recipe, anatomy(recipe.model.config), cluster)
-    plan = cost(job, recipe)
+    asked = job(recipe, cluster)
+    plan = cost(asked, recipe)
     if plan.fits:
         return plan
-    found = search(job)
+    found = search(asked)
     way = (
         f"What fits: {' '.join(report.changes(recipe, found.best.recipe))}"
         if found.best
-        else ways_out.sentence(job, found)
+        else ways_out.sentence(asked, found)
     )
     raise UserError(f"this run needs {' and '.join(plan.short)}.\n{way} (or --no-plan, to try all the same)")
 

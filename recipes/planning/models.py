@@ -2,15 +2,15 @@
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.planning.anatomy import Anatomy
+from recipes.planning.trace import anatomy
 from recipes.spec import pages
 from recipes.spec.errors import UserError, first_line
-from recipes.spec.recipe import Model, Recipe
+from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import read_json
 
 METHODS = ("full", "lora", "qlora")
@@ -20,27 +20,26 @@ LENGTHS = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attenti
 """Dimensions that every decoder has, with the name that GPT-2's and BLOOM's configurations use."""
 
 
-def find(name: str, method: str, take_apart: Callable[[Mapping[str, Any]], Anatomy]) -> tuple[Recipe, Anatomy]:
-    """Return the recipe that trains a model by a method, and the model taken apart.
+def find(name: str, method: str) -> Recipe:
+    """Return the recipe that trains a model by a method.
 
     Args:
         name: `RECIPE[-SIZE]`, a Hub id, or a path to a config.json or to its folder.
         method: of `METHODS`.
-        take_apart: `trace.anatomy`.
 
     Raises:
         UserError: there is no such model, it cannot be read, it is no decoder, or it does not go with the method.
     """
     path = Path(name).expanduser()
-    if not path.exists() and not name.endswith(".json"):
+    if path.exists() or name.endswith(".json"):
+        config = _read(path)
+    else:
         known = name if name.partition("-")[0] in pages.families() else _page_of(name)
         if known:
-            recipe = pages.find(known, method)
-            return recipe, take_apart(recipe.model.config)
-    config = _read(path) if path.exists() or name.endswith(".json") else _download(name)
+            return pages.find(known, method)
+        config = _download(name)
     check(config, name)
-    anatomy = take_apart(config)
-    return stand_in(name, config, anatomy, method), anatomy
+    return stand_in(name, config, method)
 
 
 def _page_of(hub_id: str) -> str | None:
@@ -114,20 +113,19 @@ def check_length(recipe: Recipe) -> None:
         raise UserError(f"--sequence-length {recipe.sequence_length}: the model has {most:,} positions.")
 
 
-def stand_in(name: str, config: Mapping[str, Any], anatomy: Anatomy, method: str) -> Recipe:
+def stand_in(name: str, config: Mapping[str, Any], method: str) -> Recipe:
     """Return a recipe for a model without a page: of the same architecture if there is one, and as near in size.
 
     Its data, rates and batch are a start; `model.path` is the model's own.
     """
-    chosen = [pages.find(f"{family}-{size}", method) for family, size in _pages_for(anatomy.model_type, method)]
-    recipe = min(chosen, key=lambda recipe: abs(recipe.model.parameters - anatomy.parameters))
+    inner = config.get("text_config") or config
+    parameters = anatomy(inner).parameters
+    chosen = [pages.find(f"{family}-{size}", method) for family, size in _pages_for(inner["model_type"], method)]
+    recipe = min(chosen, key=lambda recipe: abs(recipe.model.parameters - parameters))
     path = Path(name).expanduser()
     folder = path.parent if path.is_file() else path
-    model = Model(
-        path=str(folder) if path.exists() else name,
-        parameters=anatomy.parameters,
-        config=dict(config.get("text_config") or config),
-        quantization=recipe.model.quantization,
+    model = replace(
+        recipe.model, path=str(folder) if path.exists() else name, parameters=parameters, config=dict(inner)
     )
     return replace(recipe, model=model)
 

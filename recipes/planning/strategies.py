@@ -5,7 +5,7 @@ launcher's own rules (`spec.limits`), what does not fit by `memory`, and the res
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from recipes.planning.hardware import Cluster
 from recipes.planning.memory import Memory, peak
 from recipes.planning.setup import Setup, setup_of
 from recipes.planning.time import Time, step
+from recipes.planning.trace import anatomy
 from recipes.spec import limits
 from recipes.spec.layout import data_parallel_size
 from recipes.spec.pages import ROOT
@@ -126,6 +127,15 @@ class Found:
     def best(self) -> Plan | None:
         """The plan to take."""
         return self.plans[0] if self.plans else None
+
+
+def job(recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = ()) -> Job:
+    """Return what a plan is wanted for, the recipe's model taken apart.
+
+    Raises:
+        UserError: not a decoder that transformers knows, or not one for such adapters.
+    """
+    return Job(recipe, anatomy(recipe.model.config, recipe.lora), cluster, frozenset(fixed))
 
 
 def search(job: Job) -> Found:

@@ -6,42 +6,42 @@ from dataclasses import replace
 
 from recipes.planning.models import METHODS
 from recipes.planning.report import method_of
-from recipes.planning.strategies import REFUSE, Found, Job, search
+from recipes.planning.strategies import REFUSE, Found, Job, job, search
 from recipes.spec import pages
 from recipes.spec.recipe import Recipe
 
 MOST_NODES = 128
 
 
-def sentence(job: Job, found: Found) -> str:
+def sentence(asked: Job, found: Found) -> str:
     """Return what comes nearest to fitting, and what would fit."""
     if not found.misses:
-        rows, gpus = job.recipe.global_batch_size, job.cluster.gpus
+        rows, gpus = asked.recipe.global_batch_size, asked.cluster.gpus
         return (
             f"no layout of {gpus} GPUs is possible: global_batch_size={rows} is no multiple of the data-parallel ranks "
             f"of any; try global_batch_size={math.ceil(rows / gpus) * gpus}."
         )
     nearest = min(found.misses, key=lambda plan: plan.memory.gpu)
-    ways = list(ways_out(job))
+    ways = list(ways_out(asked))
     fits = f"What would: {'; '.join(ways)}." if ways else "Take a smaller model."
     return f"nothing fits; {nearest.recipe.deepspeed} comes nearest, with {nearest.short[0]}.\n{fits}"
 
 
-def ways_out(job: Job) -> Iterator[str]:
+def ways_out(asked: Job) -> Iterator[str]:
     """Yield each change, as it is typed for plan.py, with which the model can be trained."""
-    for method in METHODS[METHODS.index(method_of(job.recipe)) + 1 :]:
-        other = by(job.recipe, method)
-        if other and search(replace(job, recipe=other)).best:
+    for method in METHODS[METHODS.index(method_of(asked.recipe)) + 1 :]:
+        other = by(asked.recipe, method)
+        if other and search(job(other, asked.cluster)).best:
             yield f"--method {method}"
             break
-    nodes = job.cluster.nodes * 2
+    nodes = asked.cluster.nodes * 2
     while nodes <= MOST_NODES:
-        if search(replace(job, cluster=replace(job.cluster, nodes=nodes))).best:
+        if search(replace(asked, cluster=replace(asked.cluster, nodes=nodes))).best:
             yield f"--nodes {nodes}"
             break
         nodes *= 2
-    if not job.cluster.nvme_gib:
-        best = search(replace(job, cluster=replace(job.cluster, nvme_gib=float("inf")))).best
+    if not asked.cluster.nvme_gib:
+        best = search(replace(asked, cluster=replace(asked.cluster, nvme_gib=float("inf")))).best
         if best and best.memory.nvme:
             yield f"--nvme {math.ceil(best.memory.nvme / 2**30 / REFUSE):.0f}"
 
