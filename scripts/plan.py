@@ -18,6 +18,7 @@ Exit status: 0, or 2 for a mistake in what was asked for, or 1 where nothing fit
 """
 
 import argparse
+import difflib
 import json
 import os
 import shlex
@@ -97,7 +98,9 @@ def asked(arguments: argparse.Namespace) -> Job:
         UserError: a flag, its value and what to write instead.
     """
     if arguments.method not in models.METHODS:
-        raise UserError(f"--method {arguments.method}: one of {', '.join(models.METHODS)}.")
+        near = difflib.get_close_matches(arguments.method, models.METHODS, n=1)
+        hint = f"did you mean {near[0]}? One" if near else "one"
+        raise UserError(f"--method {arguments.method}: {hint} of {', '.join(models.METHODS)}.")
     if arguments.gpus is not None and arguments.gpus > NODE:
         raise UserError(
             f"--gpus {arguments.gpus}: counts the GPUs of one node, at most {NODE}; for {arguments.gpus} in all write "
@@ -139,7 +142,7 @@ def write(job: Job, plan: Plan, folder: Path) -> None:
     script = folder / "launch.sh"
     script.write_text(launch_script(job, plan, folder), encoding="utf-8")
     script.chmod(0o755)
-    print(f"{resolved}\n{script}", file=sys.stderr)
+    print(f"written: {resolved}, {script}", file=sys.stderr)
 
 
 def for_engine(job: Job, plan: Plan) -> dict:

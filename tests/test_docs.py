@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from recipes.spec.pages import ROOT
-from scripts import benchmark, check_config, doctor, export, generate, launch, resolve_config
+from scripts import benchmark, check_config, doctor, export, generate, launch, plan, resolve_config
 
 PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "runs"} & set(path.relative_to(ROOT).parts))
 README = ROOT / "README.md"
 PARSERS = {
     "launch.py": launch,
+    "plan.py": plan,
     "export.py": export,
     "generate.py": generate,
     "benchmark.py": benchmark,
@@ -71,6 +72,12 @@ def test_documented_commands_are_accepted(page, command, monkeypatch, capsys):
             return  # a form, not a command: RECIPE[-SIZE] VARIANT
         arguments = [re.sub(r"(?<==)[A-Z_]+\w*(\.jsonl)?$", lambda form: EXAMPLES[form[0]], word) for word in arguments]
         assert launch.main([*arguments, "--dry-run"]) == 0, capsys.readouterr().err
+        return
+    if name == "plan.py":
+        arguments = [str(ROOT / EXAMPLES["MODEL"]) if word == "path/to/config.json" else word for word in arguments]
+        arguments = [word if word != "--write" else "--explain" for word in arguments if not word.startswith("plans/")]
+        here = [] if "--gpu" in arguments or "--gpu-memory" in arguments else ["--gpu", "H100", "--gpus", "8"]
+        assert plan.main([*arguments, *here]) == 0, capsys.readouterr().err
         return
     with pytest.raises(SystemExit) as end:
         PARSERS[name].main([*arguments, "--help"])

@@ -9,7 +9,6 @@ import pytest
 from recipes.spec import pages
 from recipes.spec.pages import ROOT
 from recipes.spec.run_folder import read_json
-from recipes.zero_config import lint
 from scripts import check_config, launch, plan
 
 EIGHT = ("--gpu", "H100", "--gpus", "8")
@@ -85,25 +84,26 @@ def test_the_table_names_the_best_first_and_its_command(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "gpus"),
+    ("words", "layout"),
     [
-        (["llama3-8b", *EIGHT], 8),
-        (["llama3-70b", "--method", "lora", *EIGHT], 8),
-        (["llama3-70b", *EIGHT, "--nodes", "4", "deepspeed=pipeline.json"], 32),
-        (["llama3-8b", *EIGHT, "--nodes", "2", "deepspeed=zero3_hpz.json"], 16),
-        (["qwen3-8b", *EIGHT, "layout.tensor=4"], 8),
-        (["mixtral-8x7b", *EIGHT, "--nodes", "4", "layout.expert=8", "deepspeed=expert_parallel.json"], 32),
-        (["llama3-8b", *EIGHT, "layout.sequence=8", "--sequence-length", "65536"], 8),
+        (["llama3-8b", *EIGHT], {}),
+        (["llama3-70b", "--method", "lora", *EIGHT], {}),
+        (["llama3-70b", *EIGHT, "--nodes", "4", "deepspeed=pipeline.json", "layout.pipeline=4"], {"pipeline": 4}),
+        (["llama3-8b", *EIGHT, "--nodes", "2", "deepspeed=zero3_hpz.json"], {}),
+        (["qwen3-8b", *EIGHT, "layout.tensor=4"], {}),
+        (["mixtral-8x7b", *EIGHT, "--nodes", "8", "layout.expert=8"], {}),
+        (["llama3-8b", *EIGHT, "layout.sequence=8", "--sequence-length", "65536"], {"sequence-parallel": 8}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_written_loads_lints_and_launches(tmp_path, capsys, words, gpus):
+def test_what_is_written_loads_lints_and_launches(tmp_path, capsys, words, layout):
     assert plan.main([*words, "--write", str(tmp_path)]) == 0, capsys.readouterr().err
     file = tmp_path / "deepspeed.json"
-    assert check_config.main([str(file), "--world-size", str(gpus), "--trainer", "plain"]) == 0, capsys.readouterr().out
+    ranks = 8 * int(words[words.index("--nodes") + 1]) if "--nodes" in words else 8
+    facts = [f"--{name}={size}" for name, size in {"world-size": ranks, **layout}.items()]
+    assert check_config.main([str(file), *facts, "--trainer", "plain"]) == 0, capsys.readouterr().out
     config = read_json(file)
     assert '"auto"' not in file.read_text()
-    assert lint.ask_deepspeed({**config, "train_batch_size": config["train_batch_size"]}, 1) is None or gpus > 1
     script = (tmp_path / "launch.sh").read_text()
     if "--nodes" in words:
         run = read_json(tmp_path / "run" / "recipe.json")
@@ -174,7 +174,6 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "model.path=x"): "the model is the first word",
     ("llama3-8b", *EIGHT, "layout.tensr=2"): "unknown key 'layout.tensr'. Did you mean 'layout.tensor'",
     ("llama3-8b", *EIGHT, "deepspeed=zero9.json"): "deepspeed=zero9.json: no such file; did you mean zero",
-    ("llama3-8b", *EIGHT, "deepspeed=fp16.json"): "the search knows",
 }
 
 

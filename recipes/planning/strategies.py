@@ -7,7 +7,9 @@ launcher's own rules (`spec.limits`), what does not fit by `memory`, and the res
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from recipes.planning.anatomy import Anatomy
@@ -17,6 +19,7 @@ from recipes.planning.setup import Setup, setup_of
 from recipes.planning.time import Time, step
 from recipes.planning.trace import anatomy
 from recipes.spec import limits
+from recipes.spec.errors import UserError
 from recipes.spec.layout import data_parallel_size
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Layout, Recipe
@@ -143,7 +146,7 @@ def search(job: Job) -> Found:
     job = replace(job, recipe=_dividing(job))
     found: list[Plan] = []
     misses: dict[str, Plan] = {}
-    for tier in TIERS:
+    for tier in ((job.recipe.deepspeed,),) if "deepspeed" in job.fixed else TIERS:
         for name, recipes in _ways(job, tier):
             for recipe in recipes:
                 ways = list(_sized(job, recipe))
@@ -188,8 +191,14 @@ def template(deepspeed: str, cluster: Cluster) -> Mapping[str, Any]:
 
 @cache
 def _read(deepspeed: str) -> dict[str, Any]:
-    shipped = ROOT / "configs" / deepspeed
-    return read_json(shipped)
+    shipped = ROOT / "configs"
+    for path in (shipped / deepspeed, Path(deepspeed)):
+        if path.is_file():
+            return read_json(path)
+    known = [path.name for path in shipped.glob("*.json")]
+    near = get_close_matches(deepspeed, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"in configs/ there are {', '.join(sorted(known))}."
+    raise UserError(f"deepspeed={deepspeed}: no such file; {hint}")
 
 
 def _dividing(job: Job) -> Recipe:
@@ -245,7 +254,9 @@ def _layouts(job: Job) -> Iterator[list[Layout]]:
 def _suits(name: str, layout: Layout, job: Job) -> bool:
     """Return whether a file is the one to take for a layout and a method."""
     if "deepspeed" in job.fixed:
-        return name == job.recipe.deepspeed
+        config = _read(name)
+        split = ("tensor_parallel" in config) <= (layout.tensor > 1)
+        return split and ("expert_parallel" in config) == (layout.expert > 1)
     adapters = job.recipe.lora is not None
     mixture = any(kind.routed for kind in job.anatomy.kinds)
     if job.recipe.model.quantization != "none" and "zero3" in name:
