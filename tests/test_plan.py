@@ -1,11 +1,14 @@
 """The planner's command line: what it answers, what it writes, and what a mistake is answered with."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from recipes.planning import forecast
+from recipes.planning.hardware import cluster
 from recipes.spec import pages
 from recipes.spec.pages import ROOT
 from recipes.spec.run_folder import read_json
@@ -230,3 +233,42 @@ def test_a_recipe_costs_no_import_of_torch():
     code += "assert not {'torch', 'transformers', 'deepspeed', 'matplotlib'} & set(sys.modules), 'heavy imports'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def one_a100(monkeypatch):
+    """Let the launcher believe in a GPU; nothing is started on it."""
+    monkeypatch.setattr(launch, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(forecast, "this_machine", lambda: cluster("A100 40GB", 1, host_memory=64))
+
+
+def test_the_launcher_prints_the_forecast(one_a100, capsys):
+    assert launch.main(["llama3-8b", "lora", "--dry-run"]) == 0
+    assert re.match(r"forecast: \d+\.\d GiB per GPU \(\d+%.*\), [\d,]+ tokens/s\n", capsys.readouterr().out)
+
+
+def test_the_launcher_stops_what_cannot_fit(one_a100, capsys):
+    too_much = ["llama3-8b", "lora", "micro_batch_size=64", "--dry-run"]
+    assert launch.main(too_much) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"launch.py: this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+", said)
+    fitting = re.search(r"What fits: (.*?) \(To", said)[1].split()
+    assert launch.main([*too_much[:3], *fitting, "--dry-run"]) == 0
+    assert launch.main([*too_much, "--no-plan"]) == 0
+    assert launch.main([*too_much, "--draft"]) == 0
+
+
+def test_auto_lets_the_planner_choose(one_a100, capsys):
+    assert launch.main(["llama3-8b", "lora", "deepspeed=auto", "lora.rank=8", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("deepspeed=auto: ") and '"rank": 8' in shown and "configs/zero" in shown
+    assert launch.main(["llama3-70b", "full", "deepspeed=auto", "--dry-run"]) == 2
+    assert "deepspeed=auto: nothing fits" in capsys.readouterr().err
+
+
+def test_on_cpu_ranks_the_planner_says_nothing(capsys):
+    assert launch.main(["tiny", "full", "--dry-run"]) == 0
+    assert "forecast" not in capsys.readouterr().out
+    assert launch.main(["tiny", "full", "deepspeed=auto", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("deepspeed=auto: the planner knows GPUs only; taking the recipe's own zero3.json\n")

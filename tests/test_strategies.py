@@ -87,7 +87,8 @@ def plan():
 def like(plan, speed, deepspeed="zero2.json", **layout):
     """Return a plan of another speed, file and layout."""
     recipe = replace(plan.recipe, deepspeed=deepspeed, layout=Layout(**layout))
-    return replace(plan, recipe=recipe, time=replace(plan.time, tokens=plan.time.tokens * speed))
+    setup = replace(plan.setup, layout=recipe.layout)
+    return replace(plan, recipe=recipe, setup=setup, time=replace(plan.time, tokens=plan.time.tokens * speed))
 
 
 def test_a_simpler_plan_is_kept_within_five_percent(plan):

@@ -38,6 +38,7 @@ MOST_STAGES = 64
 
 TIERS = (
     (
+        "sequence_parallel.json",
         "zero0.json",
         "zero1.json",
         "zero2.json",
@@ -45,7 +46,6 @@ TIERS = (
         "zero3_adapters.json",
         "zero3_moe.json",
         "zero3_hpz.json",
-        "sequence_parallel.json",
         "expert_parallel.json",
         "tensor_parallel.json",
         "pipeline.json",
@@ -55,8 +55,8 @@ TIERS = (
     ("zero3_nvme.json",),
     ("bf16_states.json",),
 )
-"""Files of `configs/`, from the simplest. A later tier is tried where nothing of the earlier ones fits: offload last,
-to the CPU before NVMe, and what rounds the optimizer's states after everything that does not."""
+"""Files of `configs/`, from the simplest of those that suit a layout. A later tier is tried where nothing of the
+earlier ones fits: offload last, to the CPU before NVMe; and bf16 states, which round, after what does not."""
 SIMPLICITY = tuple(name for tier in TIERS for name in tier)
 
 
