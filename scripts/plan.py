@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--gpu-memory", type=float, metavar="GIB", help="instead of --gpu, for any other GPU")
     result.add_argument("--host-memory", type=float, metavar="GIB", help="of one node; unknown: not judged")
     result.add_argument("--nvme", type=float, metavar="GIB", help="of one node's local drives (default: none)")
+    result.add_argument("--network", type=float, metavar="GBITS", help="of one node to the others (default: the usual)")
     result.add_argument("--sequence-length", type=int, metavar="S", help="tokens of a row (default: the recipe's)")
     result.add_argument("--json", action="store_true", help="print the answer as JSON")
     result.add_argument("--explain", action="store_true", help="say why for every plan, and what does not fit")
@@ -115,6 +116,10 @@ def asked(arguments: argparse.Namespace) -> Job:
         arguments.host_memory,
         arguments.nvme,
     )
+    if arguments.network is not None:
+        if arguments.network <= 0:
+            raise UserError(f"--network {arguments.network:g}: must be above 0, in Gbit/s of one node.")
+        hardware = replace(hardware, network_gbs=arguments.network / 8)
     changes = list(arguments.overrides)
     keys = [change.partition("=")[0] for change in changes]
     if arguments.sequence_length is not None:

@@ -152,6 +152,13 @@ def test_a_config_json_is_as_good_as_a_recipe(answer, config_json):
     assert folder["plans"] == own["plans"]
 
 
+def test_a_slow_network_slows_what_crosses_it(answer):
+    two = ["llama3-8b", *EIGHT, "--nodes", "2", "deepspeed=zero3.json", "micro_batch_size=1"]
+    fast, slow = answer(*two), answer(*two, "--network", "10")
+    assert (fast["hardware"]["network_gbs"], slow["hardware"]["network_gbs"]) == (400, 1.25)
+    assert slow["plans"][0]["tokens_per_second_per_gpu"] < 0.7 * fast["plans"][0]["tokens_per_second_per_gpu"]
+
+
 def test_a_hub_id_that_has_a_page_needs_no_network(answer):
     assert answer("meta-llama/Llama-3.1-8B-Instruct", *EIGHT)["model"]["recipe"] == "llama3-8b"
 
@@ -169,6 +176,7 @@ MISTAKES = {
     ("llama3-8b", "--gpu", "H100", "--nodes", "-1"): "--nodes -1: must be above 0",
     ("llama3-8b", "--gpu-memory", "-3"): "--gpu-memory -3: must be above 0",
     ("llama3-8b", *EIGHT, "--host-memory", "-3"): "--host-memory -3: must be at least 0",
+    ("llama3-8b", *EIGHT, "--network", "0"): "--network 0: must be above 0",
     ("llama3-8b", *EIGHT, "--method", "qlorra"): "--method qlorra: did you mean qlora? One of full, lora, qlora",
     ("mixtral-8x7b", *EIGHT, "--method", "qlora"): "unknown variant of mixtral 'qlora'; did you mean 'lora'",
     ("llama3-8b", *EIGHT, "--sequence-length", "0"): "sequence_length=0: must be at least 8",
@@ -252,7 +260,7 @@ def test_the_launcher_stops_what_cannot_fit(one_a100, capsys):
     assert launch.main(too_much) == 2
     said = capsys.readouterr().err
     assert re.match(r"launch.py: this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+", said)
-    fitting = re.search(r"What fits: (.*?) \(To", said)[1].split()
+    fitting = re.search(r"What fits: (.*?);", said)[1].split()
     assert launch.main([*too_much[:3], *fitting, "--dry-run"]) == 0
     assert launch.main([*too_much, "--no-plan"]) == 0
     assert launch.main([*too_much, "--draft"]) == 0

@@ -62,12 +62,11 @@ def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
     if plan.fits:
         return plan
     found = search(asked)
-    way = (
-        f"What fits: {' '.join(report.changes(recipe, found.best.recipe))}"
-        if found.best
-        else ways_out.sentence(asked, found)
-    )
-    raise UserError(f"this run needs {' and '.join(plan.short)}.\n{way} (or --no-plan, to try all the same)")
+    if found.best:
+        way = f"What fits: {' '.join(report.changes(recipe, found.best.recipe))}"
+    else:
+        way = ways_out.sentence(asked, found).rstrip(".")
+    raise UserError(f"this run needs {' and '.join(plan.short)}.\n{way}; or try it all the same: --no-plan")
 
 
 def line(plan: Plan) -> str:

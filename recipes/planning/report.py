@@ -42,7 +42,8 @@ def as_json(job: Job, found: Found) -> dict[str, Any]:
             "nodes": cluster.nodes,
             "host_memory_gib": cluster.host_memory_gib or None,
             "nvme_gib": cluster.nvme_gib or None,
-            "network_gbs": cluster.network_gbs or None,
+            "network_gbs": cluster.node_network_gbs if cluster.nodes > 1 else None,
+            "calibrated": bool(plans) and plans[0].time.measured,
         },
         "plans": [_plan_as_json(job, plan) for plan in plans],
         "best": 0 if found.best else None,
@@ -110,7 +111,18 @@ def show(job: Job, found: Found, console: Console, explain: bool) -> None:
         console.print(line)
     for number, plan in enumerate(rows if explain else rows[:1], start=1):
         console.print(f"\n{f'{number}. ' if explain else ''}{why(job, plan)}")
+    for note in notes(found.best):
+        console.print(f"\n{note}")
     console.print(f"\n{command(found.best.recipe, cluster.gpus_per_node)}", soft_wrap=True)
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """Yield what a person should know besides."""
+    rows, gpus = plan.recipe.global_batch_size, plan.setup.world_size
+    if not plan.time.measured:
+        yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order more than their size."
+    if rows < gpus:
+        yield f"{rows} rows per step are fewer than the GPUs: with global_batch_size={gpus} each could have its own."
 
 
 def _model(job: Job) -> str:
@@ -122,8 +134,10 @@ def _model(job: Job) -> str:
 
 def _hardware(job: Job) -> str:
     cluster = job.cluster
-    nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
-    return f"{nodes}{cluster.gpus_per_node} x {cluster.gpu.name} ({cluster.gpu.memory_gib:g} GiB)"
+    one = f"{cluster.gpus_per_node} x {cluster.gpu.name} ({cluster.gpu.memory_gib:g} GiB)"
+    return (
+        one if cluster.nodes == 1 else f"{cluster.nodes} x {one}, {8 * cluster.node_network_gbs:,.0f} Gbit/s per node"
+    )
 
 
 def _table(plans: list[Plan]) -> Table:
