@@ -78,9 +78,11 @@ def _splits(job: Job, plan: Plan) -> Iterator[str]:
             f"of the time with {setup.accumulation} micro-batches"
         )
     if layout.sequence > 1:
-        whole = _gpu(job, lean, layout=replace(layout, sequence=1))
-        if whole > REFUSE * cluster.gpu.memory_gib:
-            reason = f"a row of {setup.sequence_length:,} tokens would need {whole:,.0f} GiB on one GPU"
+        fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
+        with_fewer = _gpu(job, lean, layout=replace(layout, sequence=fewer))
+        if with_fewer > REFUSE * cluster.gpu.memory_gib:
+            where = "on one GPU" if fewer == 1 else f"over {fewer} GPUs"
+            reason = f"a row of {setup.sequence_length:,} tokens would need {with_fewer:,.0f} GiB {where}"
         else:
             reason = f"{plan.recipe.global_batch_size} rows per step do not go round without it"
         yield f"sequence {layout.sequence} because {reason}"

@@ -120,7 +120,7 @@ def notes(plan: Plan) -> Iterator[str]:
     """Yield what a person should know besides."""
     rows, gpus = plan.recipe.global_batch_size, plan.setup.world_size
     if not plan.time.measured:
-        yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order more than their size."
+        yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order most."
     if rows < gpus:
         yield f"{rows} rows per step are fewer than the GPUs: with global_batch_size={gpus} each could have its own."
 
