@@ -6,6 +6,25 @@ Frozen data that costs nothing to import; `trace.py` makes it from the Hugging F
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from recipes.spec.recipe import Lora
+
+RANKS = (8, 64)
+"""Of the adapters that are traced; what is kept is linear between and beyond them."""
+
+
+def way(lora: Lora | None) -> str:
+    """Return how a model is trained, in a word: what `Kind.saved` is looked up by, apart from an adapter's rank.
+
+    With adapters the rank follows (`lora 8`), without how attention is computed, unless by kernels that keep no scores
+    and need no mask (`full masked`, `full eager`). ` tensor` at the end: one rank of two.
+    """
+    if lora is None:
+        return "full"
+    words = ["dora" if lora.dora else "lora", "dropout" if lora.dropout else ""]
+    if lora.target_modules != "all-linear" or lora.target_parameters:
+        words.append(f"({lora.target_modules}; {lora.target_parameters or ''})")
+    return " ".join(word for word in words if word)
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -23,6 +42,18 @@ class Saved:
     def of(self, rows: float, length: float) -> float:
         """Return the bytes for a batch."""
         return rows * (self.per_token * length + self.per_pair * length**2) + self.fixed
+
+    def __add__(self, other: "Saved") -> "Saved":
+        """Return both together."""
+        return Saved(self.per_token + other.per_token, self.per_pair + other.per_pair, self.fixed + other.fixed)
+
+    def __sub__(self, other: "Saved") -> "Saved":
+        """Return what this is more."""
+        return self + -1 * other
+
+    def __rmul__(self, factor: float) -> "Saved":
+        """Return a multiple."""
+        return Saved(factor * self.per_token, factor * self.per_pair, factor * self.fixed)
 
 
 @dataclass(frozen=True)
@@ -42,10 +73,16 @@ class Kind:
     """Heads x their width; causal attention costs 2 x width x length forward per token. 0: it has none (linear)."""
     window: int | None
     """Tokens that one attends to at most; None: all before it."""
+    largest: int
+    """Parameters of the module that has the most of its own: what ZeRO-3 gathers at once."""
     chosen: int = 0
     """Experts that a token is sent to; 0: the layer has none."""
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    """Parameters that adapters add, by the way of training and their rank (`lora 8`)."""
     saved: Mapping[str, Saved] = field(default_factory=dict)
-    """What autograd keeps, by how the layer is trained; `trace.py` says which ways there are."""
+    """What autograd keeps, by how the layer is trained (`way`)."""
+    working: Mapping[str, Saved] = field(default_factory=dict)
+    """What the layer's backward pass takes at its worst moment beyond what was kept, gradients of weights included."""
     checkpoint: int = 0
     """Bytes per token that checkpointing keeps of the layer: its input, in bf16."""
 
@@ -68,6 +105,10 @@ class Anatomy:
     """Parameters after the last: norm and output matrix, which counts for nothing where it is tied."""
     tied: bool
     """The output matrix is the embedding's."""
+    ends: Mapping[str, Saved] = field(default_factory=dict)
+    """What autograd keeps outside the layers: the logits, most of all."""
+    loss: Mapping[str, Saved] = field(default_factory=dict)
+    """What norm, head and loss take at their worst moment, forward or backward, beyond what is kept."""
 
     @property
     def layers(self) -> tuple[Kind, ...]:

@@ -1,0 +1,321 @@
+"""Take a Hugging Face decoder apart on the meta device: no weights, no GPU, a second per way of training it.
+
+A model with two layers of each kind is run forward and backward. Counted are what autograd keeps of each kind's second
+layer, every storage once and weights not at all, and what its backward pass takes besides. Shapes cost nothing on the
+meta device, so that rows are as long as real ones.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.pytorch_utils import Conv1D
+
+from recipes.planning.anatomy import RANKS, Anatomy, Kind, Saved, way
+from recipes.planning.weigh import Kernels, Weights, weigh
+from recipes.spec.errors import UserError, first_line
+from recipes.spec.recipe import Lora, names
+
+ROWS, LENGTH = 8, 512
+"""Of the smallest batch: as many tokens as a real one has, and a multiple of 64, the chunk of linear attention."""
+NEVER = 2**30
+"""A window that is wider than any row."""
+SPLIT = ("colwise", "rowwise")
+"""Styles of a Hugging Face plan that split a matrix, and what comes out of it or goes in."""
+SPLIT_WEIGHT = ("colwise_gather_output", "rowwise_split_input")
+"""Those that split the matrix, where every rank has the whole of what comes out, or goes in."""
+
+
+def dissect(config: Mapping[str, Any], loras: Sequence[Lora | None] = (None,), device: str = "cuda") -> Anatomy:
+    """Return a decoder's parts, and what its layers keep when it is trained in each of the ways `loras`.
+
+    Args:
+        config: as in a `config.json`; `model_type` and the dimensions are enough.
+        loras: None stands for all weights; the rank does not matter.
+        device: whose kernels compute, "cuda" or "cpu"; what they keep differs in `weigh.Kernels`.
+
+    Raises:
+        UserError: not a decoder that transformers knows.
+    """
+    whole = build(config)
+    inner = whole.config.get_text_config()
+    layers = decoder_layers(whole)
+    signatures = [_signature(layer, inner, index) for index, layer in enumerate(layers)]
+    kinds = list(dict.fromkeys(signatures))
+    first = [signatures.index(kind) for kind in kinds]
+    fits = {name: fit(model, mask, device) for lora in loras for name, model, mask in _ways(config, lora, first)}
+    heads = [_attention_width(layers[index], inner) for index in first]
+    embedding, output = whole.get_input_embeddings().weight, whole.get_output_embeddings().weight
+    tied = bool(inner.tie_word_embeddings)
+    after = sum(map(size, _around(whole)[1]))
+    return Anatomy(
+        model_type=inner.model_type,
+        hidden=inner.hidden_size,
+        vocabulary=embedding.shape[0],
+        heads=inner.num_attention_heads,
+        key_value_heads=_key_value_heads(inner),
+        kinds=tuple(
+            replace(
+                _kind(layers[index], inner, index, heads[number]),
+                saved={name: one.saved[number] for name, one in fits.items()},
+                working={name: one.working[number] for name, one in fits.items()},
+                adapters={name: one.adapters[number] for name, one in fits.items() if not name.startswith("full")},
+            )
+            for number, index in enumerate(first)
+        ),
+        order=tuple(kinds.index(kind) for kind in signatures),
+        embedding=sum(map(size, _around(whole)[0])),
+        head=after + (0 if tied else output.numel()),
+        tied=tied,
+        ends={name: one.ends for name, one in fits.items()},
+        loss={name: one.loss for name, one in fits.items()},
+    )
+
+
+def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrainedModel:
+    """Return the model on the meta device, in bf16 and ready to train.
+
+    Raises:
+        UserError: not a decoder that transformers knows.
+    """
+    values = {name: value for name, value in config.items() if name != "quantization_config"}
+    try:
+        known = AutoConfig.for_model(**copy.deepcopy(values)).get_text_config()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(known, dtype=torch.bfloat16, attn_implementation=attention)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        kind = values.get("model_type", "config.json without model_type")
+        raise UserError(f"{kind}: transformers knows no decoder like this: {first_line(error)}") from error
+    model.config.use_cache = False
+    return model.train()
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the list of a decoder's layers.
+
+    Raises:
+        UserError: it has none, or several.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    found = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList) and len(child) == count]
+    if len(found) != 1 or model.get_output_embeddings() is None:
+        raise UserError(
+            f"{type(model).__name__} is not a decoder of the usual shape: an embedding, one list of num_hidden_layers "
+            "layers, a norm, a head."
+        )
+    return found[0]
+
+
+def _around(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return what stands before the layers and after them, the head left out."""
+    children = list(model.base_model.children())
+    at = children.index(decoder_layers(model))
+    return children[:at], children[at + 1 :]
+
+
+def size(module: nn.Module) -> int:
+    """Return the parameters of a module."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _signature(layer: nn.Module, config: PreTrainedConfig, index: int) -> tuple[Any, ...]:
+    """Return what two layers have in common that compute and weigh the same."""
+    listed = tuple(
+        str(value[index])
+        for value in vars(config).values()
+        if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
+    )
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    classes = tuple(type(module).__name__ for module in layer.modules())
+    settings = tuple(
+        (name, value)
+        for module in layer.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | None) and name not in ("layer_idx", "layer_id", "layer_number")
+    )
+    return listed, shapes, classes, settings
+
+
+def _attention_width(layer: nn.Module, config: PreTrainedConfig) -> int:
+    """Return heads x (width of keys + width of values) / 2; 0 for a layer whose attention is linear."""
+    attention = next((one for name, one in layer.named_modules() if name in ("self_attn", "self_attention", "attn")), None)
+    attention = attention or getattr(layer, "attention", None)
+    if attention is None:
+        return 0
+    width = getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys, values = getattr(attention, "qk_head_dim", width), getattr(attention, "v_head_dim", width)
+    return config.num_attention_heads * (keys + values) // 2
+
+
+def _kind(layer: nn.Module, config: PreTrainedConfig, index: int, attention_width: int) -> Kind:
+    linears = {
+        name: tuple(one.weight.shape) if isinstance(one, Conv1D) else (one.in_features, one.out_features)
+        for name, one in layer.named_modules()
+        if isinstance(one, nn.Linear | Conv1D)
+    }
+    experts = {name: one for name, one in layer.named_parameters() if ".experts." in name}
+    routed = sum(one.numel() for one in experts.values())
+    count = next((one.shape[0] for one in experts.values()), 1)
+    matrices = sum(one.numel() for one in layer.parameters() if one.dim() > 1)
+    in_experts = sum(one.numel() for one in experts.values() if one.dim() > 1)
+    used = getattr(config, "num_experts_per_tok", 1) / count if experts else 0
+    styles = plan(config)
+    return Kind(
+        parameters=size(layer),
+        split=sum(
+            layer.get_submodule(name).weight.numel()
+            for name, _ in planned(layer, styles, (*SPLIT, *SPLIT_WEIGHT))
+            if name in linears
+        ),
+        routed=routed,
+        linears=tuple(linears.values()),
+        multiplied=matrices - in_experts * (1 - used),
+        attention_width=attention_width,
+        window=_window(layer, config, index),
+        chosen=getattr(config, "num_experts_per_tok", 1) if experts else 0,
+        largest=max(sum(one.numel() for one in module.parameters(recurse=False)) for module in layer.modules()),
+        checkpoint=2 * config.hidden_size,
+    )
+
+
+def _key_value_heads(config: PreTrainedConfig) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _window(layer: nn.Module, config: PreTrainedConfig, index: int) -> int | None:
+    own = [vars(module)["sliding_window"] for module in layer.modules() if "sliding_window" in vars(module)]
+    if own:
+        return own[0]
+    types = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if types is None or "sliding" in types[index] else None
+
+
+def plan(config: PreTrainedConfig) -> dict[str, str]:
+    """Return how tensor parallelism splits each linear layer of a decoder layer, by its name inside it."""
+    whole = config.base_model_tp_plan or {}
+    return {pattern.removeprefix("layers.*."): style for pattern, style in whole.items()}
+
+
+def planned(layer: nn.Module, styles: Mapping[str, str], wanted: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the submodules of a layer whose style is one of `wanted`."""
+    for name, _ in layer.named_modules():
+        for end, style in styles.items():
+            if f".{name}".endswith(f".{end}") and style in wanted:
+                yield name, style
+
+
+def _ways(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int]) -> Iterator[tuple[str, PreTrainedModel, bool]]:
+    """Yield the name, the model, and whether a mask is needed, of each way to train that `lora` stands for."""
+    name = way(lora)
+    if lora is not None:
+        for rank in RANKS:
+            yield f"{name} {rank}", _adapted(_cut(build(config), first), replace(lora, rank=rank)), False
+        return
+    model = _cut(build(config), first)
+    yield name, model, False
+    if model.config._attn_implementation == "sdpa":
+        yield f"{name} masked", model, True
+        yield f"{name} eager", _cut(build(config, "eager"), first), False
+    if plan(model.config) and not (model.config.num_attention_heads % 2 or _key_value_heads(model.config) % 2):
+        yield f"{name} tensor", _half(model), False
+
+
+def _cut(model: PreTrainedModel, first: Sequence[int]) -> PreTrainedModel:
+    """Leave one layer of each kind, each of them twice."""
+    chosen = [index for index in first for _ in range(2)]
+    layers, config = decoder_layers(model), model.config
+    kept = [copy.deepcopy(layers[index]) for index in chosen]
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":
+            setattr(config, name, [value[index] for index in chosen])
+    config.num_hidden_layers = len(chosen)
+    del layers[:]
+    layers.extend(kept)
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = NEVER  # a narrower one needs a mask, which is a way of its own
+    return model
+
+
+def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
+    """Return the model with adapters in its own dtype, as `recipes.training.adapters` adds them."""
+    modules = names(lora.target_modules)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if modules == ["all-linear"] else modules,
+        target_parameters=names(lora.target_parameters) or None,
+        use_dora=lora.dora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise UserError(f"lora.target_modules={lora.target_modules}: {first_line(error)}") from error
+    return adapted.to(torch.bfloat16)
+
+
+def _half(model: PreTrainedModel) -> PreTrainedModel:
+    """Return what one of two tensor parallel ranks computes: of the matrices that are split, half of their shapes."""
+    halved = copy.deepcopy(model)
+    for layer in set(decoder_layers(halved)):
+        for name, style in list(planned(layer, plan(halved.config), SPLIT)):
+            linear = layer.get_submodule(name)
+            if isinstance(linear, nn.Linear):
+                rows, columns = linear.weight.shape
+                shape = (rows // 2, columns) if style == "colwise" else (rows, columns // 2)
+                linear.weight = nn.Parameter(linear.weight.new_empty(shape))
+                if linear.bias is not None and style == "colwise":
+                    linear.bias = nn.Parameter(linear.bias.new_empty(rows // 2))
+    return halved
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one way of training takes, as a function of the batch."""
+
+    saved: tuple[Saved, ...]
+    working: tuple[Saved, ...]
+    adapters: tuple[int, ...]
+    ends: Saved
+    loss: Saved
+
+
+def fit(model: nn.Module, mask: bool, device: str) -> Fit:
+    """Weigh a model that `_cut` has made with three batches, and solve."""
+    # Without token values nobody can tell whether a row holds several documents, so the answer is put in.
+    packed = (lambda positions: torch.zeros_like(positions)) if mask else (lambda positions: None)
+    with (
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", packed),
+        mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),  # knows no meta device
+        Kernels(device),
+    ):
+        one, rows, long = (weigh(model, decoder_layers(_base(model)), *at) for at in ((ROWS, LENGTH), (2 * ROWS, LENGTH), (ROWS, 2 * LENGTH)))
+    return Fit(
+        saved=tuple(map(solve, one.saved, rows.saved, long.saved)),
+        working=tuple(map(solve, one.working, rows.working, long.working)),
+        adapters=tuple(
+            sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
+            for layer in decoder_layers(_base(model))[1::2]
+        ),
+        ends=solve(one.ends, rows.ends, long.ends),
+        loss=solve(one.loss, rows.loss, long.loss),
+    )
+
+
+def _base(model: nn.Module) -> PreTrainedModel:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def solve(one: float, rows: float, long: float) -> Saved:
+    """Return what gives the bytes of `ROWS` rows of `LENGTH` tokens, of twice as many, and of rows twice as long."""
+    row = (rows - one) / ROWS
+    fixed = one - ROWS * row
+    per_pair = ((long - fixed) / ROWS - 2 * row) / (2 * LENGTH**2)
+    return Saved(row / LENGTH - per_pair * LENGTH, per_pair, fixed)
