@@ -206,8 +206,9 @@ def _dividing(job: Job) -> Recipe:
     recipe, gpus = job.recipe, job.cluster.gpus
     if "global_batch_size" in job.fixed or gpus > recipe.global_batch_size:
         return recipe
-    rows = math.ceil(recipe.global_batch_size / gpus) * gpus
-    return replace(recipe, global_batch_size=rows, micro_batch_size=1)
+    micro = recipe.micro_batch_size if "micro_batch_size" in job.fixed else 1
+    rows = math.ceil(recipe.global_batch_size / (gpus * micro)) * gpus * micro
+    return replace(recipe, global_batch_size=rows, micro_batch_size=micro)
 
 
 def _ways(job: Job, files: Sequence[str]) -> Iterator[tuple[str, Iterator[Recipe]]]:
@@ -256,6 +257,7 @@ def _suits(name: str, layout: Layout, job: Job) -> bool:
     if "deepspeed" in job.fixed:
         config = _read(name)
         split = ("tensor_parallel" in config) <= (layout.tensor > 1)
+        split &= name != "pipeline.json" or layout.pipeline > 1
         return split and ("expert_parallel" in config) == (layout.expert > 1)
     adapters = job.recipe.lora is not None
     mixture = any(kind.routed for kind in job.anatomy.kinds)
