@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_commands_are_found():
 
 
 @pytest.mark.parametrize(("page", "command"), DOCUMENTED)
-def test_documented_commands_are_accepted(page, command, monkeypatch, capsys):
+def test_documented_commands_are_accepted(page, command, tmp_path, capsys):
     script, *arguments = command
     assert (ROOT / script).exists()
     name = Path(script).name
@@ -75,7 +76,8 @@ def test_documented_commands_are_accepted(page, command, monkeypatch, capsys):
         return
     if name == "plan.py":
         arguments = [str(ROOT / EXAMPLES["MODEL"]) if word == "path/to/config.json" else word for word in arguments]
-        arguments = [word if word != "--write" else "--explain" for word in arguments if not word.startswith("plans/")]
+        written = [word for before, word in pairwise(arguments) if before in ("--write", "--figure")]
+        arguments = [str(tmp_path / word) if word in written else word for word in arguments]
         here = [] if "--gpu" in arguments or "--gpu-memory" in arguments else ["--gpu", "H100", "--gpus", "8"]
         assert plan.main([*arguments, *here]) == 0, capsys.readouterr().err
         return

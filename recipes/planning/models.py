@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -108,9 +109,13 @@ def check_length(recipe: Recipe) -> None:
     Raises:
         UserError: names the length and the most there is.
     """
-    most = recipe.model.config.get("max_position_embeddings") or recipe.model.config.get("n_positions")
-    if most and recipe.sequence_length > most:
+    most = _positions(recipe.model.config)
+    if recipe.sequence_length > most:
         raise UserError(f"--sequence-length {recipe.sequence_length}: the model has {most:,} positions.")
+
+
+def _positions(config: Mapping[str, Any]) -> float:
+    return config.get("max_position_embeddings") or config.get("n_positions") or math.inf
 
 
 def stand_in(name: str, config: Mapping[str, Any], method: str) -> Recipe:
