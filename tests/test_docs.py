@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.spec import pages
 from recipes.spec.pages import ROOT
 from scripts import benchmark, check_config, doctor, export, generate, launch, plan, resolve_config
 
@@ -75,7 +76,9 @@ def test_documented_commands_are_accepted(page, command, tmp_path, capsys):
         assert launch.main([*arguments, "--dry-run"]) == 0, capsys.readouterr().err
         return
     if name == "plan.py":
-        arguments = [str(ROOT / EXAMPLES["MODEL"]) if word == "path/to/config.json" else word for word in arguments]
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(pages.page("llama3").SIZES["8b"].config))
+        arguments = [str(config) if word == "path/to/config.json" else word for word in arguments]
         written = [word for before, word in pairwise(arguments) if before in ("--write", "--figure")]
         arguments = [str(tmp_path / word) if word in written else word for word in arguments]
         here = [] if "--gpu" in arguments or "--gpu-memory" in arguments else ["--gpu", "H100", "--gpus", "8"]

@@ -129,10 +129,9 @@ def stand_in(name: str, config: Mapping[str, Any], method: str) -> Recipe:
     recipe = min(chosen, key=lambda recipe: abs(recipe.model.parameters - parameters))
     path = Path(name).expanduser()
     folder = path.parent if path.is_file() else path
-    model = replace(
-        recipe.model, path=str(folder) if path.exists() else name, parameters=parameters, config=dict(inner)
-    )
-    return replace(recipe, model=model)
+    where = str(folder) if path.exists() else name
+    model = replace(recipe.model, path=where, parameters=parameters, config=dict(inner))
+    return replace(recipe, model=model, sequence_length=min(recipe.sequence_length, _positions(inner)))
 
 
 def _pages_for(model_type: str, method: str) -> list[tuple[str, str]]:
