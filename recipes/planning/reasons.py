@@ -49,7 +49,8 @@ def _states(job: Job, plan: Plan) -> Iterator[str]:
     elif setup.layout.pipeline > 1:
         return
     elif setup.stage == 0:
-        yield "everything fits on each GPU, so nothing is sharded and only gradients are sent"
+        alone = "everything fits on the GPU, so there is nothing to shard"
+        yield alone if setup.world_size == 1 else "everything fits on each GPU, so only gradients are sent"
     elif setup.zero_ranks == 1:
         yield f"ZeRO-{setup.stage} on one GPU shards nothing, and its optimizer step takes less for a moment"
     elif setup.stage < 3:
