@@ -6,6 +6,7 @@ import pytest
 
 from recipes.planning import forecast, models, ways_out
 from recipes.planning.hardware import cluster
+from recipes.planning.memory import Memory, Peak
 from recipes.planning.reasons import why
 from recipes.planning.report import changes
 from recipes.planning.strategies import GIB, SIMPLICITY, TIERS, cost, job, judge, ranked, search
@@ -60,8 +61,8 @@ def test_every_plan_can_be_launched_and_fits(wanted):
         assert overrides.apply(page, changes(page, recipe)) == recipe
         # The plan's numbers are those of the recipe as it would be launched.
         again = cost(question, recipe)
-        assert (again.memory.gpu, again.speed) == (pytest.approx(plan.memory.gpu), pytest.approx(plan.speed))
-    assert all(not plan.fits and plan.memory.gpu > 0.95 * gpu * GIB for plan in found.misses)
+        assert (again.gpu_gib, again.speed) == (pytest.approx(plan.gpu_gib), pytest.approx(plan.speed))
+    assert all(not plan.fits and plan.gpu_gib > 0.95 * gpu for plan in found.misses)
 
 
 def test_every_file_of_the_search_exists_once():
@@ -73,7 +74,7 @@ def test_pages_that_are_pinned_to_a_layout_are_costed_as_they_are():
     for variant in ("tensor", "sequence", "pipeline", "three_d"):
         recipe = pages.find("llama3-70b", variant)
         plan = cost(job(recipe, cluster("H100", 8, 8)), recipe)
-        assert plan.recipe == recipe and plan.setup.layout == recipe.layout and plan.memory.gpu > 0
+        assert plan.recipe == recipe and plan.setup.layout == recipe.layout and plan.gpu_gib > 0
 
 
 # How it is chosen.
@@ -120,25 +121,23 @@ def test_room_is_worth_more_than_a_lower_stage(plan):
     assert ranked([tight, like(plan, 0.97, "zero2.json")])[0].recipe.deepspeed == "zero2.json"
 
 
-def test_the_limits_are_95_and_80_percent(plan):
+def test_the_limits_are_95_and_80_percent():
     hardware = cluster("H100", 8, 1, host_memory=100)
 
     def with_gpu(share):
-        parts = dict.fromkeys(plan.memory.parts, 0.0)
-        parts[next(iter(parts))] = share * hardware.gpu.memory_gib * GIB
-        return judge(with_parts(plan.memory, parts, host=0, nvme=0), hardware)
+        return judge(memory(gpu=share * hardware.gpu.memory_gib), hardware)
 
     assert with_gpu(0.79) == ((), False) and with_gpu(0.81) == ((), True)
     assert with_gpu(0.94) == ((), True) and with_gpu(0.96)[0] == ("76 GiB of 79 on a GPU",)
-    assert judge(with_parts(plan.memory, {}, host=96 * GIB, nvme=0), hardware)[0]
-    assert not judge(with_parts(plan.memory, {}, host=96 * GIB, nvme=0), cluster("H100", 8))[0], "unknown: not judged"
-    assert judge(with_parts(plan.memory, {}, host=0, nvme=GIB), hardware)[0], "no NVMe is no room"
+    assert judge(memory(host=96), hardware)[0]
+    assert not judge(memory(host=96), cluster("H100", 8))[0], "unknown: not judged"
+    assert judge(memory(nvme=1), hardware)[0], "no NVMe is no room"
 
 
-def with_parts(memory, parts, host, nvme):
-    """Return a memory of given parts."""
-    values = {name: 0.0 for name in memory.parts} | parts
-    return replace(memory, **values, host=host, nvme=nvme)
+def memory(gpu=0, host=0, nvme=0):
+    """Return a memory of so many GiB."""
+    moments = (Peak("step", {"optimizer": gpu * GIB}), Peak("loss", {"activations": gpu * GIB / 2}))
+    return Memory(moments, 0, {"loading": host * GIB / 2, "training": host * GIB}, nvme * GIB, 0.0)
 
 
 def test_offload_comes_last():
@@ -199,7 +198,7 @@ def test_a_trillion_parameters_need_nvme():
     assert recipe.model.parameters == pytest.approx(12 * 128 * 25600**2, rel=0.01)
     question = job(recipe, cluster("A100 80GB", 16, host_memory=1500, nvme=28000))
     best = search(question).best
-    assert best.recipe.deepspeed == "zero3_nvme.json" and 12e12 < best.memory.nvme < 28000 * GIB
+    assert best.recipe.deepspeed == "zero3_nvme.json" and 12e12 / GIB < best.nvme_gib < 28000
     without = replace(question, cluster=replace(question.cluster, nvme_gib=0))
     assert search(without).best is None and "--nvme" in ways_out.sentence(without, search(without))
 
@@ -302,5 +301,5 @@ def test_the_summary_holds_what_was_predicted_and_what_happened(tmp_path, one_gp
     write_json(run.summary, {"stopped": False, "tokens_per_second": 90.0, "gpu_peak_gib": 30.0})
     forecast.compare(run, plan)
     predicted = read_json(run.summary)["predicted"]
-    assert predicted["gpu_peak_gib"] == pytest.approx(plan.memory.gpu / GIB)
+    assert predicted["gpu_peak_gib"] == pytest.approx(plan.gpu_gib)
     assert predicted["tokens_per_second"] == pytest.approx(plan.speed)

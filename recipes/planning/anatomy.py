@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 
 from recipes.spec.recipe import Lora
 
-RANKS = (8, 64)
-"""Of the adapters that are traced; what is kept is linear between and beyond them."""
-
 
 def way(lora: Lora | None) -> str:
-    """Return how a model is trained, in a word: what `Kind.saved` is looked up by, apart from an adapter's rank.
+    """Return how a model is trained, in a word: what `Kind.saved` and its like are looked up by.
 
-    With adapters the rank follows (`lora 8`), without how attention is computed, unless by kernels that keep no scores
-    and need no mask (`full masked`, `full eager`). ` tensor` at the end: one rank of two.
+    What adapters take more per rank stands under `lora rank`, without that `lora` is of rank 0. What an attention with
+    masks takes more than the one that needs none stands under `masked`, what the plain one (`eager`) takes more under
+    `eager`; and under `split` the part of `full` that tensor parallelism splits.
     """
     if lora is None:
         return "full"
@@ -77,8 +75,8 @@ class Kind:
     """Parameters of the module that has the most of its own: what ZeRO-3 gathers at once."""
     chosen: int = 0
     """Experts that a token is sent to; 0: the layer has none."""
-    adapters: Mapping[str, int] = field(default_factory=dict)
-    """Parameters that adapters add, by the way of training and their rank (`lora 8`)."""
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    """Parameters that adapters add, as `way` says: at rank 0, and for each rank."""
     saved: Mapping[str, Saved] = field(default_factory=dict)
     """What autograd keeps, by how the layer is trained (`way`)."""
     working: Mapping[str, Saved] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from recipes.planning import models
 from recipes.planning.hardware import Cluster, find
-from recipes.planning.strategies import GIB, Plan, job, search
+from recipes.planning.strategies import Plan, job, search
 from recipes.spec import pages
 from recipes.spec.recipe import Layout
 
@@ -66,7 +66,7 @@ def cell(plan: Plan | None) -> str:
     sizes = {name: getattr(recipe.layout, name) for name in vars(Layout())}
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     words.append("checkpointing" if recipe.gradient_checkpointing else f"rows {recipe.micro_batch_size}")
-    return f"`{recipe.deepspeed.removesuffix('.json')}`, {', '.join(words)}: {plan.memory.gpu / GIB:.0f} GiB"
+    return f"`{recipe.deepspeed.removesuffix('.json')}`, {', '.join(words)}: {plan.gpu_gib:.0f} GiB"
 
 
 if __name__ == "__main__":

@@ -5,26 +5,24 @@ layer, every storage once and weights not at all, and what its backward pass tak
 meta device, so that rows are as long as real ones.
 """
 
-import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from recipes.planning.anatomy import RANKS, Anatomy, Kind, Saved, way
-from recipes.planning.weigh import Kernels, Weights, weigh
+from recipes.planning.anatomy import Anatomy, Kind, way
+from recipes.planning.fit import Fit, decoder_layers, fit, weighed
 from recipes.spec.errors import UserError, first_line
 from recipes.spec.recipe import Lora, names
 
-ROWS, LENGTH = 8, 512
-"""Of the smallest batch: as many tokens as a real one has, and a multiple of 64, the chunk of linear attention."""
+RANKS = (8, 64)
+"""Of the adapters that are traced: what they take is linear in it."""
 NEVER = 2**30
 """A window that is wider than any row."""
 SPLIT = ("colwise", "rowwise")
@@ -50,7 +48,8 @@ def dissect(config: Mapping[str, Any], loras: Sequence[Lora | None] = (None,), d
     signatures = [_signature(layer, inner, index) for index, layer in enumerate(layers)]
     kinds = list(dict.fromkeys(signatures))
     first = [signatures.index(kind) for kind in kinds]
-    fits = {name: fit(model, mask, device) for lora in loras for name, model, mask in _ways(config, lora, first)}
+    fits = {name: one for lora in loras for name, one in _ways(config, lora, first, device).items()}
+    adapted = {f"{way(lora)}{end}" for lora in loras if lora for end in ("", " rank")}
     heads = [_attention_width(layers[index], inner) for index in first]
     embedding, output = whole.get_input_embeddings().weight, whole.get_output_embeddings().weight
     tied = bool(inner.tie_word_embeddings)
@@ -64,9 +63,9 @@ def dissect(config: Mapping[str, Any], loras: Sequence[Lora | None] = (None,), d
         kinds=tuple(
             replace(
                 _kind(layers[index], inner, index, heads[number]),
-                saved={name: one.saved[number] for name, one in fits.items()},
-                working={name: one.working[number] for name, one in fits.items()},
-                adapters={name: one.adapters[number] for name, one in fits.items() if not name.startswith("full")},
+                saved={name: one.kinds[number][0] for name, one in fits.items()},
+                working={name: one.kinds[number][1] for name, one in fits.items()},
+                adapters={name: one.kinds[number][2] for name, one in fits.items() if name in adapted},
             )
             for number, index in enumerate(first)
         ),
@@ -95,22 +94,6 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
         raise UserError(f"{kind}: transformers knows no decoder like this: {first_line(error)}") from error
     model.config.use_cache = False
     return model.train()
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the list of a decoder's layers.
-
-    Raises:
-        UserError: it has none, or several.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    found = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList) and len(child) == count]
-    if len(found) != 1 or model.get_output_embeddings() is None:
-        raise UserError(
-            f"{type(model).__name__} is not a decoder of the usual shape: an embedding, one list of num_hidden_layers "
-            "layers, a norm, a head."
-        )
-    return found[0]
 
 
 def _around(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -145,7 +128,9 @@ def _signature(layer: nn.Module, config: PreTrainedConfig, index: int) -> tuple[
 
 def _attention_width(layer: nn.Module, config: PreTrainedConfig) -> int:
     """Return heads x (width of keys + width of values) / 2; 0 for a layer whose attention is linear."""
-    attention = next((one for name, one in layer.named_modules() if name in ("self_attn", "self_attention", "attn")), None)
+    attention = next(
+        (one for name, one in layer.named_modules() if name in ("self_attn", "self_attention", "attn")), None
+    )
     attention = attention or getattr(layer, "attention", None)
     if attention is None:
         return 0
@@ -211,20 +196,23 @@ def planned(layer: nn.Module, styles: Mapping[str, str], wanted: Sequence[str]) 
                 yield name, style
 
 
-def _ways(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int]) -> Iterator[tuple[str, PreTrainedModel, bool]]:
-    """Yield the name, the model, and whether a mask is needed, of each way to train that `lora` stands for."""
+def _ways(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int], device: str) -> dict[str, Fit]:
+    """Return what each of the ways takes that `lora` stands for, by its name in `Kind.saved`."""
     name = way(lora)
     if lora is not None:
-        for rank in RANKS:
-            yield f"{name} {rank}", _adapted(_cut(build(config), first), replace(lora, rank=rank)), False
-        return
+        small, large = (_adapted(_cut(build(config), first), replace(lora, rank=rank)) for rank in RANKS)
+        base = fit(small, device)
+        per_rank = base.to(weighed(large, device)).times(1 / (RANKS[1] - RANKS[0]))
+        return {name: base.plus(per_rank.times(-RANKS[0])), f"{name} rank": per_rank}
     model = _cut(build(config), first)
-    yield name, model, False
+    ways = {name: fit(model, device)}
     if model.config._attn_implementation == "sdpa":
-        yield f"{name} masked", model, True
-        yield f"{name} eager", _cut(build(config, "eager"), first), False
+        less = ways[name].times(-1)
+        ways["masked"] = fit(model, device, mask=True).plus(less)
+        ways["eager"] = fit(_cut(build(config, "eager"), first), device).plus(less)
     if plan(model.config) and not (model.config.num_attention_heads % 2 or _key_value_heads(model.config) % 2):
-        yield f"{name} tensor", _half(model), False
+        ways["split"] = ways[name].to(weighed(_half(model), device)).times(-2)
+    return ways
 
 
 def _cut(model: PreTrainedModel, first: Sequence[int]) -> PreTrainedModel:
@@ -274,48 +262,3 @@ def _half(model: PreTrainedModel) -> PreTrainedModel:
                 if linear.bias is not None and style == "colwise":
                     linear.bias = nn.Parameter(linear.bias.new_empty(rows // 2))
     return halved
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What one way of training takes, as a function of the batch."""
-
-    saved: tuple[Saved, ...]
-    working: tuple[Saved, ...]
-    adapters: tuple[int, ...]
-    ends: Saved
-    loss: Saved
-
-
-def fit(model: nn.Module, mask: bool, device: str) -> Fit:
-    """Weigh a model that `_cut` has made with three batches, and solve."""
-    # Without token values nobody can tell whether a row holds several documents, so the answer is put in.
-    packed = (lambda positions: torch.zeros_like(positions)) if mask else (lambda positions: None)
-    with (
-        mock.patch.object(masking_utils, "find_packed_sequence_indices", packed),
-        mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),  # knows no meta device
-        Kernels(device),
-    ):
-        one, rows, long = (weigh(model, decoder_layers(_base(model)), *at) for at in ((ROWS, LENGTH), (2 * ROWS, LENGTH), (ROWS, 2 * LENGTH)))
-    return Fit(
-        saved=tuple(map(solve, one.saved, rows.saved, long.saved)),
-        working=tuple(map(solve, one.working, rows.working, long.working)),
-        adapters=tuple(
-            sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
-            for layer in decoder_layers(_base(model))[1::2]
-        ),
-        ends=solve(one.ends, rows.ends, long.ends),
-        loss=solve(one.loss, rows.loss, long.loss),
-    )
-
-
-def _base(model: nn.Module) -> PreTrainedModel:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def solve(one: float, rows: float, long: float) -> Saved:
-    """Return what gives the bytes of `ROWS` rows of `LENGTH` tokens, of twice as many, and of rows twice as long."""
-    row = (rows - one) / ROWS
-    fixed = one - ROWS * row
-    per_pair = ((long - fixed) / ROWS - 2 * row) / (2 * LENGTH**2)
-    return Saved(row / LENGTH - per_pair * LENGTH, per_pair, fixed)

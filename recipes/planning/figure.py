@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from recipes.planning.report import written
-from recipes.planning.strategies import GIB, REFUSE, Plan
+from recipes.planning.strategies import REFUSE, Plan
 
 
 def png(plans: Mapping[str, Plan]) -> bytes:
@@ -22,10 +22,10 @@ def draw(plans: Mapping[str, Plan]) -> Figure:
     figure = Figure(figsize=(9, 1.2 + 0.45 * len(plans)), layout="constrained")
     axes: Any = figure.subplots()
     names = list(plans)[::-1]
-    parts = list(dict.fromkeys(part for plan in plans.values() for part, size in plan.memory.parts.items() if size))
+    parts = list(dict.fromkeys(part for plan in plans.values() for part in plan.parts))
     left = [0.0] * len(names)
     for part in parts:
-        sizes = [plans[name].memory.parts.get(part, 0) / GIB for name in names]
+        sizes = [plans[name].parts.get(part, 0) for name in names]
         axes.barh(names, sizes, left=left, label=part.replace("_", " "))
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     memory_gib = next(iter(plans.values())).cluster.gpu.memory_gib

@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.planning import report, ways_out
 from recipes.planning.hardware import Cluster, this_machine
-from recipes.planning.strategies import GIB, Plan, cost, job, search
+from recipes.planning.strategies import Plan, cost, job, search
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Layout, Recipe
@@ -44,7 +44,7 @@ def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster) -> Recipe:
 
 
 def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
-    """Return what a run will cost; None where the planner does not know it: preference pairs, and unknown models.
+    """Return what a run will cost; None where the planner does not know it: of a draft, or a model whose dimensions nobody says.
 
     Args:
         recipe: with its model's dimensions.
@@ -53,7 +53,7 @@ def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
     Raises:
         UserError: it does not fit; with the nearest way that does.
     """
-    if recipe.method == "dpo" or recipe.draft.enabled or not recipe.model.config:
+    if recipe.draft.enabled or not recipe.model.config:
         return None
     path = Path(recipe.deepspeed)
     recipe = replace(recipe, deepspeed=path.name if path.parent == ROOT / "configs" else recipe.deepspeed)
@@ -73,7 +73,7 @@ def line(plan: Plan) -> str:
     """Return the forecast as one line."""
     tight = ", which is tight" if plan.tight else ""
     return (
-        f"forecast: {plan.memory.gpu / GIB:.1f} GiB per GPU ({plan.share:.0%}{tight}), "
+        f"forecast: {plan.gpu_gib:.1f} GiB per GPU ({plan.share:.0%}{tight}), "
         f"{plan.speed * plan.setup.world_size:,.0f} tokens/s"
     )
 
@@ -86,7 +86,7 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
     if summary.get("stopped"):
         return
     predicted = plan and {
-        "gpu_peak_gib": plan.memory.gpu / GIB,
+        "gpu_peak_gib": plan.gpu_gib,
         "tokens_per_second": plan.speed * plan.setup.world_size,
     }
     measured = {"gpu_peak_gib": summary.get("gpu_peak_gib"), "tokens_per_second": summary["tokens_per_second"]}

@@ -24,7 +24,7 @@ def why(job: Job, plan: Plan) -> str:
 
 def _gpu(job: Job, setup: Setup, **changes: Any) -> float:
     """Return the GiB that a GPU would need otherwise."""
-    return peak(job.anatomy, replace(setup, **changes), job.cluster).gpu / GIB
+    return peak(job.anatomy, replace(setup, **changes), job.cluster).worst.total / GIB
 
 
 def _leanest(setup: Setup) -> Setup:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.planning.reasons import why
-from recipes.planning.strategies import GIB, Found, Job, Plan
+from recipes.planning.strategies import Found, Job, Plan
 from recipes.spec import pages
 from recipes.spec.overrides import override_keys
 from recipes.spec.recipe import Layout, Recipe
@@ -57,10 +57,10 @@ def _plan_as_json(job: Job, plan: Plan) -> dict[str, Any]:
         "micro_batch_size": plan.setup.micro_batch_size,
         "gradient_accumulation_steps": plan.setup.accumulation,
         "gradient_checkpointing": plan.setup.gradient_checkpointing,
-        "gpu_peak_gib": plan.memory.gpu / GIB,
-        "gpu_breakdown_gib": {name: size / GIB for name, size in plan.memory.parts.items() if size},
-        "host_gib": plan.memory.host / GIB,
-        "nvme_gib": plan.memory.nvme / GIB,
+        "gpu_peak_gib": plan.gpu_gib,
+        "gpu_breakdown_gib": dict(plan.parts),
+        "host_gib": plan.host_gib,
+        "nvme_gib": plan.nvme_gib,
         "tokens_per_second_per_gpu": plan.speed,
         "step_seconds": plan.time.seconds,
         "fits": plan.fits,
@@ -162,10 +162,10 @@ def _table(plans: list[Plan]) -> Table:
             written(plan.recipe.layout, plan.setup.rows),
             f"{plan.setup.micro_batch_size} x {plan.setup.accumulation}",
             "yes" if plan.setup.gradient_checkpointing else "no",
-            f"{plan.memory.gpu / GIB:.1f}",
+            f"{plan.gpu_gib:.1f}",
             f"{plan.share:.0%}",
-            _size(plan.memory.host),
-            _size(plan.memory.nvme),
+            _size(plan.host_gib),
+            _size(plan.nvme_gib),
             f"{plan.speed:,.0f}" if plan.fits else "does not fit",
             style=None if plan.fits and not plan.tight else "yellow" if plan.fits else "red",
         )
@@ -173,7 +173,7 @@ def _table(plans: list[Plan]) -> Table:
 
 
 def _size(size: float) -> str:
-    return f"{size / GIB:,.0f}" if size >= GIB / 2 else "-"
+    return f"{size:,.0f}" if size >= 0.5 else "-"
 
 
 def written(layout: Layout, data: int) -> str:
@@ -184,7 +184,7 @@ def written(layout: Layout, data: int) -> str:
 
 def bar(plan: Plan) -> Iterator[str]:
     """Yield a plan's memory on a GPU, a line per part, and what is left."""
-    parts = {name.replace("_", " "): size / GIB for name, size in plan.memory.parts.items() if size}
+    parts = {name.replace("_", " "): size for name, size in plan.parts.items()}
     parts = dict(sorted(parts.items(), key=lambda part: -part[1]))
     memory_gib = plan.cluster.gpu.memory_gib
     parts["free"] = memory_gib - sum(parts.values())

@@ -100,9 +100,29 @@ class Plan:
         return self.time.tokens_per_second_per_gpu
 
     @property
+    def parts(self) -> Mapping[str, float]:
+        """GiB on the fullest GPU at its worst moment, by what they are for."""
+        return {name: size / GIB for name, size in self.memory.worst.parts.items() if size}
+
+    @property
+    def gpu_gib(self) -> float:
+        """All of them."""
+        return self.memory.worst.total / GIB
+
+    @property
+    def host_gib(self) -> float:
+        """Of one node's memory, at its worst moment."""
+        return max(self.memory.host.values()) / GIB
+
+    @property
+    def nvme_gib(self) -> float:
+        """Of one node's drives."""
+        return self.memory.nvme / GIB
+
+    @property
     def share(self) -> float:
         """Of a GPU's memory."""
-        return self.memory.gpu / GIB / self.cluster.gpu.memory_gib
+        return self.gpu_gib / self.cluster.gpu.memory_gib
 
     @property
     def simplicity(self) -> tuple:
@@ -114,7 +134,7 @@ class Plan:
         layout = self.recipe.layout
         kinds = (layout.sequence > 1) + 2 * (layout.tensor > 1) + 2 * (layout.expert > 1) + 4 * (layout.pipeline > 1)
         order = SIMPLICITY.index(self.recipe.deepspeed) if self.recipe.deepspeed in SIMPLICITY else len(SIMPLICITY)
-        return kinds, self.tight, order, self.setup.copy_size, self.memory.gpu
+        return kinds, self.tight, order, self.setup.copy_size, self.gpu_gib
 
 
 @dataclass(frozen=True)
@@ -155,7 +175,7 @@ def search(job: Job) -> Found:
                     found.append(ranked(fitting)[0])
                     break  # longer parts of a row fit: it is split over no more ranks than it has to be
                 for plan in ways:
-                    if name not in misses or plan.memory.gpu < misses[name].memory.gpu:
+                    if name not in misses or plan.gpu_gib < misses[name].gpu_gib:
                         misses[name] = plan
         if found:
             break
@@ -322,12 +342,10 @@ def _plan(job: Job, recipe: Recipe, config: Mapping[str, Any], setup: Setup) -> 
 
 def judge(memory: Memory, cluster: Cluster) -> tuple[tuple[str, ...], bool]:
     """Return what does not fit, as parts of a sentence, and whether what fits is tight."""
-    shares = [
-        ("a GPU", memory.gpu / GIB, cluster.gpu.memory_gib),
-        ("a node's host memory", memory.host / GIB, cluster.host_memory_gib),
-        ("a node's NVMe", memory.nvme / GIB, cluster.nvme_gib),
-    ]
-    # A host whose memory is unknown is not judged; without NVMe there is no room on it.
-    known = [share for share in shares if share[2] or (share[0] == "a node's NVMe" and share[1])]
-    short = tuple(f"{need:,.0f} GiB of {have:,.0f} on {what}" for what, need, have in known if need > REFUSE * have)
-    return short, any(need > WARN * have for _, need, have in known)
+    gpu, host, nvme = memory.worst.total / GIB, max(memory.host.values()) / GIB, memory.nvme / GIB
+    needs = [("a GPU", gpu, cluster.gpu.memory_gib)]
+    # A host whose memory is unknown is not judged; where nobody speaks of NVMe, there is none.
+    needs += [("a node's host memory", host, cluster.host_memory_gib)] if cluster.host_memory_gib else []
+    needs += [("a node's NVMe", nvme, cluster.nvme_gib)] if nvme else []
+    short = tuple(f"{need:,.0f} GiB of {have:,.0f} on {what}" for what, need, have in needs if need > REFUSE * have)
+    return short, any(need > WARN * have for _, need, have in needs)

@@ -41,7 +41,7 @@ def anatomy(config: Mapping[str, Any], lora: Lora | None = None) -> Anatomy:
     files = [TRACES / f"{config.get('model_type')}.json", cache() / f"{name}.json"]
     found = [known for known in (_read(file).get(name) for file in files) if known]
     for known in found:
-        if lora is None or f"{way(lora)} rank" in {f"{one.rpartition(' ')[0]} rank" for one in known.ends}:
+        if way(lora) in known.ends:
             return known
     from recipes.planning.dissect import dissect
 
@@ -115,19 +115,15 @@ def _number(value: float) -> float:
 def from_dict(values: Mapping[str, Any]) -> Anatomy:
     """Return what `to_dict` was made of."""
     kinds = [
-        Kind(
-            **kind
-            | {name: _saved(kind[name]) for name in ("saved", "working")}
-            | {"linears": tuple(map(tuple, kind["linears"]))}
-        )
+        Kind(**kind | _saved(kind, "saved", "working") | {"linears": tuple(map(tuple, kind["linears"]))})
         for kind in values["kinds"]
     ]
-    ends = {name: _saved(values[name]) for name in ("ends", "loss")}
-    return Anatomy(**dict(values) | ends | {"kinds": tuple(kinds), "order": tuple(values["order"])})
+    rest = {"kinds": tuple(kinds), "order": tuple(values["order"])}
+    return Anatomy(**dict(values) | _saved(values, "ends", "loss") | rest)
 
 
-def _saved(values: Mapping[str, list[float]]) -> dict[str, Saved]:
-    return {name: Saved(*numbers) for name, numbers in values.items()}
+def _saved(values: Mapping[str, Any], *fields: str) -> dict[str, dict[str, Saved]]:
+    return {field: {name: Saved(*numbers) for name, numbers in values[field].items()} for field in fields}
 
 
 def catalogue() -> Iterator[tuple[str, Mapping[str, Any], list[Lora]]]:

@@ -21,7 +21,7 @@ def sentence(asked: Job, found: Found) -> str:
             f"no layout of {gpus} GPUs is possible: global_batch_size={rows} is no multiple of the data-parallel ranks "
             f"of any; try global_batch_size={math.ceil(rows / gpus) * gpus}."
         )
-    nearest = min(found.misses, key=lambda plan: plan.memory.gpu)
+    nearest = min(found.misses, key=lambda plan: plan.gpu_gib)
     ways = list(ways_out(asked))
     fits = f"What would: {'; '.join(ways)}." if ways else "Take a smaller model."
     return f"nothing fits; {nearest.recipe.deepspeed} comes nearest, with {nearest.short[0]}.\n{fits}"
@@ -42,8 +42,8 @@ def ways_out(asked: Job) -> Iterator[str]:
         nodes *= 2
     if not asked.cluster.nvme_gib:
         best = search(replace(asked, cluster=replace(asked.cluster, nvme_gib=float("inf")))).best
-        if best and best.memory.nvme:
-            yield f"--nvme {math.ceil(best.memory.nvme / 2**30 / REFUSE):.0f}"
+        if best and best.nvme_gib:
+            yield f"--nvme {math.ceil(best.nvme_gib / REFUSE):.0f}"
 
 
 def by(recipe: Recipe, method: str) -> Recipe | None:

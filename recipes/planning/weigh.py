@@ -72,7 +72,9 @@ class Kernels(TorchFunctionMode):
             query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
         )[0]
 
-    def _dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def _dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
@@ -87,7 +89,8 @@ class Live(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # shapes are computed in Python, through every function mode
+            result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, torch.Tensor):
                 self._add(one.untyped_storage())
@@ -137,6 +140,8 @@ class Weights:
     """By kind of layer."""
     working: tuple[int, ...]
     """By kind of layer: at the worst moment of its backward pass, beyond what was saved."""
+    added: tuple[int, ...]
+    """By kind of layer: parameters that are trained."""
     ends: int
     """Saved outside the layers."""
     loss: int
@@ -195,6 +200,7 @@ def weigh(model: nn.Module, layers: Sequence[nn.Module], rows: int, length: int)
     return Weights(
         saved=tuple(saved[number] for number in seconds),
         working=tuple(peaks[number] - alive[number + 1] for number in seconds),
+        added=tuple(sum(one.numel() for one in layers[at].parameters() if one.requires_grad) for at in seconds),
         ends=sum(saved.values()) - 2 * sum(saved[number] for number in seconds),
         loss=peaks[count] - alive[END] - saved[count],
     )
