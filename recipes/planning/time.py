@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from recipes.planning import links, work
-from recipes.planning.anatomy import Anatomy
+from recipes.planning.anatomy import Anatomy, Kind
 from recipes.planning.constants import Constants, constants
 from recipes.planning.hardware import Cluster
 from recipes.planning.links import Group
@@ -97,7 +97,7 @@ def step(anatomy: Anatomy, setup: Setup, cluster: Cluster, given: Constants | No
     known = given or constants(cluster.gpu.name)
     stage = max(_stages(anatomy, setup, cluster, known), key=lambda stage: stage.micro_batch)
     micro = setup.accumulation
-    stages = setup.layout.pipeline
+    others = setup.layout.pipeline - 1
     hidden_by = stage.compute.total
     zero, once = _zero(stage.parameters, stage.trained, setup, cluster, known)
     shown = _exposed(zero, hidden_by, known.overlap if setup.overlap_comm else 0.0)
@@ -117,7 +117,7 @@ def step(anatomy: Anatomy, setup: Setup, cluster: Cluster, given: Constants | No
         zero=micro * shown + once,
         pipeline=micro * stage.sent,
         # (d - 1) more micro-batches' time than one stage alone would take: (d - 1) / (m + d - 1) of the whole.
-        bubble=(stages - 1) * (hidden_by + sum(rest)),
+        bubble=others * (hidden_by + sum(rest)),
         optimizer=optimizer,
         offload=offload,
         nvme=nvme,
@@ -146,22 +146,32 @@ class _Stage:
         return self.compute.total + self.tensor + self.sequence + self.expert + self.sent
 
 
-@lru_cache(maxsize=1024)
-def _balanced(costs: tuple[float, ...], count: int) -> list[range]:
-    return balanced(costs, count)
+def stages(anatomy: Anatomy, count: int) -> tuple[range, ...]:
+    """Return the layers of each of `count` pipeline stages, as `training.pipeline` spreads them.
+
+    Balanced by parameters; the embedding counts with the first layer, the norm and the output matrix with the last.
+    """
+    costs = [layer.parameters for layer in anatomy.layers]
+    costs[0] += anatomy.embedding
+    costs[-1] += anatomy.head + (anatomy.embedding if anatomy.tied else 0)
+    return _balanced(tuple(costs), count)
+
+
+@lru_cache(maxsize=4096)
+def _balanced(costs: tuple[int, ...], count: int) -> tuple[range, ...]:
+    return tuple(balanced(costs, count))
 
 
 def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) -> list[_Stage]:
     """Return every pipeline stage; without a pipeline, the one there is."""
     layout = setup.layout
-    ranges = _balanced(tuple(float(layer.parameters) for layer in anatomy.layers), layout.pipeline)
+    ranges = stages(anatomy, layout.pipeline)
     kinds = anatomy.kinds
     seconds = [work.layer(kind, anatomy, setup, cluster.gpu, known) for kind in kinds]
     split = [kind.parameters - kind.split + kind.split / layout.tensor for kind in kinds]
     adapters = [work.adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
     tensor, sequence, expert = zip(*(_passed(kind, anatomy, setup, cluster, known) for kind in kinds), strict=True)
-    sent = 2 * _activations(anatomy, setup)
-    stride = layout.tensor * layout.sequence * setup.rows
+    sent = _sent(anatomy, setup, cluster, known)
     found = []
     for number, layers in enumerate(ranges):
         counts = [anatomy.order[layers.start : layers.stop].count(index) for index in range(len(kinds))]
@@ -170,7 +180,9 @@ def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) 
             return sum(count * value for count, value in zip(counts, each, strict=True))
 
         last = number == len(ranges) - 1
-        compute = work.head(anatomy, setup, cluster.gpu, known) if last else work.Seconds()
+        compute = work.Seconds(launch=known.turn)
+        if last:
+            compute += work.head(anatomy, setup, cluster.gpu, known)
         for count, value in zip(counts, seconds, strict=True):
             compute += value * count
         ends = (anatomy.embedding if number == 0 else 0) + (anatomy.head if last else 0)
@@ -181,7 +193,7 @@ def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) 
                 total(tensor),
                 total(sequence),
                 total(expert),
-                links.send(sent, stride, cluster, known) if layout.pipeline > 1 else 0.0,
+                sent,
                 parameters,
                 total(adapters) if setup.lora else parameters,
             )
@@ -195,7 +207,22 @@ def _activations(anatomy: Anatomy, setup: Setup) -> float:
     return 2 * tokens * anatomy.hidden
 
 
-def _passed(kind, anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) -> tuple[float, float, float]:
+def _sent(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) -> float:
+    """Return the seconds in which a stage passes a micro-batch on, and its gradient back.
+
+    Tensor ranks have the same numbers: each sends its part to the next node, where they are put together again.
+    """
+    layout, activations = setup.layout, _activations(anatomy, setup)
+    if layout.pipeline == 1:
+        return 0.0
+    stride = layout.tensor * layout.sequence * setup.rows
+    part = links.send(activations / layout.tensor, stride, cluster, known)
+    return 2 * (part + links.gather(activations, Group(layout.tensor, 1), cluster, known))
+
+
+def _passed(
+    kind: Kind, anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants
+) -> tuple[float, float, float]:
     """Return the seconds of what a layer's ranks pass to each other: tensor, sequence and expert parallelism."""
     layout = setup.layout
     activations = _activations(anatomy, setup)
