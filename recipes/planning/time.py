@@ -1,6 +1,6 @@
 """How long a step takes, and on what the time goes."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from recipes.planning import links, work
@@ -95,13 +95,16 @@ def step(anatomy: Anatomy, setup: Setup, cluster: Cluster, given: Constants | No
         given: constants; None: those of the cluster's GPU with DeepSpeed.
     """
     known = given or constants(cluster.gpu.name)
+    if setup.precision == "fp32":
+        # As TF32, at half the rate of bf16; without it (torch's default) it is slower still.
+        known = replace(known, matmul=known.matmul / 2, attention=known.attention / 2)
     stage = max(_stages(anatomy, setup, cluster, known), key=lambda stage: stage.micro_batch)
     micro = setup.accumulation
     others = setup.layout.pipeline - 1
     hidden_by = stage.compute.total
     zero, once = _zero(stage.parameters, stage.trained, setup, cluster, known)
     shown = _exposed(zero, hidden_by, known.overlap if setup.overlap_comm else 0.0)
-    optimizer, offload, nvme = _update(stage.parameters, stage.trained, setup, cluster, known)
+    optimizer, offload, nvme = _update(stage.parameters, stage.changed, setup, cluster, known)
     rest = (stage.tensor, stage.sequence, stage.expert, stage.sent)
     compute = stage.compute
     return Time(
@@ -139,7 +142,11 @@ class _Stage:
     expert: float
     sent: float
     parameters: float
+    """That the rank has, before ZeRO shards them."""
     trained: float
+    """Of them."""
+    changed: float
+    """Trained ones that ZeRO's ranks share out between them: spread experts count for all of these."""
 
     @property
     def micro_batch(self) -> float:
@@ -169,6 +176,7 @@ def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) 
     kinds = anatomy.kinds
     seconds = [work.layer(kind, anatomy, setup, cluster.gpu, known) for kind in kinds]
     split = [kind.parameters - kind.split + kind.split / layout.tensor for kind in kinds]
+    elsewhere = [kind.routed * (1 - 1 / layout.expert) for kind in kinds]
     adapters = [work.adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
     tensor, sequence, expert = zip(*(_passed(kind, anatomy, setup, cluster, known) for kind in kinds), strict=True)
     sent = _sent(anatomy, setup, cluster, known)
@@ -186,7 +194,8 @@ def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) 
         for count, value in zip(counts, seconds, strict=True):
             compute += value * count
         ends = (anatomy.embedding if number == 0 else 0) + (anatomy.head if last else 0)
-        parameters = total(split) + ends / layout.tensor
+        changed = total(adapters) if setup.lora else total(split) + ends / layout.tensor
+        parameters = total(split) + ends / layout.tensor - total(elsewhere)
         found.append(
             _Stage(
                 compute,
@@ -195,7 +204,8 @@ def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) 
                 total(expert),
                 sent,
                 parameters,
-                total(adapters) if setup.lora else parameters,
+                changed if setup.lora else parameters,
+                changed,
             )
         )
     return found
@@ -216,7 +226,7 @@ def _sent(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) ->
     if layout.pipeline == 1:
         return 0.0
     stride = layout.tensor * layout.sequence * setup.rows
-    part = links.send(activations / layout.tensor, stride, cluster, known)
+    part = links.send(activations / layout.tensor, Group(layout.pipeline, stride), cluster, known)
     return 2 * (part + links.gather(activations, Group(layout.tensor, 1), cluster, known))
 
 
@@ -247,9 +257,8 @@ def _zero(parameters: float, trained: float, setup: Setup, cluster: Cluster, kno
     reduced = links.gather(2 * trained, group, cluster, known)
     if setup.stage == 3:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
-        gathered = links.gather(2 * parameters, group, cluster, known) + links.gather(
-            2 * parameters, near, cluster, known
-        )
+        weights = (0.5 if setup.quantized else 2) * parameters
+        gathered = links.gather(weights, group, cluster, known) + links.gather(weights, near, cluster, known)
         return gathered + reduced, 0.0
     if setup.stage == 2:
         return reduced, reduced
@@ -263,10 +272,10 @@ def _exposed(passing: float, computing: float, overlap: float) -> float:
 
 
 def _update(
-    parameters: float, trained: float, setup: Setup, cluster: Cluster, known: Constants
+    parameters: float, changed: float, setup: Setup, cluster: Cluster, known: Constants
 ) -> tuple[float, float, float]:
     """Return the seconds of Adam, of the way to the host and back, and of the way to the drives and back."""
-    own = trained / (setup.zero_ranks if setup.stage else 1)
+    own = changed / (setup.zero_ranks if setup.stage else 1)
     ranks = min(cluster.gpus_per_node, setup.world_size)
     offload = nvme = 0.0
     if setup.offload_optimizer == "none":
