@@ -1,6 +1,7 @@
 """What hardware and software reach of what they promise: measured, and kept as data in `measurements/`."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,41 +19,50 @@ class Constants:
     """Share of the peak that large matrix products reach."""
     attention: float
     """Share of the peak that fused attention reaches."""
-    memory: float = 0.8
-    """Share of the memory's bandwidth that element-wise work reaches."""
-    link: float = 0.75
-    """Share of the link inside a node that collectives reach."""
-    network: float = 0.75
-    """Share of a node's network that collectives reach."""
-    overlap: float = 0.8
-    """Share of ZeRO's traffic that is hidden behind computation, as far as that lasts."""
-    passes: float = 1.0
-    """How often element-wise work reads or writes what a layer computes: fewer where kernels are fused."""
-    scores: float = 12.0
-    """Bytes moved forward per score of attention that is not fused."""
-    waves: float = 0.5
+    waves: float
     """Of the waves in which a matrix product's tiles are worked off: how many go to waste."""
+    memory: float
+    """Share of the memory's bandwidth that element-wise work reaches."""
+    link: float
+    """Share of the link inside a node, or to the host, that is reached."""
+    network: float
+    """Share of a node's network that collectives reach."""
+    latency: float
+    """Seconds of a collective per node that takes part, whatever it carries."""
+    turn: float
+    """Seconds between two micro-batches: Python's, and of what the engine asks and tells other ranks."""
+    passes: float
+    """How often element-wise work reads or writes what a layer computes: less often where kernels are fused."""
+    overlap: float = 0.0
+    """Share of ZeRO's traffic that is hidden behind computation, as far as that lasts."""
+    scores: float = 0.0
+    """Bytes moved forward per score of attention that is not fused."""
     unaligned: float = 1.0
     """Share of a matrix product's rate that is left where a dimension is no multiple of 64."""
-    latency: float = 5e-6
-    """Seconds of a collective per node that takes part, whatever it carries."""
     launch: float = 5e-4
-    """Seconds that Python and the driver need to start the kernels of one layer's forward pass."""
+    """Seconds that starting the kernels of one layer's forward pass takes: about 100, at 5 microseconds each."""
     measured: bool = True
-    """Whether this GPU's shares were measured; else they are another's."""
+    """Whether this kind of GPU was measured; else its shares are another's."""
+
+
+def resolve(data: Mapping[str, Any], gpu: str, software: str) -> Constants:
+    """Return the constants of a GPU and of what trains on it, of all that are in `data`."""
+    gpus = data["gpus"]
+    kind = max((kind for kind in gpus if gpu.startswith(kind)), key=len, default="other")
+    measured = "like" not in gpus[kind]
+    kind = gpus[kind].get("like", kind)
+    entry = data["software"][software]
+    taken = {name: data["software"][other]["values"][name] for name, other in entry.get("takes", {}).items()}
+    values = {**data["common"]["values"], **gpus[kind]["values"], **taken, **entry["values"], "measured": measured}
+    return Constants(**values | {"attention": entry.get("attention", {}).get(kind, values["attention"])})
 
 
 @cache
-def _data() -> dict[str, Any]:
-    return json.loads(FILE.read_text())
-
-
 def constants(gpu: str, software: str = "deepspeed") -> Constants:
-    """Return the constants of a GPU (a name of `hardware.GPUS`) and of the software that trains on it.
+    """Return the constants of a GPU (a name of `hardware.GPUS`) and of what trains on it.
 
-    `software` is a key of `constants.json`: what its tables were measured with, or ours.
+    Args:
+        gpu: one that nobody measured has the shares of the nearest that somebody did.
+        software: a key of `constants.json`: ours, or what a published table was measured with.
     """
-    data = _data()
-    kind = max((kind for kind in data["gpus"] if gpu.startswith(kind)), key=len, default=None)
-    shares = data["gpus"][kind or "other"]["values"]
-    return Constants(**shares, **data["software"][software]["values"], measured=kind is not None)
+    return resolve(json.loads(FILE.read_text()), gpu, software)

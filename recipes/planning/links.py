@@ -65,11 +65,15 @@ def all_to_all(size: float, group: Group, cluster: Cluster, constants: Constants
     return max(inside, away / _between(cluster, constants) if nodes > 1 else 0.0) + constants.latency * nodes
 
 
-def send(size: float, stride: int, cluster: Cluster, constants: Constants) -> float:
-    """Return seconds in which every rank sends `size` bytes to the one `stride` further on."""
-    if stride < cluster.gpus_per_node:
+def send(size: float, group: Group, cluster: Cluster, constants: Constants) -> float:
+    """Return seconds in which every rank sends `size` bytes to the next of its group, over the slowest link there is.
+
+    From one node to the next go what as many ranks send as stand between two of the group.
+    """
+    if group.size * group.stride <= cluster.gpus_per_node:
         return size / _inside(cluster, constants)
-    return size * cluster.gpus_per_node / _between(cluster, constants) + constants.latency
+    ranks = min(group.stride, cluster.gpus_per_node)
+    return size * ranks / _between(cluster, constants) + constants.latency
 
 
 def to_host(size: float, cluster: Cluster, constants: Constants) -> float:

@@ -1,10 +1,10 @@
 """How long a step takes, and on what the time goes."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from recipes.planning import links, work
-from recipes.planning.anatomy import Anatomy
+from recipes.planning.anatomy import Anatomy, Kind
 from recipes.planning.constants import Constants, constants
 from recipes.planning.hardware import Cluster
 from recipes.planning.links import Group
@@ -95,13 +95,16 @@ def step(anatomy: Anatomy, setup: Setup, cluster: Cluster, given: Constants | No
         given: constants; None: those of the cluster's GPU with DeepSpeed.
     """
     known = given or constants(cluster.gpu.name)
+    if setup.precision == "fp32":
+        # As TF32, at half the rate of bf16; without it (torch's default) it is slower still.
+        known = replace(known, matmul=known.matmul / 2, attention=known.attention / 2)
     stage = max(_stages(anatomy, setup, cluster, known), key=lambda stage: stage.micro_batch)
     micro = setup.accumulation
-    stages = setup.layout.pipeline
+    others = setup.layout.pipeline - 1
     hidden_by = stage.compute.total
     zero, once = _zero(stage.parameters, stage.trained, setup, cluster, known)
     shown = _exposed(zero, hidden_by, known.overlap if setup.overlap_comm else 0.0)
-    optimizer, offload, nvme = _update(stage.parameters, stage.trained, setup, cluster, known)
+    optimizer, offload, nvme = _update(stage.parameters, stage.changed, setup, cluster, known)
     rest = (stage.tensor, stage.sequence, stage.expert, stage.sent)
     compute = stage.compute
     return Time(
@@ -117,7 +120,7 @@ def step(anatomy: Anatomy, setup: Setup, cluster: Cluster, given: Constants | No
         zero=micro * shown + once,
         pipeline=micro * stage.sent,
         # (d - 1) more micro-batches' time than one stage alone would take: (d - 1) / (m + d - 1) of the whole.
-        bubble=(stages - 1) * (hidden_by + sum(rest)),
+        bubble=others * (hidden_by + sum(rest)),
         optimizer=optimizer,
         offload=offload,
         nvme=nvme,
@@ -139,29 +142,44 @@ class _Stage:
     expert: float
     sent: float
     parameters: float
+    """That the rank has, before ZeRO shards them."""
     trained: float
+    """Of them."""
+    changed: float
+    """Trained ones that ZeRO's ranks share out between them: spread experts count for all of these."""
 
     @property
     def micro_batch(self) -> float:
         return self.compute.total + self.tensor + self.sequence + self.expert + self.sent
 
 
-@lru_cache(maxsize=1024)
-def _balanced(costs: tuple[float, ...], count: int) -> list[range]:
-    return balanced(costs, count)
+def stages(anatomy: Anatomy, count: int) -> tuple[range, ...]:
+    """Return the layers of each of `count` pipeline stages, as `training.pipeline` spreads them.
+
+    Balanced by parameters; the embedding counts with the first layer, the norm and the output matrix with the last.
+    """
+    costs = [layer.parameters for layer in anatomy.layers]
+    costs[0] += anatomy.embedding
+    costs[-1] += anatomy.head + (anatomy.embedding if anatomy.tied else 0)
+    return _balanced(tuple(costs), count)
+
+
+@lru_cache(maxsize=4096)
+def _balanced(costs: tuple[int, ...], count: int) -> tuple[range, ...]:
+    return tuple(balanced(costs, count))
 
 
 def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) -> list[_Stage]:
     """Return every pipeline stage; without a pipeline, the one there is."""
     layout = setup.layout
-    ranges = _balanced(tuple(float(layer.parameters) for layer in anatomy.layers), layout.pipeline)
+    ranges = stages(anatomy, layout.pipeline)
     kinds = anatomy.kinds
     seconds = [work.layer(kind, anatomy, setup, cluster.gpu, known) for kind in kinds]
     split = [kind.parameters - kind.split + kind.split / layout.tensor for kind in kinds]
+    elsewhere = [kind.routed * (1 - 1 / layout.expert) for kind in kinds]
     adapters = [work.adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
     tensor, sequence, expert = zip(*(_passed(kind, anatomy, setup, cluster, known) for kind in kinds), strict=True)
-    sent = 2 * _activations(anatomy, setup)
-    stride = layout.tensor * layout.sequence * setup.rows
+    sent = _sent(anatomy, setup, cluster, known)
     found = []
     for number, layers in enumerate(ranges):
         counts = [anatomy.order[layers.start : layers.stop].count(index) for index in range(len(kinds))]
@@ -170,20 +188,24 @@ def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) 
             return sum(count * value for count, value in zip(counts, each, strict=True))
 
         last = number == len(ranges) - 1
-        compute = work.head(anatomy, setup, cluster.gpu, known) if last else work.Seconds()
+        compute = work.Seconds(launch=known.turn)
+        if last:
+            compute += work.head(anatomy, setup, cluster.gpu, known)
         for count, value in zip(counts, seconds, strict=True):
             compute += value * count
         ends = (anatomy.embedding if number == 0 else 0) + (anatomy.head if last else 0)
-        parameters = total(split) + ends / layout.tensor
+        changed = total(adapters) if setup.lora else total(split) + ends / layout.tensor
+        parameters = total(split) + ends / layout.tensor - total(elsewhere)
         found.append(
             _Stage(
                 compute,
                 total(tensor),
                 total(sequence),
                 total(expert),
-                links.send(sent, stride, cluster, known) if layout.pipeline > 1 else 0.0,
+                sent,
                 parameters,
-                total(adapters) if setup.lora else parameters,
+                changed if setup.lora else parameters,
+                changed,
             )
         )
     return found
@@ -195,7 +217,22 @@ def _activations(anatomy: Anatomy, setup: Setup) -> float:
     return 2 * tokens * anatomy.hidden
 
 
-def _passed(kind, anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) -> tuple[float, float, float]:
+def _sent(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) -> float:
+    """Return the seconds in which a stage passes a micro-batch on, and its gradient back.
+
+    Tensor ranks have the same numbers: each sends its part to the next node, where they are put together again.
+    """
+    layout, activations = setup.layout, _activations(anatomy, setup)
+    if layout.pipeline == 1:
+        return 0.0
+    stride = layout.tensor * layout.sequence * setup.rows
+    part = links.send(activations / layout.tensor, Group(layout.pipeline, stride), cluster, known)
+    return 2 * (part + links.gather(activations, Group(layout.tensor, 1), cluster, known))
+
+
+def _passed(
+    kind: Kind, anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants
+) -> tuple[float, float, float]:
     """Return the seconds of what a layer's ranks pass to each other: tensor, sequence and expert parallelism."""
     layout = setup.layout
     activations = _activations(anatomy, setup)
@@ -220,9 +257,8 @@ def _zero(parameters: float, trained: float, setup: Setup, cluster: Cluster, kno
     reduced = links.gather(2 * trained, group, cluster, known)
     if setup.stage == 3:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
-        gathered = links.gather(2 * parameters, group, cluster, known) + links.gather(
-            2 * parameters, near, cluster, known
-        )
+        weights = (0.5 if setup.quantized else 2) * parameters
+        gathered = links.gather(weights, group, cluster, known) + links.gather(weights, near, cluster, known)
         return gathered + reduced, 0.0
     if setup.stage == 2:
         return reduced, reduced
@@ -236,10 +272,10 @@ def _exposed(passing: float, computing: float, overlap: float) -> float:
 
 
 def _update(
-    parameters: float, trained: float, setup: Setup, cluster: Cluster, known: Constants
+    parameters: float, changed: float, setup: Setup, cluster: Cluster, known: Constants
 ) -> tuple[float, float, float]:
     """Return the seconds of Adam, of the way to the host and back, and of the way to the drives and back."""
-    own = trained / (setup.zero_ranks if setup.stage else 1)
+    own = changed / (setup.zero_ranks if setup.stage else 1)
     ranks = min(cluster.gpus_per_node, setup.world_size)
     offload = nvme = 0.0
     if setup.offload_optimizer == "none":
