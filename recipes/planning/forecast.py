@@ -44,7 +44,7 @@ def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster) -> Recipe:
 
 
 def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
-    """Return what a run will cost; None where the planner does not know it: of a draft, or a model whose dimensions nobody says.
+    """Return what a run will cost; None for a draft, and for a model whose dimensions nobody has said.
 
     Args:
         recipe: with its model's dimensions.
