@@ -228,10 +228,10 @@ def test_a_machine_without_gpus_is_told_what_to_give(capsys):
 
 
 def test_where_nothing_fits_the_answer_is_what_would(capsys):
-    assert plan.main(["llama3-70b", "--gpu", "RTX 4090", "--host-memory", "64"]) == 1
+    assert plan.main(["llama3-8b", "--gpu", "RTX 4090", "--host-memory", "32"]) == 1
     shown = capsys.readouterr()
     assert "does not fit" in shown.out and "python scripts/launch.py" not in shown.out
-    assert shown.err.startswith("plan.py: nothing fits; ") and "What would: " in shown.err
+    assert shown.err.startswith("plan.py: nothing fits; ") and "What would: --method qlora" in shown.err
     assert len(shown.err.strip().splitlines()) == 2
 
 

@@ -172,7 +172,9 @@ def _loaded(part: Part, setup: Setup) -> tuple[dict[str, float]]:
     weights = loaded_bytes(part, setup)
     if setup.stage < 3 or setup.quantized:
         return ({"parameters": weights},)
-    return ({"parameters": weights / setup.zero_ranks, "live_parameters": WIDTH[setup.precision] * part.largest},)
+    # zero.Init puts shards that are offloaded where they will be (deepspeed, partition_parameters.py, remote_device).
+    held = 0.0 if setup.offload_parameters != "none" else weights / setup.zero_ranks
+    return ({"parameters": held, "live_parameters": WIDTH[setup.precision] * part.largest},)
 
 
 def _live(part: Part, setup: Setup) -> float:

@@ -73,9 +73,10 @@ def _splits(job: Job, plan: Plan) -> Iterator[str]:
         yield f"tensor {layout.tensor} stays inside the node because its all-reduces run per layer"
     if layout.pipeline > 1:
         waits = bubble(layout.pipeline, setup.accumulation)
+        across = "goes across nodes " if cluster.nodes > 1 else ""
         yield (
-            f"pipeline {layout.pipeline} {'goes across nodes ' if cluster.nodes > 1 else ''}because only activations pass "
-            f"between stages, which wait {waits:.0%} of the time with {setup.accumulation} micro-batches"
+            f"pipeline {layout.pipeline} {across}because only activations pass between stages, which wait {waits:.0%} "
+            f"of the time with {setup.accumulation} micro-batches"
         )
     if layout.sequence > 1:
         fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
