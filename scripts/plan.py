@@ -34,7 +34,7 @@ from rich.console import Console  # noqa: E402
 
 from recipes.planning import models, report, strategies, ways_out  # noqa: E402
 from recipes.planning.hardware import cluster  # noqa: E402
-from recipes.planning.strategies import Found, Job, Plan  # noqa: E402
+from recipes.planning.plans import Found, Job, Plan  # noqa: E402
 from recipes.spec import overrides  # noqa: E402
 from recipes.spec.errors import UserError  # noqa: E402
 from recipes.spec.run_folder import RunFolder, write_json, write_recipe  # noqa: E402

@@ -231,7 +231,7 @@ def test_where_nothing_fits_the_answer_is_what_would(capsys):
     assert plan.main(["llama3-8b", "--gpu", "RTX 4090", "--host-memory", "32"]) == 1
     shown = capsys.readouterr()
     assert "does not fit" in shown.out and "python scripts/launch.py" not in shown.out
-    assert shown.err.startswith("plan.py: nothing fits; ") and "What would: --method qlora" in shown.err
+    assert shown.err.startswith("plan.py: nothing fits; ") and "What would: --method lora" in shown.err
     assert len(shown.err.strip().splitlines()) == 2
 
 

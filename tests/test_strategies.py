@@ -7,9 +7,10 @@ import pytest
 from recipes.planning import forecast, models, ways_out
 from recipes.planning.hardware import cluster
 from recipes.planning.memory import Memory, Peak
+from recipes.planning.plans import GIB, SIMPLICITY, TIERS, judge, ranked
 from recipes.planning.reasons import why
 from recipes.planning.report import changes
-from recipes.planning.strategies import GIB, SIMPLICITY, TIERS, cost, job, judge, ranked, search
+from recipes.planning.strategies import cost, job, search
 from recipes.spec import limits, overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.layout import bubble

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from recipes.planning import models
 from recipes.planning.hardware import Cluster, find
-from recipes.planning.strategies import Plan, job, search
+from recipes.planning.plans import Plan
+from recipes.planning.strategies import job, search
 from recipes.spec import pages
 from recipes.spec.recipe import Layout
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from recipes.planning.plans import REFUSE, Plan
 from recipes.planning.report import written
-from recipes.planning.strategies import REFUSE, Plan
 
 
 def png(plans: Mapping[str, Plan]) -> bytes:

@@ -7,7 +7,8 @@ from typing import Any
 
 from recipes.planning import report, ways_out
 from recipes.planning.hardware import Cluster, this_machine
-from recipes.planning.strategies import Plan, cost, job, search
+from recipes.planning.plans import Plan
+from recipes.planning.strategies import cost, job, search
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Layout, Recipe

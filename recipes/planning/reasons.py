@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from recipes.planning.memory import peak
+from recipes.planning.plans import GIB, REFUSE, WARN, Job, Plan
 from recipes.planning.setup import Setup
-from recipes.planning.strategies import GIB, REFUSE, WARN, Job, Plan
 from recipes.spec.layout import bubble
 from recipes.spec.recipe import Layout
 

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from recipes.planning.plans import Found, Job, Plan
 from recipes.planning.reasons import why
-from recipes.planning.strategies import Found, Job, Plan
 from recipes.spec import pages
 from recipes.spec.overrides import override_keys
 from recipes.spec.recipe import Layout, Recipe

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from recipes.planning.models import METHODS
+from recipes.planning.plans import REFUSE, Found, Job
 from recipes.planning.report import method_of
-from recipes.planning.strategies import REFUSE, Found, Job, job, search
+from recipes.planning.strategies import job, search
 from recipes.spec import pages
 from recipes.spec.recipe import Recipe
 
