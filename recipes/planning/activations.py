@@ -61,25 +61,26 @@ def backward_bytes(kind: Kind, setup: Setup) -> float:
     """Return what a layer's backward pass takes beyond what was kept, with the forward pass that is done again."""
     split = (1 - 1 / setup.layout.tensor) * kind.working.get("split", NOTHING)
     working = traced(kind.working, setup) + -1 * split
+    taken = working.of(setup.forward_rows, setup.sequence_length / setup.layout.sequence)
     again = layer_bytes(kind, setup) if setup.gradient_checkpointing else 0.0
-    # A bound that was solved for other batches may be off below zero.
-    return again + _widened(
-        max(0.0, working.of(setup.forward_rows, setup.sequence_length / setup.layout.sequence)), setup
-    )
+    # In batches smaller than those that were traced, the gradient of the largest weight is the worst.
+    return again + _widened(max(taken, 2.0 * kind.largest if setup.lora is None else 0.0), setup)
 
 
 def mask_bytes(layers: Sequence[Kind], setup: Setup) -> float:
-    """Return the bytes of masks: one of all pairs for each width of window."""
-    windows = {layer.window for layer in layers if is_masked(layer, setup)}
-    return len(windows) * setup.forward_rows * setup.sequence_length**2
+    """Return the bytes of masks, one of all pairs for each width of window: truth values; eager attention: numbers."""
+    eager = setup.attention == "eager"
+    windows = {layer.window for layer in layers if eager or is_masked(layer, setup)}
+    return len(windows) * setup.forward_rows * setup.sequence_length**2 * (2 if eager else 1)
 
 
 def loss_bytes(anatomy: Anatomy, setup: Setup) -> float:
     """Return what norm, head and loss take at their worst moment: the logits, several times."""
     both = traced(anatomy.ends, setup) + traced(anatomy.loss, setup)
     length = setup.sequence_length / setup.layout.sequence
-    total = max(0.0, both.per_token * length * setup.forward_rows + both.fixed)
-    return _widened(total * (TILED if setup.tiled_loss else 1), setup)
+    total = (both.per_token * length * setup.forward_rows + both.fixed) * (TILED if setup.tiled_loss else 1)
+    gradient = 2 * anatomy.vocabulary * anatomy.hidden if setup.lora is None else 0.0
+    return _widened(max(total, gradient), setup)
 
 
 def _widened(total: float, setup: Setup) -> float:
