@@ -28,11 +28,11 @@ class Constants:
     network: float
     """Share of a node's network that collectives reach."""
     latency: float
-    """Seconds of a collective per node that takes part, whatever it carries."""
-    turn: float
-    """Seconds between two micro-batches: Python's, and of what the engine asks and tells other ranks."""
+    """Seconds of a collective per node that takes part, whatever it carries; ZeRO's are one per layer."""
     passes: float
     """How often element-wise work reads or writes what a layer computes: less often where kernels are fused."""
+    gap: float
+    """Seconds that the GPU waits between the kernels of one layer's forward pass, however much work they have."""
     overlap: float = 0.0
     """Share of ZeRO's traffic that is hidden behind computation, as far as that lasts."""
     scores: float = 0.0
@@ -40,7 +40,7 @@ class Constants:
     unaligned: float = 1.0
     """Share of a matrix product's rate that is left where a dimension is no multiple of 64."""
     launch: float = 5e-4
-    """Seconds that starting the kernels of one layer's forward pass takes: about 100, at 5 microseconds each."""
+    """Seconds that Python takes to start the kernels of one layer's forward pass, while the GPU is at earlier ones."""
     measured: bool = True
     """Whether this kind of GPU was measured; else its shares are another's."""
 

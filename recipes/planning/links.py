@@ -35,11 +35,11 @@ def _between(cluster: Cluster, constants: Constants) -> float:
     return cluster.node_network_gbs * constants.network * GB
 
 
-def gather(size: float, group: Group, cluster: Cluster, constants: Constants) -> float:
+def gather(size: float, group: Group, cluster: Cluster, constants: Constants, count: int = 1) -> float:
     """Return seconds of an all-gather that leaves `size` bytes on each rank, or a reduce-scatter of as many.
 
-    Each rank takes in what it does not have. Into a node comes what its ranks do not have between them, once for
-    every group that has ranks on it; the slower of both links is what is waited for.
+    In `count` parts, one after the other. Each rank takes in what it does not have. Into a node comes what its ranks
+    do not have between them, once for every group that has ranks on it; the slower of both links is what is waited for.
     """
     if group.size == 1 or not size:
         return 0.0
@@ -47,7 +47,7 @@ def gather(size: float, group: Group, cluster: Cluster, constants: Constants) ->
     inside = size * (group.size - 1) / group.size / _inside(cluster, constants) if here > 1 else 0.0
     groups = cluster.gpus_per_node / here
     between = size * (nodes - 1) / nodes * groups / _between(cluster, constants) if nodes > 1 else 0.0
-    return max(inside, between) + constants.latency * nodes
+    return max(inside, between) + constants.latency * nodes * count
 
 
 def all_reduce(size: float, group: Group, cluster: Cluster, constants: Constants) -> float:

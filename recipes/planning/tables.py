@@ -32,7 +32,8 @@ def runs() -> list[Run]:
     """Return every row of every table, and this project's own measurements.
 
     Which rows the constants are fitted on was decided before the first fit, by whole parts of tables: the A100 40GB
-    and the smaller H100 runs of llm-foundry, and the first four days of BigScience, when only tensor 8 was tried.
+    and the smaller H100 runs of llm-foundry, and the first four days of BigScience, when only tensor 8 was tried. How
+    well the others are predicted was looked at some five times while `time.py` got its terms.
     """
     return [*_llm_foundry(), *_bigscience(), *_ours()]
 

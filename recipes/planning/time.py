@@ -35,7 +35,7 @@ class Time:
     logits: float
     """The output matrix and the loss."""
     launch: float
-    """The GPU waits for Python to start its kernels."""
+    """The GPU waits for its next kernel."""
     tensor: float
     """All-reduces of tensor parallelism."""
     sequence: float
@@ -102,7 +102,7 @@ def step(anatomy: Anatomy, setup: Setup, cluster: Cluster, given: Constants | No
     micro = setup.accumulation
     others = setup.layout.pipeline - 1
     hidden_by = stage.compute.total
-    zero, once = _zero(stage.parameters, stage.trained, setup, cluster, known)
+    zero, once = _zero(stage, setup, cluster, known)
     shown = _exposed(zero, hidden_by, known.overlap if setup.overlap_comm else 0.0)
     optimizer, offload, nvme = _update(stage.parameters, stage.changed, setup, cluster, known)
     rest = (stage.tensor, stage.sequence, stage.expert, stage.sent)
@@ -136,6 +136,7 @@ def step(anatomy: Anatomy, setup: Setup, cluster: Cluster, given: Constants | No
 class _Stage:
     """One micro-batch on a rank of one pipeline stage, in seconds, and what the rank holds."""
 
+    layers: int
     compute: work.Seconds
     tensor: float
     sequence: float
@@ -188,9 +189,7 @@ def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) 
             return sum(count * value for count, value in zip(counts, each, strict=True))
 
         last = number == len(ranges) - 1
-        compute = work.Seconds(launch=known.turn)
-        if last:
-            compute += work.head(anatomy, setup, cluster.gpu, known)
+        compute = work.head(anatomy, setup, cluster.gpu, known) if last else work.Seconds()
         for count, value in zip(counts, seconds, strict=True):
             compute += value * count
         ends = (anatomy.embedding if number == 0 else 0) + (anatomy.head if last else 0)
@@ -198,6 +197,7 @@ def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) 
         parameters = total(split) + ends / layout.tensor - total(elsewhere)
         found.append(
             _Stage(
+                len(layers),
                 compute,
                 total(tensor),
                 total(sequence),
@@ -250,16 +250,16 @@ def _passed(
     return tensor, sequence, expert
 
 
-def _zero(parameters: float, trained: float, setup: Setup, cluster: Cluster, known: Constants) -> tuple[float, float]:
+def _zero(stage: _Stage, setup: Setup, cluster: Cluster, known: Constants) -> tuple[float, float]:
     """Return the seconds of ZeRO's collectives per micro-batch, which computation can hide, and once per step."""
     layout = setup.layout
     group = Group(setup.zero_ranks, layout.tensor)
-    reduced = links.gather(2 * trained, group, cluster, known)
+    reduced = links.gather(2 * stage.trained, group, cluster, known, stage.layers)
     if setup.stage == 3:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
-        weights = (0.5 if setup.quantized else 2) * parameters
-        gathered = links.gather(weights, group, cluster, known) + links.gather(weights, near, cluster, known)
-        return gathered + reduced, 0.0
+        weights = (0.5 if setup.quantized else 2) * stage.parameters
+        gathered = [links.gather(weights, ranks, cluster, known, stage.layers) for ranks in (group, near)]
+        return sum(gathered) + reduced, 0.0
     if setup.stage == 2:
         return reduced, reduced
     # Once per step, when the last micro-batch is back.

@@ -27,7 +27,7 @@ class Seconds:
     recomputation: float = 0.0
     logits: float = 0.0
     launch: float = 0.0
-    """In which the GPU waits for Python."""
+    """In which the GPU waits for its next kernel."""
 
     @property
     def total(self) -> float:
@@ -79,13 +79,13 @@ def layer(kind: Kind, anatomy: Anatomy, setup: Setup, gpu: Gpu, constants: Const
     # Fused attention computes the scores again in its backward pass: five products instead of four.
     again = (4 if setup.attention == "eager" else 5) / 2
     work = matmul + (1 + again) * attention + 3 * moved + setup.gradient_checkpointing * once
-    floor = constants.launch * (3 + setup.gradient_checkpointing)
+    passes = 3 + setup.gradient_checkpointing
     return Seconds(
         matmul=matmul,
         attention=(1 + again) * attention,
         elementwise=3 * moved,
         recomputation=setup.gradient_checkpointing * once,
-        launch=max(0.0, floor - work),
+        launch=passes * constants.gap + max(0.0, passes * constants.launch - work),
     )
 
 
