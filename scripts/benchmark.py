@@ -2,12 +2,16 @@
 
     python scripts/benchmark.py overhead
     python scripts/benchmark.py overhead --zero-stage 3 --steps 60 --rounds 3
+    python scripts/benchmark.py planner
 
 `overhead`: tokens per second and peak memory of a recipe beside (a) recipes/plain_loop.py and (b) a bare
 transformers.Trainer (scripts/peer_trainer.py), on the same model, data, ranks, ZeRO stage, dtype, optimizer, batch
 and logging interval. The peers take turns (ours plain trainer trainer plain ours ...), so that a machine whose
 speed drifts is fair to all of them; the first steps of each run are warm-up. Results go to
 recipes/planning/measurements/ as JSON.
+
+`planner`: seconds and peak memory of plan.py as a process of its own, for a recipe, for 1,024 GPUs, and for a
+config.json that it sees for the first and for the second time.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -55,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmark.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("benchmark", choices=["overhead"])
+    parser.add_argument("benchmark", choices=["overhead", "planner"])
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=2)
     parser.add_argument("--steps", type=int, default=60, help=f"optimizer steps per run, {WARM_UP} of them warm-up")
     parser.add_argument("--rounds", type=int, default=2, help="how often each peer runs")
@@ -65,6 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--output", type=Path, default=pages.ROOT / "recipes" / "planning" / "measurements")
     options = parser.parse_args(arguments)
+    if options.benchmark == "planner":
+        measured = planner(options.rounds)
+        print(planner_table(measured))
+        write_json(options.output / "planner_cpu.json", measured)
+        return 0
     if options.steps <= WARM_UP + LOG_EVERY:
         parser.error(f"--steps {options.steps}: {WARM_UP} are warm-up; at least {WARM_UP + 2 * LOG_EVERY} are needed.")
     gpus = visible_gpus()
@@ -224,6 +234,45 @@ def steady(logged: list[dict[str, Any]]) -> dict[str, float]:
         "tokens_per_second": (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"]),
         "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"]),
     }
+
+
+def planner(rounds: int) -> dict[str, Any]:
+    """Return the median seconds and the peak memory of each question to plan.py."""
+    eight = ["--gpu", "H100", "--gpus", "8", "--json"]
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "config.json")
+        write_json(config, dict(pages.page("llama3").SIZES["8b"].config) | {"intermediate_size": 14208})
+        questions = {
+            "llama3-8b, 8 GPUs": ["llama3-8b", *eight],
+            "llama3-70b, 1,024 GPUs": ["llama3-70b", *eight, "--nodes", "128", "global_batch_size=1024"],
+            "a config.json for the first time": [str(config), *eight],
+            "the same once more": [str(config), *eight],
+        }
+        asked: dict[str, list[dict[str, float]]] = {name: [] for name in questions}
+        for turn in range(rounds):
+            for name, words in questions.items():
+                asked[name].append(answered(words, Path(folder, f"cache{turn}")))
+    return {"benchmark": "planner", "date": date.today().isoformat(), "cpus": os.cpu_count(), "runs": asked}
+
+
+def answered(words: list[str], cache: Path) -> dict[str, float]:
+    """Return the seconds and the peak memory of one plan.py; its errors are ours."""
+    command = [sys.executable, str(pages.ROOT / "scripts" / "plan.py"), *words]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    start = time.perf_counter()
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise RuntimeError(" ".join(command))
+    return {"seconds": time.perf_counter() - start, "peak_gib": used.ru_maxrss / 2**20}
+
+
+def planner_table(result: dict[str, Any]) -> str:
+    """Return the result as a Markdown table."""
+    lines = ["| question | seconds | peak GiB |", "|---|---|---|"]
+    for name, runs in result["runs"].items():
+        lines.append(f"| {name} | {summarise(runs, 'seconds'):.1f} | {summarise(runs, 'peak_gib'):.2f} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

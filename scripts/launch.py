@@ -28,6 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from recipes.planning import forecast, report
+from recipes.planning.hardware import Cluster
 from recipes.spec import limits, overrides, pages, run_folder
 from recipes.spec.errors import UserError, redact
 from recipes.spec.layout import bubble, gradient_accumulation_steps
@@ -80,6 +82,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the newest whole checkpoint")
     parser.add_argument("--draft", action="store_true", help="train a shrunken, random model of the same class")
+    parser.add_argument("--no-plan", action="store_true", help="start what the planner says does not fit on the GPUs")
     parser.add_argument("--dry-run", action="store_true", help="show recipe and command, write and start nothing")
     return parser.parse_intermixed_args(arguments)
 
@@ -129,17 +132,24 @@ def run(options: argparse.Namespace) -> int:
     if options.resume:
         folder = run_folder.to_resume(recipe, options.output_dir)
         recipe = run_folder.read_recipe(folder)
+    page = recipe
     recipe = overrides.apply(recipe, options.overrides)
     if options.draft:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
-    recipe = preflight.locate(recipe)
     gpus = visible_gpus()
     ranks = rank_count(options.gpus, gpus)
+    cluster = forecast.machine(ranks) if gpus else None
+    if recipe.deepspeed == forecast.AUTO:
+        recipe = chosen(recipe, page, [change.partition("=")[0] for change in options.overrides], cluster)
+    recipe = preflight.locate(recipe)
     check_config(recipe, ranks)
     check_layout(recipe, ranks)
     if options.resume:
         universal.check(recipe, folder, sharding(recipe.deepspeed), ranks)
     preflight.check_data(recipe)
+    plan = None
+    if cluster and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), cluster)):
+        print(forecast.line(plan), flush=True)
     folder = folder or run_folder.new(recipe, options.output_dir)
     command = deepspeed_command(folder, ranks)
 
@@ -155,9 +165,26 @@ def run(options: argparse.Namespace) -> int:
         log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n" + shlex.join(command) + "\n")
     print(shlex.join(command), flush=True)
     status = supervise(command, rank_environment(ranks, gpus))
+    forecast.compare(folder, plan)
     if status == 2 and not folder.metrics.exists():
         shutil.rmtree(folder.path, ignore_errors=True)  # a mistake that the ranks found leaves nothing behind
     return status
+
+
+def chosen(recipe: Recipe, page: Recipe, given: list[str], cluster: Cluster | None) -> Recipe:
+    """Return the recipe with what the planner chooses for this machine's GPUs, or its page's file without any.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    recipe = replace(recipe, deepspeed=page.deepspeed)
+    if cluster is None or recipe.draft.enabled:
+        print(f"deepspeed=auto: the planner knows GPUs only; taking the recipe's own {page.deepspeed}", flush=True)
+        return recipe
+    located = preflight.with_dimensions(preflight.locate(recipe))
+    best = forecast.choose(located, given, cluster)
+    print(f"deepspeed=auto: {' '.join(report.changes(located, best)) or best.deepspeed}", flush=True)
+    return replace(best, model=recipe.model)
 
 
 def check_config(recipe: Recipe, ranks: int) -> None:

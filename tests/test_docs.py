@@ -6,17 +6,20 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from recipes.spec import pages
 from recipes.spec.pages import ROOT
-from scripts import benchmark, check_config, doctor, export, generate, launch, resolve_config
+from scripts import benchmark, check_config, doctor, export, generate, launch, plan, resolve_config
 
 PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "runs"} & set(path.relative_to(ROOT).parts))
 README = ROOT / "README.md"
 PARSERS = {
     "launch.py": launch,
+    "plan.py": plan,
     "export.py": export,
     "generate.py": generate,
     "benchmark.py": benchmark,
@@ -62,7 +65,7 @@ def test_commands_are_found():
 
 
 @pytest.mark.parametrize(("page", "command"), DOCUMENTED)
-def test_documented_commands_are_accepted(page, command, monkeypatch, capsys):
+def test_documented_commands_are_accepted(page, command, tmp_path, capsys):
     script, *arguments = command
     assert (ROOT / script).exists()
     name = Path(script).name
@@ -71,6 +74,15 @@ def test_documented_commands_are_accepted(page, command, monkeypatch, capsys):
             return  # a form, not a command: RECIPE[-SIZE] VARIANT
         arguments = [re.sub(r"(?<==)[A-Z_]+\w*(\.jsonl)?$", lambda form: EXAMPLES[form[0]], word) for word in arguments]
         assert launch.main([*arguments, "--dry-run"]) == 0, capsys.readouterr().err
+        return
+    if name == "plan.py":
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(pages.page("llama3").SIZES["8b"].config))
+        arguments = [str(config) if word == "path/to/config.json" else word for word in arguments]
+        written = [word for before, word in pairwise(arguments) if before in ("--write", "--figure")]
+        arguments = [str(tmp_path / word) if word in written else word for word in arguments]
+        here = [] if "--gpu" in arguments or "--gpu-memory" in arguments else ["--gpu", "H100", "--gpus", "8"]
+        assert plan.main([*arguments, *here]) == 0, capsys.readouterr().err
         return
     with pytest.raises(SystemExit) as end:
         PARSERS[name].main([*arguments, "--help"])

@@ -20,9 +20,11 @@ ONE_RANK = '["--gpus", "1", "data.max_new_tokens=4", "deepspeed=zero1.json"]'
 SMALLER = {
     "first_finetune": {"EPOCHS": "1", "OPTIONS": ONE_RANK},
     "experiment": {"RATES": "[3e-3, 3e-2]", "WIDTH": "64", "LAYERS": "1", "STEPS": "3", "OPTIONS": ONE_RANK},
+    "choose_a_config": {},
+    "read_the_memory": {},
 }
 """What a test puts in the place of a notebook's parameters, as source."""
-FOLDERS = {"first_finetune": ROOT / "notebooks", "experiment": ROOT}
+FOLDERS = {name: ROOT / "notebooks" for name in SMALLER} | {"experiment": ROOT}
 """Where Jupyter was started: both have to work."""
 
 
@@ -55,7 +57,8 @@ def execute(tmp_path):
     def run(name):
         notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
         [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-        for key, value in ({key: f"Path({str(place)!r})" for key, place in places.items()} | SMALLER[name]).items():
+        own = {key: f"Path({str(place)!r})" for key, place in places.items()} if SMALLER[name] else {}
+        for key, value in (own | SMALLER[name]).items():
             assert re.search(rf"^(\w+, )*{key}(, \w+)* = ", parameters.source, re.MULTILINE), key
             parameters.source += f"\n{key} = {value}"
         folder = {"metadata": {"path": str(FOLDERS[name])}}
@@ -84,8 +87,8 @@ def images(cells) -> int:
     return sum("image/png" in output.get("data", {}) for outputs in cells.values() for output in outputs)
 
 
-def test_there_are_two_notebooks_and_each_is_executed():
-    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 2
+def test_there_are_four_notebooks_and_each_is_executed():
+    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 4
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -119,3 +122,27 @@ def test_the_experiment_ends_with_the_command_that_it_leads_to(execute, tmp_path
     assert len(sync) == 2 and all(list(Path(folder).glob("*.wandb")) for folder in sync)
     command = text(cells["choice"]).splitlines()[-1]
     assert re.match(r"python scripts/launch\.py llama3-8b lora learning_rate=\d\.\de-\d\d data\.path=", command)
+
+
+def test_the_choice_ends_with_a_command_and_a_picture(execute):
+    cells = execute("choose_a_config")
+    assert images(cells) == 1
+    assert "python scripts/launch.py llama3-8b full --gpus 8 deepspeed=" in text(cells["search"])
+    assert "zero0.json: Does not fit: " in text(cells["why"])
+    methods = re.findall(r"^ *(\w+): +([\d.]+) GiB", text(cells["methods"]), re.MULTILINE)
+    assert [name for name, _ in methods] == ["full", "lora", "qlora"]
+
+
+def test_every_switch_of_the_memory_shows_in_the_bar(execute):
+    cells = execute("read_the_memory")
+    assert images(cells) == 5
+
+    def needs(cell):
+        return [float(size) for size in re.findall(r"([\d.]+) GiB  host", text(cells[cell]))]
+
+    stages, (without, with_checkpointing), offload = needs("stages"), needs("checkpointing"), needs("offload")
+    assert stages == sorted(stages, reverse=True) and len(stages) == 4
+    assert with_checkpointing < without and offload[1] < offload[0] and offload[4] < offload[3] < offload[2]
+    full, lora, qlora = needs("methods")
+    assert qlora < lora < full
+    assert needs("rows")[0] < needs("rows")[1] < needs("rows")[2] > needs("rows")[3]

@@ -6,6 +6,23 @@ Frozen data that costs nothing to import; `trace.py` makes it from the Hugging F
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from recipes.spec.recipe import Lora
+
+
+def way(lora: Lora | None) -> str:
+    """Return how a model is trained, in a word: what `Kind.saved` and its like are looked up by.
+
+    What adapters take more per rank stands under `lora rank`, without that `lora` is of rank 0. What an attention with
+    masks takes more than the one that needs none stands under `masked`, what the plain one (`eager`) takes more under
+    `eager`; and under `split` the part of `full` that tensor parallelism splits.
+    """
+    if lora is None:
+        return "full"
+    words = ["dora" if lora.dora else "lora", "dropout" if lora.dropout else ""]
+    if lora.target_modules != "all-linear" or lora.target_parameters:
+        words.append(f"({lora.target_modules}; {lora.target_parameters or ''})")
+    return " ".join(word for word in words if word)
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -23,6 +40,18 @@ class Saved:
     def of(self, rows: float, length: float) -> float:
         """Return the bytes for a batch."""
         return rows * (self.per_token * length + self.per_pair * length**2) + self.fixed
+
+    def __add__(self, other: "Saved") -> "Saved":
+        """Return both together."""
+        return Saved(self.per_token + other.per_token, self.per_pair + other.per_pair, self.fixed + other.fixed)
+
+    def __sub__(self, other: "Saved") -> "Saved":
+        """Return what this is more."""
+        return self + -1 * other
+
+    def __rmul__(self, factor: float) -> "Saved":
+        """Return a multiple."""
+        return Saved(factor * self.per_token, factor * self.per_pair, factor * self.fixed)
 
 
 @dataclass(frozen=True)
@@ -42,8 +71,16 @@ class Kind:
     """Heads x their width; causal attention costs 2 x width x length forward per token. 0: it has none (linear)."""
     window: int | None
     """Tokens that one attends to at most; None: all before it."""
+    largest: int
+    """Parameters of the module that has the most of its own: what ZeRO-3 gathers at once."""
+    chosen: int = 0
+    """Experts that a token is sent to; 0: the layer has none."""
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    """Parameters that adapters add, as `way` says: at rank 0, and for each rank."""
     saved: Mapping[str, Saved] = field(default_factory=dict)
-    """What autograd keeps, by how the layer is trained; `trace.py` says which ways there are."""
+    """What autograd keeps, by how the layer is trained (`way`)."""
+    working: Mapping[str, Saved] = field(default_factory=dict)
+    """What the layer's backward pass takes at its worst moment beyond what was kept, gradients of weights included."""
     checkpoint: int = 0
     """Bytes per token that checkpointing keeps of the layer: its input, in bf16."""
 
@@ -66,6 +103,10 @@ class Anatomy:
     """Parameters after the last: norm and output matrix, which counts for nothing where it is tied."""
     tied: bool
     """The output matrix is the embedding's."""
+    ends: Mapping[str, Saved] = field(default_factory=dict)
+    """What autograd keeps outside the layers: the logits, most of all."""
+    loss: Mapping[str, Saved] = field(default_factory=dict)
+    """What norm, head and loss take at their worst moment, forward or backward, beyond what is kept."""
 
     @property
     def layers(self) -> tuple[Kind, ...]:

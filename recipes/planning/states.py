@@ -2,22 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a weight and of its gradient."""
 
 
+Moment = Literal["forward", "backward", "step"]
+"""The end of a step's last forward pass, the end of its backward pass, and the worst of the optimizer's step."""
+
+
 @dataclass(frozen=True)
 class States:
-    """Bytes on one rank at the end of a backward pass, before its gradients are reduced.
-
-    Buffers, activations, and what the optimizer's step takes for a moment are not counted.
-    """
+    """Bytes on one rank. Buffers, gathered weights and activations are not counted."""
 
     parameters: float
     gradients: float
+    """In the optimizer's step with the copies that it makes of them."""
     optimizer: float
-    """Adam's two moments in fp32, and the weights in fp32 that it changes."""
+    """Adam's two moments, and the weights in fp32 that it changes."""
     host: float
     """On the CPU, whatever it is; 0 without offloading."""
 
@@ -44,8 +47,12 @@ def state_bytes(
     precision: str,
     offload: bool = False,
     accumulation: int = 1,
+    moment: Moment = "backward",
+    fp32_accumulation: bool = False,
+    bf16_states: bool = False,
+    sub_group: int = 10**9,
 ) -> States:
-    """Return what one rank holds of a model that Adam trains, as DeepSpeed 0.19.8 does by default.
+    """Return what one rank holds of a model that Adam trains, as DeepSpeed 0.19.8 does.
 
     Args:
         parameters: in all.
@@ -55,17 +62,36 @@ def state_bytes(
         precision: "fp32", "bf16" or "fp16".
         offload: the optimizer's states are on the CPU (stages 2 and 3).
         accumulation: micro-batches per step.
+        moment: of the step.
+        fp32_accumulation: gradients of bf16 weights are added up in fp32 (stages 1 to 3).
+        bf16_states: master weights and moments are in bf16 (stage 3).
+        sub_group: parameters that are stepped at once at stage 3.
     """
     width = WIDTH[precision]
+    wide = fp32_accumulation and width == 2
     held = width * parameters / (ranks if stage == 3 else 1)
-    gradients = width * trainable / (ranks if stage >= 2 else 1)
     # Without ZeRO, Adam changes fp32 weights in place; every other optimizer keeps an fp32 copy of what it changes.
-    kept = (8 if stage == 0 and precision == "fp32" else 12) * trainable / (ranks if stage else 1)
+    unit = 6 if bf16_states else 8 if stage == 0 and precision == "fp32" else 12
+    kept = unit * trainable / (ranks if stage else 1)
     if offload:
         # Beside fp32 gradients for Adam lie those that came from the GPU, and at stage 2 the sum of the earlier ones.
         copies = 2 if stage == 2 and accumulation > 1 else 1
-        return States(held, 0, 0, kept + 4 * trainable / ranks + copies * gradients)
-    return States(held, gradients, kept, 0)
+        return States(held, 0, 0, kept + (4 + copies * width) * trainable / ranks)
+    own = trainable / (ranks if stage else 1)
+    added_up = (4 if wide else width) * (trainable if stage < 2 else own)
+    gradients = {
+        "forward": added_up if accumulation > 1 or stage == 3 or (stage == 1 and wide) else 0.0,
+        "backward": added_up + (width * trainable if stage == 1 and wide else 0),
+    }
+    # Adam's gradients have its weights' type: what was added up in another is copied; and in one piece, copied before.
+    converted = 0 if wide or bf16_states or width == 4 else 4
+    if stage == 0:
+        gradients["step"] = added_up + converted * trainable
+    elif stage == 3:
+        gradients["step"] = added_up + ((4 if wide else width) + converted) * min(own, sub_group)
+    else:
+        gradients["step"] = gradients["backward"] if wide else (2 * width + converted) * own
+    return States(held, gradients[moment], kept, 0)
 
 
 def held_parameters(

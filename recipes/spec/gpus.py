@@ -9,6 +9,7 @@ BF16_TFLOPS = {
     "T4": 65,  # datasheet; fp16: it has no bf16
     "L4": 121,
     "A10": 125,
+    "A10G": 70,  # AWS g5
     "L40S": 362,
     "A100": 312,
     "H100 PCIe": 756,

@@ -1,7 +1,9 @@
 """Which parallel layouts are possible, where each rank stands in them, and what they leave for data parallelism."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout, Recipe
@@ -77,19 +79,26 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
     """
     if len(costs) < count:
         raise UserError(f"layout.pipeline={count}: the model has {len(costs)} layers; use at most that many stages.")
+    until = [0, *accumulate(costs)]
     # By where the last stage ends: the dearest stage, the sum of squares (of equals, the evenest), and the stages.
-    best: dict[int, tuple[float, float, list[range]]] = {0: (0.0, 0.0, [])}
+    best: dict[int, tuple[float, float, list[range]]] = {0: (0, 0, [])}
     for stage in range(1, count + 1):
-        best = {
-            stop: min(
-                (
-                    (max(dearest, cost), squares + cost**2, [*parts, range(start, stop)])
-                    for start, (dearest, squares, parts) in best.items()
-                    if start < stop
-                    for cost in [sum(costs[start:stop])]
-                ),
-                key=lambda option: option[:2],
-            )
-            for stop in range(stage, len(costs) - (count - stage) + 1)
-        }
+        best = {stop: _last_stage(best, until, stop) for stop in range(stage, len(costs) - (count - stage) + 1)}
     return best[len(costs)][2]
+
+
+def _last_stage(
+    best: dict[int, tuple[float, float, list[range]]], until: Sequence[float], stop: int
+) -> tuple[float, float, list[range]]:
+    """Return the best way to add a stage that ends at `stop` to the best ways to end before."""
+    found = (math.inf, math.inf, [])
+    for start in range(stop - 1, min(best) - 1, -1):
+        cost = until[stop] - until[start]
+        if cost > found[0]:
+            break  # a longer stage is dearer still
+        if start in best:
+            dearest, squares, parts = best[start]
+            option = (max(dearest, cost), squares + cost**2)
+            if option <= found[:2]:
+                found = (*option, [*parts, range(start, stop)])
+    return found

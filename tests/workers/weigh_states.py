@@ -1,4 +1,4 @@
-"""Train a step and the first micro-batch of the next, then weigh every tensor of the process, each storage once."""
+"""Train two steps and weigh every tensor of the process at three moments of the second, each storage once."""
 
 import gc
 import json
@@ -6,12 +6,14 @@ from typing import Any
 
 import deepspeed
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from recipes.planning.weigh import Live
 from recipes.training import world
 
-LAYERS, WIDTH = 64, 96
+LAYERS, WIDTH = 96, 96
 """Many and small, so that DeepSpeed's buffers for one weight are small too."""
 
 
@@ -31,10 +33,24 @@ def main(cases: list[dict[str, Any]]) -> None:
         for _ in range(case["accumulation"]):
             engine.backward(loss(engine))
             engine.step()
-        engine.backward(loss(engine))
-        print(json.dumps({**case, **numbers, "bytes": weight() - before}), flush=True)
+        weighed = {}
+        for micro in range(case["accumulation"]):
+            result = loss(engine)
+            weighed["forward"] = weight() - before
+            engine.backward(result)
+            del result
+            if micro == 0:
+                weighed["backward"] = weight() - before
+            # The step itself allocates and frees again, so all of it is followed.
+            live = Live()
+            live.watch(tensors())
+            start, now = weight(), live.restart()
+            with live:
+                engine.step()
+            weighed["step"] = start - before + live.peak - now
+        print(json.dumps({**case, **numbers, "bytes": weighed}), flush=True)
         engine.destroy()
-        del engine
+        del engine, live
     world.stop()
 
 
@@ -48,6 +64,9 @@ def build(case: dict[str, Any]) -> nn.Module:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     for layer in model[: case.get("frozen", 0)]:
         layer.requires_grad_(False)
+    if case.get("rank"):
+        config = LoraConfig(r=case["rank"], target_modules=[str(index) for index in range(LAYERS)])
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
     return model
 
 
@@ -63,15 +82,26 @@ def initialize(model: nn.Module, case: dict[str, Any]) -> Any:
             "allgather_bucket_size": 1000,
             "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": 0,
+            "stage3_max_reuse_distance": 0,
+            "sub_group_size": case.get("sub_group", 10**9),
         },
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_allow_untested_optimizer": True,
     }
     if case.get("offload"):
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    if case.get("fp32_accumulation"):
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if case.get("bf16_states"):
+        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if case.get("expert_ranks"):
         config["expert_parallel"] = {"enabled": True, "autoep_size": case["expert_ranks"]}
     trained = [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+    own = None
+    if case.get("offload") or case.get("expert_ranks"):
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    else:
+        own = torch.optim.AdamW(trained, lr=1e-3, fused=True)  # what the Trainer brings along
+    return deepspeed.initialize(model=model, optimizer=own, model_parameters=trained, config=config)[0]
 
 
 def loss(engine: Any) -> torch.Tensor:
@@ -82,14 +112,16 @@ def loss(engine: Any) -> torch.Tensor:
     return engine(torch.ones(1, WIDTH, dtype=dtype)).float().pow(2).mean()
 
 
-def weight() -> int:
-    """Return the bytes of all tensors of this process."""
+def tensors() -> list[torch.Tensor]:
+    """Return all tensors of this process."""
     gc.collect()
-    storages = {}
     found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
     # A gradient is an object of Python's only once it has been asked for.
-    for one in [*found, *(leaf.grad for leaf in found if leaf.is_leaf and leaf.grad is not None)]:
-        if one.device.type != "meta":
-            storage = one.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    found += [leaf.grad for leaf in found if leaf.is_leaf and leaf.grad is not None]
+    return [one for one in found if one.device.type != "meta"]
+
+
+def weight() -> int:
+    """Return the bytes of all tensors of this process."""
+    storages = (one.untyped_storage() for one in tensors())
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,138 @@
+"""GPUs and nodes by the names that people use; what nobody can mean is refused in a line or two."""
+
+import sys
+import types
+
+import pytest
+
+from recipes.planning import hardware
+from recipes.planning.hardware import GPUS, Cluster, cluster, find, this_machine
+from recipes.planning.instances import INSTANCES
+from recipes.spec.errors import UserError
+from recipes.spec.gpus import BF16_TFLOPS, peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("4090", "RTX 4090"),
+        ("rtx4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("a100-80g", "A100 80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB PCIe"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
+        ("h100", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_a_gpu_has_many_names(name, found):
+    assert find(name).name == found
+
+
+def test_every_gpu_is_found_by_its_own_name_and_has_whole_figures():
+    assert len(GPUS) == 18
+    for gpu in GPUS:
+        assert find(gpu.name) is gpu
+        assert gpu.bf16_tflops == peak_flops(gpu.name) / 1e12
+        assert min(gpu.memory_gib, gpu.memory_gbs, gpu.pcie_gbs, gpu.units, gpu.network_gbs) > 0
+        assert gpu.link_gbs == 0 or gpu.link_gbs >= 300
+        assert gpu.source
+    assert {peak * 1e12 for peak in BF16_TFLOPS.values()} == {gpu.bf16_tflops * 1e12 for gpu in GPUS}
+
+
+def test_every_instance_has_gpus_that_are_known():
+    assert len(INSTANCES) == 47
+    for name, instance in INSTANCES.items():
+        node = cluster(name)
+        assert node.gpu is find(instance.gpu)
+        assert (node.gpus_per_node, node.nodes) == (instance.gpus, 1)
+        assert node.node_network_gbs == node.network_gbs == instance.network_gbits / 8 > 0
+        assert node.host_memory_gib > 0
+
+
+def test_flags_name_a_cluster():
+    assert cluster("H100", gpus=8, nodes=4).gpus == 32
+    assert cluster("standard_nd96isr_h100_v5").gpu.name == "H100"
+    two = cluster("p5.48xlarge", nodes=2, host_memory=100, nvme=0)
+    assert (two.gpus, two.host_memory_gib, two.nvme_gib, two.cores) == (16, 100, 0, 192)
+    assert cluster("p5.48xlarge", gpus=4).gpus_per_node == 4
+
+
+def test_a_network_that_nobody_gave_is_the_usual_one():
+    assert cluster("H100", gpus=8, nodes=2).node_network_gbs == 400  # 8 cards of 400 Gbit/s
+    assert Cluster(find("H100"), 8, 2, network_gbs=12.5).node_network_gbs == 12.5
+
+
+@pytest.mark.parametrize(("gib", "like"), [(24, "RTX 3090"), (48, "L40S"), (80, "A100 80GB"), (141, "H200")])
+def test_only_the_memory_is_known(gib, like):
+    gpu = cluster(gpu_memory=gib).gpu
+    assert gpu.memory_gib == gib
+    assert gpu.name == like
+    assert f"{gib} GiB" in gpu.source
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"gpu": "H1000"}, "did you mean H100"),
+        ({"gpu": "p5.48xlarg"}, "did you mean p5.48xlarge"),
+        ({"gpu": "abacus"}, "known are RTX 3090"),
+        ({"gpu": ""}, "known are"),
+        ({"gpu": "A100"}, "which one? A100 40GB, A100 80GB"),
+        ({"gpu": "H100", "gpu_memory": 80}, "give one of them"),
+        ({"gpu": "p5.48xlarge", "gpus": 16}, "--gpus 16: p5.48xlarge has 8 per node; add --nodes"),
+        ({"gpu": "H100", "gpus": 0}, "--gpus 0: must be above 0"),
+        ({"gpu": "H100", "nodes": -1}, "--nodes -1"),
+        ({"gpu_memory": 0}, "--gpu-memory 0"),
+        ({"gpu": "H100", "host_memory": -1}, "--host-memory -1"),
+        ({"gpu": "H100", "nvme": -5}, "--nvme -5"),
+    ],
+)
+def test_refuses_what_is_no_cluster(flags, said):
+    with pytest.raises(UserError) as error:
+        cluster(**flags)
+    assert said in str(error.value)
+    assert str(error.value).count("\n") <= 2
+
+
+def fake_torch(name, gib, count):
+    properties = types.SimpleNamespace(name=name, total_memory=int(gib * 2**30))
+    cuda = types.SimpleNamespace(
+        is_available=lambda: count > 0, device_count=lambda: count, get_device_properties=lambda index: properties
+    )
+    return types.SimpleNamespace(cuda=cuda)
+
+
+def test_this_machine_is_what_torch_says(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch("NVIDIA H100 80GB HBM3", 79.1, 8))
+    here = cluster()
+    assert (here.gpu.name, here.gpus_per_node) == ("H100", 8)
+    assert here.gpu.memory_gib == pytest.approx(79.1)
+    assert here.host_memory_gib > 0 and here.cores > 0
+    assert cluster(gpus=2).gpus == 2
+
+
+def test_an_unknown_gpu_here_counts_by_its_memory(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch("NVIDIA RTX A6000", 47.5, 1))
+    here = this_machine()
+    assert here.gpu.memory_gib == pytest.approx(47.5)
+    assert "RTX A6000" in here.gpu.source
+
+
+@pytest.mark.parametrize("torch", [None, fake_torch("", 0, 0)])
+def test_a_machine_without_a_gpu_asks_for_one(monkeypatch, torch):
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert this_machine() is None
+    with pytest.raises(UserError, match="no GPU: give --gpu NAME or --gpu-memory GIB"):
+        cluster()
+
+
+def test_torch_is_only_imported_to_look_at_this_machine():
+    assert "torch" not in vars(hardware)

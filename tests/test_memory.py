@@ -1,0 +1,187 @@
+"""What training takes: the examples that everybody knows, and what has to hold for every way to train."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.planning import memory, trace
+from recipes.planning.hardware import Cluster, Gpu
+from recipes.planning.memory import peak
+from recipes.planning.parts import parts
+from recipes.planning.setup import Setup, setup_of
+from recipes.planning.states import state_bytes
+from recipes.spec import pages
+from recipes.spec.recipe import Layout, Lora
+
+GIB = 2**30
+NODE = Cluster(Gpu("of 80 GB", 80, 989, 3350, 450, 64, ""), gpus_per_node=8)
+MODELS = {"llama3": "8b", "qwen3": "4b", "gemma3": "1b", "mistral": "24b", "qwen3_moe": "30b-a3b"}
+
+
+def anatomy_of(family, size, lora=None):
+    return trace.anatomy(pages.page(family).SIZES[size].config, lora)
+
+
+def planned(name, variant, gpus, **changes):
+    """Return what a recipe of the catalogue takes with its own DeepSpeed file."""
+    recipe = replace(pages.find(name, variant), **changes)
+    config = json.loads((pages.ROOT / "configs" / recipe.deepspeed).read_text())
+    setup = setup_of(recipe, config, gpus)
+    cluster = replace(NODE, gpus_per_node=min(gpus, 8), nodes=max(1, gpus // 8))
+    return peak(trace.anatomy(recipe.model.config, recipe.lora), setup, cluster)
+
+
+def test_seven_billion_parameters_in_mixed_precision_are_112_gb():
+    assert state_bytes(7e9, 7e9, 0, 1, "bf16").total == pytest.approx(112e9)
+    assert state_bytes(7e9, 7e9, 3, 8, "bf16").total == pytest.approx(14e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "gpus", "limit", "changes"),
+    [
+        ("llama3-8b", "qlora", 1, 24, {}),
+        ("llama3-8b", "full", 8, 80, {}),
+        ("phi4-14b", "full", 8, 80, {}),
+        ("llama3-70b", "lora", 8, 80, {}),
+        ("llama3-70b", "qlora", 1, 80, {}),
+        ("llama3-70b", "three_d", 64, 80, {}),
+        ("qwen3-0.6b", "full", 1, 24, {}),
+    ],
+)
+def test_what_is_known_to_fit_fits(name, variant, gpus, limit, changes):
+    assert planned(name, variant, gpus, **changes).worst.total < limit * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "gpus", "limit", "changes"),
+    [
+        ("llama3-8b", "full", 1, 80, {}),
+        ("llama3-8b", "lora", 1, 16, {}),
+        ("llama3-70b", "full", 8, 80, {}),
+        ("llama3-70b", "lora", 1, 80, {}),
+        ("llama3-8b", "full", 8, 80, {"gradient_checkpointing": False, "sequence_length": 32768}),
+    ],
+)
+def test_what_is_known_not_to_fit_does_not(name, variant, gpus, limit, changes):
+    assert planned(name, variant, gpus, **changes).worst.total > limit * GIB
+
+
+def test_a_trillion_parameters_train_from_nvme():
+    """ZeRO-Infinity's promise (arXiv:2104.07857): what does not fit is on NVMe, one layer at a time on the GPU."""
+    llama = anatomy_of("llama3", "70b")
+    large = replace(llama, order=llama.order * 15)
+    assert large.parameters > 1e12
+    offloaded = {"offload_optimizer": "nvme", "offload_parameters": "nvme", "reduce_bucket_size": 5 * 10**7}
+    found = peak(large, Setup(64, sequence_length=2048, **offloaded), replace(NODE, nodes=8))
+    assert found.worst.total < 80 * GIB
+    assert found.nvme == pytest.approx(14 * large.parameters / 8)  # 12 bytes and the weights' 2, on 8 nodes
+
+
+def setups(**fixed):
+    choices = {
+        "world_size": st.sampled_from([2, 4, 8, 16, 64]),
+        "stage": st.sampled_from([1, 2, 3]),
+        "micro_batch_size": st.sampled_from([1, 2, 4]),
+        "accumulation": st.sampled_from([1, 4]),
+        "sequence_length": st.sampled_from([512, 4096, 32768]),
+        "packing": st.booleans(),
+        "gradient_checkpointing": st.booleans(),
+        "reduce_bucket_size": st.sampled_from([None, 5 * 10**7]),
+        "fp32_accumulation": st.booleans(),
+    }
+    return st.builds(Setup, **{name: choice for name, choice in choices.items() if name not in fixed}, **fixed)
+
+
+models = st.sampled_from(sorted(MODELS)).map(lambda family: anatomy_of(family, MODELS[family]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(models, setups())
+def test_more_gpus_never_take_more_on_each(anatomy, setup):
+    more = peak(anatomy, replace(setup, world_size=2 * setup.world_size), NODE)
+    assert more.worst.total <= peak(anatomy, setup, NODE).worst.total
+
+
+@settings(max_examples=150, deadline=None)
+@given(models, setups())
+def test_checkpointing_never_takes_more(anatomy, setup):
+    kept = peak(anatomy, replace(setup, gradient_checkpointing=False), NODE)
+    assert peak(anatomy, replace(setup, gradient_checkpointing=True), NODE).worst.total <= kept.worst.total
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["llama3", "qwen3", "mistral"]), st.sampled_from([4, 16, 64]), setups())
+def test_adapters_never_take_more_than_all_weights(family, rank, setup):
+    lora = Lora(rank=rank)
+    anatomy = anatomy_of(family, MODELS[family], lora)
+    full = peak(anatomy, setup, NODE)
+    assert peak(anatomy, replace(setup, lora=lora), NODE).worst.total <= full.worst.total
+
+
+@settings(max_examples=100, deadline=None)
+@given(models, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+def test_all_ranks_together_hold_the_model(anatomy, pipeline, ranks):
+    setup = Setup(pipeline * ranks, layout=Layout(pipeline=pipeline), stage=3, accumulation=8)
+    stages = parts(anatomy, setup)
+    again = anatomy.vocabulary * anatomy.hidden if anatomy.tied and pipeline > 1 else 0
+    assert sum(part.parameters for part in stages) == anatomy.parameters + again
+    states = [memory.states(part, setup, "backward") for part in stages]
+    assert ranks * sum(one.total for one in states) == pytest.approx(16 * (anatomy.parameters + again))
+
+
+@settings(max_examples=100, deadline=None)
+@given(models, setups())
+def test_nothing_is_negative_and_batches_add_up(anatomy, setup):
+    found = peak(anatomy, setup, NODE)
+    assert all(value >= 0 for moment in found.moments for value in moment.parts.values())
+    twice = peak(anatomy, replace(setup, micro_batch_size=2 * setup.micro_batch_size), NODE)
+    for one, two in zip(found.moments, twice.moments, strict=True):
+        if one.moment == "loss":
+            assert two.parts["logits"] == pytest.approx(2 * one.parts["logits"], rel=1e-3)
+            assert two.parts["activations"] == pytest.approx(2 * one.parts["activations"], rel=1e-3)
+
+
+def test_the_first_stage_of_a_pipeline_waits_for_the_others():
+    anatomy = anatomy_of("llama3", "8b")
+    setup = Setup(4, layout=Layout(pipeline=4), stage=1, accumulation=16, fp32_accumulation=True)
+    assert [part.in_flight for part in parts(anatomy, setup)] == [4, 3, 2, 1]
+    assert [part.in_flight for part in parts(anatomy, replace(setup, accumulation=2))] == [2, 2, 2, 1]
+
+
+def test_parallel_ranks_share_what_they_split():
+    anatomy = anatomy_of("llama3", "8b")
+    alone = Setup(8, stage=1, sequence_length=8192, packing=False)
+    worst = {moment.moment: moment for moment in peak(anatomy, alone, NODE).moments}
+    for layout in (Layout(tensor=8), Layout(sequence=8)):
+        shared = {moment.moment: moment for moment in peak(anatomy, replace(alone, layout=layout), NODE).moments}
+        assert shared["backward"].parts["activations"] < worst["backward"].parts["activations"]
+    tensor = peak(anatomy, replace(alone, layout=Layout(tensor=8)), NODE).moments[1]
+    assert tensor.parts["parameters"] < worst["loss"].parts["parameters"] / 4
+
+
+def test_the_file_says_what_the_trainer_will_do():
+    recipe = pages.find("llama3-8b", "full_offload")
+    config = json.loads((pages.ROOT / "configs" / recipe.deepspeed).read_text())
+    setup = setup_of(recipe, config, 8)
+    assert (setup.stage, setup.offload_optimizer, setup.accumulation) == (3, "cpu", 8)
+    assert setup.reduce_bucket_size == 5 * 10**7 and setup.prefetch_bucket_size is None and setup.overlap_comm
+    bare = setup_of(recipe, {"zero_optimization": {"stage": 2}}, 8)
+    assert (bare.reduce_bucket_size, bare.overlap_comm, bare.offload_optimizer) == (5 * 10**8, False, "none")
+    assert setup_of(pages.find("llama3-8b", "dpo_lora"), config, 8).forward_rows == 2
+
+
+def test_memory_is_computed_without_torch():
+    code = (
+        "import sys, time; start = time.perf_counter()\n"
+        "from recipes.planning import memory, trace\nfrom recipes.spec import pages\n"
+        "trace.anatomy(pages.page('llama3').SIZES['8b'].config)\n"
+        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)\n"
+        "print(time.perf_counter() - start)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=pages.ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 2

@@ -1,0 +1,282 @@
+"""The planner's command line: what it answers, what it writes, and what a mistake is answered with."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from recipes.planning import forecast
+from recipes.planning.hardware import cluster
+from recipes.spec import pages
+from recipes.spec.pages import ROOT
+from recipes.spec.run_folder import read_json
+from scripts import check_config, launch, plan
+
+EIGHT = ("--gpu", "H100", "--gpus", "8")
+KEYS = {
+    "config",
+    "layout",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "gpu_peak_gib",
+    "gpu_breakdown_gib",
+    "host_gib",
+    "nvme_gib",
+    "tokens_per_second_per_gpu",
+    "step_seconds",
+    "fits",
+    "why",
+}
+
+
+@pytest.fixture
+def answer(capsys):
+    """Return a function that gives the JSON of a command line."""
+
+    def ask(*words):
+        assert plan.main([*words, "--json"]) in (0, 1)
+        return json.loads(capsys.readouterr().out)
+
+    return ask
+
+
+@pytest.fixture
+def config_json(tmp_path):
+    """Return a function that writes a model's config.json and gives its path."""
+
+    def write(**changes):
+        config = dict(pages.page("llama3").SIZES["8b"].config) | {"architectures": ["LlamaForCausalLM"]} | changes
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+        return str(path)
+
+    return write
+
+
+def test_the_json_is_what_the_contract_says(answer):
+    found = answer("llama3-8b", *EIGHT, "--host-memory", "1000")
+    assert {"model", "hardware", "plans", "best"} == found.keys() and found["best"] == 0
+    assert found["model"]["parameters"] == 8_030_261_248 and found["model"]["method"] == "full"
+    assert (found["hardware"]["gpus_per_node"], found["hardware"]["nodes"]) == (8, 1)
+    for one in found["plans"]:
+        assert one.keys() >= KEYS
+        assert one["layout"].keys() == {"data", "tensor", "pipeline", "sequence", "expert"}
+        assert (ROOT / "configs" / one["config"]).exists()
+        assert sum(one["gpu_breakdown_gib"].values()) == pytest.approx(one["gpu_peak_gib"])
+        assert one["fits"] == (one["gpu_peak_gib"] <= 0.95 * found["hardware"]["gpu_memory_gib"])
+        rows = one["layout"]["data"] * one["micro_batch_size"] * one["gradient_accumulation_steps"]
+        assert rows == found["model"]["global_batch_size"] == 64
+        tokens = rows * found["model"]["sequence_length"] / 8
+        assert one["tokens_per_second_per_gpu"] * one["step_seconds"] == pytest.approx(tokens)
+        assert one["why"].endswith(".") and "\n" not in one["why"]
+    fits = [one["fits"] for one in found["plans"]]
+    assert fits == sorted(fits, reverse=True), "what does not fit stands last"
+
+
+def test_the_table_names_the_best_first_and_its_command(capsys):
+    assert plan.main(["llama3-8b", *EIGHT, "--explain"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("llama3-8b (8.03B), full, rows of 4,096 tokens, on 8 x H100")
+    command = shown.strip().splitlines()[-1]
+    assert command.startswith("python scripts/launch.py llama3-8b full --gpus 8")
+    assert "does not fit" in shown and "free" in shown
+    assert launch.main([*command.split()[2:], "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        (["llama3-8b", *EIGHT], {}),
+        (["llama3-70b", "--method", "lora", *EIGHT], {}),
+        (["llama3-70b", *EIGHT, "--nodes", "4", "deepspeed=pipeline.json", "layout.pipeline=4"], {"pipeline": 4}),
+        (["llama3-8b", *EIGHT, "--nodes", "2", "deepspeed=zero3_hpz.json"], {}),
+        (["qwen3-8b", *EIGHT, "layout.tensor=4"], {}),
+        (["mixtral-8x7b", *EIGHT, "--nodes", "8", "layout.expert=8"], {}),
+        (["llama3-8b", *EIGHT, "layout.sequence=8", "--sequence-length", "65536"], {"sequence-parallel": 8}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_written_loads_lints_and_launches(tmp_path, capsys, words, layout):
+    assert plan.main([*words, "--write", str(tmp_path)]) == 0, capsys.readouterr().err
+    file = tmp_path / "deepspeed.json"
+    ranks = 8 * int(words[words.index("--nodes") + 1]) if "--nodes" in words else 8
+    facts = [f"--{name}={size}" for name, size in {"world-size": ranks, **layout}.items()]
+    assert check_config.main([str(file), *facts, "--trainer", "plain"]) == 0, capsys.readouterr().out
+    config = read_json(file)
+    assert '"auto"' not in file.read_text()
+    script = (tmp_path / "launch.sh").read_text()
+    if "--nodes" in words:
+        run = read_json(tmp_path / "run" / "recipe.json")
+        assert f"--module recipes.training.run {tmp_path / 'run'}" in script
+        # Every rank reads the template, and the same batch comes of it.
+        assert (ROOT / "configs" / run["deepspeed"]).exists()
+        assert run["micro_batch_size"] == config["train_micro_batch_size_per_gpu"]
+    else:
+        line = next(line for line in script.splitlines() if line.startswith("python scripts/launch.py"))
+        assert launch.main([*line.removesuffix(' "$@"').split()[2:], "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_hpz_is_written_for_the_nodes_there_are(tmp_path):
+    words = ["llama3-8b", "--gpu", "H100", "--gpus", "4", "--nodes", "2", "deepspeed=zero3_hpz.json"]
+    assert plan.main([*words, "--write", str(tmp_path)]) == 0
+    for name in ("deepspeed.json", "zero3_hpz.json"):
+        assert read_json(tmp_path / name)["zero_optimization"]["zero_hpz_partition_size"] == 4
+    assert read_json(tmp_path / "run" / "recipe.json")["deepspeed"] == str(tmp_path / "zero3_hpz.json")
+
+
+def test_the_figure_is_a_picture(tmp_path):
+    picture = tmp_path / "new" / "plan.png"
+    assert plan.main(["llama3-8b", *EIGHT, "--figure", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_fixed_stays(answer):
+    asked = ["deepspeed=zero3.json", "layout.tensor=2", "micro_batch_size=2", "gradient_checkpointing=true"]
+    found = answer("llama3-8b", *EIGHT, *asked, "global_batch_size=128")
+    [one] = found["plans"]
+    assert one["config"] == "zero3.json" and one["layout"] | {"data": 4, "tensor": 2} == one["layout"]
+    assert one["micro_batch_size"] == 2 and one["gradient_checkpointing"]
+    assert found["model"]["global_batch_size"] == 128
+
+
+def test_a_config_json_is_as_good_as_a_recipe(answer, config_json):
+    page, own = answer("llama3-8b", *EIGHT), answer(config_json(), *EIGHT)
+    assert own["model"]["parameters"] == page["model"]["parameters"]
+    keep = ("config", "layout", "micro_batch_size", "gpu_peak_gib", "tokens_per_second_per_gpu")
+    assert [[one[key] for key in keep] for one in own["plans"]] == [[one[key] for key in keep] for one in page["plans"]]
+    assert f"model.path={config_json().removesuffix('/config.json')}" in own["plans"][0]["command"]
+    folder = answer(config_json().removesuffix("config.json"), *EIGHT)
+    assert folder["plans"] == own["plans"]
+
+
+def test_a_slow_network_slows_what_crosses_it(answer):
+    two = ["llama3-8b", *EIGHT, "--nodes", "2", "deepspeed=zero3.json", "micro_batch_size=1"]
+    fast, slow = answer(*two), answer(*two, "--network", "10")
+    assert (fast["hardware"]["network_gbs"], slow["hardware"]["network_gbs"]) == (400, 1.25)
+    assert slow["plans"][0]["tokens_per_second_per_gpu"] < 0.7 * fast["plans"][0]["tokens_per_second_per_gpu"]
+
+
+def test_a_hub_id_that_has_a_page_needs_no_network(answer):
+    assert answer("meta-llama/Llama-3.1-8B-Instruct", *EIGHT)["model"]["recipe"] == "llama3-8b"
+
+
+MISTAKES = {
+    ("lama3-8b", *EIGHT): "lama3-8b: no recipe, Hub id (OWNER/NAME) or path to a config.json; did you mean llama3-8b",
+    ("llama3-9b", *EIGHT): "unknown size of llama3 '9b'; did you mean '8b'",
+    ("nobody/nothing", *EIGHT): "Without a network, get that one small file in any way and give its path",
+    ("no/such/config.json", *EIGHT): "no/such/config.json: no such file",
+    ("./nowhere/", *EIGHT): "./nowhere/: no such file or folder; name a config.json",
+    ("llama3-8b", "--gpu", "H900"): "--gpu H900: unknown; did you mean",
+    ("llama3-8b", "--gpu", "H100", "--gpu-memory", "80"): "--gpu H100 --gpu-memory 80: give one of them",
+    ("llama3-8b", "--gpu", "H100", "--gpus", "0"): "--gpus 0: must be above 0",
+    ("llama3-8b", "--gpu", "H100", "--gpus", "512"): "write for instance --gpus 8 --nodes 64",
+    ("llama3-8b", "--gpu", "H100", "--nodes", "-1"): "--nodes -1: must be above 0",
+    ("llama3-8b", "--gpu-memory", "-3"): "--gpu-memory -3: must be above 0",
+    ("llama3-8b", *EIGHT, "--host-memory", "-3"): "--host-memory -3: must be at least 0",
+    ("llama3-8b", *EIGHT, "--network", "0"): "--network 0: must be above 0",
+    ("llama3-8b", *EIGHT, "--method", "qlorra"): "--method qlorra: did you mean qlora? One of full, lora, qlora",
+    ("mixtral-8x7b", *EIGHT, "--method", "qlora"): "unknown variant of mixtral 'qlora'; did you mean 'lora'",
+    ("llama3-8b", *EIGHT, "--sequence-length", "0"): "sequence_length=0: must be at least 8",
+    ("llama3-8b", *EIGHT, "--sequence-length", "200000"): "the model has 131,072 positions",
+    ("llama3-8b", *EIGHT, "--sequence-length", "4", "sequence_length=4"): "give one of them",
+    ("llama3-8b", *EIGHT, "model.path=x"): "the model is the first word",
+    ("llama3-8b", *EIGHT, "layout.tensr=2"): "unknown key 'layout.tensr'. Did you mean 'layout.tensor'",
+    ("llama3-8b", *EIGHT, "deepspeed=zero9.json"): "deepspeed=zero9.json: no such file; did you mean zero",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES, ids=lambda words: " ".join(words))
+def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert plan.main(words) == 2
+    said = capsys.readouterr().err
+    assert MISTAKES[words] in said and said.startswith("plan.py: ") and len(said.strip().splitlines()) <= 2, said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "BertForMaskedLM is no decoder"),
+        ({"is_encoder_decoder": True, "model_type": "t5"}, "t5 is an encoder with a decoder"),
+        ({"model_type": ...}, "has no model_type"),
+        ({"model_type": "lllama", "architectures": ...}, "lllama"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be a whole number of at least 1"),
+        ({"hidden_size": 4097, "head_dim": ...}, "hidden_size=4097 is not a multiple of num_attention_heads=32"),
+        ({"vocab_size": "many"}, "vocab_size=many: must be a whole number"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_config_that_is_no_decoders_is_refused(config_json, capsys, changes, said):
+    assert plan.main([config_json(**changes), *EIGHT]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) <= 2, error
+
+
+def test_a_file_that_is_no_config_is_refused(tmp_path, capsys):
+    for text, said in (("{", "not JSON"), ("[]", "not a Hugging Face config.json")):
+        (tmp_path / "config.json").write_text(text)
+        assert plan.main([str(tmp_path), *EIGHT]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_machine_without_gpus_is_told_what_to_give(capsys):
+    assert plan.main(["llama3-8b"]) == 2
+    assert "This machine has no GPU: give --gpu NAME or --gpu-memory GIB" in capsys.readouterr().err
+
+
+def test_where_nothing_fits_the_answer_is_what_would(capsys):
+    assert plan.main(["llama3-8b", "--gpu", "RTX 4090", "--host-memory", "32"]) == 1
+    shown = capsys.readouterr()
+    assert "does not fit" in shown.out and "python scripts/launch.py" not in shown.out
+    assert shown.err.startswith("plan.py: nothing fits; ") and "What would: --method lora" in shown.err
+    assert len(shown.err.strip().splitlines()) == 2
+
+
+def test_a_recipe_costs_no_import_of_torch():
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom scripts import plan\n"
+    code += f"assert plan.main(['llama3-8b', *{EIGHT!r}, '--json']) == 0\n"
+    code += "assert not {'torch', 'transformers', 'deepspeed', 'matplotlib'} & set(sys.modules), 'heavy imports'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def one_a100(monkeypatch):
+    """Let the launcher believe in a GPU; nothing is started on it."""
+    monkeypatch.setattr(launch, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(forecast, "this_machine", lambda: cluster("A100 40GB", 1, host_memory=64))
+
+
+def test_the_launcher_prints_the_forecast(one_a100, capsys):
+    assert launch.main(["llama3-8b", "lora", "--dry-run"]) == 0
+    assert re.match(r"forecast: \d+\.\d GiB per GPU \(\d+%.*\), [\d,]+ tokens/s\n", capsys.readouterr().out)
+
+
+def test_the_launcher_stops_what_cannot_fit(one_a100, capsys):
+    too_much = ["llama3-8b", "lora", "micro_batch_size=64", "--dry-run"]
+    assert launch.main(too_much) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"launch.py: this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+", said)
+    fitting = re.search(r"What fits: (.*?);", said)[1].split()
+    assert launch.main([*too_much[:3], *fitting, "--dry-run"]) == 0
+    assert launch.main([*too_much, "--no-plan"]) == 0
+    assert launch.main([*too_much, "--draft"]) == 0
+
+
+def test_auto_lets_the_planner_choose(one_a100, capsys):
+    assert launch.main(["llama3-8b", "lora", "deepspeed=auto", "lora.rank=8", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("deepspeed=auto: ") and '"rank": 8' in shown and "configs/zero" in shown
+    assert launch.main(["llama3-70b", "full", "deepspeed=auto", "--dry-run"]) == 2
+    assert "deepspeed=auto: nothing fits" in capsys.readouterr().err
+
+
+def test_on_cpu_ranks_the_planner_says_nothing(capsys):
+    assert launch.main(["tiny", "full", "--dry-run"]) == 0
+    assert "forecast" not in capsys.readouterr().out
+    assert launch.main(["tiny", "full", "deepspeed=auto", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("deepspeed=auto: the planner knows GPUs only; taking the recipe's own zero3.json\n")

@@ -1,0 +1,307 @@
+"""The search: what it may choose, how it chooses, and what the field's guides say that it should choose."""
+
+from dataclasses import replace
+
+import pytest
+
+from recipes.planning import forecast, models, ways_out
+from recipes.planning.hardware import cluster
+from recipes.planning.memory import Memory, Peak
+from recipes.planning.plans import GIB, SIMPLICITY, TIERS, judge, ranked
+from recipes.planning.reasons import why
+from recipes.planning.report import changes
+from recipes.planning.strategies import cost, job, search
+from recipes.spec import limits, overrides, pages
+from recipes.spec.errors import UserError
+from recipes.spec.layout import bubble
+from recipes.spec.pages import ROOT
+from recipes.spec.recipe import Layout
+from recipes.spec.run_folder import RunFolder, read_json, write_json
+
+
+def asked(name, method="full", gpu="H100", gpus=8, nodes=1, host=1800, nvme=0, fixed=(), **changes):
+    recipe = replace(models.find(name, method), **changes)
+    return job(recipe, cluster(gpu, gpus, nodes, host_memory=host, nvme=nvme), fixed)
+
+
+def like_page(family, size, **changes):
+    """Return the recipe for a model of other dimensions than a page's, as for a config.json from anywhere."""
+    config = dict(pages.page(family).SIZES[size].config) | changes
+    return models.stand_in("a model", config, "full")
+
+
+# What may be chosen.
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        ("llama3-8b", "full", "H100", 8, 1),
+        ("llama3-8b", "qlora", "RTX 4090", 2, 1),
+        ("llama3-70b", "lora", "A100 80GB", 8, 2),
+        ("mixtral-8x7b", "full", "H100", 8, 4),
+        ("qwen3_5-9b", "full", "H100", 8, 1),
+        ("gemma3-27b", "full", "H100", 8, 2),
+    ],
+    ids=lambda wanted: " ".join(map(str, wanted)),
+)
+def test_every_plan_can_be_launched_and_fits(wanted):
+    question = asked(*wanted)
+    found = search(question)
+    assert found.best
+    gpu = question.cluster.gpu.memory_gib
+    for plan in found.plans:
+        recipe, setup = plan.recipe, plan.setup
+        assert limits.limit(recipe, setup.world_size, limits.Sharding(setup.stage, setup.partition_size)) is None
+        assert plan.fits and plan.share <= 0.95 and plan.tight == (plan.share > 0.80)
+        assert recipe.layout.tensor <= question.cluster.gpus_per_node
+        assert recipe.global_batch_size == setup.rows * setup.micro_batch_size * setup.accumulation
+        assert (ROOT / "configs" / recipe.deepspeed).exists()
+        # What is typed makes the plan of the page.
+        page = pages.find(f"{recipe.family}-{recipe.size}", recipe.variant)
+        assert overrides.apply(page, changes(page, recipe)) == recipe
+        # The plan's numbers are those of the recipe as it would be launched.
+        again = cost(question, recipe)
+        assert (again.gpu_gib, again.speed) == (pytest.approx(plan.gpu_gib), pytest.approx(plan.speed))
+    assert all(not plan.fits and plan.gpu_gib > 0.95 * gpu for plan in found.misses)
+
+
+def test_every_file_of_the_search_exists_once():
+    assert len(SIMPLICITY) == len(set(SIMPLICITY)) >= 16
+    assert all((ROOT / "configs" / name).exists() for name in SIMPLICITY)
+
+
+def test_pages_that_are_pinned_to_a_layout_are_costed_as_they_are():
+    for variant in ("tensor", "sequence", "pipeline", "three_d"):
+        recipe = pages.find("llama3-70b", variant)
+        plan = cost(job(recipe, cluster("H100", 8, 8)), recipe)
+        assert plan.recipe == recipe and plan.setup.layout == recipe.layout and plan.gpu_gib > 0
+
+
+# How it is chosen.
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return search(asked("llama3-8b")).best
+
+
+def like(plan, speed, deepspeed="zero2.json", **layout):
+    """Return a plan of another speed, file and layout."""
+    recipe = replace(plan.recipe, deepspeed=deepspeed, layout=Layout(**layout))
+    setup = replace(plan.setup, layout=recipe.layout)
+    return replace(plan, recipe=recipe, setup=setup, time=replace(plan.time, tokens=plan.time.tokens * speed))
+
+
+def test_a_simpler_plan_is_kept_within_five_percent(plan):
+    def first(*plans):
+        best = ranked(plans)[0].recipe
+        return best.deepspeed, best.layout
+
+    fast = like(plan, 1.0, "tensor_parallel.json", tensor=2)
+    assert first(fast, like(plan, 0.96, "zero3.json")) == ("zero3.json", Layout())
+    assert first(fast, like(plan, 0.94, "zero3.json")) == ("tensor_parallel.json", Layout(tensor=2))
+    assert first(like(plan, 1.0, "zero2.json"), like(plan, 0.99, "zero0.json"))[0] == "zero0.json"
+    # One kind of split before two, rows before matrices before layers.
+    for simpler, other in (
+        ({"sequence": 2}, {"tensor": 2}),
+        ({"tensor": 2}, {"pipeline": 2}),
+        ({"tensor": 2}, {"tensor": 2, "sequence": 2}),
+        ({"tensor": 2}, {"tensor": 4}),
+    ):
+        assert first(like(plan, 1.0, **other), like(plan, 0.97, **simpler))[1] == Layout(**simpler)
+
+
+def test_the_order_is_by_speed_apart_from_simplicity(plan):
+    plans = [like(plan, speed, tensor=size) for speed, size in ((0.5, 2), (1.0, 4), (0.8, 8))]
+    assert [one.recipe.layout.tensor for one in ranked(plans)] == [4, 8, 2]
+
+
+def test_room_is_worth_more_than_a_lower_stage(plan):
+    tight, room = like(plan, 1.0, "zero1.json"), like(plan, 0.97, "zero2.json")
+    assert ranked([replace(tight, tight=True), replace(room, tight=False)])[0].recipe.deepspeed == "zero2.json"
+    assert ranked([replace(tight, tight=False), replace(room, tight=False)])[0].recipe.deepspeed == "zero1.json"
+
+
+def test_the_limits_are_95_and_80_percent():
+    hardware = cluster("H100", 8, 1, host_memory=100)
+
+    def with_gpu(share):
+        return judge(memory(gpu=share * hardware.gpu.memory_gib), hardware)
+
+    assert with_gpu(0.79) == ((), False) and with_gpu(0.81) == ((), True)
+    assert with_gpu(0.94) == ((), True) and with_gpu(0.96)[0] == ("76 GiB of 79 on a GPU",)
+    assert judge(memory(host=96), hardware)[0]
+    assert not judge(memory(host=96), cluster("H100", 8))[0], "unknown: not judged"
+    assert judge(memory(nvme=1), hardware)[0], "no NVMe is no room"
+
+
+def memory(gpu=0, host=0, nvme=0):
+    """Return a memory of so many GiB."""
+    moments = (Peak("step", {"optimizer": gpu * GIB}), Peak("loss", {"activations": gpu * GIB / 2}))
+    return Memory(moments, 0, {"loading": host * GIB / 2, "training": host * GIB}, nvme * GIB, 0.0)
+
+
+def test_offload_comes_last():
+    small, large = search(asked("llama3-8b")), search(asked("llama3-8b", gpu="RTX 4090", gpus=1))
+    assert all(plan.setup.offload_optimizer == "none" for plan in small.plans)
+    assert large.best.setup.offload_optimizer == "cpu" and large.best.recipe.deepspeed in TIERS[1] + TIERS[2]
+    no_host = search(asked("llama3-8b", gpu="RTX 4090", gpus=1, host=16))
+    assert no_host.best is None or no_host.best.setup.offload_optimizer != "cpu"
+
+
+def test_checkpointing_and_rows_follow_from_the_room():
+    room = search(asked("llama3-1b", gpu="H200", fixed=["deepspeed"], deepspeed="zero2.json")).best
+    none = search(asked("llama3-8b", gpu="A100 40GB", fixed=["deepspeed"], deepspeed="zero3.json")).best
+    assert not room.recipe.gradient_checkpointing and none.recipe.gradient_checkpointing
+    assert room.speed > none.speed
+
+
+def test_a_global_batch_that_ranks_cannot_share_out_is_raised():
+    assert search(asked("llama3-8b", "lora", gpus=6)).best.recipe.global_batch_size == 66
+    kept = asked("llama3-8b", "lora", gpus=6, fixed=["global_batch_size"])
+    for plan in search(kept).plans:
+        assert plan.recipe.global_batch_size == 64 and 64 % plan.setup.rows == 0
+
+
+# What the field's guides say (each is asked as a person would ask it).
+
+
+def test_thirteen_billion_on_eight_80gb():
+    """Llama 2 13B, full: ZeRO-3 on 8 A100 80GB is the field's answer; with less sharding it does not fit."""
+    sizes = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "vocab_size": 32000}
+    recipe = like_page("llama3", "8b", **sizes, num_attention_heads=40, num_key_value_heads=40)
+    assert recipe.model.parameters == 13_015_864_320
+    found = search(job(recipe, cluster("A100 80GB", 8)))
+    assert found.best.setup.stage in (2, 3) and found.best.recipe.layout == Layout()
+    assert "zero0.json" in {plan.recipe.deepspeed for plan in found.misses}
+
+
+def test_seventy_billion_with_adapters_on_eight_80gb():
+    found = search(asked("llama3-70b", "lora", gpu="A100 80GB"))
+    assert found.best.setup.offload_optimizer == "none" and found.best.share < 0.95
+    assert {"zero0.json", "zero1.json", "zero2.json"} & {plan.recipe.deepspeed for plan in found.misses}
+    assert search(asked("llama3-70b", "full", gpu="A100 80GB", host=0)).best.setup.offload_optimizer == "cpu"
+
+
+def test_eight_billion_on_one_24gb_gpu_is_qlora():
+    for method, fits in (("full", False), ("qlora", True)):
+        question = asked("llama3-8b", method, gpu="RTX 4090", gpus=1, host=64)
+        best = search(question).best
+        assert bool(best and best.setup.offload_optimizer == "none") == fits, method
+    lora = asked("llama3-8b", "full", gpu="RTX 4090", gpus=1, host=32)
+    assert "--method" in ways_out.sentence(lora, search(lora))
+
+
+def test_a_trillion_parameters_need_nvme():
+    """On one node of 16 GPUs, as ZeRO-Infinity (arXiv:2104.07857) fine-tuned 1T: 12 x 128 x 25,600^2 weights."""
+    sizes = {"hidden_size": 25600, "intermediate_size": 102400, "num_hidden_layers": 128, "num_attention_heads": 256}
+    recipe = replace(like_page("gpt_neox", "20b", **sizes), sequence_length=1024)
+    assert recipe.model.parameters == pytest.approx(12 * 128 * 25600**2, rel=0.01)
+    question = job(recipe, cluster("A100 80GB", 16, host_memory=2100, nvme=28000))
+    best = search(question).best
+    assert best.recipe.deepspeed == "zero3_nvme.json" and 12e12 / GIB < best.nvme_gib < 28000
+    without = replace(question, cluster=replace(question.cluster, nvme_gib=0))
+    assert search(without).best is None and "--nvme" in ways_out.sentence(without, search(without))
+
+
+def test_seventy_billion_at_32k_on_512_gpus():
+    """The guides' layout: tensor 8 inside the node, pipeline and context across."""
+    question = asked("llama3-70b", nodes=64, sequence_length=32768)
+    for plan in search(question).plans:
+        assert plan.recipe.layout.tensor <= 8
+    split = search(replace(question, fixed=frozenset(["deepspeed", "layout.tensor"]), recipe=replace(
+        question.recipe, deepspeed="pipeline.json", layout=Layout(tensor=8)))).best  # fmt: skip
+    assert split.recipe.layout.tensor == 8 and split.recipe.layout.pipeline > 1
+    assert "tensor 8 stays inside the node because its all-reduces run per layer" in why(question, split).lower()
+
+
+def test_a_pipeline_of_four_with_sixteen_micro_batches_waits_three_nineteenths():
+    assert bubble(4, 16) == pytest.approx(3 / 19)
+    question = asked("llama3-70b", nodes=8, fixed=["layout.pipeline", "micro_batch_size"], layout=Layout(pipeline=4))
+    recipe = replace(question.recipe, deepspeed="pipeline.json", layout=Layout(8, 4), global_batch_size=32)
+    plan = cost(question, recipe)
+    assert plan.setup.accumulation == 16
+    assert "wait 16% of the time with 16 micro-batches" in why(question, plan)
+    assert plan.time.bubble / (plan.time.seconds - plan.time.optimizer - plan.time.zero) == pytest.approx(
+        3 / 19, rel=0.01
+    )
+
+
+# What is said.
+
+
+def test_each_reason_names_the_number_that_decided(plan):
+    question = asked("llama3-70b", "lora")
+    best = search(question).best
+    assert best.setup.stage != 3 or "unsharded a GPU would need" in why(question, best)
+    long = asked("llama3-8b", sequence_length=131072)
+    found = search(long).best
+    assert (
+        f"sequence {found.recipe.layout.sequence} because a row of 131,072 tokens would need"
+        in why(long, found).lower()
+    )
+    miss = search(asked("llama3-70b")).misses[0]
+    assert why(question, miss).startswith("Does not fit: ")
+
+
+# What the launcher asks.
+
+
+@pytest.fixture
+def one_gpu():
+    return cluster("A100 40GB", 1, host_memory=200)
+
+
+def test_a_run_that_cannot_fit_is_stopped_with_what_fits(one_gpu):
+    recipe = pages.find("llama3-8b", "lora")
+    plan = forecast.forecast(recipe, one_gpu)
+    assert plan.fits and forecast.line(plan).startswith("forecast: ")
+    greedy = replace(recipe, micro_batch_size=64, gradient_checkpointing=False)
+    with pytest.raises(UserError, match=r"this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+"):
+        forecast.forecast(greedy, one_gpu)
+    with pytest.raises(UserError, match=r"\nnothing fits; .*\nWhat would: --method lora; .*--no-plan"):
+        forecast.forecast(pages.find("llama3-8b", "full"), replace(one_gpu, host_memory_gib=32))
+
+
+def test_a_file_of_configs_is_not_named_as_a_change(one_gpu):
+    recipe = replace(pages.find("llama3-8b", "lora"), deepspeed=str(ROOT / "configs" / "zero2.json"))
+    greedy = replace(recipe, micro_batch_size=64)
+    with pytest.raises(UserError) as error:
+        forecast.forecast(greedy, one_gpu)
+    assert str(ROOT) not in str(error.value)
+
+
+def test_what_nobody_can_forecast_is_not_judged(one_gpu):
+    recipe = pages.find("llama3-70b", "full")
+    assert forecast.forecast(replace(recipe, draft=replace(recipe.draft, enabled=True)), one_gpu) is None
+    assert forecast.forecast(replace(recipe, model=replace(recipe.model, config={})), one_gpu) is None
+
+
+def test_auto_keeps_what_the_user_has_set(one_gpu):
+    recipe = pages.find("llama3-8b", "lora")
+    free = forecast.choose(recipe, ["deepspeed"], one_gpu)
+    held = forecast.choose(replace(recipe, micro_batch_size=2), ["deepspeed", "micro_batch_size"], one_gpu)
+    assert free.micro_batch_size != 2 and held.micro_batch_size == 2
+    with pytest.raises(UserError, match=r"deepspeed=auto: nothing fits; .*\nWhat would: --method"):
+        forecast.choose(pages.find("llama3-8b", "full"), [], replace(one_gpu, host_memory_gib=32))
+
+
+def test_the_summary_holds_what_was_predicted_and_what_happened(tmp_path, one_gpu):
+    run = RunFolder(tmp_path)
+    forecast.compare(run, None)
+    assert not run.summary.exists()
+    write_json(run.summary, {"stopped": True, "steps": 3})
+    forecast.compare(run, None)
+    assert read_json(run.summary) == {"stopped": True, "steps": 3}
+    write_json(run.summary, {"stopped": False, "tokens_per_second": 90.0})
+    forecast.compare(run, None)
+    nothing = {"gpu_peak_gib": None, "tokens_per_second": None}
+    assert read_json(run.summary)["predicted"] == nothing
+    assert read_json(run.summary)["measured"] == {"gpu_peak_gib": None, "tokens_per_second": 90.0}
+    plan = forecast.forecast(pages.find("llama3-8b", "lora"), one_gpu)
+    write_json(run.summary, {"stopped": False, "tokens_per_second": 90.0, "gpu_peak_gib": 30.0})
+    forecast.compare(run, plan)
+    predicted = read_json(run.summary)["predicted"]
+    assert predicted["gpu_peak_gib"] == pytest.approx(plan.gpu_gib)
+    assert predicted["tokens_per_second"] == pytest.approx(plan.speed)
