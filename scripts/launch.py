@@ -24,12 +24,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.launching.supervise import RANK_MODULE, supervise
+from recipes.launching import restarts
+from recipes.launching.supervise import RANK_MODULE, Ended, supervise
 from recipes.spec import limits, overrides, pages, run_folder
 from recipes.spec.errors import UserError, redact
 from recipes.spec.layout import bubble, gradient_accumulation_steps
 from recipes.spec.recipe import Recipe, to_dict
-from recipes.spec.run_folder import COMPLETE, RunFolder
+from recipes.spec.run_folder import RunFolder
 from recipes.training import ops, preflight, universal
 from recipes.zero_config import lint
 from recipes.zero_config.read import Unreadable
@@ -72,6 +73,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the newest whole checkpoint")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="after a crash or a hang go on from the newest checkpoint, at most N times (default: 0)",
+    )
     parser.add_argument("--draft", action="store_true", help="train a shrunken, random model of the same class")
     parser.add_argument("--dry-run", action="store_true", help="show recipe and command, write and start nothing")
     return parser.parse_intermixed_args(arguments)
@@ -132,22 +140,28 @@ def run(options: argparse.Namespace) -> int:
     check_layout(recipe, ranks)
     if options.resume:
         universal.check(recipe, folder, sharding(recipe.deepspeed), ranks)
+    restarts.check(recipe, options.max_restarts)
     preflight.check_data(recipe)
     folder = folder or run_folder.new(recipe, options.output_dir)
-    command = deepspeed_command(folder, ranks)
-
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
-        print(shlex.join(command))
+        print(shlex.join(deepspeed_command(folder, ranks)))
         return 0
     if options.resume:
-        convert(recipe, folder, ranks)
-        run_folder.forget_after(folder, run_folder.newest_checkpoint(folder))
+        restarts.make_ready(recipe, folder, ranks)
     run_folder.write_recipe(folder, recipe)
-    with folder.command.open("a", encoding="utf-8") as log:
-        log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n" + shlex.join(command) + "\n")
-    print(shlex.join(command), flush=True)
-    status = supervise(command, rank_environment(ranks, gpus))
+
+    def start(ranks: int) -> Ended:
+        command = deepspeed_command(folder, ranks)
+        with folder.command.open("a", encoding="utf-8") as log:
+            log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n" + shlex.join(command) + "\n")
+        print(shlex.join(command), flush=True)
+        return supervise(command, rank_environment(ranks, gpus), folder, ranks)
+
+    def available() -> int:
+        return visible_gpus() if gpus else ranks
+
+    status = restarts.keep_going(recipe, folder, ranks, options.max_restarts, start, available)
     if status == 2 and not folder.metrics.exists():
         shutil.rmtree(folder.path, ignore_errors=True)  # a mistake that the ranks found leaves nothing behind
     return status
@@ -217,19 +231,6 @@ def rank_count(asked: int | None, gpus: int) -> int:
     if gpus and asked > gpus:
         raise UserError(f"--gpus {asked}: this machine has {gpus}.")
     return asked
-
-
-def convert(recipe: Recipe, folder: RunFolder, ranks: int) -> None:
-    """Give the newest checkpoint a form that these ranks can load, where its own is for others.
-
-    Raises:
-        UserError: no room for it, or DeepSpeed cannot convert it.
-    """
-    if universal.is_needed(recipe.layout, folder, ranks):
-        checkpoint = run_folder.newest_checkpoint(folder)
-        written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
-        print(f"{checkpoint} was written by {written_by} ranks: converting it for {ranks}", flush=True)
-        universal.convert(checkpoint)
 
 
 def deepspeed_command(folder: RunFolder, ranks: int) -> list[str]:

@@ -1,22 +1,47 @@
-"""The ranks' processes: started through the DeepSpeed launcher, told to stop, and never left behind."""
+"""The ranks' processes: started through the DeepSpeed launcher, told to stop, watched, and never left behind."""
 
 import contextlib
 import os
+import select
 import signal
+import socket
 import subprocess
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from recipes.launching import causes
+from recipes.launching.causes import Fallen
+from recipes.spec.run_folder import RunFolder
+
 RANK_MODULE = "recipes.training.run"
-LAST_GRACE = 15
-"""Seconds that ranks get to end after a second Ctrl-C, or after the DeepSpeed launcher is gone."""
+LAST_GRACE = 12
+"""Seconds that ranks get to end after a second Ctrl-C, after another rank has died, or when the DeepSpeed launcher is
+gone: the last two of them one after the other stay below 30, which is what DeepSpeed's launcher takes per rank."""
+POLL = 0.5
+"""Seconds between two looks at whether the DeepSpeed launcher is still there; a rank's death is noticed at once."""
 
 
-def supervise(command: list[str], environment: dict[str, str]) -> int:
-    """Run the command in a session of its own and return its exit status; nothing of it outlives this call.
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended."""
 
-    SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second one ends them at once.
+    status: int
+    """Exit status; 128 + the signal where one ended it."""
+    cause: str | None
+    """Why, in lines to show; None where there is nothing to tell: it went well, was stopped, or has told already."""
+    asked: bool
+    """Whether somebody has stopped it."""
+
+
+def supervise(command: list[str], environment: dict[str, str], run: RunFolder, ranks: int) -> Ended:
+    """Run the command in a session of its own and say how it ended; nothing of it outlives this call.
+
+    SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second one ends them at once. When one of
+    the `ranks` on this machine dies, the others get `LAST_GRACE` seconds.
     """
+    causes.forget_stacks(run)
     launcher = subprocess.Popen(command, env=environment, start_new_session=True)
     asked = 0
 
@@ -31,12 +56,75 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        status = launcher.wait()
+        fallen, status = watch(launcher, ranks)
     finally:
         end_session(launcher.pid)
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return status if status >= 0 else 128 - status
+    cause = None if asked else causes.tell(run, fallen, status, ranks)
+    return Ended(status, cause, bool(asked))
+
+
+def watch(launcher: subprocess.Popen, expected: int) -> tuple[list[Fallen], int]:
+    """Wait for the launcher; return the ranks of this machine that died, the first one first, and the exit status."""
+    found: dict[int, tuple[int, int]] = {}  # by a descriptor that tells of the process' end: its id and its rank
+    fallen: list[Fallen] = []
+    poll = select.poll()
+    deadline = next_look = 0.0
+    while launcher.poll() is None:
+        now = time.monotonic()
+        if len(found) < expected and now >= next_look:
+            next_look = now + 2 * POLL
+            for pid, rank in find(launcher.pid, {pid for pid, _ in found.values()}):
+                with contextlib.suppress(ProcessLookupError):
+                    descriptor = os.pidfd_open(pid)
+                    found[descriptor] = (pid, rank)
+                    poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(1000 * POLL):
+            poll.unregister(descriptor)
+            pid, rank = found[descriptor]
+            code = exit_code(pid)
+            if code != 0:
+                fallen.append(Fallen(rank, code, socket.gethostname()))
+                deadline = deadline or time.monotonic() + LAST_GRACE
+        if deadline and time.monotonic() > deadline:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+    for descriptor in found:
+        os.close(descriptor)
+    if launcher.returncode < 0 and fallen and fallen[0].code:
+        return fallen, shell_status(fallen[0].code)  # it was us who ended the launcher
+    return fallen, shell_status(launcher.returncode)
+
+
+def shell_status(code: int) -> int:
+    """Return the exit status that a shell shows for one that may be the negative of a signal."""
+    return code if code >= 0 else 128 - code
+
+
+def find(launcher: int, known: set[int]) -> list[tuple[int, int]]:
+    """Return the process and the number of every rank below the launcher that is not known yet."""
+    import psutil
+
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(launcher).children(recursive=True):
+            if process.pid not in known and is_rank(process):
+                with contextlib.suppress(psutil.Error, KeyError):
+                    found.append((process.pid, int(process.environ()["RANK"])))
+    return found
+
+
+def exit_code(pid: int) -> int | None:
+    """Return the exit code of a process that has just ended: negative for a signal, None where its parent was faster.
+
+    Only a parent may wait for it, and that is DeepSpeed's launcher; but until the parent does, /proc tells.
+    """
+    try:
+        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return os.waitstatus_to_exitcode(status)
 
 
 def signal_ranks(launcher: int, number: int) -> None:
