@@ -10,16 +10,12 @@ its exit status on. Ctrl-C or SIGTERM writes a checkpoint and ends the run; `--r
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import time
 import typing
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -28,21 +24,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from recipes.launching import restarts
+from recipes.launching.supervise import RANK_MODULE, Ended, supervise
 from recipes.planning import forecast, report
 from recipes.planning.hardware import Cluster
 from recipes.spec import limits, overrides, pages, run_folder
 from recipes.spec.errors import UserError, redact
 from recipes.spec.layout import bubble, gradient_accumulation_steps
 from recipes.spec.recipe import Recipe, to_dict
-from recipes.spec.run_folder import COMPLETE, RunFolder
+from recipes.spec.run_folder import RunFolder
 from recipes.training import ops, preflight, universal
 from recipes.zero_config import lint
 from recipes.zero_config.read import Unreadable
 from recipes.zero_config.sharding import sharding
-
-RANK_MODULE = "recipes.training.run"
-LAST_GRACE = 15
-"""Seconds that ranks get to end after a second Ctrl-C, or after the DeepSpeed launcher is gone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,6 +75,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the newest whole checkpoint")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="after a crash or a hang go on from the newest checkpoint, at most N times (default: 0)",
+    )
     parser.add_argument("--draft", action="store_true", help="train a shrunken, random model of the same class")
     parser.add_argument("--no-plan", action="store_true", help="start what the planner says does not fit on the GPUs")
     parser.add_argument("--dry-run", action="store_true", help="show recipe and command, write and start nothing")
@@ -146,25 +147,31 @@ def run(options: argparse.Namespace) -> int:
     check_layout(recipe, ranks)
     if options.resume:
         universal.check(recipe, folder, sharding(recipe.deepspeed), ranks)
+    restarts.check(recipe, options.max_restarts)
     preflight.check_data(recipe)
     plan = None
     if cluster and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), cluster)):
         print(forecast.line(plan), flush=True)
     folder = folder or run_folder.new(recipe, options.output_dir)
-    command = deepspeed_command(folder, ranks)
-
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
-        print(shlex.join(command))
+        print(shlex.join(deepspeed_command(folder, ranks)))
         return 0
     if options.resume:
-        convert(recipe, folder, ranks)
-        run_folder.forget_after(folder, run_folder.newest_checkpoint(folder))
+        restarts.make_ready(recipe, folder, ranks)
     run_folder.write_recipe(folder, recipe)
-    with folder.command.open("a", encoding="utf-8") as log:
-        log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n" + shlex.join(command) + "\n")
-    print(shlex.join(command), flush=True)
-    status = supervise(command, rank_environment(ranks, gpus))
+
+    def start(ranks: int) -> Ended:
+        command = deepspeed_command(folder, ranks)
+        with folder.command.open("a", encoding="utf-8") as log:
+            log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n" + shlex.join(command) + "\n")
+        print(shlex.join(command), flush=True)
+        return supervise(command, rank_environment(ranks, gpus), folder, ranks)
+
+    def available() -> int:
+        return visible_gpus() if gpus else ranks
+
+    status = restarts.keep_going(recipe, folder, ranks, options.max_restarts, start, available)
     forecast.compare(folder, plan)
     if status == 2 and not folder.metrics.exists():
         shutil.rmtree(folder.path, ignore_errors=True)  # a mistake that the ranks found leaves nothing behind
@@ -253,19 +260,6 @@ def rank_count(asked: int | None, gpus: int) -> int:
     return asked
 
 
-def convert(recipe: Recipe, folder: RunFolder, ranks: int) -> None:
-    """Give the newest checkpoint a form that these ranks can load, where its own is for others.
-
-    Raises:
-        UserError: no room for it, or DeepSpeed cannot convert it.
-    """
-    if universal.is_needed(recipe.layout, folder, ranks):
-        checkpoint = run_folder.newest_checkpoint(folder)
-        written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
-        print(f"{checkpoint} was written by {written_by} ranks: converting it for {ranks}", flush=True)
-        universal.convert(checkpoint)
-
-
 def deepspeed_command(folder: RunFolder, ranks: int) -> list[str]:
     """Return the DeepSpeed launcher's command for a run folder."""
     # A port of our own: the launcher's default is often still held by a run that is dying.
@@ -299,73 +293,6 @@ def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
             "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "2"),
         }
     return os.environ | extra
-
-
-def supervise(command: list[str], environment: dict[str, str]) -> int:
-    """Run the command in a session of its own and return its exit status; nothing of it outlives this call.
-
-    SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second one ends them at once.
-    """
-    launcher = subprocess.Popen(command, env=environment, start_new_session=True)
-    asked = 0
-
-    def forward(number: int, frame: Any) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            print("\nstopping: the ranks write a checkpoint first (again to end at once)", flush=True)
-            signal_ranks(launcher.pid, number)
-        else:
-            os.killpg(launcher.pid, signal.SIGKILL)
-
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        status = launcher.wait()
-    finally:
-        end_session(launcher.pid)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    return status if status >= 0 else 128 - status
-
-
-def signal_ranks(launcher: int, number: int) -> None:
-    """Send a signal to the ranks, and to the launchers above them only when no rank runs yet."""
-    import psutil
-
-    tree = psutil.Process(launcher).children(recursive=True)
-    ranks = [process for process in tree if is_rank(process)]
-    for process in ranks or [psutil.Process(launcher), *tree]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
-            process.send_signal(number)
-
-
-def is_rank(process: Any) -> bool:
-    """Return whether a process is one of the run's ranks, and not a launcher that has their command in its own."""
-    import psutil
-
-    try:
-        command = process.cmdline()
-    except psutil.NoSuchProcess:  # a zombie too
-        return False
-    return RANK_MODULE in command and "deepspeed.launcher.launch" not in command
-
-
-def end_session(session: int) -> None:
-    """Wait for what is left of a session, and end what does not end by itself."""
-    deadline = time.monotonic() + LAST_GRACE
-    while session_alive(session) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if session_alive(session):
-        os.killpg(session, signal.SIGKILL)
-
-
-def session_alive(session: int) -> bool:
-    """Return whether a process group still has members."""
-    try:
-        os.killpg(session, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -184,6 +184,14 @@ class Recipe:
     """Write a checkpoint every so many steps; 0: only the final export."""
     keep_checkpoints: int = 2
     """How many checkpoints stay on disk. At least 2, so that one survives while the next is written."""
+    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    """Where the loss or the gradient norm is not finite: end the run; leave that update out, as DeepSpeed does; or go
+    back to the newest checkpoint and train without those rows (PaLM, Chowdhery et al. 2022, arXiv:2204.02311)."""
+    on_spike: Literal["warn", "stop", "rewind"] = "warn"
+    """Where a logged loss is 6 standard deviations above the mean of the 128 before it (OLMo-core's skip-step rule)."""
+    hang_minutes: float = 25.0
+    """When no step ends for so long, write every rank's Python stack into the run folder and end the run; 0: never.
+    By default before the collectives' own limit of 30 minutes, which tells nothing."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no run can have.
@@ -218,6 +226,12 @@ class Recipe:
             ):
                 if used:
                     raise UserError(f"tiled_loss=true with {key}={_get(self, key)}: {why}; leave tiled_loss out.")
+        for key in ("on_nan", "on_spike"):
+            if _get(self, key) == "rewind" and (not self.save_steps or self.data.streaming):
+                missing = (
+                    "rows with numbers, which data.streaming=true has not" if self.save_steps else "save_steps above 0"
+                )
+                raise UserError(f"{key}=rewind: needs {missing}; or take {key}=stop.")
         if self.global_batch_size % self.micro_batch_size:
             raise UserError(
                 f"global_batch_size={self.global_batch_size} is not a multiple of "
@@ -238,6 +252,7 @@ _LEAST = {
     "logging_steps": 1,
     "eval_steps": 1,
     "save_steps": 0,
+    "hang_minutes": 0,
     "keep_checkpoints": 2,
     "max_grad_norm": 0,
     "seed": 0,

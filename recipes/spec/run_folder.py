@@ -1,6 +1,7 @@
 """The run folder: where everything about one execution lies, and which of its checkpoints can be trusted."""
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,6 +14,9 @@ from recipes.spec.recipe import Recipe, from_dict, to_dict
 
 COMPLETE = "complete.json"
 """Written into a checkpoint last of all, by rank 0 after every rank has finished: without it, it is half a one."""
+
+REWIND = 75
+"""Exit status of ranks that want to go on from the newest checkpoint (`EX_TEMPFAIL`: try again)."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,21 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Holds `checkpoint-STEP` folders, from which a run goes on."""
         return self.path / "checkpoints"
+
+    @property
+    def ranks(self) -> Path:
+        """Holds what each rank printed (`rank-N.log`), and its Python stack when the run hung (`rank-N.stack`)."""
+        return self.path / "ranks"
+
+    @property
+    def restarts(self) -> Path:
+        """One JSON object per restart: why, from which step, with how many ranks."""
+        return self.path / "restarts.jsonl"
+
+    @property
+    def left_out(self) -> Path:
+        """The rows, by their numbers, that a rewind has found to be bad and that are not trained on again."""
+        return self.path / "left_out.json"
 
     @property
     def export(self) -> Path:
@@ -156,8 +175,31 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
 
 def newest_checkpoint(run: RunFolder) -> Path | None:
     """Return the whole checkpoint of the highest step, or None."""
-    whole = [marker.parent for marker in run.checkpoints.glob(f"checkpoint-*/{COMPLETE}")]
-    return max(whole, key=step_of, default=None)
+    marked = [marker.parent for marker in run.checkpoints.glob(f"checkpoint-*/{COMPLETE}")]
+    return next(filter(is_whole, sorted(marked, key=step_of, reverse=True)), None)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Return whether every file of a marked checkpoint still has the size that it was written with.
+
+    A machine that loses its power, or a disk that fills up, can cut off files that were written in full.
+    """
+    written = read_json(checkpoint / COMPLETE).get("files", {})
+    return all(_size(checkpoint / name) == size for name, size in written.items())
+
+
+def sizes(checkpoint: Path) -> dict[str, int]:
+    """Return the size of every file in a checkpoint, in bytes."""
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(checkpoint)): _size(path) for path in files}
+
+
+def _size(path: Path) -> int | None:
+    try:
+        with path.open("rb") as file:  # opened, since a network file system may tell an old size until then
+            return os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
 
 
 def step_of(checkpoint: Path) -> int:

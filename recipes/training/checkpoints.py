@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,21 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from recipes.spec.errors import UserError
-from recipes.spec.run_folder import COMPLETE, RunFolder, read_recipe, write_json
+from recipes.spec.run_folder import COMPLETE, RunFolder, read_recipe, sizes, write_json
 from recipes.training import world
 from recipes.training.console import say
-from recipes.training.preflight import check_disk
+from recipes.training.preflight import check_disk, check_memory
 from recipes.training.universal import MARKER
 
 
 class Checkpoints(TrainerCallback):
     """Checks for room before each save, and marks a checkpoint as whole once every rank has written its part."""
 
-    def __init__(self, run: RunFolder, needed: int) -> None:
-        """`needed`: bytes that one checkpoint takes."""
+    def __init__(self, run: RunFolder, needed: int, gathered: int) -> None:
+        """`needed`: bytes that one checkpoint takes; `gathered`: bytes of host memory that rank 0 writes it from."""
         self.run = run
         self.needed = needed
+        self.gathered = gathered
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse to start what could not be saved."""
@@ -45,6 +47,7 @@ class Checkpoints(TrainerCallback):
             folder = self.run.checkpoints / f"checkpoint-{state.global_step}"
             layout = asdict(read_recipe(self.run).layout)
             complete = {"step": state.global_step, "world_size": dist.get_world_size(), "layout": layout}
+            complete["files"] = sizes(folder)
             write_json(folder / COMPLETE, complete)
 
     def _check_room(self) -> None:
@@ -52,6 +55,7 @@ class Checkpoints(TrainerCallback):
         if world.is_first():
             try:
                 check_disk(self.run.checkpoints, self.needed, "a checkpoint")
+                check_memory(self.gathered, "a checkpoint")
             except UserError as error:
                 message = str(error)
         # Every rank has to stop, or the others would wait for rank 0 in the next collective.
@@ -88,7 +92,9 @@ class StopOnSignal(TrainerCallback):
     process ends at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_loss: Callable[[], None]) -> None:
+        """`on_loss` is called when another rank has died, before this one ends."""
+        self.on_loss = on_loss
         self.asked = False
         self.stopped = False
         self.group: Any = None
@@ -107,6 +113,7 @@ class StopOnSignal(TrainerCallback):
     def _listen(self, reader: int) -> None:
         while os.read(reader, 1):
             if _live_siblings() < int(os.environ.get("LOCAL_SIZE", "1")):
+                self.on_loss()
                 os._exit(128 + signal.SIGTERM)
             self.asked = True
 

@@ -1,5 +1,6 @@
 """What can be known to be wrong before a process is started: standard library only, so it costs milliseconds."""
 
+import contextlib
 import shutil
 from dataclasses import replace
 from itertools import islice
@@ -158,4 +159,35 @@ def check_disk(folder: Path, needed: int, what: str) -> None:
         raise UserError(
             f"{folder}: {what} needs about {needed / GIB:.2f} GiB, and {free / GIB:.2f} GiB is free.\n"
             "Free some room, choose another --output-dir, or write less often (save_steps=0: only the export)."
+        )
+
+
+def gathered_bytes(total: int, trainable: int, bytes_per_weight: int, stage: int) -> int:
+    """Return what rank 0 gathers in host memory to write one checkpoint, in bytes: under ZeRO-3 the trained weights."""
+    return bytes_per_weight * (trainable if trainable < total else total) if stage == 3 else 0
+
+
+def free_memory() -> int:
+    """Return the bytes of host memory that can be had without swapping: the machine's, or this container's."""
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no cgroup of version 2, or one without a limit ("max")
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(cached["inactive_file"]))
+    return free
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Refuse to gather `needed` bytes in host memory that has no room for them.
+
+    Raises:
+        UserError: names what is free and what is needed.
+    """
+    free = free_memory() if needed else 0
+    if free < needed:
+        raise UserError(
+            f"{what} gathers {needed / GIB:.2f} GiB in host memory, and {free / GIB:.2f} GiB is free.\nFree some, or "
+            "write the weights only in DeepSpeed's own form: stage3_gather_16bit_weights_on_model_save=false."
         )

@@ -22,6 +22,7 @@ from recipes.spec.errors import UserError
 from recipes.spec.layout import data_parallel_size
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import (
+    REWIND,
     RunFolder,
     newest_checkpoint,
     read_json,
@@ -36,10 +37,12 @@ from recipes.training import (
     experts,
     export,
     files,
+    guard,
     model,
     packing,
     pipeline,
     pipeline_engine,
+    rank_log,
     report,
     routing,
     sequence,
@@ -54,18 +57,22 @@ from recipes.training.checkpoints import Checkpoints, StopOnSignal, restore_grou
 from recipes.training.console import Progress, duration, marked, say, shown
 from recipes.training.environment import describe
 from recipes.training.flops import work_of
-from recipes.training.preflight import checkpoint_bytes
+from recipes.training.preflight import checkpoint_bytes, gathered_bytes
+from recipes.training.watchdog import Watchdog
 from recipes.training.trainer import EngineReady, as_never_loaded, build, report_grad_norm, resolved_config, share_rows
 
 
 def main(folder: str) -> None:
     """Train what `folder`/recipe.json says, from its newest whole checkpoint if there is one."""
     run = RunFolder(Path(folder))
+    rank_log.keep(run)
     world.start()
     try:
         execute(read_recipe(run), run)
     except UserError as error:
-        fail(error)
+        fail(error, 2)
+    except guard.Rewind as error:
+        fail(error, REWIND)
     world.stop()
 
 
@@ -95,7 +102,9 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     checkpoint = newest_checkpoint(run)
     tracker = tracking.Tracker(recipe, run)
     metrics = tracking.Metrics(run, tracker.record, world.place(recipe.layout).counts)
-    stop = StopOnSignal()
+    watchdog = Watchdog(run, recipe.hang_minutes)
+    stop = StopOnSignal(watchdog.write_stack)
+    guarded = guard.Guard(recipe, run)
     held_out = None
     if material.held_out_raw is not None:
         raw, rows = material.held_out_raw, material.held_out_rows
@@ -114,10 +123,13 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
             write_json(run.environment, describe())
         tracker.begin(config)
 
-    room = checkpoint_bytes(total, trainable, DTYPE_BYTES[recipe.precision])
+    sizes = (total, trainable, DTYPE_BYTES[recipe.precision])
+    saving = Checkpoints(run, checkpoint_bytes(*sizes), gathered_bytes(*sizes, stage_of(recipe)))
     # Routing adds to what Metrics writes; Metrics close a window of training before the held-out data is read.
     routes = routing.Routing() if recipe.layout.pipeline == 1 else None
-    callbacks = [EngineReady(engine_ready), Checkpoints(run, room), Progress(), stop, routes, metrics, held_out]
+    # The guard reads a log before Metrics writes it; the watchdog's clock starts again after everything else.
+    callbacks = [EngineReady(engine_ready), guarded, saving, Progress(), stop]
+    callbacks += [routes, metrics, held_out, watchdog]
     trainer = build(recipe.method, trained, arguments, material.rows, tokenizer, [one for one in callbacks if one])
     share_rows(trainer, recipe.layout)
     if sharing:
@@ -132,6 +144,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         pipeline_engine.drive(trainer, recipe.layout)
     if held_out:
         held_out.trainer = trainer
+    guarded.watch(trainer)
 
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.stopped:
@@ -153,9 +166,13 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
 def check_layout(recipe: Recipe) -> None:
     """Refuse what `limits` refuses, of models on the Hub too, whose dimensions the launcher may not have known."""
     config = model.load_config(recipe).to_dict()
-    stage = read_json(Path(recipe.deepspeed)).get("zero_optimization", {}).get("stage", 0)
     known = replace(recipe, model=replace(recipe.model, config=config))
-    limits.check(known, dist.get_world_size(), limits.Sharding(stage=stage))
+    limits.check(known, dist.get_world_size(), limits.Sharding(stage=stage_of(recipe)))
+
+
+def stage_of(recipe: Recipe) -> int:
+    """Return the ZeRO stage of the recipe's DeepSpeed file."""
+    return read_json(Path(recipe.deepspeed)).get("zero_optimization", {}).get("stage", 0)
 
 
 def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
@@ -283,13 +300,13 @@ def finish(
     say("\n".join(line for line in lines if line is not None))
 
 
-def fail(error: UserError) -> None:
-    """Print a user's mistake once and end this rank with status 2."""
+def fail(error: Exception, status: int) -> None:
+    """Print once what every rank has found, and end this rank with `status`."""
     if not world.is_first():
         # Where every rank found the same mistake, the launcher ends this one before it repeats rank 0's message.
         time.sleep(5)
     print(error, file=sys.stderr, flush=True)
-    os._exit(2)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""How a run is started and kept going: processes, machines, restarts."""

@@ -1,0 +1,347 @@
+"""Machines that fail: a run with a fault at a random moment ends with the right loss, or says what is wrong."""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from recipes.launching import restarts
+from recipes.launching.supervise import supervise
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Recipe
+from recipes.spec.run_folder import (
+    COMPLETE,
+    RunFolder,
+    is_whole,
+    newest_checkpoint,
+    read_json,
+    read_jsonl,
+    sizes,
+    step_of,
+    write_json,
+    write_recipe,
+)
+from recipes.training import run as training_run
+from scripts import launch
+from tests.conftest import shared_buffers
+from tests.ranks import free_port
+from tests.spoiled import leave_out, spoil_data, spoil_model
+from tests.test_launch import LAUNCH, processes_of, ranks_of
+from tests.workers.quick_launch import TOLD
+
+RANKS, STEPS, EVERY = 4, 24, 4
+SPOILT = 9
+"""The row that is poison where the fault is a NaN."""
+FAULTS = ("kill", "stop", "truncated", "nan", "disk", "kill", "stop", "truncated", "rewind", "network")
+"""What happens in seeds 0, 10; 1, 11; and so on."""
+CORE = (0,)
+"""The seeds that `make test` tries, through DeepSpeed's launcher; with it the loss of ranks and the NaNs of
+`test_guard.py`. `make test-all` tries all 20, the others with ranks that are forked."""
+
+
+@dataclass
+class Material:
+    """What the runs are made of, and the losses that they have to end with."""
+
+    overrides: list[str]
+    spoiled: list[str]
+    final: float
+    without: float
+    through_deepspeed: bool = False
+
+
+@pytest.fixture(scope="module")
+def material(ranks, tmp_path_factory, model_folder, conversations):
+    """Train undisturbed, on all rows and without the one that is spoilt elsewhere."""
+    folder = tmp_path_factory.mktemp("chaos")
+    rows = folder / "rows.jsonl"
+    rows.write_text(conversations.read_text() * 4)
+    model, poison = spoil_model(model_folder, folder / "model"), spoil_data(rows, folder / "poison.jsonl", SPOILT)
+    fixed = [f"model.path={model}", "data.validation=none", "data.metric=loss", "packing=false", "deepspeed=zero2.json"]
+    fixed += ["global_batch_size=8", "micro_batch_size=1", "sequence_length=128", f"max_steps={STEPS}", "epochs=99"]
+    fixed += [f"save_steps={EVERY}", "logging_steps=1", "wandb.mode=disabled", "precision=fp32", "hang_minutes=0.4"]
+    final = {}
+    for name, path in (("all", rows), ("without", leave_out(poison, folder / "without.jsonl", SPOILT))):
+        run = RunFolder(folder / name)
+        write_recipe(run, recipe_of([*fixed, f"data.path={path}"]))
+        ranks.check(training_run.main, str(run.path), world_size=RANKS, log=folder / f"{name}.log")
+        final[name] = read_jsonl(run.metrics)[-1]["loss"]
+        shutil.rmtree(run.path)
+    return Material([*fixed, f"data.path={rows}"], [*fixed, f"data.path={poison}"], final["all"], final["without"])
+
+
+def recipe_of(overrides: list[str]) -> Recipe:
+    """Return the recipe that the launcher would write."""
+    recipe = launch.overrides.apply(launch.pages.find("tiny", "full"), overrides)
+    return launch.preflight.locate(recipe)
+
+
+class Chaos:
+    """One run through the launcher, and the hand that disturbs it."""
+
+    def __init__(self, run: RunFolder, command: list[str]) -> None:
+        self.run = run
+        self.log = run.path.parent / "output"
+        self.process = subprocess.Popen(command, stdout=self.log.open("w"), stderr=subprocess.STDOUT)
+
+    def wait_until(self, reached, what: str) -> None:
+        deadline = time.monotonic() + 240
+        while not reached():
+            assert self.process.poll() is None and time.monotonic() < deadline, f"{what}\n{self.said()}"
+            time.sleep(0.02)
+
+    def reach(self, step: int) -> None:
+        self.wait_until(lambda: any(row["step"] >= step for row in read_jsonl(self.run.metrics)), f"step {step}")
+
+    def rank(self, number: int) -> int:
+        """Return a rank's process id."""
+        told = self.run.path / TOLD
+        if told.exists():
+            return next(pid for pid, rank in read_json(told) if rank == number)
+        return next(one.pid for one in ranks_of(self.run) if one.environ()["RANK"] == str(number))
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def end(self) -> int:
+        """Wait for the end and return the exit status; nothing may be left behind."""
+        try:
+            status = self.process.wait(300)
+        finally:
+            self.process.kill()
+        assert not processes_of(self.run)
+        return status
+
+
+@pytest.mark.parametrize("seed", [pytest.param(at, marks=() if at in CORE else pytest.mark.every) for at in range(20)])
+def test_a_fault_at_a_random_moment(tmp_path, material, seed):
+    draw, fault = random.Random(seed), FAULTS[seed % len(FAULTS)]
+    buffers = shared_buffers()
+    material = replace(material, through_deepspeed=seed in CORE)
+    with contextlib.ExitStack() as stack:
+        globals()[fault](stack, tmp_path, material, draw)
+    assert shared_buffers() <= buffers
+
+
+def started(stack, folder: Path, material: Material, overrides: list[str], *flags: str) -> Chaos:
+    """Start the launcher, and end it with the test whatever happens."""
+    run = RunFolder(folder / "run")
+    flags = flags or ("--max-restarts", "2")
+    head = LAUNCH if material.through_deepspeed else [sys.executable, "-m", "tests.workers.quick_launch"]
+    folders = ["--gpus", str(RANKS), "--output-dir", str(run.path)]
+    chaos = Chaos(run, [*head, "tiny", "full", *folders, *flags, *overrides])
+    stack.callback(lambda: [process.kill() for process in processes_of(run)])
+    return chaos
+
+
+def ends_well(chaos: Chaos, final: float, kept: int) -> None:
+    """Fail unless the run ended with the right loss, having restarted from `kept` or later."""
+    status = chaos.end()
+    said = chaos.said()
+    assert status == 0, said
+    rows = read_jsonl(chaos.run.metrics)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["loss"] == pytest.approx(final, rel=1e-4)
+    assert (chaos.run.export / "model.safetensors").exists()
+    assert all(row["from_step"] >= kept for row in read_jsonl(chaos.run.restarts)), said
+
+
+def kill(stack, folder, material, draw):
+    step, victim = draw.randrange(EVERY + 1, STEPS - 6), draw.randrange(RANKS)
+    chaos = started(stack, folder, material, material.overrides)
+    chaos.reach(step)
+    kept = step_of(newest_checkpoint(chaos.run))
+    at = time.monotonic()
+    os.kill(chaos.rank(victim), signal.SIGKILL)
+    chaos.wait_until(lambda: "restart 1 of 2: from" in chaos.said(), "a restart")
+    assert time.monotonic() - at < 30
+    assert f"rank {victim} on " in chaos.said() and "was ended by SIGKILL" in chaos.said()
+    ends_well(chaos, material.final, kept)
+
+
+def stop(stack, folder, material, draw):
+    """Stop a rank: it holds up the others, and cannot say where it was."""
+    step, victim = draw.randrange(EVERY + 1, STEPS - 6), draw.randrange(RANKS)
+    chaos = started(stack, folder, material, material.overrides)
+    chaos.reach(step)
+    kept = step_of(newest_checkpoint(chaos.run))
+    at = time.monotonic()
+    os.kill(chaos.rank(victim), signal.SIGSTOP)
+    chaos.wait_until(lambda: "restart 1 of 2: from" in chaos.said(), "a restart")
+    assert time.monotonic() - at < 0.4 * 60 + 30
+    assert "no step ended for 0.4 minutes" in chaos.said(), chaos.said()
+    assert f"rank {victim} wrote none: stopped, or cut off" in chaos.said(), chaos.said()
+    ends_well(chaos, material.final, kept)
+
+
+def truncated(stack, folder, material, draw):
+    """Cut off a file of the newest checkpoint as the run ends: the one before it is taken."""
+    chaos = started(stack, folder, material, material.overrides)
+    wanted = EVERY * draw.randrange(2, STEPS // EVERY - 1)
+    newest = chaos.run.checkpoints / f"checkpoint-{wanted}"
+    victim = draw.randrange(RANKS)
+    chaos.wait_until(lambda: (newest / COMPLETE).exists(), "a checkpoint")
+    file = draw.choice(sorted(name for name, size in read_json(newest / COMPLETE)["files"].items() if size))
+    os.kill(chaos.rank(victim), signal.SIGKILL)
+    os.truncate(newest / file, (newest / file).stat().st_size // 2)
+    ends_well(chaos, material.final, wanted - EVERY)
+    (restart,) = read_jsonl(chaos.run.restarts)
+    assert restart["from_step"] == wanted - EVERY, chaos.said()
+
+
+def nan(stack, folder, material, draw):
+    chaos = started(stack, folder, material, material.spoiled, "--max-restarts", "2")
+    assert chaos.end() == 2, chaos.said()
+    told = re.search(r"step (\d+): the loss is not finite on rank (\d), rows (\d+) of", chaos.said())
+    assert int(told[3]) == SPOILT and "restart" not in chaos.said() and "Traceback" not in chaos.said()
+    checkpoint = newest_checkpoint(chaos.run)
+    assert checkpoint is None or step_of(checkpoint) < int(told[1])
+
+
+def rewind(stack, folder, material, draw):
+    """Save after every step, since the row comes in the first epoch, which has four."""
+    chaos = started(
+        stack, folder, material, [*material.spoiled, "on_nan=rewind", "save_steps=1", f"seed={draw.randrange(99)}"]
+    )
+    status = chaos.end()
+    if "nothing to restart from" in chaos.said():  # the row came in the first step
+        assert status == 2
+        return
+    assert status == 0 and "going back: from" in chaos.said(), chaos.said()
+    assert read_json(chaos.run.left_out) == [SPOILT]
+    assert all(abs(row["loss"]) < 100 for row in read_jsonl(chaos.run.metrics))
+
+
+def disk(stack, folder, material, draw):
+    """Fill up the disk while a checkpoint is being written."""
+    place = folder / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system takes root")
+    stack.callback(lambda: subprocess.run(["umount", "--lazy", str(place)], check=True))
+    chaos = started(stack, place, material, material.overrides)
+    wanted = EVERY * draw.randrange(2, STEPS // EVERY)
+    writing = chaos.run.checkpoints / f"checkpoint-{wanted}"
+    chaos.log.rename(folder / "output")  # not on the disk that fills up
+    chaos.log = folder / "output"
+    chaos.wait_until(writing.exists, "a save")
+    with contextlib.suppress(OSError), (place / "filler").open("wb") as filler:
+        while True:
+            filler.write(b"\0" * 2**16)
+    status = chaos.end()
+    assert status == 2 and "a checkpoint needs about" in chaos.said(), chaos.said()
+    kept = newest_checkpoint(chaos.run)
+    assert step_of(kept) in (wanted - EVERY, wanted) and is_whole(kept)
+
+
+def network(stack, folder, material, draw):
+    """Cut the cable between two hosts of two ranks each."""
+    names = [f"chaos{os.getpid()}{side}" for side in "ab"]
+    connect(stack, names)
+    run = RunFolder(folder / "run")
+    recipe = recipe_of(material.overrides)
+    write_recipe(run, recipe)
+    step = draw.randrange(EVERY + 1, STEPS - 6)
+    environment = launch.rank_environment(RANKS, 0) | {"GLOO_SOCKET_IFNAME": "eth0"}
+    link = ["ip", "-n", names[1], "link", "set", "eth0"]
+
+    def cut() -> None:
+        deadline = time.monotonic() + 240
+        while not any(row["step"] >= step for row in read_jsonl(run.metrics)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        subprocess.run([*link, "down"], check=True)
+
+    def start(ranks: int):
+        subprocess.run([*link, "up"], check=True)
+        arguments = [*names, "10.219.7.1", str(free_port()), str(RANKS // 2), str(run.path)]
+        return supervise([sys.executable, "-m", "tests.workers.two_hosts", *arguments], environment, run, ranks)
+
+    threading.Thread(target=cut, daemon=True).start()
+    stack.callback(lambda: [process.kill() for process in processes_of(run)])
+    assert restarts.keep_going(recipe, run, RANKS, 2, start, lambda: RANKS) == 0
+    rows, (restart, *_) = read_jsonl(run.metrics), read_jsonl(run.restarts)
+    assert rows[-1]["loss"] == pytest.approx(material.final, rel=1e-4)
+    assert "no step ended for" in restart["cause"], restart
+
+
+def connect(stack, names: list[str]) -> None:
+    """Make two network namespaces and a cable between them; an interface is called eth0 in each."""
+    made = subprocess.run(["ip", "netns", "add", names[0]], capture_output=True) if shutil.which("ip") else None
+    if made is None or made.returncode:
+        pytest.skip("network namespaces take root and iproute2")
+    stack.callback(lambda: [subprocess.run(["ip", "netns", "del", name]) for name in names])
+    subprocess.run(["ip", "netns", "add", names[1]], check=True)
+    ends = ["type", "veth", "peer", "name", "eth0", "netns", names[1]]
+    subprocess.run(["ip", "link", "add", "eth0", "netns", names[0], *ends], check=True)
+    for number, name in enumerate(names, start=1):
+        for command in (["addr", "add", f"10.219.7.{number}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+            subprocess.run(["ip", "-n", name, *command], check=True)
+        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+
+
+def test_a_restart_with_fewer_ranks_ends_with_the_same_loss(ranks, tmp_path, material):
+    """As when a host is gone for good: the states are converted, the global batch stays what it was."""
+    run = RunFolder(tmp_path / "run")
+    recipe = recipe_of(material.overrides)
+    write_recipe(run, recipe)
+    world = []
+
+    def start(size: int):
+        world.append(size)
+        write_recipe(run, recipe_of([*material.overrides, "max_steps=12"]) if len(world) == 1 else recipe)
+        done = ranks.run(training_run.main, str(run.path), world_size=size, log=tmp_path / f"log{len(world)}")
+        return restarts.Ended(done[0] if len(world) > 1 else 137, "rank 3 is gone", False)
+
+    assert restarts.keep_going(recipe, run, RANKS, 1, start, lambda: 3) == 0
+    assert world == [4, 2]  # three ranks do not share eight rows
+    rows = read_jsonl(run.metrics)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["loss"] == pytest.approx(material.final, rel=1e-4)
+
+
+def test_restarts_are_counted_and_have_something_to_start_from(tmp_path, material, capsys):
+    run = RunFolder(tmp_path)
+    recipe = recipe_of(material.overrides)
+    bad = restarts.Ended(1, "rank 0 on here ended with exit status 1", False)
+    assert restarts.keep_going(recipe, run, 2, 0, lambda _: bad, lambda: 2) == 1
+    assert "rank 0 on here ended with exit status 1" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"nothing to restart from: .* holds no whole checkpoint yet"):
+        restarts.keep_going(recipe, run, 2, 1, lambda _: bad, lambda: 2)
+    stopped = restarts.Ended(143, None, True)
+    assert restarts.keep_going(recipe, run, 2, 1, lambda _: stopped, lambda: 2) == 143
+
+
+def test_a_launch_that_could_not_restart_is_refused(tmp_path, capsys):
+    for flags, said in (
+        (["--max-restarts", "2", "save_steps=0"], "nothing to restart from with save_steps=0"),
+        (["--max-restarts", "-1"], "at least 0"),
+    ):
+        assert launch.main(["tiny", "full", "--output-dir", str(tmp_path / "run"), *flags]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_truncated_checkpoint_is_passed_over(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in (5, 10):
+        folder = run.checkpoints / f"checkpoint-{step}"
+        (folder / "global_step").mkdir(parents=True)
+        (folder / "global_step" / "states.pt").write_bytes(b"0123456789")
+        write_json(folder / COMPLETE, {"step": step, "files": sizes(folder)})
+    assert step_of(newest_checkpoint(run)) == 10
+    os.truncate(run.checkpoints / "checkpoint-10/global_step/states.pt", 9)
+    assert step_of(newest_checkpoint(run)) == 5
+    (run.checkpoints / "checkpoint-5/global_step/states.pt").unlink()
+    assert newest_checkpoint(run) is None

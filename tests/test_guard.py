@@ -1,0 +1,204 @@
+"""Numbers that no model recovers from are noticed, named, and never written into a checkpoint."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Layout
+from recipes.spec.run_folder import (
+    REWIND,
+    RunFolder,
+    append_jsonl,
+    newest_checkpoint,
+    read_json,
+    read_jsonl,
+    step_of,
+    write_recipe,
+)
+from recipes.training import guard, preflight, row_numbers
+from recipes.training import run as training_run
+from tests.ranks import read_logs
+from tests.small import small
+from tests.spoiled import leave_out, spoil_data, spoil_model
+from tests.workers.reads import count_reads
+
+BAD = 5
+"""The number of the row that is spoilt."""
+CASES = {
+    **{f"zero{stage}": (f"zero{stage}.json", {}) for stage in range(4)},
+    "zero2_offload": ("zero2_offload.json", {}),
+    "zero3_offload": ("zero3_offload.json", {}),
+    "bf16": ("zero2.json", {"precision": "bf16"}),
+    "pipeline": ("pipeline.json", {"layout": Layout(pipeline=2)}),
+}
+CORE = ("zero0", "zero3")
+EARLIER = {"step": 0, "loss": 0.01, "learning_rate": 1e-2, "grad_norm": 1, "tokens": 1, "seconds": 1}
+EARLIER["tokens_per_second"] = 1
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory, model_folder, conversations):
+    """Return a model for which row 5 of the data is poison, and that data."""
+    folder = tmp_path_factory.mktemp("spoiled")
+    return spoil_model(model_folder, folder / "model"), spoil_data(conversations, folder / "rows.jsonl", BAD)
+
+
+def recipe_of(spoiled, config, **changes):
+    recipe = small(*spoiled, config, save_steps=1, max_steps=8, global_batch_size=2, micro_batch_size=1)
+    return replace(recipe, **changes)
+
+
+def train(ranks, run, recipe, log):
+    write_recipe(run, recipe)
+    statuses = ranks.run(training_run.main, str(run.path), log=log)
+    return statuses, read_logs(log)[0]
+
+
+@pytest.mark.parametrize("case", [pytest.param(one, marks=() if one in CORE else pytest.mark.every) for one in CASES])
+def test_a_nan_stops_the_run_and_names_where_it_came_from(ranks, tmp_path, spoiled, case):
+    config, changes = CASES[case]
+    run = RunFolder(tmp_path / "run")
+    statuses, said = train(ranks, run, recipe_of(spoiled, config, logging_steps=3, **changes), tmp_path / "log")
+    assert statuses == [2, 2], said
+    found = re.search(
+        r"step (\d+): the loss is not finite on rank ([\d, ]+), rows ([\d, ]+) of the training data", said
+    )
+    step, bad_ranks, rows = int(found[1]), found[2].split(", "), [int(row) for row in found[3].split(", ")]
+    assert BAD in rows and said.count("is not finite") == 1
+    if "layout" not in changes:  # stages share one loss: it comes from any row of the step
+        assert rows == [BAD] and len(bad_ranks) == 1
+    if not changes and config != "zero0.json":
+        assert "gradients of group 0 of 2 (" in said
+    assert "on_nan=rewind" in said
+    checkpoint = newest_checkpoint(run)
+    assert step_of(checkpoint) == step - 1
+    weights = load_file(checkpoint / "model.safetensors") if case != "pipeline" else {}
+    finite = [torch.isfinite(value).all() for name, value in weights.items() if "embed_tokens" not in name]
+    assert all(finite) and all(row["step"] < step for row in read_jsonl(run.metrics))
+
+
+@pytest.mark.parametrize("config", ["zero1.json", pytest.param("zero3.json", marks=pytest.mark.every)])
+def test_skip_leaves_the_update_out(ranks, tmp_path, spoiled, config):
+    run = RunFolder(tmp_path / "run")
+    recipe = recipe_of(spoiled, config, on_nan="skip", keep_checkpoints=8)
+    statuses, said = train(ranks, run, recipe, tmp_path / "log")
+    assert statuses == [0, 0], said
+    skipped = [int(step) for step in re.findall(r"step (\d+): the loss is not finite.*: this update is left out", said)]
+    assert len(skipped) == 2  # eight steps of two rows are two epochs of eight
+    for step in range(2, 9):
+        before, after = (load_file(run.checkpoints / f"checkpoint-{at}/model.safetensors") for at in (step - 1, step))
+        assert all(torch.equal(before[name], after[name]) for name in before if "layers.0" in name) == (step in skipped)
+    rows = read_jsonl(run.metrics)
+    assert all(abs(row["loss"]) < 100 for row in rows)
+    assert [row["step"] for row in rows if row["grad_norm"] is None] == skipped
+
+
+def test_skip_is_refused_where_nobody_checks_before_the_update(ranks, tmp_path, spoiled):
+    run = RunFolder(tmp_path / "run")
+    statuses, said = train(ranks, run, recipe_of(spoiled, "zero0.json", on_nan="skip"), tmp_path / "log")
+    assert statuses == [2, 2] and "on_nan=skip: without ZeRO" in said and not run.metrics.exists()
+
+
+@pytest.mark.parametrize("left", [(BAD,), pytest.param((), marks=pytest.mark.every)], ids=["left out", "mutation"])
+def test_rewind_goes_on_without_the_row(ranks, tmp_path, spoiled, conversations, left, monkeypatch):
+    """As if the next row had stood in its place from the start; with the row still in, it goes back again."""
+    run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "other")
+    recipe = recipe_of(spoiled, "zero2.json", on_nan="rewind")
+    statuses, said = train(ranks, run, recipe, tmp_path / "log")
+    assert statuses == [REWIND, REWIND] and "going back to the newest checkpoint" in said, said
+    assert row_numbers.left_out(run) == [BAD] and not run.summary.exists()
+    if not left:
+        run.left_out.unlink()
+        assert train(ranks, run, recipe, tmp_path / "again")[0] == [REWIND, REWIND]
+        return
+    assert train(ranks, run, recipe, tmp_path / "again")[0] == [0, 0]
+    path = leave_out(conversations, tmp_path / "without.jsonl", BAD)
+    clean = replace(recipe, data=replace(recipe.data, path=str(path)))
+    assert train(ranks, other, clean, tmp_path / "clean")[0] == [0, 0]
+    expected, got = (read_jsonl(one.metrics) for one in (other, run))
+    assert [row["step"] for row in got] == list(range(1, 9))
+    assert [row["loss"] for row in got] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
+
+
+def test_every_row_left_out_is_refused(tmp_path):
+    run = RunFolder(tmp_path)
+    row_numbers.leave_out(run, [1, 0])
+    row_numbers.leave_out(run, [1])
+    assert row_numbers.left_out(run) == [0, 1]
+    trainer = SimpleNamespace(train_dataset=[{}, {}], data_collator=dict)
+    with pytest.raises(UserError, match="every row"):
+        row_numbers.add(trainer, run)
+
+
+def test_the_next_row_stands_in_for_one_that_is_left_out():
+    rows = row_numbers.Numbered([{"at": at} for at in range(4)], frozenset({1, 2, 3}))
+    assert [rows[number]["at"] for number in range(4)] == [0, 0, 0, 0] and rows[1][row_numbers.KEY] == 0
+    rows = row_numbers.Numbered([{"at": at} for at in range(4)], frozenset({1}))
+    assert [rows[number]["at"] for number in range(4)] == [0, 2, 2, 3]
+
+
+def test_a_spike_is_what_stands_six_deviations_out():
+    flat = [2.0, 2.2] * 64  # mean 2.1, deviation 0.1
+    deviation = torch.tensor(flat).std().item()
+    assert guard.is_spike(2.1 + 6.01 * deviation, flat) and not guard.is_spike(2.1 + 5.99 * deviation, flat)
+    assert not guard.is_spike(100.0, flat[:63]) and guard.is_spike(100.0, flat[:64])
+    assert not guard.is_spike(-100.0, flat)
+
+
+@pytest.mark.parametrize("on_spike", ["warn", "stop"])
+def test_a_spike_is_told(ranks, tmp_path, model_folder, conversations, on_spike):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, small(model_folder, conversations, "zero1.json", max_steps=3, on_spike=on_spike))
+    for _ in range(128):
+        append_jsonl(run.metrics, EARLIER)
+    statuses = ranks.run(training_run.main, str(run.path), log=tmp_path / "log")
+    said = read_logs(tmp_path / "log")[0]
+    assert "step 1: the loss jumped to" in said and "rows since the last log: 0, 1, 2, 3, 4, 5, 6, 7" in said
+    assert statuses == ([0, 0] if on_spike == "warn" else [2, 2]), said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"on_nan": "rewind", "save_steps": 0}, "on_nan=rewind: needs save_steps above 0"),
+        ({"on_spike": "rewind", "save_steps": 0}, "on_spike=rewind: needs save_steps above 0"),
+        ({"hang_minutes": -1}, "hang_minutes=-1: must be at least 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(model_folder, conversations, changes, said):
+    with pytest.raises(UserError, match=said):
+        small(model_folder, conversations, **changes)
+
+
+def test_rewind_wants_rows_with_numbers(model_folder, conversations):
+    recipe = small(model_folder, conversations, save_steps=1)
+    with pytest.raises(UserError, match=r"needs rows with numbers"):
+        replace(recipe, on_nan="rewind", data=replace(recipe.data, streaming=True))
+
+
+def test_the_guard_reads_nothing_from_the_device(ranks, tmp_path, model_folder, conversations):
+    """As many values are fetched with it as without, and one more read per step would be noticed."""
+    counts = {}
+    for mode in ("with", "without", "curious"):
+        run = RunFolder(tmp_path / mode)
+        write_recipe(run, small(model_folder, conversations, "zero2.json", logging_steps=3))
+        ranks.check(count_reads, str(run.path), mode, log=tmp_path / f"{mode}.log")
+        counts[mode] = read_json(run.path / "reads.json")
+    assert counts["with"] == counts["without"]
+    assert counts["curious"] == counts["with"] + 6
+
+
+def test_memory_is_asked_for_before_a_save(monkeypatch):
+    assert preflight.gathered_bytes(100, 100, 2, 3) == 200 and preflight.gathered_bytes(100, 10, 2, 3) == 20
+    assert preflight.gathered_bytes(100, 100, 2, 2) == 0
+    free = preflight.free_memory()
+    assert 2**26 < free < 2**45
+    preflight.check_memory(2**20, "a checkpoint")
+    monkeypatch.setattr(preflight, "free_memory", lambda: 2**30)
+    with pytest.raises(UserError, match=r"gathers 2\.00 GiB in host memory, and 1\.00 GiB is free"):
+        preflight.check_memory(2**31, "a checkpoint")

@@ -1,0 +1,130 @@
+"""What is left of a run when one of its processes dies: nothing, and the reason."""
+
+import socket
+import sys
+import time
+
+import pytest
+
+from recipes.launching import causes, supervise
+from recipes.spec.run_folder import REWIND, RunFolder, write_json, write_recipe
+from recipes.training import run as training_run
+from recipes.training import watchdog
+from tests.ranks import read_logs
+from tests.small import small
+from tests.workers.hang import hang
+
+FAKE = """
+import os, subprocess, sys, time
+ranks = [
+    subprocess.Popen([sys.executable, "-c", code, "recipes.training.run"], env=os.environ | {"RANK": str(rank)})
+    for rank, code in enumerate(sys.argv[1:])
+]
+while True:
+    time.sleep(1)  # as DeepSpeed's launcher does
+    for rank in ranks:
+        if rank.poll():
+            [other.terminate() for other in ranks]
+            [other.wait() for other in ranks]
+            sys.exit(rank.returncode % 256)
+    if all(rank.poll() == 0 for rank in ranks):
+        sys.exit(0)
+"""
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+AFTER = "import time; time.sleep(3); "
+
+
+@pytest.fixture
+def attempt(tmp_path, monkeypatch):
+    """Return a function that supervises ranks, given by their code, and returns how that ended and after how long."""
+    monkeypatch.setattr(supervise, "LAST_GRACE", 2)
+    run = RunFolder(tmp_path)
+    run.ranks.mkdir()
+    write_json(run.recipe, {"hang_minutes": 25.0})
+
+    def of(*codes):
+        begun = time.monotonic()
+        ended = supervise.supervise([sys.executable, "-c", FAKE, *codes], None, run, len(codes))
+        return ended, time.monotonic() - begun
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "said"),
+    [
+        ("raise SystemExit(3)", 3, "ended with exit status 3"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 11)", 139, "was ended by SIGSEGV"),
+    ],
+)
+def test_the_first_rank_to_die_is_named_and_the_others_are_ended(attempt, tmp_path, last, status, said):
+    (tmp_path / "ranks" / "rank-1.log").write_text("".join(f"line {at}\n" for at in range(20)))
+    ended, seconds = attempt(STUBBORN, AFTER + last, STUBBORN)
+    assert ended.status == status and not ended.asked
+    lines = ended.cause.splitlines()
+    assert lines[0] == f"rank 1 on {socket.gethostname()} {said}; it said last:"
+    assert lines[1:] == [f"  | line {at}" for at in range(12, 20)]
+    assert seconds < 3 + 2 + 10
+
+
+def test_ranks_that_end_well_or_have_told_need_no_cause(attempt):
+    assert attempt(AFTER, AFTER)[0] == supervise.Ended(0, None, False)
+    for status in (2, REWIND):
+        assert attempt(AFTER + f"raise SystemExit({status})", AFTER)[0] == supervise.Ended(status, None, False)
+
+
+def test_secrets_stay_out_of_the_cause(attempt, tmp_path):
+    (tmp_path / "ranks" / "rank-0.log").write_text("key " + "0123456789" * 4)
+    ended, _ = attempt(AFTER + "raise SystemExit(1)")
+    assert "key ***" in ended.cause
+
+
+def test_a_launcher_that_starts_nobody_is_named(tmp_path):
+    ended = supervise.supervise([sys.executable, "-c", "raise SystemExit(4)"], None, RunFolder(tmp_path), 2)
+    assert ended == supervise.Ended(4, "the DeepSpeed launcher ended with exit status 4", False)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"), [(None, 247, "SIGKILL"), (None, 7, "status 7"), (-6, 1, "SIGABRT")]
+)
+def test_how_a_process_ended(code, status, said):
+    assert said in causes.how(code, status)
+
+
+@pytest.mark.parametrize("how", ["asleep", "with the interpreter's lock"])
+def test_a_run_in_which_nothing_happens_ends_and_shows_where(ranks, tmp_path, model_folder, conversations, how):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, small(model_folder, conversations, hang_minutes=0.1, save_steps=2))
+    begun = time.monotonic()
+    statuses = ranks.run(hang, str(run.path), how, log=tmp_path / "log")
+    assert statuses == [1, 1] and time.monotonic() - begun < 120, read_logs(tmp_path / "log")
+    assert causes.stacks(run) == [0, 1]
+    assert "hang_here" in (run.ranks / "rank-1.stack").read_text()
+    assert "hang_here" not in (run.ranks / "rank-0.stack").read_text()
+    assert "in all_reduce" in (run.ranks / "rank-0.stack").read_text()
+    assert causes.tell(run, [], 1, 2).startswith("no step ended for 0.1 minutes")
+    assert "rank 2 wrote none: stopped, or cut off" in causes.tell(run, [], 1, 3)
+    assert "step 3/6" not in read_logs(tmp_path / "log")[0]
+
+
+def test_the_watchdog_can_be_off_and_costs_little(ranks, tmp_path, model_folder, conversations, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, small(model_folder, conversations, hang_minutes=0))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    assert not list(run.ranks.glob("*.stack")) and len(list(run.ranks.glob("*.log"))) == 2
+    monkeypatch.setenv("RANK", "0")
+    dog = watchdog.Watchdog(run, 1)
+    dog.on_train_begin()
+    begun = time.perf_counter()
+    for _ in range(200):
+        dog.on_step_end()
+    dog.on_train_end()
+    assert (time.perf_counter() - begun) / 200 < 5e-3  # seconds per step
+
+
+def test_what_a_rank_prints_is_kept(ranks, tmp_path, model_folder, conversations):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, small(model_folder, conversations, on_nan="skip"))
+    assert ranks.run(training_run.main, str(run.path), log=tmp_path / "log") == [2, 2]
+    assert all("on_nan=skip" in (run.ranks / f"rank-{rank}.log").read_text() for rank in (0, 1))
