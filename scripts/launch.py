@@ -6,7 +6,8 @@
     python scripts/launch.py tiny full --resume
 
 It checks what can be checked, writes the run folder, prints and starts the real `deepspeed` command, and passes
-its exit status on. Ctrl-C or SIGTERM writes a checkpoint and ends the run; `--resume` goes on with it.
+its exit status on. Ctrl-C or SIGTERM writes a checkpoint and ends the run; `--resume` goes on with it, and with
+`--max-restarts N` the launcher does so by itself after a crash or a hang.
 """
 
 import argparse
