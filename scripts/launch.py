@@ -10,16 +10,12 @@ its exit status on. Ctrl-C or SIGTERM writes a checkpoint and ends the run; `--r
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import time
 import typing
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -28,6 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from recipes.launching import hosts, survey
+from recipes.launching.supervise import RANK_MODULE, supervise
 from recipes.spec import limits, overrides, pages, run_folder
 from recipes.spec.errors import UserError, redact
 from recipes.spec.layout import bubble, gradient_accumulation_steps
@@ -37,10 +35,6 @@ from recipes.training import ops, preflight, universal
 from recipes.zero_config import lint
 from recipes.zero_config.read import Unreadable
 from recipes.zero_config.sharding import sharding
-
-RANK_MODULE = "recipes.training.run"
-LAST_GRACE = 15
-"""Seconds that ranks get to end after a second Ctrl-C, or after the DeepSpeed launcher is gone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,8 +69,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--gpus",
         type=int,
         metavar="N",
-        help="ranks on this machine (default: all GPUs; without GPUs 2 CPU ranks)",
+        help="ranks per machine (default: all GPUs; without GPUs 2 CPU ranks)",
     )
+    several = parser.add_argument_group("several machines (scripts/README.md)")
+    several.add_argument("--hostfile", type=Path, metavar="F", help="DeepSpeed's: one `name slots=N` per line")
+    several.add_argument("--include", default="", metavar="H", help="of these, as DeepSpeed writes it: host1@host2:0,2")
+    several.add_argument("--exclude", default="", metavar="H", help="without these, in the same form")
+    several.add_argument("--nodes", type=int, metavar="N", help="how many of them (default: all)")
+    several.add_argument("--master-addr", metavar="A", help="where ranks meet (default: the first host's address)")
     parser.add_argument("--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the newest whole checkpoint")
     parser.add_argument("--draft", action="store_true", help="train a shrunken, random model of the same class")
@@ -134,19 +134,25 @@ def run(options: argparse.Namespace) -> int:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
     recipe = preflight.locate(recipe)
     gpus = visible_gpus()
-    ranks = rank_count(options.gpus, gpus)
+    pool = hosts_of(options)
+    ranks = pool.ranks if pool else rank_count(options.gpus, gpus)
     check_config(recipe, ranks)
     check_layout(recipe, ranks)
     if options.resume:
         universal.check(recipe, folder, sharding(recipe.deepspeed), ranks)
     preflight.check_data(recipe)
     folder = folder or run_folder.new(recipe, options.output_dir)
-    command = deepspeed_command(folder, ranks)
+    command = deepspeed_command(folder, ranks, pool, options.master_addr)
 
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
         print(shlex.join(command))
         return 0
+    environment = rank_environment(ranks, gpus)
+    if pool:
+        reports = survey.check(pool, folder.path, options.master_addr, environment["TORCH_EXTENSIONS_DIR"])
+        environment = rank_environment(pool.widest, len(reports[0]["gpus"])) | survey.interfaces(reports, environment)
+        command = deepspeed_command(folder, ranks, pool, options.master_addr or reports[0]["address"])
     if options.resume:
         convert(recipe, folder, ranks)
         run_folder.forget_after(folder, run_folder.newest_checkpoint(folder))
@@ -154,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
     with folder.command.open("a", encoding="utf-8") as log:
         log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n" + shlex.join(command) + "\n")
     print(shlex.join(command), flush=True)
-    status = supervise(command, rank_environment(ranks, gpus))
+    status = hosts.supervised(pool, folder, command, environment) if pool else supervise(command, environment)
     if status == 2 and not folder.metrics.exists():
         shutil.rmtree(folder.path, ignore_errors=True)  # a mistake that the ranks found leaves nothing behind
     return status
@@ -239,16 +245,31 @@ def convert(recipe: Recipe, folder: RunFolder, ranks: int) -> None:
         universal.convert(checkpoint)
 
 
-def deepspeed_command(folder: RunFolder, ranks: int) -> list[str]:
-    """Return the DeepSpeed launcher's command for a run folder."""
+def hosts_of(options: argparse.Namespace) -> hosts.Pool | None:
+    """Return the hosts that were asked for; None: this machine alone.
+
+    Raises:
+        UserError: the hostfile or what is taken of it is wrong.
+    """
+    if options.hostfile:
+        return hosts.read(options.hostfile, options.include, options.exclude, options.nodes, options.gpus)
+    for flag in ("include", "exclude", "nodes", "master_addr"):
+        if getattr(options, flag):
+            raise UserError(f"--{flag.replace('_', '-')} needs --hostfile: without one a run has this machine only.")
+    return None
+
+
+def deepspeed_command(folder: RunFolder, ranks: int, pool: hosts.Pool | None, master: str | None) -> list[str]:
+    """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool."""
     # A port of our own: the launcher's default is often still held by a run that is dying.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
+    where = hosts.launcher_options(pool, master or pool.hosts[0]) if pool else ["--num_gpus", str(ranks)]
     return [
         *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
-        *("--quiet", "--no_local_rank", "--num_gpus", str(ranks), "--master_port", str(port)),
+        *("--quiet", "--no_local_rank", *where, "--master_port", str(port)),
         *("--module", RANK_MODULE, str(folder.path)),
     ]
 
@@ -272,73 +293,6 @@ def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
             "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "2"),
         }
     return os.environ | extra
-
-
-def supervise(command: list[str], environment: dict[str, str]) -> int:
-    """Run the command in a session of its own and return its exit status; nothing of it outlives this call.
-
-    SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second one ends them at once.
-    """
-    launcher = subprocess.Popen(command, env=environment, start_new_session=True)
-    asked = 0
-
-    def forward(number: int, frame: Any) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            print("\nstopping: the ranks write a checkpoint first (again to end at once)", flush=True)
-            signal_ranks(launcher.pid, number)
-        else:
-            os.killpg(launcher.pid, signal.SIGKILL)
-
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        status = launcher.wait()
-    finally:
-        end_session(launcher.pid)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    return status if status >= 0 else 128 - status
-
-
-def signal_ranks(launcher: int, number: int) -> None:
-    """Send a signal to the ranks, and to the launchers above them only when no rank runs yet."""
-    import psutil
-
-    tree = psutil.Process(launcher).children(recursive=True)
-    ranks = [process for process in tree if is_rank(process)]
-    for process in ranks or [psutil.Process(launcher), *tree]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
-            process.send_signal(number)
-
-
-def is_rank(process: Any) -> bool:
-    """Return whether a process is one of the run's ranks, and not a launcher that has their command in its own."""
-    import psutil
-
-    try:
-        command = process.cmdline()
-    except psutil.NoSuchProcess:  # a zombie too
-        return False
-    return RANK_MODULE in command and "deepspeed.launcher.launch" not in command
-
-
-def end_session(session: int) -> None:
-    """Wait for what is left of a session, and end what does not end by itself."""
-    deadline = time.monotonic() + LAST_GRACE
-    while session_alive(session) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if session_alive(session):
-        os.killpg(session, signal.SIGKILL)
-
-
-def session_alive(session: int) -> bool:
-    """Return whether a process group still has members."""
-    try:
-        os.killpg(session, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

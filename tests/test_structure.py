@@ -19,6 +19,7 @@ LAYERS = {
     "machine": set(),
     "planning": {"spec"},
     "training": {"spec"},
+    "launching": {"spec", "machine"},
     "samples": set(),
 }
 """What each package of `recipes` may import from the others."""
