@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.launching import hosts, survey
+from recipes.launching import hosts, kubernetes, slurm, survey
 from recipes.launching.supervise import RANK_MODULE, supervise
 from recipes.spec import limits, overrides, pages, run_folder
 from recipes.spec.errors import UserError, redact
@@ -75,8 +75,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     several.add_argument("--hostfile", type=Path, metavar="F", help="DeepSpeed's: one `name slots=N` per line")
     several.add_argument("--include", default="", metavar="H", help="of these, as DeepSpeed writes it: host1@host2:0,2")
     several.add_argument("--exclude", default="", metavar="H", help="without these, in the same form")
-    several.add_argument("--nodes", type=int, metavar="N", help="how many of them (default: all)")
+    several.add_argument("--nodes", type=int, metavar="N", help="how many of them (default: all), or of a cluster's")
     several.add_argument("--master-addr", metavar="A", help="where ranks meet (default: the first host's address)")
+    several.add_argument("--slurm", action="store_true", help="write a batch script, submit it, follow its log")
+    several.add_argument("--partition", metavar="P", help="with --slurm; account and so on: SBATCH_ACCOUNT ...")
+    several.add_argument(
+        "--time", metavar="T", help="with --slurm: time limit, before which the job saves and requeues"
+    )
+    several.add_argument(
+        "--kubernetes", action="store_true", help="write manifests: Job, JobSet and Kubeflow's TrainJob"
+    )
+    several.add_argument("--image", metavar="I", help=f"with --kubernetes (default: {kubernetes.IMAGE})")
+    several.add_argument("--volume", metavar="V", help=f"its shared claim (default: {kubernetes.VOLUME})")
     parser.add_argument("--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the newest whole checkpoint")
     parser.add_argument("--draft", action="store_true", help="train a shrunken, random model of the same class")
@@ -132,21 +142,24 @@ def run(options: argparse.Namespace) -> int:
     recipe = overrides.apply(recipe, options.overrides)
     if options.draft:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
-    recipe = preflight.locate(recipe)
+    recipe = preflight.locate(recipe, kubernetes.MOUNT if options.kubernetes else None)
     gpus = visible_gpus()
     pool = hosts_of(options)
-    ranks = pool.ranks if pool else rank_count(options.gpus, gpus)
+    job = job_of(options, recipe)
+    ranks = (pool or job).ranks if pool or job else rank_count(options.gpus, gpus)
     check_config(recipe, ranks)
     check_layout(recipe, ranks)
     if options.resume:
         universal.check(recipe, folder, sharding(recipe.deepspeed), ranks)
     preflight.check_data(recipe)
     folder = folder or run_folder.new(recipe, options.output_dir)
+    if job:
+        return submit(options, job, recipe, folder)
     command = deepspeed_command(folder, ranks, pool, options.master_addr)
 
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
-        print(shlex.join(command))
+        print(text + shlex.join(command))
         return 0
     environment = rank_environment(ranks, gpus)
     if pool:
@@ -164,6 +177,43 @@ def run(options: argparse.Namespace) -> int:
     if status == 2 and not folder.metrics.exists():
         shutil.rmtree(folder.path, ignore_errors=True)  # a mistake that the ranks found leaves nothing behind
     return status
+
+
+def submit(options: argparse.Namespace, job: slurm.Job, recipe: Recipe, folder: RunFolder) -> int:
+    """Give the run to a cluster: submit a SLURM job and follow it, or write Kubernetes manifests.
+
+    Raises:
+        UserError: files that pods do not see; SLURM refuses the job.
+    """
+    environment = rank_environment(job.per_node, int(job.gpus))
+    if options.slurm:
+        texts = {str(slurm.path(folder)): slurm.script(job, folder, environment)}
+    else:
+        given = {"image": options.image or kubernetes.IMAGE, "volume": options.volume or kubernetes.VOLUME}
+        given["environment"] = environment
+        texts = kubernetes.texts(kubernetes.manifests(job, recipe, folder, given))
+    if options.dry_run:
+        print(json.dumps(to_dict(recipe), indent=2))
+        for name, text in texts.items():
+            print(f"# {name}\n{text}", end="")
+        return 0
+    new = not folder.recipe.exists()
+    if options.resume:
+        convert(recipe, folder, job.ranks)
+        run_folder.forget_after(folder, run_folder.newest_checkpoint(folder))
+    run_folder.write_recipe(folder, recipe)
+    with folder.command.open("a", encoding="utf-8") as log:
+        log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n")
+    if options.kubernetes:
+        print(kubernetes.how_to(kubernetes.write(folder, texts)))
+        return 0
+    try:
+        number = slurm.submit(folder, *texts.values(), environment)
+    except UserError:
+        if new:
+            shutil.rmtree(folder.path)
+        raise
+    return slurm.follow(number, folder)
 
 
 def check_config(recipe: Recipe, ranks: int) -> None:
@@ -246,16 +296,44 @@ def convert(recipe: Recipe, folder: RunFolder, ranks: int) -> None:
 
 
 def hosts_of(options: argparse.Namespace) -> hosts.Pool | None:
-    """Return the hosts that were asked for; None: this machine alone.
+    """Return the hosts that were asked for; None: no hostfile.
 
     Raises:
-        UserError: the hostfile or what is taken of it is wrong.
+        UserError: the hostfile or what is taken of it is wrong, or options contradict each other.
     """
-    if options.hostfile:
-        return hosts.read(options.hostfile, options.include, options.exclude, options.nodes, options.gpus)
-    for flag in ("include", "exclude", "nodes", "master_addr"):
-        if getattr(options, flag):
-            raise UserError(f"--{flag.replace('_', '-')} needs --hostfile: without one a run has this machine only.")
+    places = [flag for flag in ("hostfile", "slurm", "kubernetes") if getattr(options, flag)]
+    if len(places) > 1:
+        raise UserError(f"--{places[0]} and --{places[1]}: one of them, not both.")
+    for flag, needs in NEEDS.items():
+        if getattr(options, flag) and not set(needs) & set(places):
+            raise UserError(f"--{flag.replace('_', '-')} needs --{' or --'.join(needs)}.")
+    if not options.hostfile:
+        return None
+    return hosts.read(options.hostfile, options.include, options.exclude, options.nodes, options.gpus)
+
+
+NEEDS = {
+    "nodes": ("hostfile", "slurm", "kubernetes"),
+    **dict.fromkeys(("include", "exclude", "master_addr"), ("hostfile",)),
+    **dict.fromkeys(("partition", "time"), ("slurm",)),
+    **dict.fromkeys(("image", "volume"), ("kubernetes",)),
+}
+"""Which of the options for several machines mean something only with which others."""
+
+
+def job_of(options: argparse.Namespace, recipe: Recipe) -> slurm.Job | None:
+    """Return what a cluster is asked for; None: no cluster.
+
+    Raises:
+        UserError: the cluster does not have it.
+    """
+    if options.kubernetes:
+        if options.resume:
+            raise UserError("--kubernetes --resume: apply the run's manifests again; pods resume by themselves.")
+        return kubernetes.job(recipe.name, options.nodes, options.gpus)
+    if options.slurm:
+        asked = (options.nodes, options.gpus, options.partition, options.time)
+        return slurm.job(recipe.name, *asked, dry_run=options.dry_run)
     return None
 
 

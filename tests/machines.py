@@ -109,10 +109,10 @@ class Hosts:
             *("StrictModes=no", "PermitRootLogin=yes", "PidFile=none", "UsePAM=no", "MaxStartups=100"),
         ]
         sshd = f"/usr/sbin/sshd -D -e -f /dev/null {' '.join('-o ' + option for option in options)}"
-        log = (self.folder / f"sshd{index}.log").open("a")
         # `ip netns exec` gives the command a mount namespace of its own too.
         command = ["ip", "netns", "exec", self.spaces[index], "sh", "-c", f"{before} && exec {sshd}"]
-        self.servers.append(subprocess.Popen(command, stdout=log, stderr=log))
+        with (self.folder / f"sshd{index}.log").open("a") as log:
+            self.servers.append(subprocess.Popen(command, stdout=log, stderr=log))
         deadline = time.monotonic() + 20
         while not answers(self.addresses[index]):
             assert time.monotonic() < deadline, (self.folder / f"sshd{index}.log").read_text()

@@ -7,23 +7,28 @@ from collections.abc import Iterator
 
 import psutil
 
-RANK_MODULE = "recipes.training.run"
-LAUNCHER_MODULE = "deepspeed.launcher.launch"
+RANK = ["-u", "-m", "recipes.training.run"]
+LAUNCHER = ["-u", "-m", "deepspeed.launcher.launch"]
+"""How DeepSpeed starts a rank, and on other hosts its own launcher. `ssh` and `pdsh` have the same words later on."""
 
 
-def of_run(folder: str, launchers: bool = False) -> Iterator[psutil.Process]:
-    """Yield the processes that run the folder's ranks, and DeepSpeed's per-node launchers too if wanted."""
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if RANK_MODULE in command and folder in command and (launchers or LAUNCHER_MODULE not in command):
-            yield process
+def of_run(folder: str, launchers: bool) -> Iterator[psutil.Process]:
+    """Yield the processes that run the folder's ranks, after DeepSpeed's launchers on this machine if wanted."""
+    kinds = (LAUNCHER, RANK) if launchers else (RANK,)
+    for kind in kinds:
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if command[1:4] == kind and folder in command:
+                yield process
 
 
 def send(number: int, folder: str) -> int:
-    """Signal the run's ranks and return how many there were; SIGKILL goes to the launchers first."""
+    """Signal the run's ranks and return how many processes there were.
+
+    SIGKILL goes to their launchers too, and first: a launcher that sees its ranks die calls that a failure of theirs.
+    """
     found = list(of_run(folder, launchers=number == signal.SIGKILL))
-    # A launcher that sees its ranks die would report that as a failure of theirs.
-    for process in sorted(found, key=lambda one: LAUNCHER_MODULE not in one.info["cmdline"]):
+    for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
             process.send_signal(number)
     return len(found)
