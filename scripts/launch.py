@@ -159,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
-        print(text + shlex.join(command))
+        print(shlex.join(command))
         return 0
     environment = rank_environment(ranks, gpus)
     if pool:

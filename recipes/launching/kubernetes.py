@@ -215,10 +215,16 @@ def _trainjob(asked: Job, name: str, pod: dict[str, Any]) -> list[dict[str, Any]
 
 
 def texts(found: Mapping[str, list[dict]]) -> dict[str, str]:
-    """Return the manifests as YAML, by file name."""
+    """Return the manifests as YAML, by file name; texts of several lines as blocks, for people to read."""
     import yaml
 
-    return {file: yaml.safe_dump_all(objects, sort_keys=False, width=120) for file, objects in found.items()}
+    def block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in text else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda *_: True})
+    dumper.add_representer(str, block)
+    return {name: yaml.dump_all(objects, Dumper=dumper, sort_keys=False) for name, objects in found.items()}
 
 
 def write(folder: RunFolder, written: Mapping[str, str]) -> Path:
