@@ -109,8 +109,10 @@ class Hosts:
             *("StrictModes=no", "PermitRootLogin=yes", "PidFile=none", "UsePAM=no", "MaxStartups=100"),
         ]
         sshd = f"/usr/sbin/sshd -D -e -f /dev/null {' '.join('-o ' + option for option in options)}"
-        # `ip netns exec` gives the command a mount namespace of its own too.
-        command = ["ip", "netns", "exec", self.spaces[index], "sh", "-c", f"{before} && exec {sshd}"]
+        # `ip netns exec` gives the command a mount namespace of its own too. Its own processes make it a host whose
+        # `ps` does not show the other's.
+        own = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        command = ["ip", "netns", "exec", self.spaces[index], *own, "sh", "-c", f"{before} && exec {sshd}"]
         with (self.folder / f"sshd{index}.log").open("a") as log:
             self.servers.append(subprocess.Popen(command, stdout=log, stderr=log))
         deadline = time.monotonic() + 20

@@ -1,6 +1,7 @@
 """A run's ranks on this machine, told by its folder: `python -m recipes.launching.ranks SIGNAL_NUMBER RUN_FOLDER`."""
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,8 +19,16 @@ def of_run(folder: str, launchers: bool) -> Iterator[psutil.Process]:
     for kind in kinds:
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
-            if command[1:4] == kind and folder in command:
+            if command[1:4] == kind and folder in command and _of_this_node(process):
                 yield process
+
+
+def _of_this_node(process: psutil.Process) -> bool:
+    """Return whether a rank is this SLURM node's: several slurmd may share a machine."""
+    try:
+        return process.environ().get("SLURM_NODEID") == os.environ.get("SLURM_NODEID")
+    except psutil.Error:  # it ended by itself
+        return False
 
 
 def send(number: int, folder: str) -> int:

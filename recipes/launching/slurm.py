@@ -78,11 +78,9 @@ def job(
     nodes = 1 if nodes is None else nodes
     if nodes < 1 or (ranks is not None and ranks < 1):
         raise UserError("--nodes and --gpus: at least 1.")
-    if not shutil.which("sinfo") or not shutil.which("sbatch"):
-        if not dry_run:
-            raise UserError("--slurm: no sbatch here; run this on a login node, or look at the script with --dry-run.")
+    there = _partitions_here(dry_run)
+    if there is None:
         return Job(name, nodes, ranks or 1, True, partition, limit)
-    there = list(partitions(ask("sinfo", "-h", "-o", "%P|%D|%G")))
     wanted = next((one for one in there if partition in (None, one.name)), None)
     if wanted is None:
         raise UserError(f"--partition {partition}: this cluster has {', '.join(one.name for one in there) or 'none'}.")
@@ -91,6 +89,20 @@ def job(
     if wanted.gpus and ranks and ranks > wanted.gpus:
         raise UserError(f"--gpus {ranks}: the nodes of partition {wanted.name} have {wanted.gpus}.")
     return Job(name, nodes, ranks or wanted.gpus or 2, wanted.gpus > 0, partition, limit)
+
+
+def _partitions_here(dry_run: bool) -> list[Partition] | None:
+    """Return what this cluster has; None where there is none and nothing is about to be submitted."""
+    if not shutil.which("sinfo") or not shutil.which("sbatch"):
+        if dry_run:
+            return None
+        raise UserError("--slurm: no sbatch here; run this on a login node, or look at the script with --dry-run.")
+    try:
+        return list(partitions(ask("sinfo", "-h", "-o", "%P|%D|%G")))
+    except UserError:
+        if dry_run:
+            return None
+        raise
 
 
 def ask(*command: str) -> str:
@@ -191,15 +203,15 @@ def follow(number: str, folder: RunFolder) -> int:
     print(
         f"job {number}; its log is {log(folder)} (Ctrl-C leaves the job running: scancel {number} ends it)", flush=True
     )
-    shown, state = 0, ""
+    shown, state, reason = 0, "", ""
     try:
         while True:
             facts = subprocess.run(["scontrol", "-o", "show", "job", number], capture_output=True, text=True).stdout
-            found = re.search(r"JobState=(\w+)", facts)
+            found = re.search(r"JobState=(\w+) Reason=(\w+)", facts)
             shown = _print_from(log(folder), shown)
-            if found and found[1] != state:
-                state = found[1]
-                print(f"job {number}: {state.lower()}", flush=True)
+            if found and found.groups() != (state, reason):
+                state, reason = found.groups()
+                print(f"job {number}: {state.lower()}{'' if reason == 'None' else f' ({reason})'}", flush=True)
             going = (
                 "PENDING",
                 "CONFIGURING",
