@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.launching import restarts
+from recipes.launching import hosts, kubernetes, restarts, slurm, survey
 from recipes.launching.supervise import RANK_MODULE, Ended, supervise
 from recipes.planning import forecast, report
 from recipes.planning.hardware import Cluster
@@ -72,8 +72,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--gpus",
         type=int,
         metavar="N",
-        help="ranks on this machine (default: all GPUs; without GPUs 2 CPU ranks)",
+        help="ranks per machine (default: all GPUs; without GPUs 2 CPU ranks)",
     )
+    several = parser.add_argument_group("several machines (scripts/README.md)")
+    several.add_argument("--hostfile", type=Path, metavar="F", help="DeepSpeed's: one `name slots=N` per line")
+    several.add_argument("--include", default="", metavar="H", help="of these, as DeepSpeed writes it: host1@host2:0,2")
+    several.add_argument("--exclude", default="", metavar="H", help="without these, in the same form")
+    several.add_argument("--nodes", type=int, metavar="N", help="how many of them (default: all), or of a cluster's")
+    several.add_argument("--master-addr", metavar="A", help="where ranks meet (default: the first host's address)")
+    several.add_argument("--slurm", action="store_true", help="write a batch script, submit it, follow its log")
+    several.add_argument("--partition", metavar="P", help="with --slurm; account and so on: SBATCH_ACCOUNT ...")
+    several.add_argument(
+        "--time", metavar="T", help="with --slurm: time limit, before which the job saves and requeues"
+    )
+    several.add_argument(
+        "--kubernetes", action="store_true", help="write manifests: Job, JobSet and Kubeflow's TrainJob"
+    )
+    several.add_argument("--image", metavar="I", help=f"with --kubernetes (default: {kubernetes.IMAGE})")
+    several.add_argument("--volume", metavar="V", help=f"its shared claim (default: {kubernetes.VOLUME})")
     parser.add_argument("--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the newest whole checkpoint")
     parser.add_argument(
@@ -139,11 +155,13 @@ def run(options: argparse.Namespace) -> int:
     if options.draft:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
     gpus = visible_gpus()
-    ranks = rank_count(options.gpus, gpus)
-    cluster = forecast.machine(ranks) if gpus else None
+    pool = hosts_of(options)
+    job = job_of(options, recipe)
+    ranks = (pool or job).ranks if pool or job else rank_count(options.gpus, gpus)
+    cluster = forecast.machine(ranks) if gpus and not (pool or job) else None
     if recipe.deepspeed == forecast.AUTO:
         recipe = chosen(recipe, page, [change.partition("=")[0] for change in options.overrides], cluster)
-    recipe = preflight.locate(recipe)
+    recipe = preflight.locate(recipe, kubernetes.MOUNT if options.kubernetes else None)
     check_config(recipe, ranks)
     check_layout(recipe, ranks)
     if options.resume:
@@ -154,22 +172,38 @@ def run(options: argparse.Namespace) -> int:
     if cluster and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), cluster)):
         print(forecast.line(plan), flush=True)
     folder = folder or run_folder.new(recipe, options.output_dir)
+    if job:
+        return submit(options, job, recipe, folder)
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
-        print(shlex.join(deepspeed_command(folder, ranks)))
+        print(shlex.join(deepspeed_command(folder, ranks, pool, options.master_addr)))
         return 0
+    addresses: dict[str, str] = {}
+    environment = rank_environment(ranks, gpus)
+    if pool:
+        reports = survey.check(pool, folder.path, options.master_addr, environment["TORCH_EXTENSIONS_DIR"])
+        environment = rank_environment(pool.widest, len(reports[0]["gpus"])) | survey.interfaces(reports, environment)
+        addresses = {host: report["address"] for host, report in zip(pool.hosts, reports, strict=True)}
     if options.resume:
         restarts.make_ready(recipe, folder, ranks)
     run_folder.write_recipe(folder, recipe)
 
     def start(ranks: int) -> Ended:
-        command = deepspeed_command(folder, ranks)
+        taken = pool and hosts.taking(pool, ranks)
+        master = options.master_addr or (taken and addresses[taken.hosts[0]])
+        command = deepspeed_command(folder, ranks, taken, master)
         with folder.command.open("a", encoding="utf-8") as log:
             log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n" + shlex.join(command) + "\n")
         print(shlex.join(command), flush=True)
+        if taken:
+            return hosts.supervised(taken, folder, command, environment)
         return supervise(command, rank_environment(ranks, gpus), folder, ranks)
 
     def available() -> int:
+        nonlocal pool
+        if pool:
+            pool = hosts.reachable(pool)
+            return pool.ranks
         return visible_gpus() if gpus else ranks
 
     status = restarts.keep_going(recipe, folder, ranks, options.max_restarts, start, available)
@@ -193,6 +227,42 @@ def chosen(recipe: Recipe, page: Recipe, given: list[str], cluster: Cluster | No
     best = forecast.choose(located, given, cluster)
     print(f"deepspeed=auto: {' '.join(report.changes(located, best)) or best.deepspeed}", flush=True)
     return replace(best, model=recipe.model)
+
+
+def submit(options: argparse.Namespace, job: slurm.Job, recipe: Recipe, folder: RunFolder) -> int:
+    """Give the run to a cluster: submit a SLURM job and follow it, or write Kubernetes manifests.
+
+    Raises:
+        UserError: files that pods do not see; SLURM refuses the job.
+    """
+    environment = rank_environment(job.per_node, int(job.gpus))
+    if options.slurm:
+        texts = {str(slurm.path(folder)): slurm.script(job, folder, environment)}
+    else:
+        given = {"image": options.image or kubernetes.IMAGE, "volume": options.volume or kubernetes.VOLUME}
+        given["environment"] = environment
+        texts = kubernetes.texts(kubernetes.manifests(job, recipe, folder, given))
+    if options.dry_run:
+        print(json.dumps(to_dict(recipe), indent=2))
+        for name, text in texts.items():
+            print(f"# {name}\n{text}", end="")
+        return 0
+    new = not folder.recipe.exists()
+    if options.resume:
+        restarts.make_ready(recipe, folder, job.ranks)
+    run_folder.write_recipe(folder, recipe)
+    with folder.command.open("a", encoding="utf-8") as log:
+        log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n")
+    if options.kubernetes:
+        print(kubernetes.how_to(kubernetes.write(folder, texts)))
+        return 0
+    try:
+        number = slurm.submit(folder, *texts.values(), environment)
+    except UserError:
+        if new:
+            shutil.rmtree(folder.path)
+        raise
+    return slurm.follow(number, folder)
 
 
 def check_config(recipe: Recipe, ranks: int) -> None:
@@ -261,16 +331,59 @@ def rank_count(asked: int | None, gpus: int) -> int:
     return asked
 
 
-def deepspeed_command(folder: RunFolder, ranks: int) -> list[str]:
-    """Return the DeepSpeed launcher's command for a run folder."""
+def hosts_of(options: argparse.Namespace) -> hosts.Pool | None:
+    """Return the hosts that were asked for; None: no hostfile.
+
+    Raises:
+        UserError: the hostfile or what is taken of it is wrong, or options contradict each other.
+    """
+    places = [flag for flag in ("hostfile", "slurm", "kubernetes") if getattr(options, flag)]
+    if len(places) > 1:
+        raise UserError(f"--{places[0]} and --{places[1]}: one of them, not both.")
+    for flag, needs in NEEDS.items():
+        if getattr(options, flag) and not set(needs) & set(places):
+            raise UserError(f"--{flag.replace('_', '-')} needs --{' or --'.join(needs)}.")
+    if not options.hostfile:
+        return None
+    return hosts.read(options.hostfile, options.include, options.exclude, options.nodes, options.gpus)
+
+
+NEEDS = {
+    "nodes": ("hostfile", "slurm", "kubernetes"),
+    **dict.fromkeys(("include", "exclude", "master_addr"), ("hostfile",)),
+    **dict.fromkeys(("partition", "time"), ("slurm",)),
+    **dict.fromkeys(("image", "volume"), ("kubernetes",)),
+}
+"""Which of the options for several machines mean something only with which others."""
+
+
+def job_of(options: argparse.Namespace, recipe: Recipe) -> slurm.Job | None:
+    """Return what a cluster is asked for; None: no cluster.
+
+    Raises:
+        UserError: the cluster does not have it.
+    """
+    if options.kubernetes:
+        if options.resume:
+            raise UserError("--kubernetes --resume: apply the run's manifests again; pods resume by themselves.")
+        return kubernetes.job(recipe.name, options.nodes, options.gpus)
+    if options.slurm:
+        asked = (options.nodes, options.gpus, options.partition, options.time)
+        return slurm.job(recipe.name, *asked, dry_run=options.dry_run)
+    return None
+
+
+def deepspeed_command(folder: RunFolder, ranks: int, pool: hosts.Pool | None, master: str | None) -> list[str]:
+    """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool."""
     # A port of our own: the launcher's default is often still held by a run that is dying.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
+    where = hosts.launcher_options(pool, master or pool.hosts[0]) if pool else ["--num_gpus", str(ranks)]
     return [
         *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
-        *("--quiet", "--no_local_rank", "--num_gpus", str(ranks), "--master_port", str(port)),
+        *("--quiet", "--no_local_rank", *where, "--master_port", str(port)),
         *("--module", RANK_MODULE, str(folder.path)),
     ]
 

@@ -19,7 +19,7 @@ LAYERS = {
     "machine": set(),
     "planning": {"spec"},
     "training": {"spec"},
-    "launching": {"spec", "training", "zero_config"},
+    "launching": {"spec", "machine", "training", "zero_config"},
     "samples": set(),
 }
 """What each package of `recipes` may import from the others."""

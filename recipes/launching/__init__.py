@@ -1,1 +1,1 @@
-"""How a run is started and kept going: processes, machines, restarts."""
+"""How a run is started and kept going: processes, restarts, other hosts over ssh, SLURM, Kubernetes."""

@@ -62,4 +62,4 @@ def stacks(run: RunFolder) -> list[int]:
 def forget_stacks(run: RunFolder) -> None:
     """Remove the stacks of an attempt that is over."""
     for file in run.ranks.glob("rank-*.stack"):
-        file.unlink()
+        file.unlink(missing_ok=True)  # each node of several does it

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,18 @@ class Ended:
     """Whether somebody has stopped it."""
 
 
-def supervise(command: list[str], environment: dict[str, str], run: RunFolder, ranks: int) -> Ended:
+def supervise(
+    command: list[str],
+    environment: dict[str, str],
+    run: RunFolder,
+    ranks: int,
+    tell: Callable[[int, int], None] | None = None,
+) -> Ended:
     """Run the command in a session of its own and say how it ended; nothing of it outlives this call.
 
     SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second one ends them at once. When one of
-    the `ranks` on this machine dies, the others get `LAST_GRACE` seconds.
+    the `ranks` on this machine dies, the others get `LAST_GRACE` seconds. `tell(launcher, number)` takes the signal to
+    ranks that do not run on this machine.
     """
     causes.forget_stacks(run)
     launcher = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -50,7 +58,7 @@ def supervise(command: list[str], environment: dict[str, str], run: RunFolder, r
         asked += 1
         if asked == 1:
             print("\nstopping: the ranks write a checkpoint first (again to end at once)", flush=True)
-            signal_ranks(launcher.pid, number)
+            (tell or signal_ranks)(launcher.pid, number)
         else:
             os.killpg(launcher.pid, signal.SIGKILL)
 

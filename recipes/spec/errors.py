@@ -21,6 +21,11 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def is_secret(name: str, value: str) -> bool:
+    """Return whether a variable's name or value looks like a credential's."""
+    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+
+
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` with everything that looks like a credential replaced by `***`.
 

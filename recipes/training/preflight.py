@@ -21,32 +21,35 @@ STREAMED = 1000
 """How many examples of a streamed file are checked before the launch."""
 
 
-def locate(recipe: Recipe) -> Recipe:
+def locate(recipe: Recipe, elsewhere: str | None = None) -> Recipe:
     """Return the recipe with its local paths made absolute, so that every rank and a later resume find them.
 
     A path is looked up from the current folder first, then from the project's root; the DeepSpeed file also in
-    `configs/`. What is found nowhere and looks like a Hub id stays as it is.
+    `configs/`. What is found nowhere and looks like a Hub id stays as it is, and so does what lies under `elsewhere`,
+    a folder of another machine's.
 
     Raises:
         UserError: a file that does not exist.
     """
     data = replace(
         recipe.data,
-        path=_each_local("data.path", recipe.data.path),
-        validation=recipe.data.validation and _each_local("data.validation", recipe.data.validation),
+        path=_each_local("data.path", recipe.data.path, elsewhere),
+        validation=recipe.data.validation and _each_local("data.validation", recipe.data.validation, elsewhere),
     )
-    model = replace(recipe.model, path=_local("model.path", recipe.model.path))
+    model = replace(recipe.model, path=_local("model.path", recipe.model.path, elsewhere))
     if model.chat_template not in ("auto", "chatml"):
-        model = replace(model, chat_template=_local("model.chat_template", model.chat_template))
-    deepspeed = _local("deepspeed", recipe.deepspeed, ROOT / "configs")
+        model = replace(model, chat_template=_local("model.chat_template", model.chat_template, elsewhere))
+    deepspeed = _local("deepspeed", recipe.deepspeed, None, ROOT / "configs")
     return replace(recipe, data=data, model=model, deepspeed=deepspeed)
 
 
-def _each_local(key: str, paths: str) -> str:
-    return ",".join(_local(key, path) for path in names(paths))
+def _each_local(key: str, paths: str, elsewhere: str | None) -> str:
+    return ",".join(_local(key, path, elsewhere) for path in names(paths))
 
 
-def _local(key: str, path: str, *folders: Path) -> str:
+def _local(key: str, path: str, elsewhere: str | None, *folders: Path) -> str:
+    if elsewhere and Path(path).is_relative_to(elsewhere):
+        return path
     for folder in (Path(), *folders, ROOT):
         if (folder / path).exists():
             return str((folder / path).resolve())

@@ -1,0 +1,151 @@
+"""Two hosts on one machine: network namespaces on a bridge, each with a real sshd; and whether that can be had here."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+NEEDED = {"sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh", "ip": "iproute2"}
+SBIN = "/usr/sbin:/sbin"
+
+
+def without_hosts() -> str:
+    """Return why two hosts cannot be made here; empty if they can."""
+    missing = [
+        package for tool, package in NEEDED.items() if not shutil.which(tool, path=f"{os.environ['PATH']}:{SBIN}")
+    ]
+    if os.getuid() != 0:
+        return "network namespaces need root"
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    probe = subprocess.run(["ip", "netns", "add", f"ds{os.getpid()}"], capture_output=True, text=True)
+    if probe.returncode:
+        return f"no network namespaces: {probe.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", f"ds{os.getpid()}"], check=True)
+    return ""
+
+
+@dataclass
+class Hosts:
+    """Two hosts, `addresses`, that take root's logins over ssh with a key in `folder`.
+
+    ssh looks for its configuration in the account's home and nowhere else, which is not the tests' to write to: so a
+    script named ssh, first on the PATH, adds `-F`.
+    """
+
+    folder: Path
+
+    def __enter__(self) -> "Hosts":
+        self.folder.mkdir(parents=True)
+        self.tag = f"{os.getpid() % 100000:05d}"
+        self.bridge, self.spaces = f"dsb{self.tag}", [f"ds{self.tag}a", f"ds{self.tag}b"]
+        self.network = f"10.{173 + os.getpid() % 50}.{os.getpid() % 251}"
+        self.addresses = [f"{self.network}.1", f"{self.network}.2"]
+        self.servers: list[subprocess.Popen] = []
+        try:
+            self._connect()
+            self._keys()
+            for index in range(2):
+                self.serve(index)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            server.terminate()
+            server.wait()
+        for space in self.spaces:
+            pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True).stdout.split()
+            for pid in pids:
+                os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True)
+        subprocess.run(["ip", "link", "delete", self.bridge], capture_output=True)
+        if self.made_run:
+            shutil.rmtree("/run/sshd", ignore_errors=True)
+
+    def _connect(self) -> None:
+        ip("link", "add", self.bridge, "type", "bridge")
+        ip("address", "add", f"{self.network}.254/24", "dev", self.bridge)
+        ip("link", "set", self.bridge, "up")
+        for index, space in enumerate(self.spaces):
+            ip("netns", "add", space)
+            ip("link", "add", f"{self.bridge}{index}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", f"{self.bridge}{index}", "master", self.bridge, "up")
+            ip("-n", space, "address", "add", f"{self.addresses[index]}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "eth0", "up")
+            ip("-n", space, "link", "set", "lo", "up")
+
+    def _keys(self) -> None:
+        for name in ("host", "user"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name], check=True)
+        config = [
+            f"IdentityFile {self.folder / 'user'}",
+            f"UserKnownHostsFile {self.folder / 'known'}",
+            "StrictHostKeyChecking accept-new",
+            "IdentitiesOnly yes",
+            "LogLevel ERROR",
+        ]
+        (self.folder / "config").write_text("\n".join(config) + "\n")
+        script = self.folder / "bin" / "ssh"
+        script.parent.mkdir()
+        script.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.folder / "config"} "$@"\n')
+        script.chmod(0o755)
+        self.made_run = not Path("/run/sshd").exists()
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's separated process is locked in there
+
+    def serve(self, index: int, before: str = "true") -> None:
+        """Start a host's sshd; `before` is a shell command run first in its namespaces, of network and of mounts."""
+        options = [
+            f"ListenAddress={self.addresses[index]}",
+            f"HostKey={self.folder / 'host'}",
+            f"AuthorizedKeysFile={self.folder / 'user.pub'}",
+            *("StrictModes=no", "PermitRootLogin=yes", "PidFile=none", "UsePAM=no", "MaxStartups=100"),
+        ]
+        sshd = f"/usr/sbin/sshd -D -e -f /dev/null {' '.join('-o ' + option for option in options)}"
+        # `ip netns exec` gives the command a mount namespace of its own too. Its own processes make it a host whose
+        # `ps` does not show the other's.
+        own = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        command = ["ip", "netns", "exec", self.spaces[index], *own, "sh", "-c", f"{before} && exec {sshd}"]
+        with (self.folder / f"sshd{index}.log").open("a") as log:
+            self.servers.append(subprocess.Popen(command, stdout=log, stderr=log))
+        deadline = time.monotonic() + 20
+        while not answers(self.addresses[index]):
+            assert time.monotonic() < deadline, (self.folder / f"sshd{index}.log").read_text()
+            time.sleep(0.05)
+
+    def change(self, index: int, before: str) -> None:
+        """Make a host another one: its sshd again, after `before`."""
+        server = self.servers[index]
+        server.terminate()
+        server.wait()
+        self.serve(index, before)
+        self.servers[index] = self.servers.pop()
+
+    def hostfile(self, slots: int = 1, hosts: list[str] | None = None) -> Path:
+        """Write a hostfile."""
+        path = self.folder / "hosts"
+        path.write_text("".join(f"{address} slots={slots}\n" for address in hosts or self.addresses))
+        return path
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment in which ssh reaches the hosts."""
+        return os.environ | {"PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}:{SBIN}"}
+
+
+def ip(*arguments: str) -> None:
+    """Run iproute2."""
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def answers(address: str, port: int = 22) -> bool:
+    """Return whether somebody listens there."""
+    with socket.socket() as client:
+        client.settimeout(1)
+        return client.connect_ex((address, port)) == 0

@@ -1,0 +1,317 @@
+"""Several hosts: the hostfile by DeepSpeed's own rules, the pre-flight, and a run over ssh on two real hosts."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from deepspeed.launcher import runner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.launching import hosts, probe, survey, variables
+from recipes.spec.errors import UserError
+from recipes.spec.pages import ROOT
+from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from tests.machines import Hosts, without_hosts
+from tests.small import small
+from tests.test_launch import LAUNCH, processes_of
+
+HERE = pytest.mark.skipif(bool(without_hosts()), reason=without_hosts() or "two hosts can be made here")
+MISTAKES = {
+    "a 8\n": "`a 8` is no host",
+    "a slots=x\n": "no host",
+    "a slots=4 extra\n": "no host",
+    "a;reboot slots=4\n": "no host",
+    "-oProxyCommand=x slots=4\n": "no host",
+    "a slots=0\n": "slots=0",
+    "# two\na slots=2\n\na slots=2\n": ":4: a stands here a second time",
+    "": "no hosts",
+    "# nothing\n": "no hosts",
+}
+FILTERS = {
+    "c": "'c' is not in",
+    "a:9": "slots 0 to 3",
+    "a:x": "slots are numbers",
+    "a:": "slots are numbers",
+    "a:0,": "slots are numbers",
+}
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("a slots=4  # the first\n\nb slots=2\n")
+    return path
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_hostfile_with_a_mistake_is_refused_with_its_line(text, tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    done = subprocess.run([*LAUNCH, "tiny", "full", "--hostfile", path], capture_output=True, text=True)
+    assert done.returncode == 2 and MISTAKES[text] in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not done.stdout
+
+
+@pytest.mark.parametrize("asked", FILTERS)
+def test_a_filter_that_names_what_is_not_there_is_refused(asked, hostfile):
+    for name in ("include", "exclude"):
+        with pytest.raises(UserError, match=FILTERS[asked]):
+            hosts.read(hostfile, **{name: asked})
+
+
+def test_more_than_there_is_and_contradictions_are_refused(hostfile, tmp_path):
+    for wanted, hint in (
+        ({"nodes": 3}, "has 2 hosts"),
+        ({"nodes": 0}, "has 2 hosts"),
+        ({"gpus": 3}, "b has slots=2"),
+        ({"include": "a", "exclude": "b"}, "not both"),
+        ({"include": "a", "nodes": 1}, "leave out"),
+        ({"exclude": "a@b"}, "leaves no host"),
+    ):
+        with pytest.raises(UserError, match=hint):
+            hosts.read(hostfile, **wanted)
+    with pytest.raises(UserError, match="No such file"):
+        hosts.read(tmp_path / "nowhere")
+    alone = subprocess.run([*LAUNCH, "tiny", "full", "--nodes", "2"], capture_output=True, text=True)
+    assert alone.returncode == 2 and "--nodes needs --hostfile" in alone.stderr
+
+
+NAMES = ("n1", "n2", "n3")
+SLOTS = st.lists(st.integers(0, 3), max_size=3)
+PARTS = st.lists(st.tuples(st.sampled_from(NAMES), SLOTS), min_size=1, max_size=3)
+
+
+@given(st.lists(st.integers(1, 4), min_size=3, max_size=3), PARTS, st.booleans(), st.integers(0, 3))
+def test_what_is_left_of_a_hostfile_is_what_deepspeed_leaves(tmp_path_factory, counts, parts, include, nodes):
+    path = tmp_path_factory.mktemp("filter") / "hosts"
+    path.write_text("".join(f"{name} slots={count}\n" for name, count in zip(NAMES, counts, strict=True)))
+    text = "@".join(f"{name}:{','.join(map(str, slots))}" if slots else name for name, slots in parts)
+    asked = {"include" if include else "exclude": text} if not nodes else {"nodes": nodes, "gpus": 1}
+    pool = runner.fetch_hostfile(str(path))
+    try:
+        left = runner.parse_inclusion_exclusion(pool, asked.get("include", ""), asked.get("exclude", ""))
+        left = runner.apply_num_nodes_and_gpus(left, asked.get("nodes", -1), asked.get("gpus", -1))
+    except ValueError:
+        left = {}
+    try:
+        ours = hosts.read(path, **asked).slots
+    except UserError:
+        ours = {}
+    # DeepSpeed takes the last mention of a host in both forms at once (`n1@n1:0`); ours takes them together.
+    if len({name for name, _ in parts}) == len(parts) or nodes:
+        assert list(ours.items()) == [(host, tuple(slots)) for host, slots in left.items()]
+
+
+def test_the_command_is_deepspeeds_own(hostfile, tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: name)
+    pool = hosts.read(hostfile, include="a:0,2@b")
+    options = hosts.launcher_options(pool, "10.0.0.1")
+    seen = runner.parse_args([*options, "script"])
+    assert (seen.hostfile, seen.include, seen.master_addr) == (str(hostfile), "a:0,2@b", "10.0.0.1")
+    assert seen.force_multi and pool.ranks == 4 and pool.widest == 2
+    counted = hosts.read(hostfile, nodes=2, gpus=2)
+    seen = runner.parse_args([*hosts.launcher_options(counted, "a"), "script"])
+    assert (seen.num_nodes, seen.num_gpus, counted.ranks) == (2, 2, 4)
+
+
+def test_secrets_do_not_travel_and_are_named(tmp_path, monkeypatch):
+    token = "hf_" + "a1B2" * 8
+    environment = {
+        "NCCL_DEBUG": "INFO",
+        "HF_HOME": "/shared/hf",
+        "WANDB_MODE": "offline",
+        "https_proxy": "http://proxy:3128",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_TOKEN": token,
+        "WANDB_API_KEY": "short",
+        "http_proxy": "http://ada:secret@proxy:3128",
+        "HF_ENDPOINT": f"https://mirror/?key={token}",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "EDITOR": "vi",
+        "TORCH_EXTENSIONS_DIR": "/ops",
+    }
+    kept = {"NCCL_DEBUG", "HF_HOME", "WANDB_MODE", "https_proxy", "TOKENIZERS_PARALLELISM"}
+    assert set(variables.travelling(environment)) == kept
+    assert variables.staying(environment) == ["HF_ENDPOINT", "HF_TOKEN", "WANDB_API_KEY", "http_proxy"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".deepspeed_env").write_text("MY_OWN=1\nNCCL_DEBUG=WARN\n")
+    (tmp_path / "run").mkdir()
+    lines = hosts.write_environment(RunFolder(tmp_path / "run"), environment).read_text().splitlines()
+    assert lines[0] == "MY_OWN=1" and lines.index("NCCL_DEBUG=WARN") < lines.index("NCCL_DEBUG=INFO")
+    assert "TORCH_EXTENSIONS_DIR=/ops" in lines and f"PATH={Path(sys.executable).parent}:$PATH" in lines
+
+
+def facts(**changes):
+    """Return what a host that can take part says."""
+    return {
+        "commit": "abc",
+        "code": "1",
+        "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.19.8"},
+        "ops": ["cpu_adam"],
+        "gpus": ["H200"] * 8,
+        "free_gib": 9.0,
+        "address": "10.0.0.1",
+        "interface": "eth0",
+        "megabits": 10000,
+        "shared": True,
+        "clock": 0.0,
+        **changes,
+    }
+
+
+DIFFERENCES = {
+    "failed": ("not reachable: x", "n2: not reachable: x"),
+    "code": ("2", "git pull"),
+    "versions": ({"python": "3.11.2", "torch": "2.12.0", "deepspeed": "0.19.8"}, "torch 2.12.0, n1 has 2.13.0"),
+    "ops": ([], "cpu_adam not built"),
+    "gpus": (["H200"] * 4, "4 GPUs, the hostfile says slots=8"),
+    "clock": (7.0, "7 s off"),
+    "interface": ("", "no route to n1"),
+    "shared": (False, "is another folder there"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_each_difference_between_hosts_is_a_reason_not_to_start(name, tmp_path):
+    pool = hosts.Pool({"n1": tuple(range(8)), "n2": tuple(range(8))}, tmp_path)
+    value, hint = DIFFERENCES[name]
+    other = facts(**{name: value})
+    assert survey.problems("n2", facts(), facts(), pool, tmp_path) == []
+    (line,) = survey.problems("n2", other, facts(), pool, tmp_path)
+    assert hint in line and line.startswith("n2: ")
+    head, *rows = survey.table([survey.row("n1", facts(), facts()), survey.row("n2", other, facts())]).splitlines()
+    assert head.split()[0] == "host" and len(rows) == 2 and rows[0] != rows[1].replace("n2", "n1")
+
+
+def test_a_clock_is_off_by_what_lies_outside_the_question(monkeypatch):
+    answer = subprocess.CompletedProcess([], 0, 'welcome\n{"time": 100.0}\n', "")
+    for asked, answered, off in ((99, 101, 0), (90, 95, 5), (103, 104, 3)):
+        assert survey.understood(answer, asked, answered)["clock"] == off
+
+
+def test_two_checkouts_with_the_same_code_have_the_same_fingerprint(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "recipes").mkdir(parents=True)
+        (tmp_path / name / "recipes" / "x.py").write_text("1")
+    assert probe.fingerprint(tmp_path / "a") == probe.fingerprint(tmp_path / "b")
+    (tmp_path / "b" / "recipes" / "x.py").write_text("2")
+    assert probe.fingerprint(tmp_path / "a") != probe.fingerprint(tmp_path / "b")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    with Hosts(tmp_path_factory.mktemp("machines") / "two") as started:
+        yield started
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """Return a folder that a host can be made to lack, with the run's folder in it."""
+    (tmp_path / "shared").mkdir()
+    return RunFolder(tmp_path / "shared" / "run")
+
+
+def launch(two, run, *arguments, **options):
+    command = [*LAUNCH, "tiny", "full", "--output-dir", str(run.path), *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=two.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
+
+
+def ended(process, status=0):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == status, output
+    return output
+
+
+def overrides(recipe, **changes):
+    """Return the recipe of `tests.small` as words of the command line."""
+    fixed = {"precision": "fp32", "packing": "false", "logging_steps": 1, "wandb.mode": "disabled"}
+    fixed |= {"data.validation": "none", "data.metric": "loss", "gradient_checkpointing": "false"}
+    fixed |= {"model.path": recipe.model.path, "data.path": recipe.data.path, "deepspeed": recipe.deepspeed}
+    fixed |= {name: getattr(recipe, name) for name in ("learning_rate", "weight_decay", "max_steps", "save_steps")}
+    fixed |= {name: getattr(recipe, name) for name in ("global_batch_size", "micro_batch_size", "sequence_length")}
+    fixed |= {"schedule.kind": recipe.schedule.kind, "schedule.warmup": recipe.schedule.warmup}
+    return [f"{name}={value}" for name, value in (fixed | changes).items()]
+
+
+@HERE
+def test_two_hosts_train_what_two_ranks_on_one_host_train(two, shared, ranks, model_folder, conversations, tmp_path):
+    recipe = small(model_folder, conversations, "zero3.json")
+    one = RunFolder(tmp_path / "one")
+    write_recipe(one, recipe)
+    ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
+    output = ended(launch(two, shared, "--hostfile", two.hostfile(), *overrides(recipe)))
+    rows = [line for line in output.splitlines() if line.endswith("  shared")]
+    assert len(rows) == 2 and all("right" in row and "eth0" in row for row in rows), output
+    ours, theirs = ([(row["loss"], row["grad_norm"]) for row in read_jsonl(run.metrics)] for run in (shared, one))
+    assert len(ours) == recipe.max_steps and ours == theirs
+    assert read_json(shared.environment)["world_size"] == 2
+    assert f"'{two.addresses[1]}': [0]" in output  # DeepSpeed's own words: the second rank was there
+
+
+@HERE
+def test_a_host_that_cannot_take_part_is_named_and_nothing_starts(two, shared, tmp_path):
+    dead = f"{two.network}.9"
+    output = ended(launch(two, shared, "--hostfile", two.hostfile(hosts=[two.addresses[0], dead])), 2)
+    assert f"{dead}: not reachable" in output and not shared.path.exists()
+
+    name = metadata.distribution("deepspeed").locate_file("deepspeed-0.19.8.dist-info/METADATA")
+    other = tmp_path / "METADATA"
+    other.write_text(Path(name).read_text().replace("Version: 0.19.8", "Version: 0.18.0", 1))
+    changed = tmp_path / "tiny.py"
+    changed.write_text((ROOT / "recipes" / "tiny.py").read_text() + "\n")
+    for before, hint in (
+        (f"mount --bind {other} {name}", "deepspeed 0.18.0"),
+        (f"mount --bind {changed} {ROOT}/recipes/tiny.py", "git pull"),
+        (f"mount -t tmpfs none {shared.path.parent}", "is another folder there"),
+        (f"mount -t tmpfs none {ROOT}", "another checkout or environment"),
+    ):
+        two.change(1, before)
+        output = ended(launch(two, shared, "--hostfile", two.hostfile()), 2)
+        assert f"launch.py: {two.addresses[1]}: " in output and hint in output, output
+        assert not shared.path.exists() and not list(shared.path.parent.iterdir()) and not processes_of(shared)
+    two.change(1, "true")
+
+
+@HERE
+@pytest.mark.every
+def test_ctrl_c_writes_a_checkpoint_on_two_hosts_and_a_dead_rank_ends_both(two, shared, model_folder, conversations):
+    words = overrides(small(model_folder, conversations, "zero3.json", max_steps=400, save_steps=5))
+    process = launch(two, shared, "--hostfile", two.hostfile(), *words)
+    wait_for_step(process, shared, 6)
+    process.send_signal(signal.SIGINT)
+    output = ended(process)
+    stopped = read_json(shared.summary)
+    assert stopped["stopped"] and newest_checkpoint(shared).name == f"checkpoint-{stopped['steps']}", output
+    assert not processes_of(shared)
+    process = launch(two, shared, "--resume", "--hostfile", two.hostfile())
+    wait_for_step(process, shared, stopped["steps"] + 2)
+    rank = next(one for one in processes_of(shared) if one.cmdline()[2:4] == ["-m", "recipes.training.run"])
+    rank.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode not in (0, 2) and not processes_of(shared)
+
+
+def wait_for_step(process, run, step):
+    deadline = time.monotonic() + 240
+    while not any(row["step"] >= step for row in read_jsonl(run.metrics)):
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.1)
+
+
+def test_the_launcher_without_pdsh_says_what_to_install(hostfile, tmp_path):
+    done = subprocess.run(
+        [*LAUNCH, "tiny", "full", "--hostfile", hostfile, "--dry-run"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PATH": "/nowhere"},
+    )
+    assert done.returncode == 2 and "apt-get install pdsh" in done.stderr

@@ -1,0 +1,261 @@
+"""Kubernetes manifests: valid by the published schemas, strictly, and made of parts that fit each other."""
+
+import copy
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from recipes.launching import kubernetes, node
+from recipes.spec import overrides, pages
+from recipes.spec.errors import UserError
+from recipes.spec.pages import ROOT
+from recipes.spec.recipe import from_dict
+from recipes.spec.run_folder import COMPLETE, RunFolder, read_jsonl, write_json
+from recipes.training import preflight
+from tests.test_launch import LAUNCH, launch
+
+SCHEMAS = Path(__file__).parent / "kubernetes_schemas"
+CORE = {"Job": "batch.v1", "Service": "core.v1", "ConfigMap": "core.v1"}
+RECIPES = (
+    ("tiny", "full", 1, 1, ()),
+    ("tiny", "dpo_lora", 1, 2, ()),
+    ("llama3-8b", "full", 2, 8, ("global_batch_size=128",)),
+    ("llama3-8b", "lora", 1, 4, ("wandb.mode=disabled",)),
+    ("llama3-8b", "qlora", 1, 1, ("data.path=/runs/data/train.jsonl", "data.validation=none", "data.metric=loss")),
+    ("llama3-70b", "full_offload", 4, 8, ("global_batch_size=256",)),
+    ("qwen3-8b", "full", 2, 4, ("layout.tensor=2", "deepspeed=tensor_parallel.json")),
+    ("mixtral-8x7b", "expert", 2, 8, ("global_batch_size=128",)),
+    ("mistral-7b", "lora", 1, 8, ("sequence_length=8192", "layout.sequence=2", "deepspeed=sequence_parallel.json")),
+    ("gemma3-4b", "full", 3, 8, ("model.path=/runs/models/gemma", "seed=1")),
+)
+FREE = ("labels", "annotations", "limits", "requests", "selector", "data", "nodeSelector", "matchLabels")
+"""Maps whose keys are the user's."""
+
+
+def strict(schema):
+    """Return a schema that refuses every field it does not know, as `kubectl apply --validate=strict` does."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(part) for key, part in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema:
+        closed["additionalProperties"] = False
+    return closed
+
+
+@pytest.fixture(scope="module")
+def validators():
+    """Return a validator for each kind of object."""
+    core = strict(json.loads((SCHEMAS / "core.json").read_text()))
+    found = {}
+    for kind, group in CORE.items():
+        schema = {"$ref": f"#/components/schemas/io.k8s.api.{group}.{kind}", "components": {"schemas": core}}
+        found[kind] = jsonschema.Draft7Validator(schema)
+    for kind in ("JobSet", "TrainJob", "TrainingRuntime"):
+        schema = strict(json.loads((SCHEMAS / f"{kind}.json").read_text()))
+        schema["properties"]["metadata"] = {
+            "$ref": "#/components/schemas/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
+        }
+        found[kind] = jsonschema.Draft7Validator(schema | {"components": {"schemas": core}})
+    return found
+
+
+def recipe_of(family, variant, changes):
+    return preflight.locate(overrides.apply(pages.find(family, variant), changes), kubernetes.MOUNT)
+
+
+def objects(name, variant, nodes, gpus, changes, environment=None):
+    """Return every object of every file, as a reader of the YAML gets them."""
+    recipe = recipe_of(name, variant, changes)
+    options = {"image": "registry/recipes:1", "volume": "claim", "environment": environment or {"NCCL_DEBUG": "INFO"}}
+    asked = kubernetes.job(recipe.name, nodes, gpus)
+    found = kubernetes.manifests(asked, recipe, RunFolder(Path("/home/ada/20261121-120000")), options)
+    return {file: list(yaml.safe_load_all(text)) for file, text in kubernetes.texts(found).items()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: "-".join(recipe[:2]))
+def test_manifests_are_valid_and_their_parts_fit(recipe, validators):
+    name, variant, nodes, gpus, changes = recipe
+    files = objects(name, variant, nodes, gpus, changes)
+    kinds = {file: [one["kind"] for one in found] for file, found in files.items()}
+    assert kinds == {
+        "job.yaml": ["ConfigMap", "Service", "Job"],
+        "jobset.yaml": ["ConfigMap", "JobSet"],
+        "trainjob.yaml": ["ConfigMap", "TrainingRuntime", "TrainJob"],
+    }
+    for found in files.values():
+        for one in found:
+            validators[one["kind"]].validate(one)
+        (run,) = {one["metadata"]["name"] for one in found}
+        # What controllers add to it still has to be a host's name.
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", run) and len(f"{run}-node-0-{nodes}") <= 63
+        spec, master = pod_and_master(found[-2] if found[-1]["kind"] == "TrainJob" else found[-1])
+        (container,) = spec["containers"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": str(gpus)}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in spec["volumes"]}
+        words = container["command"][3:]
+        assert words[words.index("--master-addr") + 1] == master
+        assert words[words.index("--nodes") + 1] == str(nodes) and words[words.index("--gpus") + 1] == str(gpus)
+        assert words[0].startswith("/runs/") and spec["restartPolicy"] == "Never"
+        carried = from_dict(json.loads(found[0]["data"]["recipe.json"]))
+        asked = recipe_of(name, variant, changes)
+        assert carried.deepspeed == "/recipe/deepspeed.json"
+        assert json.loads(found[0]["data"]["deepspeed.json"]) == json.loads(Path(asked.deepspeed).read_text())
+        assert str(ROOT) not in found[0]["data"]["recipe.json"]
+        same = replace(carried, deepspeed=asked.deepspeed, model=asked.model, data=asked.data)
+        assert same == asked
+
+
+def pod_and_master(one):
+    """Return the pod's spec and the name that the first pod will have there."""
+    run = one["metadata"]["name"]
+    if one["kind"] == "Job":
+        spec = one["spec"]["template"]["spec"]
+        return spec, f"{run}-0.{spec['subdomain']}"  # kubernetes.io: Job > Completion mode: $(job-name)-$(index)
+    jobset = one["spec"] if one["kind"] == "JobSet" else one["spec"]["template"]["spec"]
+    (job,) = jobset["replicatedJobs"]
+    assert jobset["network"]["enableDNSHostnames"]
+    return job["template"]["spec"]["template"]["spec"], f"{run}-{job['name']}-0-0.{run}"
+
+
+def places(value, path=()):
+    """Yield the path of every map whose keys are Kubernetes' own."""
+    if isinstance(value, dict) and (not path or path[-1] not in FREE):
+        yield path
+        for key, part in value.items():
+            yield from places(part, (*path, key))
+    if isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from places(part, (*path, index))
+
+
+def test_a_field_that_no_schema_knows_is_refused_everywhere(validators):
+    count = 0
+    for one in {one["kind"]: one for found in objects(*RECIPES[2]).values() for one in found}.values():
+        for path in places(one):
+            wrong = copy.deepcopy(one)
+            inside = wrong
+            for key in path:
+                inside = inside[key]
+            inside["replicaz"] = 1
+            assert not validators[one["kind"]].is_valid(wrong), (one["kind"], path)
+            count += 1
+    assert count > 100
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "value"),
+    [
+        ("job.yaml", ("spec", "completions"), "two"),
+        ("job.yaml", ("spec", "template", "spec", "containers"), {}),
+        ("jobset.yaml", ("spec", "failurePolicy", "rules", 0, "action"), "GiveUp"),
+        ("jobset.yaml", ("spec", "replicatedJobs", 0, "template", "spec", "backoffLimit"), "0"),
+        ("trainjob.yaml", ("spec", "trainer", "numNodes"), -1),
+        ("trainjob.yaml", ("spec", "runtimeRef"), {"kind": "TrainingRuntime"}),
+    ],
+)
+def test_a_wrong_value_is_refused(file, path, value, validators):
+    one = objects(*RECIPES[2])[file][-1]
+    inside = one
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    assert not validators[one["kind"]].is_valid(one)
+
+
+def test_secrets_go_by_reference_and_this_machines_paths_do_not_go(validators):
+    token = "hf_" + "a1B2" * 8
+    environment = {
+        "HF_TOKEN": token,
+        "WANDB_API_KEY": "0123456789" * 4,
+        "HF_HOME": "/home/ada/hf",
+        "NCCL_DEBUG": "INFO",
+    }
+    environment |= {"http_proxy": "http://ada:pass@proxy:1", "GLOO_SOCKET_IFNAME": "wlan0", "WANDB_MODE": "offline"}
+    text = json.dumps(objects(*RECIPES[0], environment=environment))
+    for hidden in (token, "0123456789", "/home/ada", "pass@proxy", "wlan0"):
+        assert hidden not in text
+    job = objects(*RECIPES[0], environment=environment)["job.yaml"][-1]
+    env = {one["name"]: one for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert env["WANDB_MODE"]["value"] == "offline" and env["HF_HOME"]["value"].startswith("/runs/")
+    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {
+        "name": "deepspeed-recipes",
+        "key": "HF_TOKEN",
+        "optional": True,
+    }
+
+
+def test_a_file_that_pods_do_not_see_is_refused(tmp_path):
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    done = launch("tiny", "full", "--kubernetes", f"data.path={mine}", "--output-dir", tmp_path / "run")
+    assert done.returncode == 2 and f"data.path={mine}" in done.stderr and "/runs/mine.jsonl" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
+    for wrong, hint in (
+        (["--nodes", 0], "at least 1"),
+        (["--resume", "--output-dir", tmp_path], "nothing to resume"),
+        (["--slurm"], "one of them"),
+        (["--partition", "p"], "needs --slurm"),
+    ):
+        done = launch("tiny", "full", "--kubernetes", *wrong)
+        assert done.returncode == 2 and hint in done.stderr, done.stderr
+
+
+def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path):
+    words = ["tiny", "full", "--kubernetes", "--nodes", "2", "--output-dir", str(tmp_path / "run")]
+    shown = subprocess.run([*LAUNCH, *words, "--dry-run"], capture_output=True, text=True)
+    assert shown.returncode == 0 and not (tmp_path / "run").exists(), shown.stderr
+    done = subprocess.run([*LAUNCH, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("job.yaml", "jobset.yaml", "trainjob.yaml"):
+        text = (tmp_path / "run" / "kubernetes" / name).read_text()
+        assert text in shown.stdout and f"kubectl apply -f {tmp_path}/run/kubernetes/{name}" in done.stdout
+    assert (tmp_path / "run" / "recipe.json").exists()
+
+
+def test_the_image_has_the_checkout_where_the_manifests_say():
+    text = (ROOT / "Dockerfile").read_text()
+    assert f"WORKDIR {kubernetes.PROJECT}\n" in text and f"PYTHONPATH={kubernetes.PROJECT} " in text
+
+
+def test_a_node_that_starts_again_forgets_what_was_lost(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    (tmp_path / "recipe.json").write_text("{}")
+    node.prepare(run, tmp_path / "recipe.json")
+    assert run.recipe.read_text() == "{}"
+    (run.checkpoints / "checkpoint-5").mkdir(parents=True)
+    run.metrics.write_text('{"step": 1}\n')
+    node.prepare(run, None)  # half a checkpoint and no whole one: from the start
+    assert not run.metrics.exists() and not run.checkpoints.exists()
+    for step in (5, 10):
+        (run.checkpoints / f"checkpoint-{step}").mkdir(parents=True)
+    write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {})
+    run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 9)))
+    write_json(run.summary, {"stopped": True})
+    assert not node.has_ended(run)
+    node.prepare(run, None)
+    assert [row["step"] for row in read_jsonl(run.metrics)] == [1, 2, 3, 4, 5]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["checkpoint-5"] and not run.summary.exists()
+    write_json(run.summary, {"stopped": False})
+    assert node.has_ended(run)
+    assert node.main([str(run.path), "--nodes", "2", "--gpus", "1", "--master-addr", "x", "--master-port", "1"]) == 0
+
+
+@pytest.mark.parametrize(("variable", "value"), [("SLURM_NODEID", "1"), ("JOB_COMPLETION_INDEX", "3")])
+def test_a_node_knows_its_number(variable, value, monkeypatch):
+    assert node.node_rank() == 0
+    monkeypatch.setenv(variable, value)
+    assert node.node_rank() == int(value)
+
+
+def test_two_names_never_become_one_object():
+    assert kubernetes.object_name("Qwen3_MoE-30b.a3b-full") == "qwen3-moe-30b-a3b-full"
+    with pytest.raises(UserError, match="at least 1"):
+        kubernetes.job("x", 1, 0)

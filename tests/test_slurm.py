@@ -1,0 +1,273 @@
+"""SLURM: what a cluster is asked for, and a real one of two nodes on this machine: train, be preempted, go on."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.launching import ranks as launched_ranks
+from recipes.launching import slurm
+from recipes.spec.errors import UserError
+from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, step_of, write_recipe
+from recipes.training import run as training_run
+from tests.ranks import free_port
+from tests.small import small
+from tests.test_hosts import overrides, wait_for_step
+from tests.test_launch import LAUNCH, processes_of
+
+SINFO = """\
+cpu|4|(null)
+big*|8|gpu:h100:8(S:0-1)
+big*|2|lustre:1,gpu:4
+mixed|1|gpu:2
+mixed|1|(null)
+"""
+TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
+
+
+def without_slurm() -> str:
+    """Return why no cluster can be started here; empty if it can."""
+    missing = [tool for tool in TOOLS if not shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin")]
+    if missing:
+        return f"not installed: {', '.join(missing)} (slurm-wlm, munge)"
+    return "" if os.getuid() == 0 else "slurmd needs root"
+
+
+HERE = pytest.mark.skipif(bool(without_slurm()), reason=without_slurm() or "a cluster can be started here")
+
+
+def test_a_clusters_partitions_are_read():
+    big, *others = slurm.partitions(SINFO)
+    assert (big.name, big.nodes, big.gpus) == ("big", 10, 4)
+    assert {(one.name, one.nodes, one.gpus) for one in others} == {("cpu", 4, 0), ("mixed", 2, 0)}
+
+
+@pytest.mark.parametrize("text", ["30", "4:00:00", "1-12", "2-00:30", "90:30"])
+def test_a_time_limit_of_slurms_is_taken(text, monkeypatch):
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
+    assert slurm.job("x", 2, 8, None, text, dry_run=True).time == text
+
+
+def test_what_the_cluster_does_not_have_is_refused(monkeypatch):
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
+    monkeypatch.setattr(slurm, "ask", lambda *command: SINFO)
+    for asked, hint in (
+        ({"partition": "gpu"}, "--partition gpu: this cluster has big, cpu, mixed"),
+        ({"nodes": 11}, "--nodes 11: partition big has 10"),
+        ({"nodes": 0}, "at least 1"),
+        ({"ranks": 8}, "--gpus 8: the nodes of partition big have 4"),
+        ({"limit": "soon"}, "--time soon"),
+    ):
+        words = {"nodes": None, "ranks": None, "partition": None, "limit": None} | asked
+        with pytest.raises(UserError, match=re.escape(hint)):
+            slurm.job("x", **words, dry_run=False)
+    assert slurm.job("x", 2, None, None, None, dry_run=False) == slurm.Job("x", 2, 4, True)
+    assert slurm.job("x", 2, None, "cpu", None, dry_run=False) == slurm.Job("x", 2, 2, False, "cpu")
+
+
+def test_the_script_has_what_was_asked_and_no_secrets(tmp_path):
+    environment = {
+        "HF_TOKEN": "hf_" + "a1B2" * 8,
+        "NCCL_DEBUG": "a b",
+        "TORCH_EXTENSIONS_DIR": "/o",
+        "PYTHONPATH": "/p",
+    }
+    job = slurm.Job("tiny-3m-full", 2, 8, True, "big", "4:00:00")
+    text = slurm.script(job, RunFolder(tmp_path / "a run"), environment)
+    for line in (
+        "--nodes=2",
+        "--gpus-per-node=8",
+        "--partition=big",
+        "--time=4:00:00",
+        "--requeue",
+        "--signal=B:USR1@300",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    assert "hf_a1B2" not in text and "export NCCL_DEBUG='a b'\n" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert "gpus-per-node" not in slurm.script(slurm.Job("x", 1, 2, False), RunFolder(tmp_path), environment)
+
+
+def test_without_slurm_the_script_is_shown_and_nothing_submitted(tmp_path):
+    words = ["tiny", "full", "--slurm", "--gpus", "2", "--output-dir", str(tmp_path / "run")]
+    environment = os.environ | {"PATH": "/nowhere"}
+    shown = subprocess.run([*LAUNCH, *words, "--dry-run"], capture_output=True, text=True, env=environment)
+    assert shown.returncode == 0 and "#SBATCH --nodes=1\n" in shown.stdout, shown.stderr
+    done = subprocess.run([*LAUNCH, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "no sbatch here" in done.stderr and not (tmp_path / "run").exists()
+
+
+class Cluster:
+    """One slurmctld, two slurmd and a munged, on ports and in folders of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> "Cluster":
+        for name in ("state", "n1", "n2", "munge"):
+            (self.folder / name).mkdir(parents=True)
+        key = self.folder / "munge" / "key"
+        key.write_bytes(os.urandom(1024))
+        for path, mode in ((key, 0o400), (key.parent, 0o700)):
+            path.chmod(mode)
+        ports = [free_port() for _ in range(3)]
+        (self.folder / "slurm.conf").write_text(self._configuration(*ports))
+        munge = [f"--{name}={self.folder / 'munge' / file}" for name, file in MUNGE.items()]
+        self.servers = [self._start("munged", "--foreground", "--force", *munge)]
+        wait_until(lambda: (self.folder / "munge" / "socket").exists())
+        configuration = str(self.folder / "slurm.conf")
+        self.servers.append(self._start("slurmctld", "-D", "-f", configuration))
+        self.servers += [self._start("slurmd", "-D", "-f", configuration, "-N", node) for node in ("n1", "n2")]
+        wait_until(lambda: self.ask("sinfo", "-h", "-o", "%t %D").strip() == "idle 2")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ask("scancel", "--signal=KILL", "--user=root")
+        self.ask("scancel", "--user=root")
+        for server in reversed(self.servers):
+            server.terminate()
+        for server in self.servers:
+            try:
+                server.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+    def _start(self, *command: str) -> subprocess.Popen:
+        path = shutil.which(command[0], path=f"{os.environ['PATH']}:/usr/sbin")
+        with (self.folder / f"{Path(path).name}.log").open("a") as log:
+            return subprocess.Popen([path, *command[1:]], stdout=log, stderr=log, env=self.environment())
+
+    def _configuration(self, control: int, first: int, second: int) -> str:
+        here = self.folder
+        name = socket.gethostname()
+        return f"""\
+ClusterName=test
+SlurmctldHost={name}(127.0.0.1)
+SlurmUser=root
+AuthInfo=socket={here}/munge/socket
+SlurmctldPort={control}
+SlurmctldPidFile={here}/slurmctld.pid
+SlurmdPidFile={here}/%n.pid
+SlurmdSpoolDir={here}/%n
+StateSaveLocation={here}/state
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+TaskPlugin=task/none
+ProctrackType=proctrack/pgid
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+EnforcePartLimits=ALL
+NodeName=n1 NodeHostname={name} NodeAddr=127.0.0.1 Port={first} CPUs=1 RealMemory=1000
+NodeName=n2 NodeHostname={name} NodeAddr=127.0.0.1 Port={second} CPUs=1 RealMemory=1000
+PartitionName=small Nodes=n1,n2 Default=YES MaxTime=60 State=UP
+"""
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment in which SLURM's commands speak to this cluster."""
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
+        return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
+
+    def ask(self, *command: str) -> str:
+        """Return what one of SLURM's commands prints."""
+        return subprocess.run(command, capture_output=True, text=True, env=self.environment(), timeout=60).stdout
+
+
+MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+
+
+def wait_until(reached, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Cluster(tmp_path_factory.mktemp("cluster")) as started:
+        yield started
+
+
+@HERE
+def test_a_real_cluster_says_what_it_does_not_have(cluster, tmp_path):
+    for words, hint in (
+        (["--partition", "big"], "--partition big: this cluster has small"),
+        (["--nodes", "3"], "--nodes 3: partition small has 2"),
+        (["--time", "9-0"], "sbatch: error:"),
+    ):
+        command = [*LAUNCH, "tiny", "full", "--slurm", "--gpus", "1", "--output-dir", str(tmp_path / "run"), *words]
+        done = subprocess.run(
+            [*command, "global_batch_size=24"], capture_output=True, text=True, env=cluster.environment()
+        )
+        assert done.returncode == 2 and hint in done.stderr, done.stdout + done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
+    assert not cluster.ask("squeue", "-h")
+
+
+@HERE
+@pytest.mark.every
+@pytest.mark.parametrize("ending", ["preemption", "time limit"])
+def test_a_job_that_is_stopped_goes_on_by_itself(ending, cluster, ranks, model_folder, conversations, tmp_path):
+    recipe = small(model_folder, conversations, "zero3.json", max_steps=60, save_steps=50, learning_rate=1e-3)
+    one, run = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "run")
+    write_recipe(one, recipe)
+    ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
+    command = [*LAUNCH, "tiny", "full", "--slurm", "--nodes", "2", "--gpus", "1", "--output-dir", str(run.path)]
+    process = subprocess.Popen(
+        [*command, *overrides(recipe)],
+        env=cluster.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_step(process, run, 4)
+    job = cluster.ask("squeue", "-h", "-o", "%i").strip()
+    if ending == "preemption":
+        cluster.ask("scontrol", "requeue", job)
+    else:  # the signal that sbatch's --signal asks for, without the wait
+        cluster.ask("scancel", "--batch", "--signal=USR1", job)
+    wait_until(lambda: cluster.ask("squeue", "-h", "-o", "%t").strip() == "PD", 120)
+    stopped = read_json(run.summary)
+    assert stopped["stopped"] and stopped["steps"] == step_of(newest_checkpoint(run)) < 50
+    assert not processes_of(run) or not list(launched_ranks.of_run(str(run.path), launchers=True))
+    cluster.ask(
+        "scontrol", "update", f"JobId={job}", "StartTime=now"
+    )  # SLURM waits two minutes before it starts it again
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert (
+        f"job {job}: pending" in output and f"going on from {run.checkpoints}/checkpoint-{stopped['steps']}" in output
+    )
+    ours, theirs = ([(row["step"], row["loss"]) for row in read_jsonl(each.metrics)] for each in (run, one))
+    assert [step for step, _ in ours] == list(range(1, 61)) and ours == theirs
+    assert not read_json(run.summary)["stopped"] and slurm.path(run).exists()
+    assert not cluster.ask("squeue", "-h")
+
+
+@HERE
+@pytest.mark.every
+def test_ctrl_c_leaves_the_job_running_and_a_failed_job_fails(cluster, model_folder, conversations, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    words = overrides(small(model_folder, conversations, "zero3.json", max_steps=400))
+    command = [*LAUNCH, "tiny", "full", "--slurm", "--gpus", "1", "--output-dir", str(run.path), *words]
+    process = subprocess.Popen(
+        command, env=cluster.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for_step(process, run, 1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    job = re.search(r"job (\d+);", output)[1]
+    assert process.returncode == 0 and cluster.ask("squeue", "-h", "-o", "%i %t").split() == [job, "R"]
+    (rank,) = launched_ranks.of_run(str(run.path), launchers=False)
+    rank.kill()
+    wait_until(lambda: not cluster.ask("squeue", "-h"))
+    assert "JobState=FAILED" in cluster.ask("scontrol", "show", "job", job)
