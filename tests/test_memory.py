@@ -110,8 +110,11 @@ def test_more_gpus_never_take_more_on_each(anatomy, setup):
 @settings(max_examples=150, deadline=None)
 @given(models, setups())
 def test_checkpointing_never_takes_more(anatomy, setup):
-    kept = peak(anatomy, replace(setup, gradient_checkpointing=False), NODE)
-    assert peak(anatomy, replace(setup, gradient_checkpointing=True), NODE).worst.total <= kept.worst.total
+    """But for one layer's input, which is there beside what the layer keeps when it has been computed again."""
+    kept = peak(anatomy, replace(setup, gradient_checkpointing=False), NODE).worst.total
+    again = peak(anatomy, replace(setup, gradient_checkpointing=True), NODE).worst.total
+    one = anatomy.layers[0].checkpoint * setup.forward_rows * setup.sequence_length
+    assert again <= kept + (1 + memory.FRAGMENTATION) * one + 1
 
 
 @settings(max_examples=150, deadline=None)
@@ -135,7 +138,7 @@ def test_all_ranks_together_hold_the_model(anatomy, pipeline, ranks):
 
 
 @settings(max_examples=100, deadline=None)
-@given(models, setups())
+@given(models, setups(sequence_length=st.sampled_from([4096, 32768])))
 def test_nothing_is_negative_and_batches_add_up(anatomy, setup):
     found = peak(anatomy, setup, NODE)
     assert all(value >= 0 for moment in found.moments for value in moment.parts.values())
