@@ -71,7 +71,7 @@ class Kind:
     """Heads x their width; causal attention costs 2 x width x length forward per token. 0: it has none (linear)."""
     window: int | None
     """Tokens that one attends to at most; None: all before it."""
-    largest: int
+    largest: int = 0
     """Parameters of the module that has the most of its own: what ZeRO-3 gathers at once."""
     chosen: int = 0
     """Experts that a token is sent to; 0: the layer has none."""
