@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.planning import memory, trace
-from recipes.planning.hardware import Cluster, Gpu
+from recipes.planning.hardware import Cluster, find
 from recipes.planning.memory import peak
 from recipes.planning.parts import parts
 from recipes.planning.setup import Setup, setup_of
@@ -19,7 +19,7 @@ from recipes.spec import pages
 from recipes.spec.recipe import Layout, Lora
 
 GIB = 2**30
-NODE = Cluster(Gpu("of 80 GB", 80, 989, 3350, 450, 64, ""), gpus_per_node=8)
+NODE = Cluster(find("H100"), gpus_per_node=8)
 MODELS = {"llama3": "8b", "qwen3": "4b", "gemma3": "1b", "mistral": "24b", "qwen3_moe": "30b-a3b"}
 
 
