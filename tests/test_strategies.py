@@ -296,12 +296,16 @@ def test_the_summary_holds_what_was_predicted_and_what_happened(tmp_path, one_gp
     assert read_json(run.summary) == {"stopped": True, "steps": 3}
     write_json(run.summary, {"stopped": False, "tokens_per_second": 90.0})
     forecast.compare(run, None)
-    nothing = {"gpu_peak_gib": None, "tokens_per_second": None}
-    assert read_json(run.summary)["predicted"] == nothing
-    assert read_json(run.summary)["measured"] == {"gpu_peak_gib": None, "tokens_per_second": 90.0}
+    nobody = {"gpu_allocated_gib": None, "gpu_reserved_gib": None}
+    assert read_json(run.summary)["predicted"] == {**nobody, "tokens_per_second": None}
+    assert read_json(run.summary)["measured"] == {**nobody, "tokens_per_second": 90.0}
     plan = forecast.forecast(pages.find("llama3-8b", "lora"), one_gpu)
-    write_json(run.summary, {"stopped": False, "tokens_per_second": 90.0, "gpu_peak_gib": 30.0})
+    seen = {"gpu_peak_gib": 30.0, "gpu_reserved_gib": 31.0, "tokens_per_second": 90.0}
+    write_json(run.summary, {"stopped": False, **seen})
     forecast.compare(run, plan)
-    predicted = read_json(run.summary)["predicted"]
-    assert predicted["gpu_peak_gib"] == pytest.approx(plan.gpu_gib)
+    predicted, measured = read_json(run.summary)["predicted"], read_json(run.summary)["measured"]
+    assert list(measured.values()) == list(seen.values())
+    inside = [size for part, size in plan.parts.items() if part not in ("runtime", "fragmentation")]
+    assert predicted["gpu_allocated_gib"] == pytest.approx(sum(inside))
+    assert predicted["gpu_allocated_gib"] < predicted["gpu_reserved_gib"] < plan.gpu_gib
     assert predicted["tokens_per_second"] == pytest.approx(plan.speed)
