@@ -54,8 +54,8 @@ def predicted(anatomy, setup):
     return sum(activations.kept_bytes(layer, setup) for layer in anatomy.layers) + ends + masks
 
 
-def weighed(model, setup):
-    """Return the bytes that autograd keeps of a loss, in real tensors on the CPU.
+def weighed(model, setup, backward=False):
+    """Return the bytes that autograd keeps of a loss, in real tensors on the CPU; or the most that live until the end.
 
     With checkpointing what lives on is weighed: the layers' inputs are no saved tensors, since functions hold them.
     """
@@ -77,7 +77,13 @@ def weighed(model, setup):
         tokens = torch.randint(5, model.config.vocab_size, (ROWS, LENGTH))
         positions = torch.arange(LENGTH) % (LENGTH // 2 if setup.packing else LENGTH)
         loss = model(input_ids=tokens, labels=tokens, position_ids=positions.expand(ROWS, -1)).loss
-    assert loss.requires_grad
+    if backward:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+        with live:
+            loss.backward()
+        return live.peak
     return live.bytes if setup.gradient_checkpointing else sum(size for _, size in live.saved.values())
 
 
@@ -96,6 +102,21 @@ def test_what_autograd_keeps_of_a_draft_is_what_is_predicted(family):
     ways = {name: predicted(anatomy, setup_of(family, **changes)) for name, changes in WAYS.items()}
     assert ways["full"] != pytest.approx(found["checkpointed"], rel=0.05)
     assert ways["checkpointed"] != pytest.approx(found["full"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["full", "checkpointed", "adapters, packed, checkpointed"])
+@pytest.mark.parametrize("family", ["llama3", "gpt2", "mixtral"])
+def test_the_worst_moment_is_what_is_predicted(family, name):
+    """Everything that lives in a forward and a backward pass is followed, but for the gradients of weights."""
+    config, setup = draft_of(family), setup_of(family, **WAYS[name])
+    config.vocab_size, config.pad_token_id = 64, None  # so that the logits are not all that counts
+    anatomy = dissect(config.to_dict(), [setup.lora], device="cpu")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    kept = sum(activations.kept_bytes(layer, setup) for layer in anatomy.layers)
+    kept += activations.mask_bytes(anatomy.kinds, setup)
+    worst = max(activations.backward_bytes(kind, setup) for kind in anatomy.kinds)
+    found = weighed(model, setup, backward=True)
+    assert kept + max(worst, activations.loss_bytes(anatomy, setup)) == pytest.approx(found, rel=0.1)
 
 
 def test_a_mask_that_is_forgotten_is_noticed():
