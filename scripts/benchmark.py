@@ -237,7 +237,7 @@ def steady(logged: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def planner(rounds: int) -> dict[str, Any]:
-    """Return the median seconds and the peak memory of each question to plan.py."""
+    """Return the seconds and the peak memory of each question to plan.py."""
     eight = ["--gpu", "H100", "--gpus", "8", "--json"]
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.json")
@@ -256,7 +256,7 @@ def planner(rounds: int) -> dict[str, Any]:
 
 
 def answered(words: list[str], cache: Path) -> dict[str, float]:
-    """Return the seconds and the peak memory of one plan.py; its errors are ours."""
+    """Return the seconds, those of a CPU, and the peak memory of one plan.py; its errors are ours."""
     command = [sys.executable, str(pages.ROOT / "scripts" / "plan.py"), *words]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
     start = time.perf_counter()
@@ -264,14 +264,17 @@ def answered(words: list[str], cache: Path) -> dict[str, float]:
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(" ".join(command))
-    return {"seconds": time.perf_counter() - start, "peak_gib": used.ru_maxrss / 2**20}
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "cpu_seconds": used.ru_utime + used.ru_stime, "peak_gib": used.ru_maxrss / 2**20}
 
 
 def planner_table(result: dict[str, Any]) -> str:
     """Return the result as a Markdown table."""
-    lines = ["| question | seconds | peak GiB |", "|---|---|---|"]
+    keys = {"seconds": ".1f", "cpu_seconds": ".1f", "peak_gib": ".2f"}
+    lines = ["| question | seconds | of them CPU | peak GiB |", "|---|---|---|---|"]
     for name, runs in result["runs"].items():
-        lines.append(f"| {name} | {summarise(runs, 'seconds'):.1f} | {summarise(runs, 'peak_gib'):.2f} |")
+        cells = [format(summarise(runs, key), form) for key, form in keys.items()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

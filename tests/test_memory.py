@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.planning import memory, trace
-from recipes.planning.hardware import Cluster, Gpu
+from recipes.planning.hardware import Cluster, find
 from recipes.planning.memory import peak
 from recipes.planning.parts import parts
 from recipes.planning.setup import Setup, setup_of
@@ -19,7 +19,7 @@ from recipes.spec import pages
 from recipes.spec.recipe import Layout, Lora
 
 GIB = 2**30
-NODE = Cluster(Gpu("of 80 GB", 80, 989, 3350, 450, 64, ""), gpus_per_node=8)
+NODE = Cluster(find("H100"), gpus_per_node=8)
 MODELS = {"llama3": "8b", "qwen3": "4b", "gemma3": "1b", "mistral": "24b", "qwen3_moe": "30b-a3b"}
 
 
@@ -110,8 +110,11 @@ def test_more_gpus_never_take_more_on_each(anatomy, setup):
 @settings(max_examples=150, deadline=None)
 @given(models, setups())
 def test_checkpointing_never_takes_more(anatomy, setup):
-    kept = peak(anatomy, replace(setup, gradient_checkpointing=False), NODE)
-    assert peak(anatomy, replace(setup, gradient_checkpointing=True), NODE).worst.total <= kept.worst.total
+    """But for one layer's input, which is there beside what the layer keeps when it has been computed again."""
+    kept = peak(anatomy, replace(setup, gradient_checkpointing=False), NODE).worst.total
+    again = peak(anatomy, replace(setup, gradient_checkpointing=True), NODE).worst.total
+    one = anatomy.layers[0].checkpoint * setup.forward_rows * setup.sequence_length
+    assert again <= kept + (1 + memory.FRAGMENTATION) * one + 1
 
 
 @settings(max_examples=150, deadline=None)
@@ -135,7 +138,7 @@ def test_all_ranks_together_hold_the_model(anatomy, pipeline, ranks):
 
 
 @settings(max_examples=100, deadline=None)
-@given(models, setups())
+@given(models, setups(sequence_length=st.sampled_from([4096, 32768])))
 def test_nothing_is_negative_and_batches_add_up(anatomy, setup):
     found = peak(anatomy, setup, NODE)
     assert all(value >= 0 for moment in found.moments for value in moment.parts.values())

@@ -1,6 +1,6 @@
 """The bytes of activations on one rank: what the layers keep for the backward pass, and what comes and goes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from recipes.planning.anatomy import Anatomy, Kind, Saved, way
@@ -21,9 +21,9 @@ def traced(values: Mapping[str, Number], setup: Setup) -> Number:
     return values[name] if setup.lora is None else values[name] + setup.lora.rank * values[f"{name} rank"]
 
 
-def adapter_parameters(layers: Sequence[Kind], setup: Setup) -> float:
-    """Return the parameters of all adapters in `layers`."""
-    return sum(traced(layer.adapters, setup) for layer in layers) if setup.lora else 0.0
+def adapter_parameters(kind: Kind, setup: Setup) -> float:
+    """Return the parameters of a layer's adapters."""
+    return traced(kind.adapters, setup) if setup.lora else 0.0
 
 
 def is_masked(kind: Kind, setup: Setup) -> bool:
@@ -67,10 +67,10 @@ def backward_bytes(kind: Kind, setup: Setup) -> float:
     return again + _widened(max(taken, 2.0 * kind.largest if setup.lora is None else 0.0), setup)
 
 
-def mask_bytes(layers: Sequence[Kind], setup: Setup) -> float:
+def mask_bytes(kinds: Iterable[Kind], setup: Setup) -> float:
     """Return the bytes of masks, one of all pairs for each width of window: truth values; eager attention: numbers."""
     eager = setup.attention == "eager"
-    windows = {layer.window for layer in layers if eager or is_masked(layer, setup)}
+    windows = {kind.window for kind in kinds if eager or is_masked(kind, setup)}
     return len(windows) * setup.forward_rows * setup.sequence_length**2 * (2 if eager else 1)
 
 

@@ -71,10 +71,10 @@ class Kind:
     """Heads x their width; causal attention costs 2 x width x length forward per token. 0: it has none (linear)."""
     window: int | None
     """Tokens that one attends to at most; None: all before it."""
-    largest: int
-    """Parameters of the module that has the most of its own: what ZeRO-3 gathers at once."""
     chosen: int = 0
     """Experts that a token is sent to; 0: the layer has none."""
+    largest: int = 0
+    """Parameters of the module that has the most of its own: what ZeRO-3 gathers at once."""
     adapters: Mapping[str, float] = field(default_factory=dict)
     """Parameters that adapters add, as `way` says: at rank 0, and for each rank."""
     saved: Mapping[str, Saved] = field(default_factory=dict)

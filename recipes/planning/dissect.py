@@ -93,6 +93,7 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
         kind = values.get("model_type", "config.json without model_type")
         raise UserError(f"{kind}: transformers knows no decoder like this: {first_line(error)}") from error
     model.config.use_cache = False
+    model.config.pad_token_id = None  # models look for it among the tokens, which have no values here
     return model.train()
 
 
@@ -233,6 +234,7 @@ def _cut(model: PreTrainedModel, first: Sequence[int]) -> PreTrainedModel:
 
 def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
     """Return the model with adapters in its own dtype, as `recipes.training.adapters` adds them."""
+    model.enable_input_require_grads()  # as checkpointing needs it; without, the first layer keeps a little less
     modules = names(lora.target_modules)
     config = LoraConfig(
         r=lora.rank,

@@ -86,9 +86,20 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
     summary: dict[str, Any] = read_json(run.summary)
     if summary.get("stopped"):
         return
-    predicted = plan and {
-        "gpu_peak_gib": plan.gpu_gib,
+    # Of a GPU, PyTorch measures what it allocates and reserves itself, apart from CUDA's context and NCCL's buffers.
+    measured = {
+        "gpu_allocated_gib": summary.get("gpu_peak_gib"),
+        "gpu_reserved_gib": summary.get("gpu_reserved_gib"),
+        "tokens_per_second": summary["tokens_per_second"],
+    }
+    predicted = _predicted(plan) if plan else dict.fromkeys(measured)
+    write_json(run.summary, summary | {"predicted": predicted, "measured": measured})
+
+
+def _predicted(plan: Plan) -> dict[str, float]:
+    reserved = plan.gpu_gib - plan.parts["runtime"]
+    return {
+        "gpu_allocated_gib": reserved - plan.parts["fragmentation"],
+        "gpu_reserved_gib": reserved,
         "tokens_per_second": plan.speed * plan.setup.world_size,
     }
-    measured = {"gpu_peak_gib": summary.get("gpu_peak_gib"), "tokens_per_second": summary["tokens_per_second"]}
-    write_json(run.summary, summary | {"predicted": predicted or dict.fromkeys(measured), "measured": measured})

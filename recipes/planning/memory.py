@@ -89,11 +89,12 @@ def peak(anatomy: Anatomy, setup: Setup, cluster: Cluster) -> Memory:
 
 def moments(anatomy: Anatomy, part: Part, setup: Setup) -> tuple[Peak, ...]:
     """Return what a GPU of one pipeline stage holds at each moment of a run."""
-    layers = part.layers
-    waiting = part.in_flight * sum(activations.kept_bytes(layer, setup) for layer in layers)
-    waiting += activations.mask_bytes(layers, setup)
-    backward = [activations.backward_bytes(layer, setup) for layer in layers]
-    first = activations.kept_bytes(layers[0], setup) + backward[0]
+    kinds = [kind for kind, _ in part.counts]
+    waiting = part.in_flight * sum(number * activations.kept_bytes(kind, setup) for kind, number in part.counts)
+    waiting += activations.mask_bytes(kinds, setup)
+    backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
+    lowest = part.layers[0]
+    first = activations.kept_bytes(lowest, setup) + activations.backward_bytes(lowest, setup)
     loss = activations.loss_bytes(anatomy, setup) if part.last else 0.0
     live, turning = _live(part, setup), _turning(part, setup)
     for_life, reducing = _buckets(part, setup)
@@ -107,7 +108,7 @@ def moments(anatomy: Anatomy, part: Part, setup: Setup) -> tuple[Peak, ...]:
     return (
         at("loading", *_loaded(part, setup)),
         at("loss", forward, activations=waiting, logits=loss, live_parameters=turning, buckets=for_life),
-        at("backward", forward, activations=waiting + max(backward), live_parameters=turning, buckets=reducing),
+        at("backward", forward, activations=waiting + backward, live_parameters=turning, buckets=reducing),
         at(
             "gradients",
             held_bytes(part, setup, "backward"),
@@ -184,14 +185,14 @@ def _live(part: Part, setup: Setup) -> float:
     4 bits, once each for the forward and the backward pass.
     """
     width = WIDTH[setup.precision]
-    largest = max(inputs * outputs for layer in part.layers for inputs, outputs in layer.linears)
+    largest = max(inputs * outputs for kind, _ in part.counts for inputs, outputs in kind.linears)
     whole = 2 * width * largest if setup.quantized else 0.0
     if setup.stage < 3:
         return whole
     ahead = 0.9 * part.hidden**2 if setup.prefetch_bucket_size is None else setup.prefetch_bucket_size
     threshold = 10 * part.hidden if setup.persistence_threshold is None else setup.persistence_threshold
     small = part.adapters if setup.lora and setup.lora.rank * part.hidden <= threshold else 0
-    layer = max(part.largest, *(layer.parameters for layer in part.layers))
+    layer = max(part.largest, *(kind.parameters for kind, _ in part.counts))
     return whole + width * (min(layer + ahead, part.parameters) + small)
 
 

@@ -1,6 +1,8 @@
 """What the ranks of each pipeline stage hold of a model."""
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from recipes.planning import activations
 from recipes.planning.anatomy import Anatomy, Kind
@@ -15,6 +17,8 @@ class Part:
 
     hidden: int
     layers: tuple[Kind, ...]
+    counts: tuple[tuple[Kind, int], ...]
+    """The same, each kind once and how many there are of it."""
     parameters: float
     """Tensor parallel ranks hold their share of each matrix; all experts count."""
     routed: float
@@ -40,24 +44,34 @@ def parts(anatomy: Anatomy, setup: Setup) -> list[Part]:
     costs = list(sizes)
     costs[0] += anatomy.embedding
     costs[-1] += head
-    stages = balanced(costs, layout.pipeline)
+    stages = _balanced(tuple(costs), layout.pipeline)
     # Of a tied head a pipeline's last stage has a copy of its own.
     after = head if layout.pipeline > 1 else anatomy.head
     split = [layer.split for layer in layers]
     held = held_parameters(sizes, split, anatomy.embedding, after, layout.tensor, stages)
-    return [
-        Part(
-            hidden=anatomy.hidden,
-            layers=own,
-            parameters=held[index],
-            routed=sum(layer.routed for layer in own),
-            linears=sum(inputs * outputs for layer in own for inputs, outputs in layer.linears),
-            adapters=activations.adapter_parameters(own, setup),
-            after=head if last else 0,
-            largest=max(*(layer.largest for layer in own), matrix if last or not index else 0),
-            in_flight=min(layout.pipeline - index, setup.accumulation),
-            last=last,
+    found = []
+    for index, stage in enumerate(stages):
+        last = index == layout.pipeline - 1
+        order = anatomy.order[stage.start : stage.stop]
+        counts = tuple((anatomy.kinds[kind], number) for kind, number in Counter(order).items())
+        found.append(
+            Part(
+                hidden=anatomy.hidden,
+                layers=tuple(anatomy.kinds[kind] for kind in order),
+                counts=counts,
+                parameters=held[index],
+                routed=sum(number * kind.routed for kind, number in counts),
+                linears=sum(number * inputs * outputs for kind, number in counts for inputs, outputs in kind.linears),
+                adapters=sum(number * activations.adapter_parameters(kind, setup) for kind, number in counts),
+                after=head if last else 0,
+                largest=max(*(kind.largest for kind, _ in counts), matrix if last or not index else 0),
+                in_flight=min(layout.pipeline - index, setup.accumulation),
+                last=last,
+            )
         )
-        for index, stage in enumerate(stages)
-        for own, last in [(tuple(layers[number] for number in stage), index == layout.pipeline - 1)]
-    ]
+    return found
+
+
+@cache
+def _balanced(costs: tuple[float, ...], count: int) -> list[range]:
+    return balanced(costs, count)  # dear for many layers and stages, and a search asks again and again

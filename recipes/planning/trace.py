@@ -8,8 +8,9 @@ another one may compute in another way.
 import hashlib
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -149,13 +150,15 @@ def traced(config: Mapping[str, Any], loras: list[Lora]) -> Anatomy:
     return made
 
 
-def main() -> None:
-    """Write the traces of the catalogue, and say the seconds."""
+def main(arguments: Sequence[str] = ()) -> None:
+    """Trace what the catalogue has and `traces/` lacks, everything with `--again`, and drop what is in it no more."""
     files: dict[str, dict[str, Anatomy]] = {}
     for name, config, loras in catalogue():
+        known = None if "--again" in arguments else _read(TRACES / f"{config['model_type']}.json").get(key(config))
         start = time.perf_counter()
-        files.setdefault(config["model_type"], {})[key(config)] = traced(config, loras)
-        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+        files.setdefault(config["model_type"], {})[key(config)] = known or traced(config, loras)
+        if not known:
+            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     for old in TRACES.glob("*.json"):
         old.unlink()
     for model_type, anatomies in files.items():
@@ -163,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -58,7 +58,7 @@ class Kernels(TorchFunctionMode):
         one_width = query.shape[-1] == value.shape[-1]
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
-        if self.device == "cpu" and one_width:
+        if self.device == "cpu" and one_width and not dropout_p:
             return aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
