@@ -20,6 +20,8 @@ LAYERS, WIDTH = 96, 96
 def main(cases: list[dict[str, Any]]) -> None:
     """Say every case with its numbers of parameters and the bytes that a rank holds, one line each."""
     world.start()
+    gc.collect()
+    gc.freeze()  # what was there before is nobody's weight, and looking at it takes seconds
     for case in cases:
         before = weight()
         model = build(case)
@@ -34,20 +36,22 @@ def main(cases: list[dict[str, Any]]) -> None:
             engine.backward(loss(engine))
             engine.step()
         weighed = {}
-        for micro in range(case["accumulation"]):
+        for micro in range(1, case["accumulation"] + 1):
             result = loss(engine)
-            weighed["forward"] = weight() - before
+            if micro == case["accumulation"]:
+                weighed["forward"] = weight() - before
             engine.backward(result)
             del result
-            if micro == 0:
+            if micro == 1:
                 weighed["backward"] = weight() - before
-            # The step itself allocates and frees again, so all of it is followed.
-            live = Live()
-            live.watch(tensors())
-            start, now = weight(), live.restart()
-            with live:
+            if micro < case["accumulation"]:
                 engine.step()
-            weighed["step"] = start - before + live.peak - now
+        # The optimizer's step allocates and frees again, so all of it is followed.
+        live = Live()
+        live.watch(tensors())
+        with live:
+            engine.step()
+        weighed["step"] = live.peak - before
         print(json.dumps({**case, **numbers, "bytes": weighed}), flush=True)
         engine.destroy()
         del engine, live
