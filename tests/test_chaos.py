@@ -10,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from recipes.launching import restarts
-from recipes.launching.supervise import supervise
+from recipes.launching.supervise import session_alive, supervise
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import (
@@ -34,10 +36,10 @@ from recipes.spec.run_folder import (
 from recipes.training import run as training_run
 from scripts import launch
 from tests.conftest import shared_buffers
-from tests.ranks import free_port
+from tests.ranks import Ranks, free_port
 from tests.spoiled import leave_out, spoil_data, spoil_model
 from tests.test_launch import LAUNCH, processes_of, ranks_of
-from tests.workers.quick_launch import TOLD
+from tests.workers.quick_launch import TOLD, quick_launch
 
 RANKS, STEPS, EVERY = 4, 24, 4
 SPOILT = 9
@@ -53,6 +55,7 @@ CORE = (0,)
 class Material:
     """What the runs are made of, and the losses that they have to end with."""
 
+    ranks: Ranks
     overrides: list[str]
     spoiled: list[str]
     final: float
@@ -77,7 +80,9 @@ def material(ranks, tmp_path_factory, model_folder, conversations):
         ranks.check(training_run.main, str(run.path), world_size=RANKS, log=folder / f"{name}.log")
         final[name] = read_jsonl(run.metrics)[-1]["loss"]
         shutil.rmtree(run.path)
-    return Material([*fixed, f"data.path={rows}"], [*fixed, f"data.path={poison}"], final["all"], final["without"])
+    return Material(
+        ranks, [*fixed, f"data.path={rows}"], [*fixed, f"data.path={poison}"], final["all"], final["without"]
+    )
 
 
 def recipe_of(overrides: list[str]) -> Recipe:
@@ -89,15 +94,18 @@ def recipe_of(overrides: list[str]) -> Recipe:
 class Chaos:
     """One run through the launcher, and the hand that disturbs it."""
 
-    def __init__(self, run: RunFolder, command: list[str]) -> None:
+    def __init__(self, run: RunFolder, start: Callable[[str], Any], log: Path) -> None:
         self.run = run
-        self.log = run.path.parent / "output"
-        self.process = subprocess.Popen(command, stdout=self.log.open("w"), stderr=subprocess.STDOUT)
+        self.log = log
+        self.process = start(str(log))
 
-    def wait_until(self, reached, what: str) -> None:
+    def ended(self) -> bool:
+        return self.process.poll() is not None if hasattr(self.process, "poll") else not self.process.is_alive()
+
+    def wait_until(self, reached: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + 240
         while not reached():
-            assert self.process.poll() is None and time.monotonic() < deadline, f"{what}\n{self.said()}"
+            assert not self.ended() and time.monotonic() < deadline, f"{what}\n{self.said()}"
             time.sleep(0.02)
 
     def reach(self, step: int) -> None:
@@ -105,22 +113,32 @@ class Chaos:
 
     def rank(self, number: int) -> int:
         """Return a rank's process id."""
-        told = self.run.path / TOLD
-        if told.exists():
-            return next(pid for pid, rank in read_json(told) if rank == number)
+        attempts = read_jsonl(self.run.path / TOLD)
+        if attempts:
+            return attempts[-1]["ranks"][number]
         return next(one.pid for one in ranks_of(self.run) if one.environ()["RANK"] == str(number))
 
     def said(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def end(self) -> int:
         """Wait for the end and return the exit status; nothing may be left behind."""
-        try:
-            status = self.process.wait(300)
-        finally:
-            self.process.kill()
+        deadline = time.monotonic() + 300
+        while not self.ended():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.1)
         assert not processes_of(self.run)
-        return status
+        assert not any(session_alive(attempt["launcher"]) for attempt in read_jsonl(self.run.path / TOLD))
+        return self.process.returncode if hasattr(self.process, "returncode") else self.process.exitcode
+
+    def kill(self) -> None:
+        """End what a failed test has left."""
+        self.process.kill()
+        for attempt in read_jsonl(self.run.path / TOLD):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(attempt["launcher"], signal.SIGKILL)
+        for process in processes_of(self.run):
+            process.kill()
 
 
 @pytest.mark.parametrize("seed", [pytest.param(at, marks=() if at in CORE else pytest.mark.every) for at in range(20)])
@@ -129,18 +147,31 @@ def test_a_fault_at_a_random_moment(tmp_path, material, seed):
     buffers = shared_buffers()
     material = replace(material, through_deepspeed=seed in CORE)
     with contextlib.ExitStack() as stack:
-        globals()[fault](stack, tmp_path, material, draw)
+        globals()[fault](stack, made(tmp_path / "files"), material, draw)
     assert shared_buffers() <= buffers
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def started(stack, folder: Path, material: Material, overrides: list[str], *flags: str) -> Chaos:
     """Start the launcher, and end it with the test whatever happens."""
     run = RunFolder(folder / "run")
     flags = flags or ("--max-restarts", "2")
-    head = LAUNCH if material.through_deepspeed else [sys.executable, "-m", "tests.workers.quick_launch"]
-    folders = ["--gpus", str(RANKS), "--output-dir", str(run.path)]
-    chaos = Chaos(run, [*head, "tiny", "full", *folders, *flags, *overrides])
-    stack.callback(lambda: [process.kill() for process in processes_of(run)])
+    arguments = ["tiny", "full", "--gpus", str(RANKS), "--output-dir", str(run.path), *flags, *overrides]
+
+    def through_deepspeed(log: str):
+        return subprocess.Popen([*LAUNCH, *arguments], stdout=open(log, "w"), stderr=subprocess.STDOUT)
+
+    def forked(log: str):
+        process = material.ranks.context.Process(target=quick_launch, args=(arguments, log))
+        process.start()
+        return process
+
+    chaos = Chaos(run, through_deepspeed if material.through_deepspeed else forked, folder.parent / "output")
+    stack.callback(chaos.kill)
     return chaos
 
 
@@ -224,8 +255,7 @@ def rewind(stack, folder, material, draw):
 
 def disk(stack, folder, material, draw):
     """Fill up the disk while a checkpoint is being written."""
-    place = folder / "disk"
-    place.mkdir()
+    place = made(folder / "disk")
     mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(place)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small file system takes root")
@@ -233,8 +263,6 @@ def disk(stack, folder, material, draw):
     chaos = started(stack, place, material, material.overrides)
     wanted = EVERY * draw.randrange(2, STEPS // EVERY)
     writing = chaos.run.checkpoints / f"checkpoint-{wanted}"
-    chaos.log.rename(folder / "output")  # not on the disk that fills up
-    chaos.log = folder / "output"
     chaos.wait_until(writing.exists, "a save")
     with contextlib.suppress(OSError), (place / "filler").open("wb") as filler:
         while True:

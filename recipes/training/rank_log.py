@@ -15,7 +15,8 @@ def keep(run: RunFolder) -> None:
     Not what libraries print past Python: a pipe would hold it back, and lose it where the process is killed.
     """
     run.ranks.mkdir(parents=True, exist_ok=True)
-    log = (run.ranks / f"rank-{os.environ['RANK']}.log").open("a", encoding="utf-8", errors="replace", buffering=1)
+    name = os.environ.get("RANK", f"of-process-{os.getpid()}")  # under mpirun it is not known before the ranks have met
+    log = (run.ranks / f"rank-{name}.log").open("a", encoding="utf-8", errors="replace", buffering=1)
     sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
     faulthandler.enable(log)
 

@@ -1,29 +1,106 @@
-"""The launcher, with forked ranks below it instead of DeepSpeed's own: seconds of imports less per rank."""
+"""The launcher as a fork of a process that has imported the stack, and below it ranks that are forks too.
 
+Everything is the launcher's own but DeepSpeed's per-machine launcher, in whose place stands `be_launcher`, and whose
+imports cost half a minute of CPU for four ranks.
+"""
+
+import os
+import signal
 import sys
+import time
+import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 from recipes.launching import supervise
-from recipes.spec.run_folder import read_json
+from recipes.spec.run_folder import append_jsonl, read_jsonl
+from recipes.training import run as training_run
 from scripts import launch
 from tests.ranks import free_port
 
-TOLD = "pids.json"
-"""In the run folder: forks do not show their environment, so the process that forks them says which rank each is."""
+TOLD = "processes.jsonl"
+"""In the run folder, one line per attempt: forks do not show what they are, so it is written down."""
+GRACE = 30
+"""Seconds that DeepSpeed's launcher gives the other ranks."""
 
 
-def command(folder, ranks):
-    folder.path.joinpath(TOLD).unlink(missing_ok=True)
-    ranks_and_port = ["-m", "tests.workers.forked_ranks", str(ranks), str(free_port())]
-    return [sys.executable, *ranks_and_port, supervise.RANK_MODULE, str(folder.path)]
+def quick_launch(arguments: list[str], log: str) -> None:
+    """Do what `python scripts/launch.py` does; executed in a fork."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = ["launch.py", *arguments]
+    launch.deepspeed_command = lambda run, ranks: [str(ranks), str(free_port()), str(run.path)]
+    supervise.subprocess, supervise.find = SimpleNamespace(Popen=Forked), find
+    status = launch.main(arguments)
+    sys.stdout.flush()
+    os._exit(status)
 
 
-def find(launcher, known):
-    file = Path(sys.argv[sys.argv.index("--output-dir") + 1], TOLD)
-    told = read_json(file) if file.exists() else []
-    return [(pid, rank) for pid, rank in told if pid not in known and Path(f"/proc/{pid}").exists()]
+def find(launcher: int, known: set[int]) -> list[tuple[int, int]]:
+    run = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+    attempts = [one for one in read_jsonl(run / TOLD) if one["launcher"] == launcher]
+    return [(pid, rank) for one in attempts for rank, pid in enumerate(one["ranks"]) if pid not in known]
 
 
-if __name__ == "__main__":
-    launch.deepspeed_command, supervise.find = command, find
-    sys.exit(launch.main(sys.argv[1:]))
+class Forked:
+    """What `supervise` uses of `subprocess.Popen`."""
+
+    def __init__(self, command, env, start_new_session):
+        self.returncode = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            os.environ |= env
+            os._exit(be_launcher(*command))
+
+    def poll(self):
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self):
+        while self.poll() is None:
+            time.sleep(0.01)
+
+
+def be_launcher(size: str, port: str, folder: str) -> int:
+    """Start the ranks; when one fails, end the others and return its status, as DeepSpeed's launcher does."""
+    pids = [os.fork() or be_rank(rank, size, port, folder) for rank in range(int(size))]
+    append_jsonl(Path(folder, TOLD), {"launcher": os.getpid(), "ranks": pids})
+    while pids:
+        time.sleep(1)
+        for pid in list(pids):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                pids.remove(pid)
+                if status:
+                    end(pids)
+                    return os.waitstatus_to_exitcode(status) % 256
+    return 0
+
+
+def be_rank(rank: int, size: str, port: str, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    try:
+        training_run.main(folder)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def end(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    for pid in pids:
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
