@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 NEEDED = {"sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh", "ip": "iproute2"}
 SBIN = "/usr/sbin:/sbin"
 
 
+@cache
 def without_hosts() -> str:
     """Return why two hosts cannot be made here; empty if they can."""
     missing = [
@@ -23,10 +25,12 @@ def without_hosts() -> str:
         return "network namespaces need root"
     if missing:
         return f"not installed: {', '.join(missing)}"
-    probe = subprocess.run(["ip", "netns", "add", f"ds{os.getpid()}"], capture_output=True, text=True)
-    if probe.returncode:
-        return f"no network namespaces: {probe.stderr.strip()}"
-    subprocess.run(["ip", "netns", "delete", f"ds{os.getpid()}"], check=True)
+    name = f"dsp{os.getpid()}"
+    for made in (("netns", "add", name), ("link", "add", name, "type", "bridge")):
+        probe = subprocess.run(["ip", *made], capture_output=True, text=True)
+        if probe.returncode:
+            return f"ip {' '.join(made)}: {probe.stderr.strip()}"
+        subprocess.run(["ip", made[0], "delete", name], check=True)
     return ""
 
 
@@ -59,7 +63,7 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         for server in self.servers:
-            server.terminate()
+            server.kill()  # unshare heeds nothing less; what it started goes with it
             server.wait()
         for space in self.spaces:
             pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True).stdout.split()
@@ -123,7 +127,7 @@ class Hosts:
     def change(self, index: int, before: str) -> None:
         """Make a host another one: its sshd again, after `before`."""
         server = self.servers[index]
-        server.terminate()
+        server.kill()
         server.wait()
         self.serve(index, before)
         self.servers[index] = self.servers.pop()

@@ -309,7 +309,7 @@ def wait_for_step(process, run, step):
 
 def test_the_launcher_without_pdsh_says_what_to_install(hostfile, tmp_path):
     done = subprocess.run(
-        [*LAUNCH, "tiny", "full", "--hostfile", hostfile, "--dry-run"],
+        [*LAUNCH, "tiny", "full", "--hostfile", hostfile, "--dry-run", "global_batch_size=24"],
         capture_output=True,
         text=True,
         env=os.environ | {"PATH": "/nowhere"},

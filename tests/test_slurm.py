@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.launching import ranks as launched_ranks
 from recipes.launching import slurm
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, step_of, write_recipe
@@ -20,7 +19,7 @@ from recipes.training import run as training_run
 from tests.ranks import free_port
 from tests.small import small
 from tests.test_hosts import overrides, wait_for_step
-from tests.test_launch import LAUNCH, processes_of
+from tests.test_launch import LAUNCH, ranks_of
 
 SINFO = """\
 cpu|4|(null)
@@ -129,8 +128,10 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ask("scancel", "--signal=KILL", "--user=root")
         self.ask("scancel", "--user=root")
+        deadline = time.monotonic() + 60  # slurmd would leave the processes of a job that still ends
+        while self.ask("squeue", "-h") and time.monotonic() < deadline:
+            time.sleep(0.5)
         for server in reversed(self.servers):
             server.terminate()
         for server in self.servers:
@@ -238,7 +239,7 @@ def test_a_job_that_is_stopped_goes_on_by_itself(ending, cluster, ranks, model_f
     wait_until(lambda: cluster.ask("squeue", "-h", "-o", "%t").strip() == "PD", 120)
     stopped = read_json(run.summary)
     assert stopped["stopped"] and stopped["steps"] == step_of(newest_checkpoint(run)) < 50
-    assert not processes_of(run) or not list(launched_ranks.of_run(str(run.path), launchers=True))
+    assert not ranks_of(run)
     cluster.ask(
         "scontrol", "update", f"JobId={job}", "StartTime=now"
     )  # SLURM waits two minutes before it starts it again
@@ -267,7 +268,7 @@ def test_ctrl_c_leaves_the_job_running_and_a_failed_job_fails(cluster, model_fol
     output, _ = process.communicate(timeout=30)
     job = re.search(r"job (\d+);", output)[1]
     assert process.returncode == 0 and cluster.ask("squeue", "-h", "-o", "%i %t").split() == [job, "R"]
-    (rank,) = launched_ranks.of_run(str(run.path), launchers=False)
+    (rank,) = ranks_of(run)
     rank.kill()
     wait_until(lambda: not cluster.ask("squeue", "-h"))
     assert "JobState=FAILED" in cluster.ask("scontrol", "show", "job", job)
