@@ -40,14 +40,28 @@ def tile_feed_forward(model: PreTrainedModel, tiles: int) -> None:
     Raises:
         UserError: the layers have no such part, or one that shares tokens out to experts.
     """
+    for part in _feed_forward(model, "tiled_mlp=true"):
+        part.forward = functools.partial(_in_tiles, part.forward, tiles)
+
+
+def recompute_feed_forward(model: PreTrainedModel) -> None:
+    """Make every layer keep the input of its feed-forward part, and compute the rest again in the backward pass.
+
+    Raises:
+        UserError: the layers have no such part, or one that shares tokens out to experts.
+    """
+    for part in _feed_forward(model, "gradient_checkpointing=selective"):
+        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+
+
+def _feed_forward(model: PreTrainedModel, asked: str) -> list[torch.nn.Module]:
     parts = [module for name, module in model.named_modules() if name.endswith(".mlp")]
     if not parts or any(name.endswith(".experts") for part in parts for name, _ in part.named_modules(prefix=".")):
         raise UserError(
-            f"tiled_mlp=true: not for {model.config.model_type}, whose layers have "
+            f"{asked}: not for {model.config.model_type}, whose layers have "
             f"{'experts, and those get parts of the tokens already' if parts else 'no module named mlp'}; leave it out."
         )
-    for part in parts:
-        part.forward = functools.partial(_in_tiles, part.forward, tiles)
+    return parts
 
 
 def _in_tiles(forward: Any, tiles: int, *inputs: torch.Tensor) -> torch.Tensor:
