@@ -12,10 +12,15 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
+
+COLUMNS = 8192
+"""Vocabulary entries in a tile of logits. TRL's 32,768 hold 8 bytes per token and entry of a 128k vocabulary at 4,096
+tokens where there is no Triton, and these 2; a matrix product of 4,096 x 8,192 still fills a GPU."""
 
 
 def tile_loss(model: PreTrainedModel) -> None:
@@ -24,6 +29,7 @@ def tile_loss(model: PreTrainedModel) -> None:
     By TRL's head, which knows the scales and soft caps of logits that architectures have, and computes logits for the
     labelled tokens alone on a GPU.
     """
+    trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = COLUMNS
     add_fused_lm_head(model)
     fused = model.forward
 

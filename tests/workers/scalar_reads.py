@@ -8,7 +8,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, masking_utils
+from transformers.masking_utils import find_packed_sequence_indices
 
 from recipes.spec.run_folder import RunFolder, read_json, read_recipe
 from recipes.training import data, model, run, world
@@ -59,6 +60,7 @@ def of_deepspeed(folder: str) -> None:
     world.start()
     module = model.load_model(recipe)
     rows, _ = data.prepare(recipe.data.path, recipe, model.load_tokenizer(recipe))
+    masking_utils.find_packed_sequence_indices = lambda _: None  # transformers', not DeepSpeed's
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
@@ -66,7 +68,6 @@ def of_deepspeed(folder: str) -> None:
     for step in range(1, STEADY + 1):
         with Reads(places=True) as reads:
             for _ in range(engine.gradient_accumulation_steps()):
-                # No position ids: transformers would read them to see whether the row is packed.
                 engine.backward(engine(input_ids=tokens, labels=tokens).loss)
                 engine.step()
         if step == STEADY:
@@ -83,8 +84,6 @@ def write(folder: Path, reads: Reads) -> None:
 
 def norms_at_every_step(trainer: Any) -> None:
     """Read the gradient norm in every step, as the Trainer does."""
-    from transformers import Trainer
-
     trainer._get_grad_norm = lambda model, grad_norm=None: Trainer._get_grad_norm(trainer, model, grad_norm)
 
 
@@ -93,4 +92,9 @@ def filtered_losses(trainer: Any) -> None:
     trainer.args.logging_nan_inf_filter = True
 
 
-MISTAKES = {"norms_at_every_step": norms_at_every_step, "filtered_losses": filtered_losses}
+def packing_looked_up(trainer: Any) -> None:
+    """Let transformers read the position ids to find out whether rows are packed, as it does by itself."""
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+
+
+MISTAKES = {one.__name__: one for one in (norms_at_every_step, filtered_losses, packing_looked_up)}
