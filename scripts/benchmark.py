@@ -12,8 +12,8 @@ the device by the host are counted. Tokens are those that are not padding; MFU i
 share of what this machine's matrix product was measured to do. Each benchmark ends inside 8 minutes on one GPU
 (`--quick`: 4) and writes what it has after every run, so a list that is cut off keeps it.
 
-Results go to recipes/planning/measurements/NAME_gpu.json and .md, and `python -m recipes.spec.index` puts them into the
-documents; drafts go nowhere unless --output says so, as NAME_draft.json.
+Results go to recipes/planning/measurements/NAME_gpu.json and .md, and from there into README.md, recipes/README.md and
+the pages; drafts go nowhere unless --output says so, as NAME_draft.json.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.spec import pages
+from recipes.spec import index, measured, pages
 from recipes.spec.run_folder import RunFolder, write_json
 from scripts.benchmarks import overhead, report
 from scripts.benchmarks.cases import BENCHMARKS, LIMIT, STEPS, WARM_UP, Benchmark, Case
@@ -83,8 +83,6 @@ def _overhead(options: argparse.Namespace) -> None:
 
 def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict[str, Any]:
     """Run one benchmark, keep what there is after each of its runs, and return it."""
-    from recipes.training.environment import describe
-
     draft = options.draft or not visible_gpus()
     warm_up, steps = (2, 3) if draft else (WARM_UP, STEPS)
     result: dict[str, Any] = {
@@ -92,8 +90,6 @@ def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict
         "about": benchmark.about,
         "date": date.today().isoformat(),
         "draft": draft,
-        "environment": describe(),
-        "limits": {},
         "cases": [asdict(case) for case in benchmark.cases],
         "runs": {case.label: [] for case in benchmark.cases if case.on_cpu or not draft},
         "seconds": 0.0,
@@ -109,7 +105,8 @@ def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict
         result["seconds"] = round(time.monotonic() - began, 1)
         return found
 
-    result["limits"] = ask(None)
+    # Not asked here: this process shall hold none of the GPU's memory.
+    result |= ask(None)
     if benchmark.grows:
         result["longest"] = {}
         for case in benchmark.cases:
@@ -167,6 +164,16 @@ def keep(result: dict[str, Any], output: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{name}.json", result)
     (folder / f"{name}.md").write_text(f"{report.heading(result)}\n\n{report.table(result)}\n", encoding="utf-8")
+    if output is None:
+        publish()
+
+
+def publish() -> None:
+    """Write what was measured into the README, the index and the pages."""
+    readme = pages.ROOT / "README.md"
+    table = report.summary(list(BENCHMARKS), measured.results())
+    readme.write_text(report.within(readme.read_text(encoding="utf-8"), table), encoding="utf-8")
+    index.main()
 
 
 def in_a_process(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:

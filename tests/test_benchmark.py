@@ -2,10 +2,14 @@
 
 import argparse
 import json
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 
+from recipes.spec import index, measured, pages
+from recipes.spec.pages import ROOT
+from recipes.spec.run_folder import write_json
 from scripts import benchmark
 from scripts.benchmarks import measure, report
 from scripts.benchmarks.cases import BENCHMARKS, LIMIT, STEPS, WARM_UP, Case, recipe_of
@@ -70,6 +74,8 @@ FOUND = {
     "host_peak_gib": 1.0,
     "reads_per_step": 4,
 }
+ENVIRONMENT = {"gpus": ["NVIDIA H200"], "cpu_count": 16, "packages": defaultdict(lambda: "1.0")}
+MACHINE = {"limits": {"matrix_flops": 4e12}, "environment": ENVIRONMENT}
 TWO = replace(BENCHMARKS["packing"], cases=(Case("a", "recipe"), Case("b", "recipe")))
 
 
@@ -79,7 +85,7 @@ def of(answers):
 
     def start(order, folder, seconds):
         asked.append(order["case"] if order["case"] == "limits" else order["case"]["label"])
-        return {"matrix_flops": 4e12} if order["case"] == "limits" else dict(next(rest))
+        return dict(MACHINE) if order["case"] == "limits" else dict(next(rest))
 
     return start, asked
 
@@ -123,9 +129,8 @@ def test_a_draft_is_never_kept_among_the_measurements(monkeypatch, tmp_path):
 
 
 def test_a_table_says_medians_and_shares():
-    environment = {"gpus": ["NVIDIA H200"], "cpu_count": 16}
     runs = {"a": [FOUND], "b": [{**FOUND, "step_seconds": [1.0] * 20, "peak_allocated_gib": 12.34}], "c": []}
-    table = report.table({"runs": runs, "environment": environment, "limits": {"matrix_flops": 4e12}})
+    table = report.table({"runs": runs, **MACHINE})
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert rows[2][:4] == ["a", "200", "20.0%", "1.000"]
     assert rows[2][4] == f"{2e12 / 989.4e12:.1%}" and rows[2][5] == "50.0%"
@@ -143,3 +148,43 @@ def test_a_table_says_medians_and_shares():
 )
 def test_why_it_failed_is_said_in_a_few_words(output, why):
     assert benchmark.cause(output) == why
+
+
+# From the measurements into the documents
+
+
+def on_a_gpu() -> dict:
+    runs = {"packed": [{**FOUND, "model": "llama3-1b-full", "peak_allocated_gib": 12.34}], "padded": []}
+    cases = [{"label": label, "peer": "recipe"} for label in runs]
+    environment = ENVIRONMENT | {"packages": {}}
+    told = {"benchmark": "packing", "about": "", "date": "2027-01-01", "draft": False, "complete": True}
+    return {**told, **MACHINE, "environment": environment, "cases": cases, "runs": runs}
+
+
+def test_the_readme_shows_what_was_measured_and_dashes():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = report.summary(list(BENCHMARKS), measured.results())
+    assert report.within(readme, table) == readme, "python scripts/benchmark.py writes it"
+    assert all(f"| {name} |" in table for name in BENCHMARKS)
+
+
+def test_pages_and_index_show_what_was_measured(tmp_path, monkeypatch):
+    write_json(tmp_path / "packing_gpu.json", on_a_gpu())
+    write_json(tmp_path / "lora_8b_gpu.json", on_a_gpu() | {"benchmark": "lora_8b", "draft": True})
+    page = (ROOT / "recipes" / "llama3.py").read_text(encoding="utf-8")
+    if not measured.recipes():
+        assert index.with_measured(page, "llama3") == page
+    monkeypatch.setattr(measured.recipes, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(measured.results, "__defaults__", (tmp_path,))
+    assert list(measured.results()) == ["packing"], "drafts are none"
+    assert str(measured.recipes()["llama3-1b-full"]) == "12.3 GiB, 200 tokens/s (H200, 2027-01-01)"
+    changed = index.with_measured(page, "llama3")
+    assert changed.count("1b 12.3 GiB") == 1 and index.with_measured(changed, "llama3") == changed
+    summary = report.summary(list(BENCHMARKS), measured.results())
+    assert "| packing | packed | 200 | 1.000 |" in summary and "| full_1b | - |" in summary
+
+
+def test_every_page_carries_what_was_measured():
+    for family in pages.families():
+        text = (ROOT / "recipes" / f"{family}.py").read_text(encoding="utf-8")
+        assert index.with_measured(text, family) == text, family

@@ -64,7 +64,7 @@ class Data:
     """Longest answer that the exact-match metric generates, in tokens."""
     workers: int | None = None
     """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, which would wait for the
-    rows of the next step, and 0 without one, where they would take the cores that compute."""
+    rows of the next step; 0 without one, where they would take the cores that compute, and for streams."""
 
 
 @dataclass(frozen=True)

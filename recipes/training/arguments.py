@@ -65,7 +65,7 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
 
 def loader_processes(recipe: Recipe, on_gpu: bool) -> int:
     """Return how many processes load rows for a rank."""
-    workers = recipe.data.workers if recipe.data.workers is not None else 2 * on_gpu
+    workers = recipe.data.workers if recipe.data.workers is not None else 2 * (on_gpu and not recipe.data.streaming)
     # Of several processes that read one stream, all but one would have nothing to read.
     return min(workers, 1) if recipe.data.streaming else workers
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, masking_utils
 
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import RunFolder, write_recipe
 from recipes.training import adapters, model, packing, run
 from recipes.training.data import Collator
+from recipes.training.environment import describe
 from recipes.training.flops import work_of
 from scripts.benchmarks import subject
 from scripts.benchmarks.cases import Case, recipe_of
@@ -30,7 +31,7 @@ def main(order: str, result: str) -> None:
     """Measure what the order says, `limits` or a case, and write the numbers."""
     asked = json.loads(Path(order).read_text())
     if asked["case"] == "limits":
-        Path(result).write_text(json.dumps(limits()))
+        Path(result).write_text(json.dumps({"limits": limits(), "environment": describe()}))
         return
     case = Case(**asked["case"] | {"changes": tuple(asked["case"]["changes"])})
     steps = asked["warm_up"] + asked["steps"] + 1
@@ -135,6 +136,7 @@ def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any
 
     Documents of a row see each other here, which no mask has to prevent.
     """
+    masking_utils.find_packed_sequence_indices = lambda _: None  # a compiled model would make a dense mask regardless
     rows = rows_for(recipe, asked)
     trained = subject.random_model(recipe, asked["draft"]).train()
     if recipe.lora:

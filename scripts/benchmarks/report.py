@@ -1,7 +1,7 @@
 """A benchmark's numbers as a table. Standard library only."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recipes.spec.gpus import peak_flops
@@ -42,6 +42,38 @@ def table(result: dict[str, Any]) -> str:
         ])  # fmt: skip
     lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+START, END = "<!-- measured: scripts/benchmark.py -->\n", "<!-- end -->"
+"""Around what is generated in the README."""
+
+
+def summary(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
+    """Return the README's table: a row per contender of every benchmark on a GPU, dashes where there are none."""
+    lines = [
+        "| benchmark | contender | tokens/s | of the first | MFU | peak GiB | reads per step | hardware, date |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        if name not in results:
+            lines.append(f"| {name} |" + " - |" * 7)
+            continue
+        result = results[name]
+        where = f"{result['environment']['gpus'][0]}, {result['date']}"
+        if result.get("longest"):
+            for label, (longest, _) in result["longest"].items():
+                lines.append(f"| {name} | {label}: {longest:,} tokens a row |" + " - |" * 5 + f" {where} |")
+            continue
+        for line in table(result).splitlines()[2:]:
+            label, speed, _, ratio, mfu, _, peak, _, reads = (cell.strip() for cell in line.split("|")[1:-1])
+            lines.append(f"| {name} | {label} | {speed} | {ratio} | {mfu} | {peak} | {reads} | {where} |")
+    return "\n".join(lines) + "\n"
+
+
+def within(text: str, generated: str) -> str:
+    """Return a document with `generated` between its marks."""
+    before, _, rest = text.partition(START)
+    return before + START + generated + END + rest.partition(END)[2]
 
 
 def heading(result: dict[str, Any]) -> str:
