@@ -277,6 +277,8 @@ def trained(ranks, tmp_path, model_folder, conversations, name, stage, world_siz
 CASES = [
     (2, {}),
     pytest.param(3, {"lora": Lora(rank=4)}, marks=pytest.mark.every),
+    pytest.param(1, {"lora": Lora(rank=4), "gradient_checkpointing": True}, marks=pytest.mark.every),
+    pytest.param(3, {"gradient_checkpointing": True}, marks=pytest.mark.every),
     pytest.param(0, {}, marks=pytest.mark.every),
     pytest.param(3, {"layout": Layout(sequence=2)}, marks=pytest.mark.every),
     pytest.param(2, {"lora": Lora(rank=4), "layout": Layout(sequence=2)}, marks=pytest.mark.every),
@@ -288,7 +290,7 @@ def test_runs_with_every_lever_on_and_all_off_are_the_same(
     ranks, tmp_path, model_folder, conversations, stage, changes
 ):
     chosen = Model(path=str(model_folder), attention="varlen")
-    on = trained(ranks, tmp_path, model_folder, conversations, "on", stage, model=chosen, **LEVERS, **changes)
+    on = trained(ranks, tmp_path, model_folder, conversations, "on", stage, model=chosen, **LEVERS | changes)
     off = trained(ranks, tmp_path, model_folder, conversations, "off", stage, tiled_loss=False, **changes)
     assert len(on) == len(off) == 6
     for ours_, theirs in zip(on, off, strict=True):

@@ -49,8 +49,8 @@ def with_measured(text: str, family: str) -> str:
         if not variant:
             break
         names = {size: f"{family}-{size}-{variant[0]}" for size in module.SIZES}
-        known = [f"{size} {found[name].peak_gib:.1f} GiB" for size, name in names.items() if name in found]
-        lines[index] = line[: lines[head].index(COLUMN)] + (", ".join(known) or "-")
+        known = ", ".join(f"{size} {found[name].peak_gib:.1f}" for size, name in names.items() if name in found)
+        lines[index] = line[: lines[head].index(COLUMN)] + (f"{known} GiB" if known else "-")
     return "\n".join(lines)
 
 
