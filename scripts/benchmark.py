@@ -1,281 +1,231 @@
 """Measure, and compare with what people would use instead.
 
-    python scripts/benchmark.py overhead
+    python scripts/benchmark.py all                      # every benchmark below, one after the other
+    python scripts/benchmark.py full_1b lora_8b --quick  # some of them, one run per contender instead of two
     python scripts/benchmark.py overhead --zero-stage 3 --steps 60 --rounds 3
-    python scripts/benchmark.py planner
+    python scripts/benchmark.py planner                  # seconds and memory of plan.py itself; no GPU needed
+    python scripts/benchmark.py lora_8b --draft          # shrunken models: does it run? (always so without a GPU)
 
-`overhead`: tokens per second and peak memory of a recipe beside (a) recipes/plain_loop.py and (b) a bare
-transformers.Trainer (scripts/peer_trainer.py), on the same model, data, ranks, ZeRO stage, dtype, optimizer, batch
-and logging interval. The peers take turns (ours plain trainer trainer plain ours ...), so that a machine whose
-speed drifts is fair to all of them; the first steps of each run are warm-up. Results go to
-recipes/planning/measurements/ as JSON.
+Contenders train the same rows of random tokens with random weights of the real dimensions, so nothing is downloaded.
+They take turns (A B B A), each run in a process of its own: 10 steps of warm-up, 20 timed ones, one in which reads of
+the device by the host are counted. Tokens are those that are not padding; MFU is recipes/training/flops.py's arithmetic
+(causal attention once, no input embedding, no recomputation, adapters' own) over the maker's peak; beside it stands the
+share of what this machine's matrix product was measured to do. Each benchmark ends inside 8 minutes on one GPU
+(`--quick`: 4) and writes what it has after every run, so a list that is cut off keeps it.
 
-`planner`: seconds and peak memory of plan.py as a process of its own, for a recipe, for 1,024 GPUs, and for a
-config.json that it sees for the first and for the second time.
+Results go to recipes/planning/measurements/NAME_gpu.json and .md, and from there into README.md, recipes/README.md and
+the pages; drafts go nowhere unless --output says so, as NAME_draft.json.
 """
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.spec import pages
-from recipes.spec.recipe import Schedule, Wandb
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_json, write_recipe
-from recipes.training import preflight
-from scripts.launch import deepspeed_command, rank_count, rank_environment, visible_gpus
+from recipes.spec import index, measured, pages
+from recipes.spec.run_folder import RunFolder, write_json
+from scripts.benchmarks import overhead, planner, report
+from scripts.benchmarks.cases import BENCHMARKS, LIMIT, STEPS, WARM_UP, Benchmark, Case
+from scripts.launch import deepspeed_command, rank_environment, visible_gpus
 
-WARM_UP = 20
-"""Steps that are not counted: compilation of ops, allocator, ZeRO-3's trace."""
-LOG_EVERY = 10
-
-
-@dataclass(frozen=True)
-class Bench:
-    """One comparison: what is the same for all peers."""
-
-    zero_stage: int
-    steps: int
-    ranks: int
-    gpus: int
-    micro_batch: int
-    length: int
-    dtype: str
-    folder: Path
+MEASUREMENTS = pages.ROOT / "recipes" / "planning" / "measurements"
+SHORTEST, LONGEST = 8192, 2**20
+"""Where `long_context` begins, in tokens, and where it has seen enough."""
+Start = Callable[[dict[str, Any], Path, float], dict[str, Any]]
+"""Runs an order in a process of its own: order, folder and seconds to numbers, or to `{"error": ...}`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a benchmark, print its table, and keep its numbers."""
+    """Run the benchmarks that are asked for, print their tables, and keep their numbers."""
     parser = argparse.ArgumentParser(
         prog="benchmark.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("benchmark", choices=["overhead", "planner"])
-    parser.add_argument("--zero-stage", type=int, choices=range(4), default=2)
-    parser.add_argument("--steps", type=int, default=60, help=f"optimizer steps per run, {WARM_UP} of them warm-up")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each peer runs")
-    parser.add_argument("--gpus", type=int, metavar="N", help="ranks (default: all GPUs; without GPUs 2 CPU ranks)")
-    parser.add_argument("--micro-batch", type=int, default=8, help="rows per rank and step")
-    parser.add_argument("--length", type=int, default=256, help="tokens per row")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--output", type=Path, default=pages.ROOT / "recipes" / "planning" / "measurements")
-    options = parser.parse_args(arguments)
-    if options.benchmark == "planner":
-        measured = planner(options.rounds)
-        print(planner_table(measured))
-        write_json(options.output / "planner_cpu.json", measured)
-        return 0
-    if options.steps <= WARM_UP + LOG_EVERY:
-        parser.error(f"--steps {options.steps}: {WARM_UP} are warm-up; at least {WARM_UP + 2 * LOG_EVERY} are needed.")
-    gpus = visible_gpus()
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(
-            options.zero_stage,
-            options.steps,
-            rank_count(options.gpus, gpus),
-            gpus,
-            options.micro_batch,
-            options.length,
-            options.dtype,
-            Path(folder),
-        )
-        result = overhead(bench, options.rounds)
-    print(table(result))
-    write_json(options.output / f"overhead_zero{bench.zero_stage}_{'gpu' if gpus else 'cpu'}.json", result)
-    return 0
-
-
-def overhead(bench: Bench, rounds: int) -> dict[str, Any]:
-    """Return every peer's throughput and memory, run by run."""
-    save_rows(bench)
-    peers = {"recipe": run_recipe, "plain_loop": run_plain_loop, "trainer": run_trainer}
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
-    order = list(peers)
-    for turn in range(rounds):
-        for name in order if turn % 2 == 0 else reversed(order):
-            measured = peers[name](bench, turn)
-            print(
-                f"{name:<11} {measured['tokens_per_second']:>9,.0f} tokens/s {measured['peak_gib']:>7.3f} GiB",
-                flush=True,
-            )
-            runs[name].append(measured)
-    from recipes.training.environment import describe
-
-    settings = {key: value for key, value in vars(bench).items() if key not in ("folder", "gpus")}
-    return {
-        "benchmark": "overhead",
-        "date": date.today().isoformat(),
-        "settings": settings,
-        "environment": describe() | {"world_size": bench.ranks},
-        "runs": runs,
-    }
-
-
-def summarise(runs: list[dict[str, float]], key: str) -> float:
-    """Return the median over a peer's runs."""
-    return statistics.median(run[key] for run in runs)
-
-
-def table(result: dict[str, Any]) -> str:
-    """Return the result as a Markdown table with the ratio to the fastest and leanest peer."""
-    runs = result["runs"]
-    speed = {name: summarise(measured, "tokens_per_second") for name, measured in runs.items()}
-    memory = {name: summarise(measured, "peak_gib") for name, measured in runs.items()}
-    fastest = max(speed[name] for name in speed if name != "recipe")
-    leanest = min(memory[name] for name in memory if name != "recipe")
-    lines = ["| | tokens/s | of the faster peer | peak GiB | of the leaner peer |", "|---|---|---|---|---|"]
-    for name in runs:
-        lines.append(
-            f"| {name} | {speed[name]:,.0f} | {speed[name] / fastest:.3f} "
-            f"| {memory[name]:.3f} | {memory[name] / leanest:.3f} |"
-        )
-    return "\n".join(lines)
-
-
-def recipe_of(bench: Bench) -> Any:
-    """Return `tiny full` as the benchmark runs it."""
-    recipe = pages.find("tiny", "full")
-    return preflight.locate(
-        replace(
-            recipe,
-            data=replace(recipe.data, validation=None, metric="loss"),
-            deepspeed=f"zero{bench.zero_stage}.json",
-            learning_rate=1e-4,
-            schedule=Schedule("constant", 0),
-            max_steps=bench.steps,
-            micro_batch_size=bench.micro_batch,
-            global_batch_size=bench.micro_batch * bench.ranks,
-            sequence_length=bench.length,
-            precision=bench.dtype,
-            logging_steps=LOG_EVERY,
-            eval_steps=None,
-            save_steps=0,
-            wandb=Wandb("disabled"),
-        )
+    listed = "\n".join(f"  {one.name:<14} {one.about}" for one in BENCHMARKS.values())
+    parser.epilog = f"benchmarks:\n  overhead       a small recipe beside the same work without this project\n  planner        plan.py itself\n{listed}"
+    parser.add_argument(
+        "benchmark", nargs="+", choices=["all", "overhead", "planner", *BENCHMARKS], metavar="BENCHMARK"
     )
+    parser.add_argument("--quick", action="store_true", help="one run per contender, half the time")
+    parser.add_argument("--draft", action="store_true", help="shrunken models, a few steps; measures nothing")
+    parser.add_argument(
+        "--output", type=Path, help=f"folder for results (default: {MEASUREMENTS.relative_to(pages.ROOT)})"
+    )
+    overhead.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    names = ["overhead", *BENCHMARKS] if "all" in options.benchmark else options.benchmark
+    if "overhead" in names and options.steps < overhead.WARM_UP + 2 * overhead.LOG_EVERY:
+        parser.error(f"--steps {options.steps}: {overhead.WARM_UP} are warm-up; at least 40 are needed.")
+    failed = []
+    for name in names:
+        try:
+            if name in OWN:
+                OWN[name](options)
+            else:
+                run(BENCHMARKS[name], options, in_a_process)
+        except Exception as error:  # the rest of the list still runs
+            failed.append(f"{name}: {error}")
+            print(failed[-1], file=sys.stderr, flush=True)
+    return 1 if failed else 0
 
 
-def save_rows(bench: Bench) -> None:
-    """Write the packed rows for the bare Trainer, all of one length."""
-    from datasets import Dataset
-
-    from recipes.training import data, model
-
-    recipe = recipe_of(bench)
-    tokenizer = model.load_tokenizer(recipe)
-    rows, _ = data.prepare(recipe.data.path, recipe, tokenizer)
-    collate = data.Collator(tokenizer.pad_token_id, multiple=bench.length)
-    padded = [collate([row]) for row in rows]
-    columns = {name: [row[name][0].tolist() for row in padded] for name in ("input_ids", "labels", "position_ids")}
-    Dataset.from_dict(columns | {"tokens": [row["tokens"] for row in padded]}).save_to_disk(bench.folder / "rows")
+def _overhead(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        bench = overhead.bench_of(options, Path(folder))
+        result = overhead.overhead(bench, options.rounds)
+    print(overhead.table(result))
+    name = f"overhead_zero{bench.zero_stage}_{'gpu' if bench.gpus else 'cpu'}.json"
+    write_json((options.output or MEASUREMENTS) / name, result)
 
 
-def run_recipe(bench: Bench, turn: int) -> dict[str, float]:
-    """Measure the recipe through the project's own training."""
-    run = RunFolder(bench.folder / f"run{turn}")
-    write_recipe(run, recipe_of(bench))
-    execute(deepspeed_command(run, bench.ranks), bench)
-    return steady(read_jsonl(run.metrics))
+def _planner(options: argparse.Namespace) -> None:
+    result = planner.planner(options.rounds)
+    print(planner.table(result))
+    write_json((options.output or MEASUREMENTS) / "planner_cpu.json", result)
 
 
-def run_plain_loop(bench: Bench, turn: int) -> dict[str, float]:
-    """Measure recipes/plain_loop.py."""
-    recipe = recipe_of(bench)
-    script = [str(pages.ROOT / "recipes" / "plain_loop.py"), recipe.model.path, recipe.data.path]
-    script += [str(bench.folder / f"plain{turn}"), "--zero-stage", str(bench.zero_stage), "--steps", str(bench.steps)]
-    script += ["--micro-batch", str(bench.micro_batch), "--length", str(bench.length), "--dtype", bench.dtype]
-    script += ["--lr", "1e-4", "--schedule", "constant", "--log-every", str(LOG_EVERY)]
-    return steady(records(execute(peer_command(bench, script), bench)))
+OWN = {"overhead": _overhead, "planner": _planner}
+"""Benchmarks that are run and written in a way of their own."""
 
 
-def run_trainer(bench: Bench, turn: int) -> dict[str, float]:
-    """Measure the bare transformers.Trainer."""
-    recipe = recipe_of(bench)
-    script = [str(pages.ROOT / "scripts" / "peer_trainer.py"), recipe.model.path, str(bench.folder / "rows")]
-    script += [recipe.deepspeed, str(bench.micro_batch), str(bench.steps), str(LOG_EVERY), bench.dtype]
-    return steady(records(execute(peer_command(bench, script), bench)))
+def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict[str, Any]:
+    """Run one benchmark, keep what there is after each of its runs, and return it."""
+    draft = options.draft or not visible_gpus()
+    warm_up, steps = (2, 3) if draft else (WARM_UP, STEPS)
+    result: dict[str, Any] = {
+        "benchmark": benchmark.name,
+        "about": benchmark.about,
+        "date": date.today().isoformat(),
+        "draft": draft,
+        "cases": [asdict(case) for case in benchmark.cases],
+        "runs": {case.label: [] for case in benchmark.cases if case.on_cpu or not draft},
+        "seconds": 0.0,
+        "complete": False,
+    }
+    began = time.monotonic()
+    limit = LIMIT / (2 if options.quick else 1)
+
+    def ask(case: Case | None) -> dict[str, Any]:
+        order = {"case": asdict(case) if case else "limits", "warm_up": warm_up, "steps": steps, "draft": draft}
+        with tempfile.TemporaryDirectory() as folder:
+            found = start(order, Path(folder), limit - (time.monotonic() - began))
+        result["seconds"] = round(time.monotonic() - began, 1)
+        return found
+
+    # Not asked here: this process shall hold none of the GPU's memory.
+    result |= ask(None)
+    if benchmark.grows:
+        result["longest"] = {}
+        for case in benchmark.cases:
+            result["longest"][case.label] = _grow(case, ask, draft, began + limit)
+            keep(result, options.output)
+    else:
+        turns = [case for case in benchmark.cases if case.label in result["runs"]]
+        for case in turns if options.quick else [*turns, *reversed(turns)]:
+            done = result["runs"][case.label]
+            if done and "error" in done[-1]:
+                continue  # it would fail again
+            took = max([run["seconds"] for runs in result["runs"].values() for run in runs], default=0)
+            if time.monotonic() - began + took > limit:
+                break
+            at = time.monotonic()
+            done.append(ask(case) | {"seconds": time.monotonic() - at})
+            print(f"{case.label:<26} {_line(done[-1])}", flush=True)
+            keep(result, options.output)
+        else:
+            result["complete"] = True
+    keep(result, options.output)
+    print(f"\n{report.heading(result)}\n{report.table(result)}")
+    ending = "" if result["complete"] or benchmark.grows else "; out of time before every contender had all its turns"
+    print(f"{benchmark.name}: {result['seconds']:.0f} of at most {limit:.0f} s{ending}\n", flush=True)
+    return result
 
 
-def peer_command(bench: Bench, script: list[str]) -> list[str]:
-    """Return the DeepSpeed launcher's command for a peer's script."""
-    command = deepspeed_command(RunFolder(bench.folder), bench.ranks)
-    return [*command[: command.index("--module")], *script]
+def _grow(case: Case, ask: Callable[[Case], dict[str, Any]], draft: bool, deadline: float) -> tuple[int, str]:
+    """Return the longest row that trained, in tokens, and why the next did not."""
+    longest, length = 0, SHORTEST
+    while length <= (2 * SHORTEST if draft else LONGEST):
+        if time.monotonic() > deadline - 30:
+            return longest, "not tried: out of time"
+        found = ask(replace(case, changes=(*case.changes, f"sequence_length={length}")))
+        print(f"{case.label:<26} {length:>9,} tokens a row: {_line(found)}", flush=True)
+        if "error" in found:
+            return longest, f"{length:,}: {found['error']}"
+        longest, length = length, 2 * length
+    return longest, "not tried"
 
 
-def execute(command: list[str], bench: Bench) -> str:
-    """Run a command and return what it printed; its errors are ours."""
-    environment = rank_environment(bench.ranks, bench.gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
+def _line(found: dict[str, Any]) -> str:
+    if "error" in found:
+        return found["error"]
+    peak = found.get("peak_allocated_gib", found["host_peak_gib"])
+    return f"{found['tokens_per_second']:>9,.0f} tokens/s {peak:>8.2f} GiB {found['reads_per_step']:>4} reads per step"
 
 
-def records(output: str) -> list[dict[str, Any]]:
-    """Return the JSON objects among the lines of a peer's output."""
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+def keep(result: dict[str, Any], output: Path | None) -> None:
+    """Write the numbers and the table; those of a draft only where a folder was named."""
+    if result["draft"] and output is None:
+        return
+    folder = output or MEASUREMENTS
+    name = f"{result['benchmark']}_{'draft' if result['draft'] else 'gpu'}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{name}.json", result)
+    (folder / f"{name}.md").write_text(f"{report.heading(result)}\n\n{report.table(result)}\n", encoding="utf-8")
+    if output is None:
+        publish()
 
 
-def steady(logged: list[dict[str, Any]]) -> dict[str, float]:
-    """Return tokens per second after the warm-up, and the peak memory of rank 0 in GiB (GPU where there is one)."""
-    first = next(row for row in logged if row["step"] >= WARM_UP)
-    last = logged[-1]
+def publish() -> None:
+    """Write what was measured into the README, the index and the pages."""
+    readme = pages.ROOT / "README.md"
+    table = report.summary(list(BENCHMARKS), measured.results())
+    readme.write_text(report.within(readme.read_text(encoding="utf-8"), table), encoding="utf-8")
+    index.main()
+
+
+def in_a_process(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
+    """Run an order in a process of its own, so that the memory of one contender is not another's."""
+    asked, result = folder / "order.json", folder / "result.json"
+    asked.write_text(json.dumps(order))
+    gpus = visible_gpus()
+    environment = rank_environment(1, gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+    if order["case"] != "limits" and order["case"]["peer"] == "recipe":  # the others are one process without ranks
+        environment |= ranks_of_one()
+    command = [sys.executable, "-m", "scripts.benchmarks.measure", str(asked), str(result)]
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=pages.ROOT, capture_output=True, text=True, timeout=max(1, seconds)
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": "not finished in time"}
+    if result.exists():
+        return json.loads(result.read_text())
+    return {"error": cause(done.stderr + done.stdout)}
+
+
+def ranks_of_one() -> dict[str, str]:
+    """Return what a launcher would tell the only rank."""
+    command = deepspeed_command(RunFolder(Path(".")), 1)
     return {
-        "tokens_per_second": (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"]),
-        "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"]),
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": command[command.index("--master_port") + 1]},
     }
 
 
-def planner(rounds: int) -> dict[str, Any]:
-    """Return the seconds and the peak memory of each question to plan.py."""
-    eight = ["--gpu", "H100", "--gpus", "8", "--json"]
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, "config.json")
-        write_json(config, dict(pages.page("llama3").SIZES["8b"].config) | {"intermediate_size": 14208})
-        questions = {
-            "llama3-8b, 8 GPUs": ["llama3-8b", *eight],
-            "llama3-70b, 1,024 GPUs": ["llama3-70b", *eight, "--nodes", "128", "global_batch_size=1024"],
-            "a config.json for the first time": [str(config), *eight],
-            "the same once more": [str(config), *eight],
-        }
-        asked: dict[str, list[dict[str, float]]] = {name: [] for name in questions}
-        for turn in range(rounds):
-            for name, words in questions.items():
-                asked[name].append(answered(words, Path(folder, f"cache{turn}")))
-    return {"benchmark": "planner", "date": date.today().isoformat(), "cpus": os.cpu_count(), "runs": asked}
-
-
-def answered(words: list[str], cache: Path) -> dict[str, float]:
-    """Return the seconds, those of a CPU, and the peak memory of one plan.py; its errors are ours."""
-    command = [sys.executable, str(pages.ROOT / "scripts" / "plan.py"), *words]
-    environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
-    start = time.perf_counter()
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
-    if status:
-        raise RuntimeError(" ".join(command))
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "cpu_seconds": used.ru_utime + used.ru_stime, "peak_gib": used.ru_maxrss / 2**20}
-
-
-def planner_table(result: dict[str, Any]) -> str:
-    """Return the result as a Markdown table."""
-    keys = {"seconds": ".1f", "cpu_seconds": ".1f", "peak_gib": ".2f"}
-    lines = ["| question | seconds | of them CPU | peak GiB |", "|---|---|---|---|"]
-    for name, runs in result["runs"].items():
-        cells = [format(summarise(runs, key), form) for key, form in keys.items()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def cause(output: str) -> str:
+    """Return why a contender failed, in a few words."""
+    if "out of memory" in output.lower() or "OutOfMemory" in output:
+        return "out of memory"
+    return (output.strip().splitlines() or ["ended without a word"])[-1][:160]
 
 
 if __name__ == "__main__":

@@ -373,7 +373,9 @@ def job_of(options: argparse.Namespace, recipe: Recipe) -> slurm.Job | None:
     return None
 
 
-def deepspeed_command(folder: RunFolder, ranks: int, pool: hosts.Pool | None, master: str | None) -> list[str]:
+def deepspeed_command(
+    folder: RunFolder, ranks: int, pool: hosts.Pool | None = None, master: str | None = None
+) -> list[str]:
     """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool."""
     # A port of our own: the launcher's default is often still held by a run that is dying.
     with socket.socket() as probe:

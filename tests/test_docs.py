@@ -14,6 +14,7 @@ import pytest
 from recipes.spec import pages
 from recipes.spec.pages import ROOT
 from scripts import benchmark, check_config, doctor, export, generate, launch, plan, resolve_config
+from scripts.benchmarks import overhead
 
 PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "runs"} & set(path.relative_to(ROOT).parts))
 README = ROOT / "README.md"
@@ -136,4 +137,4 @@ def test_nothing_names_what_the_project_must_not_name():
 def test_the_readme_shows_the_measured_overhead():
     for stage in (2, 3):
         measured = json.loads((ROOT / f"recipes/planning/measurements/overhead_zero{stage}_cpu.json").read_text())
-        assert benchmark.table(measured) in README.read_text(encoding="utf-8")
+        assert overhead.table(measured) in README.read_text(encoding="utf-8")

@@ -1,6 +1,9 @@
-"""The index of recipes, generated from the pages: `python -m recipes.spec.index` writes `recipes/README.md`."""
+"""The index of recipes, generated from the pages: `python -m recipes.spec.index` writes `recipes/README.md`.
 
-from recipes.spec import pages
+It also writes what was measured into the pages' tables of variants.
+"""
+
+from recipes.spec import measured, pages
 
 PATH = pages.ROOT / "recipes" / "README.md"
 
@@ -15,15 +18,40 @@ One page per model family; every size and variant is one command. This table is 
 
 Every variant has been trained for three steps, resumed and exported as a draft on two CPU ranks (`make test-all`).
 Smallest hardware is the planner's answer for `lora`, or `full` where there is none; a dash until there is a planner.
+Measured is what `python scripts/benchmark.py` found for the command, per GPU; a dash where nobody has run it.
 
-| family | sizes | variants | smallest hardware | command |
-|---|---|---|---|---|
+| family | sizes | variants | smallest hardware | measured | command |
+|---|---|---|---|---|---|
 """
 
 
 def main() -> None:
-    """Write the index."""
+    """Write the index, and the pages' measured columns."""
     PATH.write_text(render(), encoding="utf-8")
+    for family in pages.families():
+        path = pages.ROOT / "recipes" / f"{family}.py"
+        path.write_text(with_measured(path.read_text(encoding="utf-8"), family), encoding="utf-8")
+
+
+COLUMN = "peak GPU memory"
+
+
+def with_measured(text: str, family: str) -> str:
+    """Return a page's text with what was measured in the last column of its table of variants."""
+    found = measured.recipes()
+    module = pages.page(family)
+    lines = text.split("\n")
+    head = next((index for index, line in enumerate(lines) if line.endswith(COLUMN)), None)
+    if head is None:
+        return text
+    for index, line in enumerate(lines[head + 1 :], head + 1):
+        variant = line.split()[:1]
+        if not variant:
+            break
+        names = {size: f"{family}-{size}-{variant[0]}" for size in module.SIZES}
+        known = ", ".join(f"{size} {found[name].peak_gib:.1f}" for size, name in names.items() if name in found)
+        lines[index] = line[: lines[head].index(COLUMN)] + (f"{known} GiB" if known else "-")
+    return "\n".join(lines)
 
 
 def render() -> str:
@@ -37,7 +65,8 @@ def _row(family: str) -> str:
     variants = pages.variants(module)
     first = "lora" if "lora" in variants else variants[0]
     command = f"`python scripts/launch.py {family}-{next(iter(module.SIZES))} {first}`"
-    return f"| [{family}]({family}.py) | {sizes} | {', '.join(variants)} | - | {command} |\n"
+    seen = measured.recipes().get(f"{family}-{next(iter(module.SIZES))}-{first}", "-")
+    return f"| [{family}]({family}.py) | {sizes} | {', '.join(variants)} | - | {seen} | {command} |\n"
 
 
 TAIL = """

@@ -80,6 +80,13 @@ FOREIGN_NAMES = {
     "activation_checkpointing": "gradient_checkpointing",
     "sample_packing": "packing",
     "dataloader_num_workers": "data.workers",
+    "torch_compile": "compile",
+    "use_liger_kernel": "liger_kernel",
+    "use_liger": "liger_kernel",
+    "enable_liger_kernel": "liger_kernel",
+    "use_flash_attention_2": "model.attention",
+    "selective_checkpointing": "gradient_checkpointing",
+    "recompute_granularity": "gradient_checkpointing",
 }
 
 # A recipe's identity is chosen by its name on the command line, not by an override.
@@ -129,10 +136,12 @@ def parse(key: str, text: str, hint: Any) -> Any:
     Raises:
         UserError: names the key, the value and what would be right.
     """
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     if type(None) in options and text.lower() in ("none", "null"):
         return None
     kind = next(option for option in options if option is not type(None))
+    if kind is bool and any(text in typing.get_args(option) for option in options[1:]):
+        return text
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if text not in choices:
@@ -150,7 +159,8 @@ def parse(key: str, text: str, hint: Any) -> Any:
             "off": False,
         }
         if text.lower() not in words:
-            raise UserError(f"{key}={redact(text)}: must be true or false.")
+            others = [word for option in options[1:] for word in typing.get_args(option)]
+            raise UserError(f"{key}={redact(text)}: must be {', '.join(['true', *others])} or false.")
         return words[text.lower()]
     try:
         value = kind(text)

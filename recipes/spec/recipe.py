@@ -31,8 +31,11 @@ class Model:
     """`nf4`: frozen linear layers in 4 bits (Dettmers et al. 2023, arXiv:2305.14314), by bitsandbytes; needs `lora`."""
     chat_template: str = "auto"
     """`auto`: the tokenizer's own, or ChatML where it has none (base models); `chatml`; or a Jinja file."""
-    attention: str = "sdpa"
-    """Attention implementation, as `from_pretrained(attn_implementation=...)` names it."""
+    attention: str = "auto"
+    """Attention implementation, as `from_pretrained(attn_implementation=...)` names it, or `varlen`, torch's own for
+    packed rows. `auto`: on a GPU, for packed rows, the first of flash_attention_2 (where flash-attn is installed),
+    varlen and flex_attention with which a draft keeps documents apart; they need no mask of length times length, which
+    costs SDPA its flash kernel and computes all pairs of tokens of a row. Else `sdpa`."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository brings along. Off unless you have read that code."""
 
@@ -59,8 +62,9 @@ class Data:
     """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked rightly."""
     max_new_tokens: int = 96
     """Longest answer that the exact-match metric generates, in tokens."""
-    workers: int = 0
-    """Data loader processes per rank; 0 loads in the training process."""
+    workers: int | None = None
+    """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, which would wait for the
+    rows of the next step; 0 without one, where they would take the cores that compute, and for streams."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +172,20 @@ class Recipe:
     router_aux_loss_coef: float = 0.0
     """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0, the usual choice for fine-tuning,
     leaves it out."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: about a third more compute for much less memory."""
-    tiled_loss: bool = False
-    """Compute the loss for some tokens at a time, so that whole logits never exist: for long rows and large
-    vocabularies. Costs one more product with the output matrix."""
+    gradient_checkpointing: bool | Literal["selective"] = True
+    """Recompute activations in the backward pass: about a third more compute for much less memory. `selective`: of
+    the feed-forward layers only, which hold most of them; attention, the slower part of long rows, is kept."""
+    tiled_loss: bool | None = None
+    """Compute the loss for some tokens at a time, so that whole logits never exist. Costs one more product with the
+    output matrix, on a GPU for labelled tokens alone. None: where whole logits would take a GiB or more."""
     tiled_mlp: bool = False
     """Compute feed-forward layers for some tokens at a time: for rows so long that one layer's activations do not
     fit. Costs their forward pass once more."""
+    compile: Literal["off", "regional"] = "off"
+    """`regional`: torch.compile each layer by itself, so that it is compiled once and not once per layer. Takes a
+    minute at the start, and again for every other length of a row; not under ZeRO-3, whose fetches break the graph."""
+    liger_kernel: bool = False
+    """Liger's fused RMSNorm, RoPE and SwiGLU on a GPU, where it is installed (pip install liger-kernel)."""
     seed: int = 42
     logging_steps: int = 10
     eval_steps: int | None = None
@@ -218,11 +228,7 @@ class Recipe:
             for key, used, why in (
                 ("method", self.method == "dpo", "TRL's DPO computes it in tiles already"),
                 ("layout.pipeline", self.layout.pipeline > 1, "a pipeline's last stage hands whole logits over"),
-                (
-                    "router_aux_loss_coef",
-                    self.router_aux_loss_coef,
-                    "TRL's tiles take the model's own",
-                ),
+                ("router_aux_loss_coef", self.router_aux_loss_coef, "TRL's tiles take the model's own"),
             ):
                 if used:
                     raise UserError(f"tiled_loss=true with {key}={_get(self, key)}: {why}; leave tiled_loss out.")

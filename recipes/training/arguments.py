@@ -35,19 +35,20 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
         "adam_beta2": recipe.adam_beta2,
         "adam_epsilon": recipe.adam_epsilon,
         "max_grad_norm": recipe.max_grad_norm,
+        "optim": "adamw_torch_fused",  # one kernel for all weights; under CPU offload it becomes DeepSpeed's CPUAdam
         "bf16": recipe.precision == "bf16",
         "fp16": recipe.precision == "fp16",
         # The stages of a pipeline turn it on by themselves.
-        "gradient_checkpointing": recipe.gradient_checkpointing and recipe.layout.pipeline == 1,
+        "gradient_checkpointing": recipe.gradient_checkpointing is True and recipe.layout.pipeline == 1,
         "seed": recipe.seed,
         "logging_steps": recipe.logging_steps,
         "save_strategy": "steps" if recipe.save_steps else "no",
         "save_steps": recipe.save_steps or 1,
         "save_total_limit": recipe.keep_checkpoints,
-        # Of several processes that read one stream, all but one would have nothing to read.
-        "dataloader_num_workers": min(recipe.data.workers, 1) if recipe.data.streaming else recipe.data.workers,
-        # For streams accelerate would read on rank 0 and send the rest, which needs rows of one length.
-        "accelerator_config": {"dispatch_batches": False},
+        "dataloader_num_workers": loader_processes(recipe, on_gpu),
+        # For streams accelerate would read on rank 0 and send the rest, which needs rows of one length. From pinned
+        # memory rows are copied while the GPU computes.
+        "accelerator_config": {"dispatch_batches": False, "non_blocking": on_gpu},
         "dataloader_pin_memory": on_gpu,
         "disable_tqdm": True,  # our own progress bar says more
         "report_to": "none",  # W&B gets the same numbers as metrics.jsonl, from tracking.py
@@ -60,6 +61,13 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
 
         return DPOConfig(**arguments, beta=recipe.dpo.beta, max_length=recipe.sequence_length)
     return TrainingArguments(**arguments)
+
+
+def loader_processes(recipe: Recipe, on_gpu: bool) -> int:
+    """Return how many processes load rows for a rank."""
+    workers = recipe.data.workers if recipe.data.workers is not None else 2 * (on_gpu and not recipe.data.streaming)
+    # Of several processes that read one stream, all but one would have nothing to read.
+    return min(workers, 1) if recipe.data.streaming else workers
 
 
 def deepspeed_config(recipe: Recipe) -> dict[str, Any]:

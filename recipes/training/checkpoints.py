@@ -122,7 +122,8 @@ class StopOnSignal(TrainerCallback):
         asked = torch.tensor([self.asked], dtype=torch.int32)
         if self.group is not None:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
-        if asked.item() and state.global_step < state.max_steps:
+        # Through numpy: it lies in host memory, where nothing has to be waited for.
+        if asked.numpy()[0] and state.global_step < state.max_steps:
             self.stopped = True
             control.should_save = control.should_training_stop = True
             say(f"asked to stop: writing a checkpoint after step {state.global_step}")

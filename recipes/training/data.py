@@ -16,7 +16,7 @@ from trl import pack_dataset
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
-from recipes.training import sources, templates
+from recipes.training import attention, sources, templates
 from recipes.training.data_report import Pieces, Report, histogram, pieces
 
 IGNORED = -100
@@ -210,6 +210,8 @@ class Collator:
 
     pad_token_id: int
     multiple: int = 8
+    tells: bool = False
+    """Also say where documents begin, for attention that wants to know."""
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return `input_ids`, `labels`, `position_ids`, each [rows, longest], and two plain counts."""
@@ -221,6 +223,7 @@ class Collator:
             "position_ids": torch.stack([_positions(row["seq_lengths"], width) for row in rows]),
             "tokens": sum(len(row["input_ids"]) for row in rows),
             "squared_lengths": sum(length**2 for row in rows for length in row["seq_lengths"]),
+            **(attention.documents([row["seq_lengths"] for row in rows], width) if self.tells else {}),
         }
 
     @staticmethod

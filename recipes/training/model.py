@@ -17,8 +17,9 @@ from transformers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from recipes.spec.errors import UserError, first_line
+from recipes.spec.logits import tiles_loss
 from recipes.spec.recipe import Recipe
-from recipes.training import adapters, templates, tiling
+from recipes.training import adapters, attention, kernels, templates, tiling
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,14 +69,22 @@ def load_model(recipe: Recipe, kind: Any = AutoModelForCausalLM) -> PreTrainedMo
     restore_rotary_frequencies(model)
     # With a key/value cache transformers does not look for packed documents, and they would see each other.
     model.config.use_cache = False
-    if recipe.tiled_loss:
+    attention.switch_by_batch(model)
+    config = model.config.get_text_config()
+    if tiles_loss(recipe, config.vocab_size):
         tiling.tile_loss(model)
     if recipe.tiled_mlp:
-        tiling.tile_feed_forward(model, tiling.tiles(recipe, model.config.get_text_config().hidden_size))
+        tiling.tile_feed_forward(model, tiling.tiles(recipe, config.hidden_size))
+    elif recipe.gradient_checkpointing == "selective":
+        tiling.recompute_feed_forward(model)
+    if recipe.liger_kernel:
+        kernels.fuse(model)
+    if recipe.compile == "regional":
+        kernels.compile_layers(model, recipe)
     if recipe.lora is None:
         return model
     adapters.keep_layout(model)
-    if recipe.gradient_checkpointing:
+    if recipe.gradient_checkpointing is True:
         model.enable_input_require_grads()
     return adapters.add(model, recipe.lora, recipe.seed)
 
@@ -87,7 +96,7 @@ def _pretrained(recipe: Recipe, kind: Any) -> PreTrainedModel:
             recipe.model.path,
             dtype=dtype,
             quantization_config=quantization(recipe, load_config(recipe)),
-            attn_implementation=recipe.model.attention,
+            attn_implementation=attention.named(recipe.model.attention),
             trust_remote_code=recipe.model.trust_remote_code,
             use_safetensors=True,  # a pickle from a stranger can run code
         )

@@ -1,10 +1,13 @@
 """Whether a model's code keeps packed documents apart: tried out on a draft, not looked up in a list of names."""
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Draft, Recipe
+from recipes.training import attention
 from recipes.training.draft import WINDOW, shrink
 from recipes.training.model import load_config
 
@@ -15,50 +18,61 @@ LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 every size in `recipes/`: at most 2e-6 where documents are kept apart, at least 2e-1 where they see each other."""
 
 
-def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse to pack where the model would see through it; a second, before the ranks load anything.
+def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, on_gpu: bool = False) -> str:
+    """Return the attention that the run computes with: of those that it may be, the first that packing works with.
+
+    Refuses to pack where the model would see through it; a second, before the ranks load anything.
 
     Raises:
         UserError: documents would leak into each other, or nobody can tell.
     """
-    if not recipe.packing or recipe.method == "dpo":  # preference pairs are never packed
-        return
     config = load_config(recipe).get_text_config()
-    try:
-        apart = keeps_documents_apart(config, tokenizer, recipe.model.attention)
-    except Exception as error:  # whatever a stranger's model raises, nobody knows what packing does to it
-        raise UserError(
-            f"packing=true: cannot try it out on a draft of {config.model_type}: {error}\nAdd packing=false."
-        ) from error
-    if not apart:
-        raise UserError(
-            f"packing=true: {config.model_type} with model.attention={recipe.model.attention} lets the documents of a "
-            "packed row see each other; add packing=false."
-        )
+    names = attention.candidates(recipe, config, on_gpu)
+    if not recipe.packing or recipe.method == "dpo":  # preference pairs are never packed
+        return names[0]
+    for name in names:
+        try:
+            if keeps_documents_apart(config, tokenizer, name):
+                return name
+        except Exception as error:  # whatever a stranger's model raises, nobody knows what packing does to it
+            if name == names[-1]:
+                raise UserError(
+                    f"packing=true: cannot try it out on a draft of {config.model_type}: {error}\nAdd packing=false."
+                ) from error
+    raise UserError(
+        f"packing=true: {config.model_type} with model.attention={names[-1]} lets the documents of a "
+        "packed row see each other; add packing=false."
+    )
 
 
-def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, attention: str) -> bool:
+def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     """Return whether documents that share a row, told apart by their position ids alone, get the logits of each alone.
 
     Args:
         config: of the real model; a draft of its class is made from it, with every kind of layer that it has.
         tokenizer: for the size of the vocabulary.
-        attention: the implementation to try, as `from_pretrained(attn_implementation=...)` names it.
+        name: the implementation to try, as `from_pretrained(attn_implementation=...)` names it.
     """
-    flash = attention.startswith("flash")  # half precision on a GPU only
-    dtype = torch.bfloat16 if flash else torch.float32
-    return leak(draft_of(config, tokenizer, attention, dtype)) < LEAK[dtype]
+    dtype = probed_in(name)
+    return leak(draft_of(config, tokenizer, name, dtype)) < LEAK[dtype]
+
+
+def probed_in(name: str) -> torch.dtype:
+    """Return the type in which an implementation is tried out: kernels for GPUs in half precision, there."""
+    only_there = name.startswith("flash") or (name != "sdpa" and name != "eager" and torch.cuda.is_available())
+    return torch.bfloat16 if only_there else torch.float32
 
 
 def draft_of(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, attention: str, dtype: torch.dtype
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str, dtype: torch.dtype
 ) -> torch.nn.Module:
     """Return a random draft, without a key/value cache."""
     small = shrink(config, Draft(layers=4), tokenizer)
     small.use_cache = False
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(small, attn_implementation=attention, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(small, attn_implementation=attention.named(name), dtype=dtype)
+    attention.switch_by_batch(model)
     return model.to("cuda" if dtype == torch.bfloat16 else "cpu").eval()
 
 
@@ -69,6 +83,10 @@ def leak(model: torch.nn.Module) -> float:
     documents = [torch.randint(5, model.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     device = model.device
-    packed = model(input_ids=torch.cat(documents)[None].to(device), position_ids=positions[None].to(device)).logits[0]
+    inputs: dict[str, Any] = {"input_ids": torch.cat(documents)[None], "position_ids": positions[None]}
+    if attention.is_told(model):
+        inputs |= attention.documents([LENGTHS], sum(LENGTHS))
+    inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+    packed = model(**inputs).logits[0]
     alone = torch.cat([model(input_ids=document[None].to(device)).logits[0] for document in documents])
     return ((packed - alone).abs().max() / alone.abs().max()).item()

@@ -106,7 +106,7 @@ class Stage(nn.Module):
         super().__init__()
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.load_config(recipe))]
         self.model = model.load_model(recipe, cut_on_init(kind, layers))
-        if recipe.gradient_checkpointing:
+        if recipe.gradient_checkpointing is True:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property

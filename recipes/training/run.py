@@ -31,6 +31,7 @@ from recipes.spec.run_folder import (
     write_json,
 )
 from recipes.training import (
+    attention,
     data,
     draft,
     evaluation,
@@ -58,8 +59,16 @@ from recipes.training.console import Progress, duration, marked, say, shown
 from recipes.training.environment import describe
 from recipes.training.flops import work_of
 from recipes.training.preflight import checkpoint_bytes, gathered_bytes
+from recipes.training.trainer import (
+    EngineReady,
+    as_never_loaded,
+    build,
+    read_norms_when_logging,
+    report_grad_norm,
+    resolved_config,
+    share_rows,
+)
 from recipes.training.watchdog import Watchdog
-from recipes.training.trainer import EngineReady, as_never_loaded, build, report_grad_norm, resolved_config, share_rows
 
 
 def main(folder: str) -> None:
@@ -81,7 +90,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     recipe = with_draft(recipe, run)
     check_layout(recipe)
     tokenizer = model.load_tokenizer(recipe)
-    packing.check(recipe, tokenizer)
+    chosen = packing.check(recipe, tokenizer, world.on_gpu())
+    recipe = replace(recipe, model=replace(recipe.model, attention=chosen))
     staged = recipe.layout.pipeline > 1
     if staged:
         pipeline.check(recipe, tokenizer)
@@ -96,8 +106,9 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         if recipe.layout.tensor > 1 and not staged:
             tensor.shard_where_autotp_cannot(trained, recipe.layout.tensor)
     whole = pipeline.skeleton(recipe) if staged else trained
+    attention.tell_whether_packed(trained, recipe.packing and recipe.method != "dpo")
     total, trainable = model.parameter_counts(whole)
-    say(f"model: {total:,} parameters, {trainable:,} of them trained")
+    say(f"model: {total:,} parameters, {trainable:,} of them trained; attention: {chosen}")
 
     checkpoint = newest_checkpoint(run)
     tracker = tracking.Tracker(recipe, run)
@@ -112,6 +123,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
 
     def engine_ready() -> None:
         report_grad_norm(trainer.deepspeed)
+        read_norms_when_logging(trainer)
         if checkpoint:
             restore_groups(trainer.deepspeed, checkpoint)
             as_never_loaded(trainer.deepspeed)

@@ -25,6 +25,7 @@ from transformers import masking_utils as masking
 from recipes.spec import layout as layouts
 from recipes.spec.recipe import Layout
 from recipes.training import world
+from recipes.training.attention import VARLEN, is_told
 from recipes.training.data import Collator, following
 
 PREFIX = "ulysses_"
@@ -57,9 +58,14 @@ def cut(batch: dict[str, Any], place: layouts.Place, layout: Layout) -> dict[str
     stands in the next part. Position ids stay as they are in the whole row.
     """
     return {
-        name: value.chunk(layout.sequence, dim=1)[place.sequence].contiguous() if torch.is_tensor(value) else value
+        name: value.chunk(layout.sequence, dim=1)[place.sequence].contiguous() if _is_rows(value) else value
         for name, value in {**batch, "shift_labels": following(batch["labels"])}.items()
     }
+
+
+def _is_rows(value: Any) -> bool:
+    """Return whether there is a part of it per rank; where documents begin all of them know."""
+    return torch.is_tensor(value) and value.ndim == 2
 
 
 @dataclass(frozen=True)
@@ -68,17 +74,19 @@ class PartCollator:
 
     pad_token_id: int
     layout: Layout
+    tells: bool = False
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return what `cut` does."""
-        whole = Collator(self.pad_token_id, multiple=8 * self.layout.sequence)(rows)
+        whole = Collator(self.pad_token_id, multiple=8 * self.layout.sequence, tells=self.tells)(rows)
         return cut(whole, world.place(self.layout), self.layout)
 
 
 def share(trainer: Trainer, layout: Layout, group: dist.ProcessGroup) -> None:
     """Make `trainer` train on this rank's part of every row. Evaluation stays as it is, with whole rows."""
+    tells = is_told(trainer.model)
     attend(trainer.model, group)
-    trainer.data_collator = PartCollator(trainer.processing_class.pad_token_id, layout)
+    trainer.data_collator = PartCollator(trainer.processing_class.pad_token_id, layout, tells)
 
 
 def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
@@ -97,14 +105,16 @@ def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     inner = {name: config._attn_implementation for name, config in configs.items()}
     for name in set(inner.values()):
         AttentionInterface.register(PREFIX + name, partial(_attention, group, name))
-        AttentionMaskInterface.register(PREFIX + name, masking.ALL_MASK_ATTENTION_FUNCTIONS[name])
+        if name != VARLEN:  # which has no mask
+            AttentionMaskInterface.register(PREFIX + name, masking.ALL_MASK_ATTENTION_FUNCTIONS[name])
     for namespace in {sys.modules[type(module).__module__] for module in modules}:
         for name in set(MASKS) & set(vars(namespace)):
             setattr(namespace, name, partial(_whole_mask, getattr(masking, name), group))
 
     def switch(module: torch.nn.Module, _: Any) -> None:
         for key, config in configs.items():
-            config._attn_implementation = PREFIX + inner[key] if module.training else inner[key]
+            alone = "sdpa" if inner[key] == VARLEN else inner[key]
+            config._attn_implementation = PREFIX + inner[key] if module.training else alone
 
     for module in [one for one in modules if isinstance(one, PreTrainedModel)] or [model]:
         module.register_forward_pre_hook(switch)

@@ -11,6 +11,7 @@ from recipes.spec.errors import UserError, first_line
 from recipes.spec.layout import Place
 from recipes.spec.recipe import Layout, Recipe
 from recipes.training import packing, sequence, world
+from recipes.training.attention import is_told
 from recipes.training.data import Collator
 from recipes.training.model import load_config
 
@@ -44,7 +45,7 @@ def tried_by_two(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, a
     if dist.get_rank() < 2:
         try:
             off = difference(draft_of(config, tokenizer, attention), group)
-            allowed = packing.LEAK[torch.bfloat16 if attention.startswith("flash") else torch.float32]
+            allowed = packing.LEAK[packing.probed_in(attention)]
             error = None if off < allowed else f"on a draft by {off:.0e}"
         except Exception as failed:  # whatever a stranger's model raises, nobody knows what it would compute
             error = f"on a draft: {first_line(failed)}"
@@ -59,8 +60,7 @@ def draft_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, atten
     for name, value in certain.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(certain, name, 0.0)
-    dtype = torch.bfloat16 if attention.startswith("flash") else torch.float32
-    return packing.draft_of(certain, tokenizer, attention, dtype)
+    return packing.draft_of(certain, tokenizer, attention, packing.probed_in(attention))
 
 
 def difference(model: torch.nn.Module, group: dist.ProcessGroup) -> float:
@@ -86,8 +86,9 @@ def _batch(model: torch.nn.Module, packed: bool) -> dict[str, Any]:
         }
         for index, tokens in enumerate(torch.randint(5, model.config.vocab_size, (2, width), generator=generator))
     ]
-    batch = Collator(0, multiple=8 * PAIR.sequence)(rows)
-    return {name: value.to(model.device) for name, value in batch.items() if torch.is_tensor(value)}
+    batch = Collator(0, multiple=8 * PAIR.sequence, tells=is_told(model))(rows)
+    inputs = {name: value for name, value in batch.items() if name not in ("tokens", "squared_lengths")}
+    return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
 
 
 def _difference(model: torch.nn.Module, batch: dict[str, Any], group: dist.ProcessGroup) -> float:

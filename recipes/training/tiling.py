@@ -12,10 +12,15 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
+
+COLUMNS = 8192
+"""Vocabulary entries in a tile of logits. TRL's 32,768 hold 8 bytes per token and entry of a 128k vocabulary at 4,096
+tokens where there is no Triton, and these 2; a matrix product of 4,096 x 8,192 still fills a GPU."""
 
 
 def tile_loss(model: PreTrainedModel) -> None:
@@ -24,6 +29,7 @@ def tile_loss(model: PreTrainedModel) -> None:
     By TRL's head, which knows the scales and soft caps of logits that architectures have, and computes logits for the
     labelled tokens alone on a GPU.
     """
+    trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = COLUMNS
     add_fused_lm_head(model)
     fused = model.forward
 
@@ -40,14 +46,28 @@ def tile_feed_forward(model: PreTrainedModel, tiles: int) -> None:
     Raises:
         UserError: the layers have no such part, or one that shares tokens out to experts.
     """
+    for part in _feed_forward(model, "tiled_mlp=true"):
+        part.forward = functools.partial(_in_tiles, part.forward, tiles)
+
+
+def recompute_feed_forward(model: PreTrainedModel) -> None:
+    """Make every layer keep the input of its feed-forward part, and compute the rest again in the backward pass.
+
+    Raises:
+        UserError: the layers have no such part, or one that shares tokens out to experts.
+    """
+    for part in _feed_forward(model, "gradient_checkpointing=selective"):
+        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+
+
+def _feed_forward(model: PreTrainedModel, asked: str) -> list[torch.nn.Module]:
     parts = [module for name, module in model.named_modules() if name.endswith(".mlp")]
     if not parts or any(name.endswith(".experts") for part in parts for name, _ in part.named_modules(prefix=".")):
         raise UserError(
-            f"tiled_mlp=true: not for {model.config.model_type}, whose layers have "
+            f"{asked}: not for {model.config.model_type}, whose layers have "
             f"{'experts, and those get parts of the tokens already' if parts else 'no module named mlp'}; leave it out."
         )
-    for part in parts:
-        part.forward = functools.partial(_in_tiles, part.forward, tiles)
+    return parts
 
 
 def _in_tiles(forward: Any, tiles: int, *inputs: torch.Tensor) -> torch.Tensor:

@@ -103,11 +103,11 @@ class Metrics(TrainerCallback):
         return {"mfu": self.work.of(tokens, squares) / (elapsed * peak * torch.distributed.get_world_size())}
 
 
-def _count(batch: dict[str, Any]) -> tuple[int, int]:
+def _count(batch: dict[str, Any]) -> tuple[int | torch.Tensor, int]:
     """Return the tokens in a batch and the sum of its documents' squared lengths."""
     if "tokens" in batch:  # our collator counts
         return batch.pop("tokens"), batch.pop("squared_lengths")
-    return int(batch["attention_mask"].sum()), 0  # TRL's preference collator gives a mask
+    return batch["attention_mask"].sum(), 0  # TRL's preference collator gives a mask; on the device, not waited for
 
 
 def memory() -> dict[str, float]:

@@ -21,6 +21,7 @@ from transformers import (
 from recipes.spec.layout import data_parallel_size
 from recipes.spec.recipe import Layout, Method
 from recipes.training import world
+from recipes.training.attention import is_told
 from recipes.training.data import Collator
 
 INFINITY = 2147483647
@@ -63,7 +64,7 @@ def build(
 
         trainer = DPOTrainer(**shared)
     else:
-        trainer = Trainer(**shared, data_collator=Collator(tokenizer.pad_token_id))
+        trainer = Trainer(**shared, data_collator=Collator(tokenizer.pad_token_id, tells=is_told(model)))
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -104,6 +105,18 @@ def report_grad_norm(engine: Any) -> None:
         )
 
     engine.clip_fp32_gradients = clip_and_remember
+
+
+def read_norms_when_logging(trainer: Trainer) -> None:
+    """Leave the gradient norm on the device until it is logged; the Trainer and accelerate read it at every step.
+
+    A read waits until the device has done everything before it, and the device then waits for the next launch.
+    """
+
+    def norm(*_: Any, **__: Any) -> Any:
+        return trainer.deepspeed.get_global_grad_norm()
+
+    trainer._clip_grad_norm = trainer._get_grad_norm = norm
 
 
 def as_never_loaded(engine: Any) -> None:

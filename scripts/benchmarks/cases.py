@@ -1,0 +1,181 @@
+"""What each named benchmark compares. Standard library only."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from recipes.spec import overrides, pages
+from recipes.spec.recipe import Data, Recipe, Schedule, Wandb
+
+WARM_UP = 10
+"""Steps that are not timed: allocator, ZeRO's trace, compilation, autotuning."""
+STEPS = 20
+"""Steps that are."""
+LIMIT = 460
+"""Seconds after which a benchmark starts nothing any more and ends what runs, below 8 minutes; `--quick`: half."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One contender: a row of the table."""
+
+    label: str
+    peer: Literal["recipe", "plain", "trainer", "sft_trainer"]
+    """The project's run; a plain PyTorch loop; `transformers.Trainer` and TRL's `SFTTrainer`, with their defaults."""
+    page: str = "llama3-1b"
+    variant: str = "full"
+    changes: tuple[str, ...] = ()
+    """Overrides, as typed."""
+    states: Literal["fp32", "bf16"] = "fp32"
+    """Of the plain loop: whether Adam has master weights and states in fp32."""
+    compiled: bool = False
+    """Of the plain loop."""
+    on_cpu: bool = True
+    """Whether a draft on a CPU can run it."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Contenders that take turns, A B B A, on the same rows."""
+
+    name: str
+    about: str
+    cases: tuple[Case, ...]
+    grows: bool = False
+    """Rows are doubled until a contender runs out of memory, and the table says how long they got."""
+
+
+SIZE = ("sequence_length=4096", "micro_batch_size=4", "global_batch_size=4")
+FAST = (*SIZE, "gradient_checkpointing=false")
+ROOMY = ("sequence_length=4096", "micro_batch_size=2", "global_batch_size=2")
+
+
+def _zero(stage: int) -> Case:
+    return Case(f"ZeRO-{stage}", "recipe", changes=(*FAST, f"deepspeed=zero{stage}.json"))
+
+
+LORA = Case("recipe", "recipe", "llama3-8b", "lora", (*ROOMY, "gradient_checkpointing=false"))
+QLORA = Case("recipe", "recipe", "llama3-8b", "qlora", ROOMY)
+BENCHMARKS = {
+    one.name: one
+    for one in (
+        Benchmark(
+            "full_1b",
+            "all weights of Llama 3.2 1B, documents packed to 4,096 tokens",
+            (
+                Case("recipe", "recipe", changes=(*FAST, "deepspeed=zero1.json")),
+                Case("recipe, compiled", "recipe", changes=(*FAST, "deepspeed=zero1.json", "compile=regional")),
+                Case("plain loop, compiled", "plain", changes=FAST, compiled=True),
+                Case("Trainer", "trainer", changes=FAST),
+                Case("SFTTrainer", "sft_trainer", changes=FAST),
+            ),
+        ),
+        Benchmark(
+            "zero_tax",
+            "ZeRO 0 to 3 on one rank, beside the same without DeepSpeed",
+            (Case("no DeepSpeed", "plain", changes=FAST), *(_zero(stage) for stage in range(4))),
+        ),
+        Benchmark(
+            "full_8b",
+            "all weights of Llama 3.1 8B on one GPU",
+            (
+                Case("recipe, bf16 states", "recipe", "llama3-8b", "full", (*ROOMY, "deepspeed=bf16_states.json")),
+                Case(
+                    "recipe, fp32 states",
+                    "recipe",
+                    "llama3-8b",
+                    "full",
+                    ("sequence_length=4096", "micro_batch_size=1", "global_batch_size=1", "deepspeed=zero3.json"),
+                ),
+                Case("plain loop, bf16 states", "plain", "llama3-8b", "full", ROOMY, states="bf16", compiled=True),
+            ),
+        ),
+        Benchmark(
+            "lora_8b",
+            "adapters of rank 16 on all linear layers of Llama 3.1 8B, no checkpointing",
+            (
+                LORA,
+                replace(LORA, label="recipe, compiled", changes=(*LORA.changes, "compile=regional")),
+                replace(LORA, label="Trainer", peer="trainer"),
+                replace(LORA, label="SFTTrainer", peer="sft_trainer"),
+            ),
+        ),
+        Benchmark(
+            "qlora_8b",
+            "the same on 4-bit weights, with checkpointing",
+            (
+                QLORA,
+                replace(QLORA, label="recipe, selective", changes=(*ROOMY, "gradient_checkpointing=selective")),
+                replace(QLORA, label="Trainer", peer="trainer"),
+            ),
+        ),
+        Benchmark(
+            "packing",
+            "the same documents packed, and a row each: non-padding tokens per second",
+            (
+                Case("packed", "recipe", changes=FAST),
+                Case("padded", "recipe", changes=(*FAST, "packing=false", "tiled_loss=true")),
+            ),
+        ),
+        Benchmark(
+            "attention",
+            "implementations on packed rows of 8,192 tokens",
+            tuple(
+                Case(name, "recipe", changes=(*FAST, "sequence_length=8192", "micro_batch_size=1",
+                                              "global_batch_size=1", f"model.attention={name}"), on_cpu=on_cpu)
+                for name, on_cpu in (("varlen", True), ("sdpa", True), ("flex_attention", False))
+            ),
+        ),
+        Benchmark(
+            "long_context",
+            "the longest row that trains, adapters on Llama 3.1 8B; from 8,192 tokens, doubled",
+            (
+                Case("recipe, tiled", "recipe", "llama3-8b", "lora",
+                     ("micro_batch_size=1", "global_batch_size=1", "tiled_loss=true", "tiled_mlp=true")),
+                Case("recipe", "recipe", "llama3-8b", "lora",
+                     ("micro_batch_size=1", "global_batch_size=1", "tiled_loss=false")),
+            ),
+            grows=True,
+        ),
+        Benchmark(
+            "offload",
+            "Adam's states in host memory, Llama 3.2 3B",
+            (
+                Case("on the GPU", "recipe", "llama3-3b", "full", (*ROOMY, "deepspeed=zero2.json")),
+                Case("in host memory", "recipe", "llama3-3b", "full", (*ROOMY, "deepspeed=zero2_offload.json")),
+            ),
+        ),
+        Benchmark(
+            "planner_error",
+            "what the planner predicts beside what was measured",
+            tuple(
+                Case(f"{variant}, micro-batch {rows}", "recipe", "llama3-1b", variant,
+                     ("sequence_length=4096", f"micro_batch_size={rows}", f"global_batch_size={rows}"))
+                for variant in ("full", "lora") for rows in (1, 4)
+            ),
+        ),
+    )
+}  # fmt: skip
+"""By name, in the order in which the whole list runs."""
+
+
+def recipe_of(case: Case, steps: int, draft: bool) -> Recipe:
+    """Return a case as a recipe that trains so many steps, on rows that the benchmark makes."""
+    recipe = overrides.apply(pages.find(case.page, case.variant), case.changes)
+    if draft:
+        recipe = replace(
+            recipe,
+            sequence_length=recipe.sequence_length // 32,
+            micro_batch_size=min(2, recipe.micro_batch_size),
+            global_batch_size=min(2, recipe.micro_batch_size),
+            compile="off",
+        )
+    return replace(
+        recipe,
+        data=Data(path="made by the benchmark"),
+        schedule=Schedule("constant", 0),
+        max_steps=steps,
+        logging_steps=10,
+        save_steps=0,
+        eval_steps=None,
+        wandb=Wandb("disabled"),
+    )

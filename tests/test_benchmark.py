@@ -1,0 +1,190 @@
+"""The benchmarks: each runs from end to end as a draft, takes turns, and tells what it has when it is cut off."""
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from recipes.spec import index, measured, pages
+from recipes.spec.pages import ROOT
+from recipes.spec.run_folder import write_json
+from scripts import benchmark
+from scripts.benchmarks import measure, report
+from scripts.benchmarks.cases import BENCHMARKS, LIMIT, STEPS, WARM_UP, Case, recipe_of
+from tests.ranks import read_logs
+
+DRAFT = argparse.Namespace(draft=True, quick=True, output=None)
+
+
+@pytest.fixture
+def forked(ranks):
+    """Return a way to run orders that need not import everything again."""
+
+    def start(order, folder, seconds):
+        (folder / "order.json").write_text(json.dumps(order))
+        paths = [str(folder / "order.json"), str(folder / "result.json")]
+        ranks.run(measure.main, *paths, world_size=1, log=folder / "log", timeout=seconds)
+        result = folder / "result.json"
+        return json.loads(result.read_text()) if result.exists() else {"error": "\n".join(read_logs(folder / "log"))}
+
+    return start
+
+
+IN_TEST = ("attention",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_TEST else pytest.mark.every) for name in BENCHMARKS]
+)
+def test_each_benchmark_runs_as_a_draft(forked, tmp_path, name):
+    result = benchmark.run(BENCHMARKS[name], argparse.Namespace(draft=True, quick=False, output=tmp_path), forked)
+    for label, runs in result["runs"].items():
+        for run in runs:
+            assert "error" not in run, f"{label}: {run}"
+            assert run["tokens_per_second"] > 0 and len(run["step_seconds"]) == 3 and run["flops_per_step"] > 0
+    kept = json.loads((tmp_path / f"{name}_draft.json").read_text())
+    assert kept["draft"] and kept["limits"]["matrix_flops"] > 0 and kept["environment"]["packages"]
+    table = (tmp_path / f"{name}_draft.md").read_text()
+    assert table.startswith("DRAFT")
+    if BENCHMARKS[name].grows:
+        assert all(longest > 0 for longest, _ in result["longest"].values())
+    else:
+        assert result["complete"] and all(len(runs) == 2 for runs in result["runs"].values())
+        assert all(f"| {label} |" in table for label in result["runs"])
+
+
+def test_all_that_were_promised_are_there():
+    promised = "full_1b zero_tax full_8b lora_8b qlora_8b packing attention long_context offload planner_error"
+    assert set(BENCHMARKS) == set(promised.split())
+    assert LIMIT < 480 and STEPS >= 20 and WARM_UP > 0
+    for one in BENCHMARKS.values():
+        labels = [case.label for case in one.cases]
+        assert len(labels) == len(set(labels)) >= 2
+        for case in one.cases:
+            assert recipe_of(case, 5, draft=False).max_steps == 5
+
+
+FOUND = {
+    "tokens_per_step": 100.0,
+    "flops_per_step": 1e12,
+    "step_seconds": [0.5, 0.4, 0.6] * 7,
+    "tokens_per_second": 200.0,
+    "host_peak_gib": 1.0,
+    "reads_per_step": 4,
+}
+ENVIRONMENT = {"gpus": ["NVIDIA H200"], "cpu_count": 16, "packages": defaultdict(lambda: "1.0")}
+MACHINE = {"limits": {"matrix_flops": 4e12}, "environment": ENVIRONMENT}
+TWO = replace(BENCHMARKS["packing"], cases=(Case("a", "recipe"), Case("b", "recipe")))
+
+
+def of(answers):
+    """Return a start that answers in order, and what it was asked."""
+    asked, rest = [], iter(answers)
+
+    def start(order, folder, seconds):
+        asked.append(order["case"] if order["case"] == "limits" else order["case"]["label"])
+        return dict(MACHINE) if order["case"] == "limits" else dict(next(rest))
+
+    return start, asked
+
+
+def test_contenders_take_turns():
+    start, asked = of([FOUND] * 4)
+    benchmark.run(TWO, argparse.Namespace(draft=True, quick=False, output=None), start)
+    assert asked == ["limits", "a", "b", "b", "a"]
+
+
+def test_one_that_fails_is_told_and_not_tried_again():
+    start, asked = of([FOUND, {"error": "out of memory"}, FOUND])
+    result = benchmark.run(TWO, argparse.Namespace(draft=True, quick=False, output=None), start)
+    assert asked == ["limits", "a", "b", "a"]
+    assert "| b |" in report.table(result) and "out of memory" in report.table(result)
+
+
+def test_what_there_is_is_kept_when_it_is_cut_off(tmp_path):
+    start, _ = of([FOUND])  # and then the list ends
+    with pytest.raises(StopIteration):
+        benchmark.run(TWO, argparse.Namespace(draft=True, quick=False, output=tmp_path), start)
+    kept = json.loads((tmp_path / "packing_draft.json").read_text())
+    assert not kept["complete"] and len(kept["runs"]["a"]) == 1 and kept["runs"]["b"] == []
+    assert "not reached" in (tmp_path / "packing_draft.md").read_text()
+
+
+def test_nothing_starts_that_would_not_end_in_time(monkeypatch, capsys):
+    ticks = iter(range(0, 10**6, 100))
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: next(ticks))
+    start, asked = of([FOUND] * 4)
+    result = benchmark.run(TWO, DRAFT, start)
+    assert len(asked) < 3 and not result["complete"]
+    assert "out of time" in capsys.readouterr().out
+
+
+def test_a_draft_is_never_kept_among_the_measurements(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "MEASUREMENTS", tmp_path)
+    start, _ = of([FOUND] * 4)
+    benchmark.run(TWO, DRAFT, start)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_says_medians_and_shares():
+    runs = {"a": [FOUND], "b": [{**FOUND, "step_seconds": [1.0] * 20, "peak_allocated_gib": 12.34}], "c": []}
+    table = report.table({"runs": runs, **MACHINE})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert rows[2][:4] == ["a", "200", "20.0%", "1.000"]
+    assert rows[2][4] == f"{2e12 / 989.4e12:.1%}" and rows[2][5] == "50.0%"
+    assert rows[3][1] == "100" and rows[3][3] == "0.500" and rows[3][6] == "12.3"
+    assert rows[4][0] == "c" and set(rows[4][1:-1]) == {"-"}
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "out of memory"),
+        ("Traceback\nValueError: no", "ValueError: no"),
+        ("", "ended without a word"),
+    ],
+)
+def test_why_it_failed_is_said_in_a_few_words(output, why):
+    assert benchmark.cause(output) == why
+
+
+# From the measurements into the documents
+
+
+def on_a_gpu() -> dict:
+    runs = {"packed": [{**FOUND, "model": "llama3-1b-full", "peak_allocated_gib": 12.34}], "padded": []}
+    cases = [{"label": label, "peer": "recipe"} for label in runs]
+    environment = ENVIRONMENT | {"packages": {}}
+    told = {"benchmark": "packing", "about": "", "date": "2027-01-01", "draft": False, "complete": True}
+    return {**told, **MACHINE, "environment": environment, "cases": cases, "runs": runs}
+
+
+def test_the_readme_shows_what_was_measured_and_dashes():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = report.summary(list(BENCHMARKS), measured.results())
+    assert report.within(readme, table) == readme, "python scripts/benchmark.py writes it"
+    assert all(f"| {name} |" in table for name in BENCHMARKS)
+
+
+def test_pages_and_index_show_what_was_measured(tmp_path, monkeypatch):
+    write_json(tmp_path / "packing_gpu.json", on_a_gpu())
+    write_json(tmp_path / "lora_8b_gpu.json", on_a_gpu() | {"benchmark": "lora_8b", "draft": True})
+    page = (ROOT / "recipes" / "llama3.py").read_text(encoding="utf-8")
+    if not measured.recipes():
+        assert index.with_measured(page, "llama3") == page
+    monkeypatch.setattr(measured.recipes, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(measured.results, "__defaults__", (tmp_path,))
+    assert list(measured.results()) == ["packing"], "drafts are none"
+    assert str(measured.recipes()["llama3-1b-full"]) == "12.3 GiB, 200 tokens/s (H200, 2027-01-01)"
+    changed = index.with_measured(page, "llama3")
+    assert changed.count("1b 12.3 GiB") == 1 and index.with_measured(changed, "llama3") == changed
+    summary = report.summary(list(BENCHMARKS), measured.results())
+    assert "| packing | packed | 200 | 1.000 |" in summary and "| full_1b | - |" in summary
+
+
+def test_every_page_carries_what_was_measured():
+    for family in pages.families():
+        text = (ROOT / "recipes" / f"{family}.py").read_text(encoding="utf-8")
+        assert index.with_measured(text, family) == text, family

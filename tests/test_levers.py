@@ -1,0 +1,373 @@
+"""The levers of speed: that they compute what the plain way computes, and that each saves what it is there for."""
+
+import json
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, masking_utils
+from trl.trainer import utils as trl_utils
+
+from recipes.spec import overrides, pages
+from recipes.spec.errors import UserError
+from recipes.spec.logits import LARGE, PER_ENTRY, tiles_loss
+from recipes.spec.recipe import Draft, Layout, Lora, Model
+from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from recipes.training import adapters, attention, draft, kernels, packing, tiling
+from recipes.training import run as training_run
+from recipes.training.arguments import loader_processes
+from recipes.training.data import Collator
+from recipes.training.reads import Reads
+from tests.small import small
+from tests.workers import scalar_reads
+
+HIDDEN = 4096
+LAYER = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128,
+}
+"""Of Llama 3.1 8B."""
+
+
+# Reads of scalars, each of which empties a GPU's queue
+
+
+def reads_of(ranks, folder, function: Callable[..., None], *arguments: Any) -> dict[str, Any]:
+    ranks.check(function, str(folder), *arguments, log=folder.parent / "log", world_size=1)
+    return json.loads((folder / "reads.json").read_text())
+
+
+def counted(ranks, tmp_path, model_folder, conversations, stage, mistake=None, **changes) -> tuple[int, dict]:
+    run = RunFolder(tmp_path / f"run-{mistake}")
+    settings = {"precision": "bf16", "packing": True, "logging_steps": 100, "micro_batch_size": 1}
+    recipe = small(model_folder, conversations, f"zero{stage}.json", global_batch_size=2, **settings | changes)
+    write_recipe(run, recipe)
+    found = reads_of(ranks, run.path, scalar_reads.of_a_run, mistake)
+    return sum(found["counts"].values()), found
+
+
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.every) for stage in (0, 1)] + [2, 3])
+def test_a_steady_step_reads_no_scalar_that_deepspeed_does_not(ranks, tmp_path, model_folder, conversations, stage):
+    ours, found = counted(ranks, tmp_path, model_folder, conversations, stage)
+    alone = reads_of(ranks, tmp_path / "run-None", scalar_reads.of_deepspeed)
+    assert ours <= sum(alone["counts"].values()), found["places"]
+    assert all("/deepspeed/" in place for place in found["places"]), found["places"]
+
+
+@pytest.mark.parametrize(
+    "mistake", ["norms_at_every_step", pytest.param("filtered_losses", marks=pytest.mark.every), "packing_looked_up"]
+)
+def test_a_read_by_the_trainer_is_noticed(ranks, tmp_path, model_folder, conversations, mistake):
+    _, found = counted(ranks, tmp_path, model_folder, conversations, 2, mistake)
+    assert not all("/deepspeed/" in place for place in found["places"])
+
+
+def test_every_way_to_ask_for_a_value_is_a_read():
+    numbers = torch.arange(4.0)
+    with Reads() as reads:
+        numbers + 1
+    assert reads.total == 0
+    for ask in (lambda: numbers.sum().item(), lambda: bool(numbers.max() > 1), lambda: numbers[numbers > 1]):
+        with Reads() as reads:
+            ask()
+        assert reads.total >= 1
+
+
+# Memory of activations and of the loss, counted on tensors that have shapes only
+
+
+def saved_per_layer(prepare: Callable[[Any], Any]) -> float:
+    """Return the bytes that autograd keeps per token and layer of a Llama-8B-shaped model, as a multiple of h."""
+    tokens, kept = 16, []
+    for layers in (1, 2):
+        config = LlamaConfig(**LAYER, num_hidden_layers=layers)
+        with torch.device("meta"):
+            model = prepare(
+                AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+            ).train()
+        model.to_empty(device="cpu")
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        saved: list[torch.Tensor] = []  # held, or an address would be given to another
+        hidden = torch.randn(1, tokens, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda one, saved=saved: saved.append(one) or one, lambda one: one
+        ):
+            model(inputs_embeds=hidden, use_cache=False)
+        sizes = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in saved}
+        kept.append(sum(size for place, size in sizes.items() if place not in weights))
+    return (kept[1] - kept[0]) / tokens / HIDDEN
+
+
+def ours(model: Any) -> Any:
+    return adapters.add(model, Lora(rank=16))
+
+
+def pefts_defaults(model: Any) -> Any:
+    """Adapters in fp32, and with the dropout that most examples have."""
+    return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.05))
+
+
+def selective(model: Any) -> Any:
+    tiling.recompute_feed_forward(model)
+    return model
+
+
+def test_adapters_save_46_h_of_activations_where_pefts_defaults_save_111():
+    assert 40 < saved_per_layer(ours) <= 46
+    assert 105 < saved_per_layer(pefts_defaults) <= 111
+
+
+@pytest.mark.every
+def test_selective_checkpointing_saves_the_feed_forward_part():
+    assert saved_per_layer(selective) <= 22 < 49 <= saved_per_layer(lambda model: model) <= 50
+
+
+class Live(TorchDispatchMode):
+    """The bytes of all tensors that are made and not gone yet, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self.known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        output = function(*arguments, **(options or {}))
+        for made in output if isinstance(output, tuple | list) else (output,):
+            if torch.is_tensor(made) and made.untyped_storage()._cdata not in self.known:
+                storage = made.untyped_storage()
+                self.known[storage._cdata] = weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+                self.bytes += storage.nbytes()
+                self.peak = max(self.peak, self.bytes)
+        return output
+
+    def gone(self, key: int, size: int) -> None:
+        self.bytes -= size
+        del self.known[key]
+
+
+def loss_peak(tiled: bool, tokens: int = 4096, vocabulary: int = 128256) -> float:
+    """Return the most bytes per token and vocabulary entry that a pass holds, of a model that is all vocabulary."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with FakeTensorMode():
+        config = LlamaConfig(**sizes, vocab_size=vocabulary, max_position_embeddings=tokens)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if tiled:
+            tiling.tile_loss(model)
+        row = torch.zeros((1, tokens), dtype=torch.int64)
+        seen = torch.zeros((1, 1, tokens, tokens), dtype=torch.bfloat16)  # or transformers would look at values
+        with Live() as live:
+            model(input_ids=row, labels=row, attention_mask=seen, use_cache=False).loss.backward()
+    return live.peak / tokens / vocabulary
+
+
+def test_the_loss_peaks_at_4_bytes_per_token_and_vocabulary_entry(monkeypatch):
+    assert loss_peak(tiled=True) <= 4
+    assert 12 <= loss_peak(tiled=False) <= PER_ENTRY
+    monkeypatch.setattr(tiling, "COLUMNS", 32768)
+    assert loss_peak(tiled=True) > 4
+
+
+# What they compute
+
+
+def family_of(name: str) -> Any:
+    page = pages.page(name)
+    return AutoConfig.for_model(**next(iter(page.SIZES.values())).config).get_text_config()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+
+
+@pytest.fixture(autouse=True)
+def masks_as_they_were(monkeypatch):
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
+    monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE)
+
+
+ROWS = [
+    {"input_ids": list(range(5, 5 + sum(lengths))), "labels": list(range(5, 5 + sum(lengths))), "seq_lengths": lengths}
+    for lengths in ([40, 24], [11, 30, 9])
+]
+REFUSED = {"bloom": "see each other", "gpt_oss": "s_aux", "qwen3_5": "packed sequences"}
+
+
+def passed(model: torch.nn.Module, tells: bool) -> list[torch.Tensor]:
+    batch = Collator(0, tells=tells)(ROWS)
+    inputs = {name: value for name, value in batch.items() if name not in ("tokens", "squared_lengths")}
+    output = model.train()(**inputs)
+    output.loss.backward()
+    return [output.loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def agree(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Return whether loss and gradients are the same to 1e-5 of the largest."""
+    largest = max(gradient.abs().max() for gradient in others[1:])
+    assert len(some) == len(others) and largest > 1e-3
+    close = all((a - b).abs().max() <= 1e-5 * largest for a, b in zip(some[1:], others[1:], strict=True))
+    return close and abs(some[0] - others[0]) <= 1e-5 * abs(others[0])
+
+
+@pytest.mark.parametrize("family", [name for name in pages.families() if name not in REFUSED])
+def test_variable_length_attention_computes_what_a_dense_mask_does(tokenizer, family):
+    config = family_of(family)
+    for name in ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    masked = packing.draft_of(config, tokenizer, "sdpa", torch.float32)
+    told = packing.draft_of(config, tokenizer, "varlen", torch.float32)
+    assert attention.is_told(told) and not attention.is_told(masked)
+    expected = passed(masked, tells=False)
+    assert agree(passed(told, tells=True), expected)
+    told.zero_grad()
+    assert agree(passed(told, tells=False), expected), "without being told it takes SDPA and its mask"
+
+
+def test_documents_that_begin_elsewhere_are_noticed(tokenizer, monkeypatch):
+    expected = passed(packing.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32), tells=False)
+    begin = attention.documents
+    monkeypatch.setattr(attention, "documents", lambda lengths, width: begin([[sum(row)] for row in lengths], width))
+    assert not agree(passed(packing.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32), True), expected)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_the_kernel_cannot_is_refused(tokenizer, family):
+    try:
+        assert not packing.keeps_documents_apart(family_of(family), tokenizer, "varlen")
+    except (ValueError, NotImplementedError) as error:
+        assert REFUSED[family] in str(error)
+
+
+def test_generation_with_padding_on_the_left_takes_sdpa_and_its_mask(tokenizer):
+    told = packing.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32)
+    masked = packing.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32)
+    tokens = torch.arange(5, 25).view(2, 10)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    passed(told, tells=True)
+    answers = [
+        model.eval().generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False, use_cache=True)
+        for model in (told, masked)
+    ]
+    assert torch.equal(*answers)
+
+
+LEVERS = {"tiled_loss": True, "gradient_checkpointing": "selective"}
+
+
+def trained(ranks, tmp_path, model_folder, conversations, name, stage, world_size=2, **changes) -> list[dict]:
+    run = RunFolder(tmp_path / name)
+    recipe = small(model_folder, conversations, f"zero{stage}.json", packing=True, adam_epsilon=1e-5)
+    write_recipe(run, replace(recipe, micro_batch_size=1, global_batch_size=2, **changes))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=world_size)
+    return read_jsonl(run.metrics)
+
+
+CASES = [
+    (2, {}),
+    pytest.param(3, {"lora": Lora(rank=4)}, marks=pytest.mark.every),
+    pytest.param(1, {"lora": Lora(rank=4), "gradient_checkpointing": True}, marks=pytest.mark.every),
+    pytest.param(3, {"gradient_checkpointing": True}, marks=pytest.mark.every),
+    pytest.param(0, {}, marks=pytest.mark.every),
+    pytest.param(3, {"layout": Layout(sequence=2)}, marks=pytest.mark.every),
+    pytest.param(2, {"lora": Lora(rank=4), "layout": Layout(sequence=2)}, marks=pytest.mark.every),
+]
+
+
+@pytest.mark.parametrize(("stage", "changes"), CASES)
+def test_runs_with_every_lever_on_and_all_off_are_the_same(
+    ranks, tmp_path, model_folder, conversations, stage, changes
+):
+    chosen = Model(path=str(model_folder), attention="varlen")
+    on = trained(ranks, tmp_path, model_folder, conversations, "on", stage, model=chosen, **LEVERS | changes)
+    off = trained(ranks, tmp_path, model_folder, conversations, "off", stage, tiled_loss=False, **changes)
+    assert len(on) == len(off) == 6
+    for ours_, theirs in zip(on, off, strict=True):
+        assert ours_["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours_["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.every
+def test_compiled_layers_compute_the_same(model_folder, conversations):
+    recipe = small(model_folder, conversations, "zero2.json")
+    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    compiled = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    kernels.compile_layers(compiled, recipe)
+    assert sum(one._compiled_call_impl is not None for one in compiled.modules()) == 2
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    assert agree(passed(compiled, tells=False), passed(plain, tells=False))
+
+
+# When which is taken
+
+
+def test_attention_is_chosen_by_what_there_is(monkeypatch, model_folder, conversations):
+    recipe = small(model_folder, conversations, packing=True, precision="bf16")
+    config = AutoConfig.from_pretrained(model_folder)
+    chosen = partial(attention.candidates, config=config, on_gpu=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert chosen(recipe) == ["varlen", "flex_attention", "sdpa"]
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
+    assert chosen(recipe)[0] == "flash_attention_2"
+    assert attention.candidates(recipe, config, on_gpu=False) == ["sdpa"]
+    for changes in ({"packing": False}, {"precision": "fp32"}, {"layout": Layout(pipeline=2)}):
+        assert chosen(replace(recipe, **changes)) == ["sdpa"], changes
+    assert chosen(replace(recipe, model=replace(recipe.model, attention="eager"))) == ["eager"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert chosen(recipe) == ["sdpa"]
+
+
+def test_tiles_are_taken_where_whole_logits_would_be_large():
+    recipe = replace(pages.find("llama3-8b", "full"), micro_batch_size=1, sequence_length=4096, tiled_loss=None)
+    assert PER_ENTRY * 4096 * 128256 > LARGE and tiles_loss(recipe, 128256)
+    assert not tiles_loss(replace(recipe, sequence_length=256), 128256)
+    assert not tiles_loss(replace(recipe, tiled_loss=False), 128256)
+    assert tiles_loss(replace(recipe, tiled_loss=True, sequence_length=8), 100)
+    for changes in ({"method": "dpo"}, {"layout": Layout(pipeline=2)}, {"router_aux_loss_coef": 0.1}):
+        assert not tiles_loss(replace(recipe, **changes), 128256)
+
+
+def test_loader_processes_are_for_gpus(model_folder, conversations):
+    recipe = small(model_folder, conversations)
+    assert (loader_processes(recipe, True), loader_processes(recipe, False)) == (2, 0)
+    stream = replace(recipe, data=replace(recipe.data, streaming=True, workers=4))
+    assert loader_processes(stream, True) == 1
+
+
+def test_levers_are_typed_like_anything_else(model_folder, conversations):
+    recipe = small(model_folder, conversations)
+    typed = ["gradient_checkpointing=selective", "compile=regional", "tiled_loss=none", "model.attention=varlen"]
+    changed = overrides.apply(recipe, typed)
+    assert changed.gradient_checkpointing == "selective" and changed.compile == "regional"
+    assert overrides.apply(recipe, ["gradient_checkpointing=false"]).gradient_checkpointing is False
+    with pytest.raises(UserError, match="true, selective or false"):
+        overrides.apply(recipe, ["gradient_checkpointing=half"])
+    for known, answer in (("torch_compile", "compile"), ("use_liger_kernel", "liger_kernel")):
+        with pytest.raises(UserError, match=f"here it is '{answer}'"):
+            overrides.apply(recipe, [f"{known}=true"])
+
+
+def test_what_cannot_be_had_is_said(model_folder, conversations):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    with pytest.raises(UserError, match="pip install liger-kernel"):
+        kernels.fuse(model)
+    with pytest.raises(UserError, match=r"compile=regional: zero3.json is ZeRO-3"):
+        kernels.compile_layers(model, small(model_folder, conversations, "zero3.json"))
+    mixture = AutoModelForCausalLM.from_config(draft.shrink(family_of("mixtral"), Draft(), load()))
+    with pytest.raises(UserError, match="gradient_checkpointing=selective: not for mixtral"):
+        tiling.recompute_feed_forward(mixture)
+
+
+def load() -> Any:
+    return AutoTokenizer.from_pretrained(draft.TINY_MODEL)

@@ -1,0 +1,100 @@
+"""Count what Python reads of tensors' values in one steady step, of a run and of DeepSpeed's engine by itself."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, masking_utils
+from transformers.masking_utils import find_packed_sequence_indices
+
+from recipes.spec.run_folder import RunFolder, read_json, read_recipe
+from recipes.training import data, model, run, world
+from recipes.training.reads import Reads
+
+STEADY = 4
+"""The step that is counted, after DeepSpeed has made its buffers and ZeRO-3 has traced; nothing is logged in it."""
+
+
+class Count(TrainerCallback):
+    """Counts from the end of one step to the end of the next: fetching a batch and everything in between."""
+
+    def __init__(self, folder: Path, fault: Callable[[Any], None] | None) -> None:
+        self.folder, self.fault = folder, fault
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Break something on purpose."""
+        if self.fault:
+            self.fault(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start or stop counting."""
+        if state.global_step == STEADY - 1:
+            self.reads = Reads(places=True)
+            self.reads.__enter__()
+        if state.global_step == STEADY:
+            self.reads.__exit__(None, None, None)
+            write(self.folder, self.reads)
+
+
+def of_a_run(folder: str, mistake: str | None) -> None:
+    """Train what `folder`/recipe.json says."""
+    build = run.build
+
+    def with_count(*arguments: Any) -> Any:
+        trainer = build(*arguments)
+        trainer.add_callback(Count(Path(folder), (lambda _: MISTAKES[mistake](trainer)) if mistake else None))
+        return trainer
+
+    run.build = with_count
+    run.main(folder)
+
+
+def of_deepspeed(folder: str) -> None:
+    """Train the same model on the same rows by the same configuration, with nothing but DeepSpeed's engine."""
+    recipe = read_recipe(RunFolder(Path(folder)))
+    config = read_json(RunFolder(Path(folder)).deepspeed)
+    world.start()
+    module = model.load_model(recipe)
+    rows, _ = data.prepare(recipe.data.path, recipe, model.load_tokenizer(recipe))
+    masking_utils.find_packed_sequence_indices = lambda _: None  # transformers', not DeepSpeed's
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    tokens = torch.tensor(rows[0]["input_ids"])[None]
+    for step in range(1, STEADY + 1):
+        with Reads(places=True) as reads:
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                engine.step()
+        if step == STEADY:
+            write(Path(folder), reads)
+    world.stop()
+
+
+def write(folder: Path, reads: Reads) -> None:
+    """Keep the counts of rank 0."""
+    if dist.get_rank() == 0:
+        counted = {"counts": reads.counts, "places": reads.places}
+        (folder / "reads.json").write_text(json.dumps(counted, indent=1))
+
+
+def norms_at_every_step(trainer: Any) -> None:
+    """Read the gradient norm in every step, as the Trainer does."""
+    trainer._get_grad_norm = lambda model, grad_norm=None: Trainer._get_grad_norm(trainer, model, grad_norm)
+
+
+def filtered_losses(trainer: Any) -> None:
+    """Look at every loss for NaN, as the Trainer does by default."""
+    trainer.args.logging_nan_inf_filter = True
+
+
+def packing_looked_up(trainer: Any) -> None:
+    """Let transformers read the position ids to find out whether rows are packed, as it does by itself."""
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+
+
+MISTAKES = {one.__name__: one for one in (norms_at_every_step, filtered_losses, packing_looked_up)}
