@@ -50,11 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmark.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    listed = "\n".join(f"  {one.name:<14} {one.about}" for one in BENCHMARKS.values())
-    parser.epilog = f"benchmarks:\n  overhead       a small recipe beside the same work without this project\n  planner        plan.py itself\n{listed}"
-    parser.add_argument(
-        "benchmark", nargs="+", choices=["all", "overhead", "planner", *BENCHMARKS], metavar="BENCHMARK"
-    )
+    about = {
+        "overhead": "a small recipe beside the same work without this project",
+        "planner": "plan.py itself",
+        **{one.name: one.about for one in BENCHMARKS.values()},
+    }
+    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<14} {what}" for name, what in about.items())
+    parser.add_argument("benchmark", nargs="+", choices=["all", *about], metavar="BENCHMARK")
     parser.add_argument("--quick", action="store_true", help="one run per contender, half the time")
     parser.add_argument("--draft", action="store_true", help="shrunken models, a few steps; measures nothing")
     parser.add_argument(
