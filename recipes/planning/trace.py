@@ -39,7 +39,7 @@ def anatomy(config: Mapping[str, Any], lora: Lora | None = None) -> Anatomy:
         UserError: not a decoder that transformers knows, or one that these adapters cannot be added to.
     """
     name = key(config)
-    files = [TRACES / f"{config.get('model_type')}.json", cache() / f"{name}.json"]
+    files = [TRACES / f"{config.get('model_type')}.json", cache() / f"{name} {tracer()}.json"]
     found = [known for known in (_read(file).get(name) for file in files) if known]
     for known in found:
         if way(lora) in known.ends:
@@ -57,6 +57,13 @@ def key(config: Mapping[str, Any]) -> str:
     """Return what a model is stored under: the version of transformers, and a digest of the configuration."""
     text = json.dumps(config, sort_keys=True, default=dict)
     return f"{version('transformers')} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def tracer() -> str:
+    """Return a digest of the code that takes models apart: what an older version of it found is found again."""
+    names = ("anatomy.py", "dissect.py", "fit.py", "weigh.py")
+    sources = [Path(__file__).with_name(name).read_bytes() for name in names]
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:8]
 
 
 def cache() -> Path:
