@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from recipes.planning.states import held_parameters, mixture_bytes, state_bytes
+from recipes.planning.states import WIDTH, held_parameters, mixture_bytes, state_bytes
 from recipes.spec.layout import balanced, place
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import RunFolder, write_recipe
@@ -44,17 +44,21 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
         dense = case["parameters"] - case["routed"]
         routed, spread = case["routed"], case["expert_ranks"]
         return mixture_bytes(dense, routed, case["stage"], case["ranks"], case["precision"], spread).total
+    last = weigh_states.WIDTH**2 * WIDTH[case["precision"]] if case["stage"] == 3 and moment == "forward" else 0
     options = ("offload", "fp32_accumulation", "bf16_states", "sub_group")
-    return state_bytes(
-        case["parameters"],
-        case["trainable"],
-        case["stage"],
-        case["ranks"],
-        case["precision"],
-        accumulation=case["accumulation"],
-        moment=moment,
-        **{name: case[name] for name in options if name in case},
-    ).total
+    return (
+        state_bytes(
+            case["parameters"],
+            case["trainable"],
+            case["stage"],
+            case["ranks"],
+            case["precision"],
+            accumulation=case["accumulation"],
+            moment=moment,
+            **{name: case[name] for name in options if name in case},
+        ).total
+        + last
+    )  # at stage 3 the last weight is still whole
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +102,11 @@ def test_another_stage_precision_or_share_is_noticed(weighed, wrong):
         assert case["bytes"]["backward"] != pytest.approx(predicted({**case, key: change(case)}), rel=0.01), case
 
 
-def test_every_moment_differs_from_the_others_somewhere(weighed):
-    bf16 = [case for case in weighed if case["ranks"] == 2 and case["stage"] == 1 and "fp32_accumulation" not in case]
-    for case in bf16:
-        if not case.get("expert_ranks"):
-            assert case["bytes"]["step"] != pytest.approx(predicted(case, "backward"), rel=0.01)
+def test_another_moment_is_noticed(weighed):
+    plain = [case for case in weighed if not case.get("expert_ranks") and not case.get("offload")]
+    for case in plain:
+        if case["precision"] == "bf16" and case["stage"] != 1:
+            assert case["bytes"]["step"] != pytest.approx(predicted(case, "forward"), rel=0.01), case
 
 
 LAYOUTS = {

@@ -79,10 +79,10 @@ def state_bytes(
         return States(held, 0, 0, kept + (4 + copies * width) * trainable / ranks)
     own = trainable / (ranks if stage else 1)
     added_up = (4 if wide else width) * (trainable if stage < 2 else own)
-    gradients = {
-        "forward": added_up if accumulation > 1 or stage == 3 or (stage == 1 and wide) else 0.0,
-        "backward": added_up + (width * trainable if stage == 1 and wide else 0),
-    }
+    reduced = width * trainable if stage == 1 and wide else 0  # beside their sum lie those that were added to it
+    before = added_up if stage == 3 or (stage == 1 and wide) else 0.0
+    gradients = {"backward": added_up + reduced}
+    gradients["forward"] = gradients["backward"] if accumulation > 1 else before
     # Adam's gradients have its weights' type: what was added up in another is copied; and in one piece, copied before.
     converted = 0 if wide or bf16_states or width == 4 else 4
     if stage == 0:
