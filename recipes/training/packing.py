@@ -59,7 +59,7 @@ def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
 
 def probed_in(name: str) -> torch.dtype:
     """Return the type in which an implementation is tried out: kernels for GPUs in half precision, there."""
-    only_there = name.startswith("flash") or (name != "sdpa" and name != "eager" and torch.cuda.is_available())
+    only_there = name.startswith("flash") or (name not in ("auto", "sdpa", "eager") and torch.cuda.is_available())
     return torch.bfloat16 if only_there else torch.float32
 
 

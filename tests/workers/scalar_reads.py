@@ -15,8 +15,9 @@ from recipes.spec.run_folder import RunFolder, read_json, read_recipe
 from recipes.training import data, model, run, world
 from recipes.training.reads import Reads
 
-STEADY = 4
-"""The step that is counted, after DeepSpeed has made its buffers and ZeRO-3 has traced; nothing is logged in it."""
+STEADY = 3
+"""The step that is counted, after DeepSpeed has made its buffers and ZeRO-3 has traced: nothing is logged in it, and no
+epoch begins, for which PyTorch draws a seed and reads it."""
 
 
 class Count(TrainerCallback):
@@ -61,8 +62,12 @@ def of_deepspeed(folder: str) -> None:
     module = model.load_model(recipe)
     rows, _ = data.prepare(recipe.data.path, recipe, model.load_tokenizer(recipe))
     masking_utils.find_packed_sequence_indices = lambda _: None  # transformers', not DeepSpeed's
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    # The groups and the optimizer that the Trainer takes: DeepSpeed reads something of every group, and AdamW its step
+    # of every weight unless it is fused.
+    norms = [parameter for name, parameter in module.named_parameters() if "norm" in name]
+    others = [parameter for name, parameter in module.named_parameters() if "norm" not in name]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
     tokens = torch.tensor(rows[0]["input_ids"])[None]
     for step in range(1, STEADY + 1):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 from recipes.spec import pages
 from recipes.spec.recipe import Draft, Lora
 from recipes.spec.run_folder import write_json
-from recipes.training import adapters, draft, export, run, tensor, world
+from recipes.training import adapters, attention, draft, export, run, tensor, world
 
 ROW = 48
 """Tokens, more than a draft's sliding window."""
@@ -52,7 +52,7 @@ def kinds() -> dict[str, object]:
             config.use_cache = False
             if getattr(config, "num_key_value_heads", None):
                 config.num_key_value_heads = max(2, config.num_key_value_heads)
-            config.attn_implementation = recipe.model.attention
+            config.attn_implementation = attention.named(recipe.model.attention)
             found.setdefault(config.model_type, config)
     return found
 
