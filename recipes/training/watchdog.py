@@ -38,6 +38,9 @@ class Watchdog(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop counting."""
         faulthandler.cancel_dump_traceback_later()
+        if self.file:
+            self.file.close()
+            self.file = None
 
     def write_stack(self) -> None:
         """Write where this rank is, since another one has died."""
