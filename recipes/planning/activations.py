@@ -78,7 +78,8 @@ def loss_bytes(anatomy: Anatomy, setup: Setup) -> float:
     """Return what norm, head and loss take at their worst moment: the logits, several times."""
     both = traced(anatomy.ends, setup) + traced(anatomy.loss, setup)
     length = setup.sequence_length / setup.layout.sequence
-    total = (both.per_token * length * setup.forward_rows + both.fixed) * (TILED if setup.tiled_loss else 1)
+    tokens = length * setup.forward_rows
+    total = (both.per_token * tokens + both.fixed) * (TILED if setup.tiles(anatomy.vocabulary) else 1)
     gradient = 2 * anatomy.vocabulary * anatomy.hidden if setup.lora is None else 0.0
     return _widened(max(total, gradient), setup)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from recipes.spec import logits
 from recipes.spec.layout import data_parallel_size, gradient_accumulation_steps
 from recipes.spec.recipe import Layout, Lora, Precision, Recipe
 
@@ -37,8 +38,8 @@ class Setup:
     """None: all weights are trained."""
     quantized: bool = False
     """The frozen linear layers are held in 4 bits."""
-    tiled_loss: bool = False
-    """The loss is computed in pieces, so that the logits never exist at once."""
+    tiled_loss: bool | None = False
+    """The loss is computed in pieces, so that the logits never exist at once; None: where they would be large."""
     tiled_mlp: bool = False
     """So are the feed-forward layers."""
     offload_optimizer: Device = "none"
@@ -82,6 +83,11 @@ class Setup:
         """Tokens of a step over the whole world, padding included."""
         return self.rows * self.forward_rows * self.accumulation * self.sequence_length
 
+    def tiles(self, vocabulary: int) -> bool:
+        """Return whether the loss is computed in tiles."""
+        tokens = self.micro_batch_size * self.sequence_length / self.layout.sequence
+        return logits.are_large(tokens, vocabulary) if self.tiled_loss is None else self.tiled_loss
+
     @property
     def copy_size(self) -> int:
         """Ranks that share one copy of the model's computation."""
@@ -109,10 +115,13 @@ def setup_of(recipe: Recipe, config: Mapping[str, Any], world_size: int) -> Setu
         accumulation=gradient_accumulation_steps(recipe, world_size),
         sequence_length=recipe.sequence_length,
         precision=recipe.precision,
-        gradient_checkpointing=recipe.gradient_checkpointing,
+        # `selective` keeps less than none and more than all of it does: counted as none.
+        gradient_checkpointing=recipe.gradient_checkpointing is True,
         packing=recipe.packing and recipe.method != "dpo",
         preferences=recipe.method == "dpo",
         attention=recipe.model.attention,
+        tiled_loss=logits.asked_for(recipe),
+        tiled_mlp=recipe.tiled_mlp,
         lora=recipe.lora,
         quantized=recipe.model.quantization != "none",
         offload_optimizer=_device(zero, "offload_optimizer") if stage >= 2 else "none",

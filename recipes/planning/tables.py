@@ -33,7 +33,7 @@ def runs() -> list[Run]:
 
     Which rows the constants are fitted on was decided before the first fit, by whole parts of tables: the A100 40GB
     and the smaller H100 runs of llm-foundry, and the first four days of BigScience, when only tensor 8 was tried. How
-    well the others are predicted was looked at some five times while `time.py` got its terms.
+    well the others are predicted was looked at some seven times while `time.py` got its terms.
     """
     return [*_llm_foundry(), *_bigscience(), *_ours()]
 

@@ -93,7 +93,7 @@ def head(anatomy: Anatomy, setup: Setup, gpu: Gpu, constants: Constants) -> Seco
     """Return the seconds of the output matrix and of the loss."""
     tokens = setup.micro_batch_size * setup.sequence_length / setup.layout.sequence
     wide = anatomy.vocabulary / setup.layout.tensor
-    passes = (2 if setup.lora else 3) + setup.tiled_loss
+    passes = (2 if setup.lora else 3) + setup.tiles(anatomy.vocabulary)
     products = passes * _product(tokens, wide, anatomy.hidden, gpu, constants)
     return Seconds(logits=products + LOSS * tokens * wide / (gpu.memory_gbs * 1e9 * constants.memory))
 

@@ -9,6 +9,18 @@ LARGE = 2**30
 """Bytes of logits from which tiles are worth another product with the output matrix."""
 
 
+def are_large(tokens: float, vocabulary: int) -> bool:
+    """Return whether whole logits of so many tokens are worth avoiding."""
+    return PER_ENTRY * tokens * vocabulary >= LARGE
+
+
+def asked_for(recipe: Recipe) -> bool | None:
+    """Return what a recipe says of tiles; None: it depends on the size."""
+    if recipe.method == "dpo" or recipe.layout.pipeline > 1 or recipe.router_aux_loss_coef:
+        return False  # these have no use for it, or none that is right: see `Recipe`
+    return recipe.tiled_loss
+
+
 def tiles_loss(recipe: Recipe, vocabulary: int) -> bool:
     """Return whether a run computes its loss in tiles: what `tiled_loss` says, or where whole logits would be large.
 
@@ -16,9 +28,6 @@ def tiles_loss(recipe: Recipe, vocabulary: int) -> bool:
         recipe: of the run.
         vocabulary: entries of the model's.
     """
-    if recipe.tiled_loss is not None:
-        return recipe.tiled_loss
-    if recipe.method == "dpo" or recipe.layout.pipeline > 1 or recipe.router_aux_loss_coef:
-        return False  # these have no use for it, or none that is right: see `Recipe`
+    asked = asked_for(recipe)
     tokens = recipe.micro_batch_size * recipe.sequence_length / recipe.layout.sequence
-    return PER_ENTRY * tokens * vocabulary >= LARGE
+    return are_large(tokens, vocabulary) if asked is None else asked
