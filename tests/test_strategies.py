@@ -285,7 +285,8 @@ def test_a_file_of_configs_is_not_named_as_a_change(one_gpu):
 def test_what_nobody_can_forecast_is_not_judged(one_gpu):
     recipe = pages.find("llama3-70b", "full")
     assert forecast.forecast(replace(recipe, draft=replace(recipe.draft, enabled=True)), one_gpu) is None
-    assert forecast.forecast(replace(recipe, model=replace(recipe.model, config={})), one_gpu) is None
+    for config in ({}, {"model_type": "of_its_own_code", "hidden_size": 64}):
+        assert forecast.forecast(replace(recipe, model=replace(recipe.model, config=config)), one_gpu) is None
 
 
 def test_auto_keeps_what_the_user_has_set(one_gpu):

@@ -58,7 +58,10 @@ def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
         return None
     path = Path(recipe.deepspeed)
     recipe = replace(recipe, deepspeed=path.name if path.parent == ROOT / "configs" else recipe.deepspeed)
-    asked = job(recipe, cluster)
+    try:
+        asked = job(recipe, cluster)
+    except UserError:  # code of the model's own, for instance: what cannot be planned may still run
+        return None
     plan = cost(asked, recipe)
     if plan.fits:
         return plan
