@@ -1,5 +1,6 @@
 """The recipe pages: what they say is true, and every variant can be launched."""
 
+import copy
 import json
 
 import pytest
@@ -49,7 +50,9 @@ def test_every_variant_is_a_recipe_with_a_first_line(family, size, variant):
 def test_the_page_states_the_dimensions_and_the_published_size(family, size):
     module = pages.page(family)
     model = module.SIZES[size]
+    before = copy.deepcopy(dict(model.config))
     config = AutoConfig.for_model(**model.config)
+    assert model.config == before, "state what transformers adds in place, or the page changes while it is used"
     with torch.device("meta"):
         counted = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     assert counted == pytest.approx(model.parameters, rel=0.01)

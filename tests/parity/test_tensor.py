@@ -33,8 +33,8 @@ def train(ranks, folder, recipe, world_size, main=training_run.main):
 
 
 def exact(model_folder, conversations, stage, **changes):
-    options = {"layout": Layout(tensor=2), "micro_batch_size": 2, **changes}
-    return gate.lesson(SETTINGS, model_folder, conversations, f"zero{stage}.json", **options)
+    recipe = gate.lesson(SETTINGS, model_folder, conversations, f"zero{stage}.json")
+    return replace(recipe, **{"layout": Layout(tensor=2), "micro_batch_size": 2, **changes})
 
 
 def differences(run, reference) -> dict[str, float]:

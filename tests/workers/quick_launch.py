@@ -30,7 +30,7 @@ def quick_launch(arguments: list[str], log: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.argv = ["launch.py", *arguments]
-    launch.deepspeed_command = lambda run, ranks: [str(ranks), str(free_port()), str(run.path)]
+    launch.deepspeed_command = lambda run, ranks, *_: [str(ranks), str(free_port()), str(run.path)]
     supervise.subprocess, supervise.find = SimpleNamespace(Popen=Forked), find
     status = launch.main(arguments)
     sys.stdout.flush()
