@@ -7,6 +7,7 @@ from recipes.planning.hardware import Cluster, find
 from recipes.planning.plans import Plan
 from recipes.planning.strategies import job, search
 from recipes.spec import pages
+from recipes.spec.marks import between
 from recipes.spec.recipe import Layout
 
 PATH = pages.ROOT / "configs" / "README.md"
@@ -34,8 +35,7 @@ def main() -> None:
 
 def written_into(page: str) -> str:
     """Return the page with the chart in its place, between the two marks."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + render() + END + rest.partition(END)[2]
+    return between(page, BEGIN, END, render())
 
 
 def render() -> str:

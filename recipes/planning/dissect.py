@@ -19,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from recipes.planning.anatomy import Anatomy, Kind, way
 from recipes.planning.fit import Fit, decoder_layers, fit, weighed
 from recipes.spec.errors import UserError, first_line
-from recipes.spec.recipe import Lora, names
+from recipes.spec.peft import lora_options
+from recipes.spec.recipe import Lora
 
 RANKS = (8, 64)
 """Of the adapters that are traced: what they take is linear in it."""
@@ -235,17 +236,8 @@ def _cut(model: PreTrainedModel, first: Sequence[int]) -> PreTrainedModel:
 def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
     """Return the model with adapters in its own dtype, as `recipes.training.adapters` adds them."""
     model.enable_input_require_grads()  # as checkpointing needs it; without, the first layer keeps a little less
-    modules = names(lora.target_modules)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_dropout=lora.dropout,
-        target_modules="all-linear" if modules == ["all-linear"] else modules,
-        target_parameters=names(lora.target_parameters) or None,
-        use_dora=lora.dora,
-        task_type="CAUSAL_LM",
-    )
     try:
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+        adapted = get_peft_model(model, LoraConfig(**lora_options(lora)), autocast_adapter_dtype=False)
     except ValueError as error:
         raise UserError(f"lora.target_modules={lora.target_modules}: {first_line(error)}") from error
     return adapted.to(torch.bfloat16)

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from recipes.planning import activations, host
 from recipes.planning.anatomy import Anatomy
 from recipes.planning.hardware import Cluster
 from recipes.planning.parts import Part, parts
 from recipes.planning.setup import Setup
-from recipes.planning.states import WIDTH, Moment, States, state_bytes
+from recipes.planning.states import WIDTH, Moment, States, mixture_bytes, state_bytes
 from recipes.spec.recipe import Layout
 
 # Assumptions, all of them, until measured ones take their place: nobody has run these recipes on a GPU yet.
@@ -138,28 +139,19 @@ def held_bytes(part: Part, setup: Setup, moment: Moment) -> dict[str, float]:
 
 def states(part: Part, setup: Setup, moment: Moment) -> States:
     """Return the states of what is trained, on one rank of a pipeline stage, and on the host where they are there."""
-
-    def of(trained: float, ranks: int) -> States:
-        return state_bytes(
-            trained,
-            trained,
-            setup.stage,
-            ranks,
-            setup.precision,
-            offload=setup.offload_optimizer != "none",
-            accumulation=setup.accumulation,
-            moment=moment,
-            fp32_accumulation=setup.fp32_accumulation,
-            bf16_states=setup.bf16_states,
-            sub_group=setup.sub_group_size,
-        )
-
-    spread = setup.layout.expert
-    if setup.lora:
-        return of(part.adapters, setup.zero_ranks)
-    if spread == 1:
-        return of(part.parameters, setup.zero_ranks)
-    return of(part.parameters - part.routed, setup.zero_ranks) + of(part.routed / spread, setup.zero_ranks // spread)
+    way = (setup.stage, setup.zero_ranks, setup.precision)
+    options: dict[str, Any] = {
+        "offload": setup.offload_optimizer != "none",
+        "accumulation": setup.accumulation,
+        "moment": moment,
+        "fp32_accumulation": setup.fp32_accumulation,
+        "bf16_states": setup.bf16_states,
+        "sub_group": setup.sub_group_size,
+    }
+    if setup.layout.expert > 1 and setup.lora is None:
+        return mixture_bytes(part.parameters - part.routed, part.routed, *way, setup.layout.expert, **options)
+    trained = part.adapters if setup.lora else part.parameters
+    return state_bytes(trained, trained, *way, **options)
 
 
 def loaded_bytes(part: Part, setup: Setup) -> float:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from recipes.planning import activations
 from recipes.planning.anatomy import Anatomy, Kind
@@ -38,19 +38,15 @@ class Part:
 def parts(anatomy: Anatomy, setup: Setup) -> list[Part]:
     """Return what each pipeline stage holds, balanced by parameters; one part without a pipeline."""
     layers, layout = anatomy.layers, setup.layout
-    matrix = anatomy.vocabulary * anatomy.hidden
-    head = anatomy.head + (matrix if anatomy.tied else 0)
+    matrix, head = anatomy.vocabulary * anatomy.hidden, _after(anatomy)
     sizes = [layer.parameters for layer in layers]
-    costs = list(sizes)
-    costs[0] += anatomy.embedding
-    costs[-1] += head
-    stages = _balanced(tuple(costs), layout.pipeline)
+    ranges = stages(anatomy, layout.pipeline)
     # Of a tied head a pipeline's last stage has a copy of its own.
     after = head if layout.pipeline > 1 else anatomy.head
     split = [layer.split for layer in layers]
-    held = held_parameters(sizes, split, anatomy.embedding, after, layout.tensor, stages)
+    held = held_parameters(sizes, split, anatomy.embedding, after, layout.tensor, ranges)
     found = []
-    for index, stage in enumerate(stages):
+    for index, stage in enumerate(ranges):
         last = index == layout.pipeline - 1
         order = anatomy.order[stage.start : stage.stop]
         counts = tuple((anatomy.kinds[kind], number) for kind, number in Counter(order).items())
@@ -72,6 +68,22 @@ def parts(anatomy: Anatomy, setup: Setup) -> list[Part]:
     return found
 
 
-@cache
-def _balanced(costs: tuple[float, ...], count: int) -> list[range]:
-    return balanced(costs, count)  # dear for many layers and stages, and a search asks again and again
+def stages(anatomy: Anatomy, count: int) -> tuple[range, ...]:
+    """Return the layers of each of `count` pipeline stages, as `training.pipeline` spreads them.
+
+    Balanced by parameters; the embedding counts with the first layer, the norm and the output matrix with the last.
+    """
+    costs = [layer.parameters for layer in anatomy.layers]
+    costs[0] += anatomy.embedding
+    costs[-1] += _after(anatomy)
+    return _balanced(tuple(costs), count)
+
+
+def _after(anatomy: Anatomy) -> int:
+    """Return the parameters that a last stage of its own has after its layers: a tied matrix is there once more."""
+    return anatomy.head + (anatomy.vocabulary * anatomy.hidden if anatomy.tied else 0)
+
+
+@lru_cache(maxsize=4096)
+def _balanced(costs: tuple[int, ...], count: int) -> tuple[range, ...]:
+    return tuple(balanced(costs, count))

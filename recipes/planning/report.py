@@ -142,18 +142,7 @@ def _hardware(job: Job) -> str:
 
 def _table(plans: list[Plan]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (
-        "",
-        "config",
-        "layout",
-        "rows",
-        "checkpointing",
-        "GPU GiB",
-        "",
-        "host GiB",
-        "NVMe GiB",
-        "tokens/s/GPU",
-    ):
+    for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("config", "layout") else "right", no_wrap=True)
     for number, plan in enumerate(plans, start=1):
         table.add_row(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a weight and of its gradient."""
@@ -117,7 +117,9 @@ def held_parameters(
     return held
 
 
-def mixture_bytes(dense: float, routed: float, stage: int, ranks: int, precision: str, expert_ranks: int) -> States:
+def mixture_bytes(
+    dense: float, routed: float, stage: int, ranks: int, precision: str, expert_ranks: int, **options: Any
+) -> States:
     """Return what one rank holds of a mixture, all of it trained, whose routed experts are spread over ranks.
 
     Args:
@@ -127,8 +129,9 @@ def mixture_bytes(dense: float, routed: float, stage: int, ranks: int, precision
         ranks: data parallel.
         precision: as in `state_bytes`.
         expert_ranks: that the experts of a layer are spread over; what each has is sharded over `ranks / expert_ranks`.
+        options: of `state_bytes`.
     """
     own = routed / expert_ranks
-    return state_bytes(dense, dense, stage, ranks, precision) + state_bytes(
-        own, own, stage, ranks // expert_ranks, precision
+    return state_bytes(dense, dense, stage, ranks, precision, **options) + state_bytes(
+        own, own, stage, ranks // expert_ranks, precision, **options
     )

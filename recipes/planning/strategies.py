@@ -124,7 +124,7 @@ def _layouts(job: Job) -> Iterator[list[Layout]]:
     def sizes(name: str, most: int) -> list[int]:
         if f"layout.{name}" in job.fixed:
             return [getattr(job.recipe.layout, name)]
-        return [size for size in range(1, most + 1) if most % size == 0]
+        return limits.divisors(most)
 
     world = job.cluster.gpus
     for tensor in sizes("tensor", job.cluster.gpus_per_node):

@@ -1,15 +1,14 @@
 """How long a step takes, and on what the time goes."""
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 
 from recipes.planning import links, work
 from recipes.planning.anatomy import Anatomy, Kind
 from recipes.planning.constants import Constants, constants
 from recipes.planning.hardware import Cluster
 from recipes.planning.links import Group
+from recipes.planning.parts import stages
 from recipes.planning.setup import Setup
-from recipes.spec.layout import balanced
 
 ADAM = 40
 """Bytes of GPU memory moved per parameter that Adam changes: 4 + 12 read, 12 + 2 written, and the gradient's norm and
@@ -152,22 +151,6 @@ class _Stage:
     @property
     def micro_batch(self) -> float:
         return self.compute.total + self.tensor + self.sequence + self.expert + self.sent
-
-
-def stages(anatomy: Anatomy, count: int) -> tuple[range, ...]:
-    """Return the layers of each of `count` pipeline stages, as `training.pipeline` spreads them.
-
-    Balanced by parameters; the embedding counts with the first layer, the norm and the output matrix with the last.
-    """
-    costs = [layer.parameters for layer in anatomy.layers]
-    costs[0] += anatomy.embedding
-    costs[-1] += anatomy.head + (anatomy.embedding if anatomy.tied else 0)
-    return _balanced(tuple(costs), count)
-
-
-@lru_cache(maxsize=4096)
-def _balanced(costs: tuple[int, ...], count: int) -> tuple[range, ...]:
-    return tuple(balanced(costs, count))
 
 
 def _stages(anatomy: Anatomy, setup: Setup, cluster: Cluster, known: Constants) -> list[_Stage]:

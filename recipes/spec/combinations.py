@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from recipes.spec import limits, pages
 from recipes.spec.limits import Sharding
+from recipes.spec.marks import between
 from recipes.spec.recipe import Layout, Lora, Recipe
 
 PATH = pages.ROOT / "configs" / "README.md"
@@ -35,8 +36,7 @@ def main() -> None:
 
 def written_into(page: str) -> str:
     """Return the page with the table in its place, between the two marks."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + render() + END + rest.partition(END)[2]
+    return between(page, BEGIN, END, render())
 
 
 def render() -> str:

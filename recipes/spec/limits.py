@@ -109,14 +109,15 @@ def nearest(recipe: Recipe, world_size: int, sharding: Sharding) -> Layout:
 
 
 def _layouts(world_size: int) -> Iterator[Layout]:
-    for tensor in _divisors(world_size):
-        for pipeline in _divisors(world_size // tensor):
-            for sequence in _divisors(world_size // tensor // pipeline):
-                for expert in _divisors(world_size // tensor // pipeline // sequence):
+    for tensor in divisors(world_size):
+        for pipeline in divisors(world_size // tensor):
+            for sequence in divisors(world_size // tensor // pipeline):
+                for expert in divisors(world_size // tensor // pipeline // sequence):
                     yield Layout(tensor, pipeline, sequence, expert)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the numbers that divide it, from 1."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

@@ -9,7 +9,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from recipes.spec.errors import UserError
-from recipes.spec.recipe import Lora, names
+from recipes.spec.peft import lora_options
+from recipes.spec.recipe import Lora
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -46,18 +47,8 @@ def add(model: PreTrainedModel, lora: Lora, seed: int = 0) -> PeftModel:
     Raises:
         UserError: the targets are not in this model, or cannot be adapted in this way.
     """
-    modules = names(lora.target_modules)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules="all-linear" if modules == ["all-linear"] else modules,
-        target_parameters=names(lora.target_parameters) or None,
-        use_dora=lora.dora,
-        task_type="CAUSAL_LM",
-    )
     try:
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+        adapted = get_peft_model(model, LoraConfig(**lora_options(lora)), autocast_adapter_dtype=False)
     except ValueError as error:
         targets = f"lora.target_modules={lora.target_modules}"
         if lora.target_parameters:

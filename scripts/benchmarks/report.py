@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recipes.spec.gpus import peak_flops
+from recipes.spec.marks import between
 
 COLUMNS = (
     "", "tokens/s", "spread", "of the first", "MFU", "of this machine's matrix product", "peak GiB", "reserved GiB",
@@ -72,8 +73,7 @@ def summary(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
 
 def within(text: str, generated: str) -> str:
     """Return a document with `generated` between its marks."""
-    before, _, rest = text.partition(START)
-    return before + START + generated + END + rest.partition(END)[2]
+    return between(text, START, END, generated)
 
 
 def heading(result: dict[str, Any]) -> str:
