@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from recipes.planning import calibrate, tables
+from recipes.planning.constants import FILE
+from recipes.planning.hardware import Cluster, find
 from recipes.spec import index, measured, pages
 from recipes.spec.pages import ROOT
-from recipes.spec.run_folder import write_json
+from recipes.spec.run_folder import read_json, write_json
 from scripts import benchmark
 from scripts.benchmarks import measure, report
-from scripts.benchmarks.cases import BENCHMARKS, LIMIT, STEPS, WARM_UP, Case, recipe_of
+from scripts.benchmarks.cases import BENCHMARKS, LIMIT, STEPS, WARM_UP, Benchmark, Case, recipe_of
 from tests.ranks import read_logs
 
 DRAFT = argparse.Namespace(draft=True, quick=True, output=None)
@@ -149,6 +152,37 @@ def test_a_table_says_medians_and_shares():
 )
 def test_why_it_failed_is_said_in_a_few_words(output, why):
     assert benchmark.cause(output) == why
+
+
+# From the measurements into the planner's constants
+
+
+def test_what_is_measured_is_what_calibrate_reads(forked, tmp_path, monkeypatch):
+    labels = ("llama3-3b full, zero2, 2 x 4,096", "qwen3-4b lora, zero3, 4 x 4,096, checkpointing")
+    cases = [case for case in BENCHMARKS["planner_error"].cases if case.label in labels]
+    compiled = replace(cases[0], label="compiled", changes=(*cases[0].changes, "compile=regional"))
+    one = Benchmark("lora_8b", "", (*cases, compiled, replace(cases[0], label="peer", peer="plain")), foretold=True)
+    result = benchmark.run(one, argparse.Namespace(draft=True, quick=True, output=tmp_path), forked)
+    assert result["complete"]
+    # As it would have been on a GPU, where nothing is shrunken.
+    result = read_json(tmp_path / "lora_8b_draft.json") | {"draft": False}
+    result["environment"]["gpus"] = ["NVIDIA H200"]
+    result["runs"]["compiled"][0]["recipe"]["compile"] = "regional"  # a draft compiles nothing
+    monkeypatch.setattr(tables, "MEASUREMENTS", tmp_path)
+    assert list(tables._ours()) == [], "drafts are none"
+    write_json(tmp_path / "lora_8b_gpu.json", result)
+
+    full, lora = tables._ours()
+    assert full.table == "ours, lora_8b" and full.fitted and full.software == "deepspeed"
+    assert full.cluster == Cluster(find("H200")) and full.anatomy.parameters == 3_212_749_824
+    assert (full.setup.stage, full.setup.micro_batch_size, full.setup.sequence_length) == (2, 2, 128)
+    assert lora.anatomy.model_type == "qwen3" and lora.setup.lora and lora.setup.gradient_checkpointing
+    for run, label in zip((full, lora), labels, strict=True):
+        assert run.tokens_per_second_per_gpu == pytest.approx(result["runs"][label][0]["tokens_per_second"])
+        assert calibrate.predicted(run, json.loads(FILE.read_text())) > 0
+
+    write_json(tmp_path / "lora_8b_gpu.json", result | {"benchmark": "planner_error"})
+    assert not any(run.fitted for run in tables._ours()), "these are there to judge by"
 
 
 # From the measurements into the documents
