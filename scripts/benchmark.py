@@ -34,7 +34,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.spec import index, measured, pages
+from recipes.planning import index
+from recipes.spec import measured, pages
 from recipes.spec.run_folder import RunFolder, write_json
 from scripts.benchmarks import foretold, overhead, planner, report
 from scripts.benchmarks.cases import BENCHMARKS, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning import calibrate, tables
+from recipes.planning import calibrate, index, tables
 from recipes.planning.constants import FILE
 from recipes.planning.hardware import Cluster, find
-from recipes.spec import index, measured, pages
+from recipes.spec import measured
 from recipes.spec.pages import ROOT
 from recipes.spec.run_folder import read_json, write_json
 from scripts import benchmark
@@ -217,9 +217,3 @@ def test_pages_and_index_show_what_was_measured(tmp_path, monkeypatch):
     assert changed.count("1b 12.3 GiB") == 1 and index.with_measured(changed, "llama3") == changed
     summary = report.summary(benchmark.compared(), measured.results())
     assert "| packing | packed | 200 | 1.000 |" in summary and "| full_1b | - |" in summary
-
-
-def test_every_page_carries_what_was_measured():
-    for family in pages.families():
-        text = (ROOT / "recipes" / f"{family}.py").read_text(encoding="utf-8")
-        assert index.with_measured(text, family) == text, family
