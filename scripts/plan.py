@@ -37,8 +37,7 @@ from recipes.planning.hardware import cluster  # noqa: E402
 from recipes.planning.plans import Found, Job, Plan  # noqa: E402
 from recipes.spec import overrides  # noqa: E402
 from recipes.spec.errors import UserError  # noqa: E402
-from recipes.spec.run_folder import RunFolder, write_json, write_recipe  # noqa: E402
-from recipes.training import preflight  # noqa: E402
+from recipes.spec.run_folder import write_json  # noqa: E402
 from recipes.zero_config.resolve import Numbers, dumps, resolve  # noqa: E402
 
 PLANS_DRAWN = 8
@@ -180,28 +179,22 @@ def for_engine(job: Job, plan: Plan) -> dict:
 
 
 def launch_script(job: Job, plan: Plan, folder: Path) -> str:
-    """Return a shell script: the launcher on one node; on several, DeepSpeed's own with a hostfile."""
+    """Return a shell script that starts the launcher, on several nodes with a hostfile; it takes more key=value."""
     shipped = ROOT / "configs" / plan.recipe.deepspeed
-    template = shipped
+    recipe = plan.recipe
     if plan.config != json.loads(shipped.read_text(encoding="utf-8")):
-        template = folder / plan.recipe.deepspeed
+        template = folder / recipe.deepspeed
         write_json(template, plan.config)
-    head = f"#!/bin/sh\n# {plan.setup.world_size} GPUs. {report.why(job, plan)}\ncd {shlex.quote(str(ROOT))} || exit\n"
-    if job.cluster.nodes == 1:
-        recipe = plan.recipe if template == shipped else replace(plan.recipe, deepspeed=str(template))
-        return head + report.command(recipe, job.cluster.gpus_per_node) + ' "$@"\n'
-    run = RunFolder(folder / "run")
-    write_recipe(run, preflight.locate(replace(plan.recipe, deepspeed=str(template))))
-    words = ["deepspeed", "--hostfile", '"${1:?hostfile: one HOST slots=N per line}"', "--no_local_rank"]
-    words += [
-        "--num_gpus",
-        str(job.cluster.gpus_per_node),
-        "--module",
-        "recipes.training.run",
-        shlex.quote(str(run.path)),
-    ]
-    note = "# The project, this folder and the data have to be at the same paths on every node.\n"
-    return head + note + f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{' '.join(words)}\n"
+        recipe = replace(recipe, deepspeed=str(template))
+    lines = ["#!/bin/sh", f"# {plan.setup.world_size} GPUs. {report.why(job, plan)}"]
+    start = report.command(recipe, job.cluster)
+    if job.cluster.nodes > 1:
+        lines += [
+            "# Usage: launch.sh HOSTFILE [key=value ...]; this folder and the data are at one path on every node."
+        ]
+        lines += ['hosts=$(realpath "${1:?hostfile: a line HOST slots=N per node}") || exit', "shift"]
+        start = start.replace(f"--hostfile {report.HOSTS}", '--hostfile "$hosts"')
+    return "\n".join([*lines, f"cd {shlex.quote(str(ROOT))} || exit", f'{start} "$@"', ""])
 
 
 def draw(found: Found, file: Path) -> None:

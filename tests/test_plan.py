@@ -1,9 +1,11 @@
 """The planner's command line: what it answers, what it writes, and what a mistake is answered with."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -107,16 +109,36 @@ def test_what_is_written_loads_lints_and_launches(tmp_path, capsys, words, layou
     assert check_config.main([str(file), *facts, "--trainer", "plain"]) == 0, capsys.readouterr().out
     config = read_json(file)
     assert '"auto"' not in file.read_text()
-    script = (tmp_path / "launch.sh").read_text()
-    if "--nodes" in words:
-        run = read_json(tmp_path / "run" / "recipe.json")
-        assert f"--module recipes.training.run {tmp_path / 'run'}" in script
-        # Every rank reads the template, and the same batch comes of it.
-        assert (ROOT / "configs" / run["deepspeed"]).exists()
-        assert run["micro_batch_size"] == config["train_micro_batch_size_per_gpu"]
-    else:
-        line = next(line for line in script.splitlines() if line.startswith("python scripts/launch.py"))
-        assert launch.main([*line.removesuffix(' "$@"').split()[2:], "--dry-run"]) == 0, capsys.readouterr().err
+    command = started(tmp_path)
+    assert ("--hostfile" in command) == ("--nodes" in words)
+    assert launch.main([*command, "--dry-run"]) == 0, capsys.readouterr().err
+    # Every rank reads the template, and the same batch comes of it.
+    recipe, _ = json.JSONDecoder().raw_decode(shown := capsys.readouterr().out, shown.index("\n{\n") + 1)
+    assert recipe["micro_batch_size"] == config["train_micro_batch_size_per_gpu"]
+    assert Path(recipe["deepspeed"]).exists()
+
+
+def started(folder):
+    """Return the words that launch.sh gives to the launcher, for hosts a, b, ... of as many slots as it wants."""
+    script = (folder / "launch.sh").read_text()
+    hosts = folder / "hosts"
+    hosts.write_text("".join(f"host{number} slots=8\n" for number in range(8)))
+    python = folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$SEEN"\n')
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "SEEN": str(folder / "seen")}
+    given = ["hosts"] if "--hostfile" in script else []
+    subprocess.run([folder / "launch.sh", *given, "epochs=2"], env=environment, cwd=folder, check=True)
+    name, *words = (folder / "seen").read_text().splitlines()
+    assert name == "scripts/launch.py" and words[-1] == "epochs=2"
+    return words
+
+
+def test_launch_sh_asks_for_the_hostfile(tmp_path):
+    assert plan.main(["llama3-8b", *EIGHT, "--nodes", "2", "--write", str(tmp_path)]) == 0
+    done = subprocess.run([tmp_path / "launch.sh"], capture_output=True, text=True)
+    assert done.returncode != 0 and "hostfile: a line HOST slots=N per node" in done.stderr
 
 
 def test_hpz_is_written_for_the_nodes_there_are(tmp_path):
@@ -124,7 +146,7 @@ def test_hpz_is_written_for_the_nodes_there_are(tmp_path):
     assert plan.main([*words, "--write", str(tmp_path)]) == 0
     for name in ("deepspeed.json", "zero3_hpz.json"):
         assert read_json(tmp_path / name)["zero_optimization"]["zero_hpz_partition_size"] == 4
-    assert read_json(tmp_path / "run" / "recipe.json")["deepspeed"] == str(tmp_path / "zero3_hpz.json")
+    assert f"deepspeed={tmp_path / 'zero3_hpz.json'}" in started(tmp_path)
 
 
 def test_the_figure_is_a_picture(tmp_path):
@@ -155,6 +177,7 @@ def test_a_config_json_is_as_good_as_a_recipe(answer, config_json):
 def test_a_slow_network_slows_what_crosses_it(answer):
     two = ["llama3-8b", *EIGHT, "--nodes", "2", "deepspeed=zero3.json", "micro_batch_size=1"]
     fast, slow = answer(*two), answer(*two, "--network", "10")
+    assert "llama3-8b full --hostfile HOSTS --nodes 2 --gpus 8" in fast["plans"][0]["command"]
     assert (fast["hardware"]["network_gbs"], slow["hardware"]["network_gbs"]) == (400, 1.25)
     assert slow["plans"][0]["tokens_per_second_per_gpu"] < 0.7 * fast["plans"][0]["tokens_per_second_per_gpu"]
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from recipes.planning.hardware import Cluster
 from recipes.planning.plans import Found, Job, Plan
 from recipes.planning.reasons import why
 from recipes.spec import pages
@@ -66,7 +67,7 @@ def _plan_as_json(job: Job, plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "tight": plan.tight,
         "why": why(job, plan),
-        "command": command(plan.recipe, job.cluster.gpus_per_node),
+        "command": command(plan.recipe, job.cluster),
     }
 
 
@@ -75,11 +76,16 @@ def method_of(recipe: Recipe) -> str:
     return "full" if recipe.lora is None else "lora" if recipe.model.quantization == "none" else "qlora"
 
 
-def command(recipe: Recipe, gpus: int) -> str:
-    """Return the command that starts a recipe on so many GPUs of a node."""
+HOSTS = "HOSTS"
+"""Stands in a command for the hostfile."""
+
+
+def command(recipe: Recipe, cluster: Cluster) -> str:
+    """Return the command that starts a recipe on a cluster; where that has several nodes, with a hostfile `HOSTS`."""
     page = pages.find(f"{recipe.family}-{recipe.size}", recipe.variant)
-    name = f"{recipe.family}-{recipe.size} {recipe.variant}"
-    return shlex.join(["python", "scripts/launch.py", *name.split(), "--gpus", str(gpus), *changes(page, recipe)])
+    where = ["--hostfile", HOSTS, "--nodes", str(cluster.nodes)] if cluster.nodes > 1 else []
+    words = [f"{recipe.family}-{recipe.size}", recipe.variant, *where, "--gpus", str(cluster.gpus_per_node)]
+    return shlex.join(["python", "scripts/launch.py", *words, *changes(page, recipe)])
 
 
 def changes(before: Recipe, after: Recipe) -> list[str]:
@@ -113,7 +119,7 @@ def show(job: Job, found: Found, console: Console, explain: bool) -> None:
         console.print(f"\n{f'{number}. ' if explain else ''}{why(job, plan)}")
     for note in notes(found.best):
         console.print(f"\n{note}")
-    console.print(f"\n{command(found.best.recipe, cluster.gpus_per_node)}", soft_wrap=True)
+    console.print(f"\n{command(found.best.recipe, cluster)}", soft_wrap=True)
 
 
 def notes(plan: Plan) -> Iterator[str]:
