@@ -67,6 +67,8 @@ def test_the_json_is_what_the_contract_says(answer):
         assert one.keys() >= KEYS
         assert one["layout"].keys() == {"data", "tensor", "pipeline", "sequence", "expert"}
         assert (ROOT / "configs" / one["config"]).exists()
+        # fp32 weights and Adam's moments, the weights twice in bf16, and a tenth: what the trainer wants to be free.
+        assert one["checkpoint_gib"] == pytest.approx(1.1 * (12 + 4) * 8_030_261_248 / 2**30, rel=0.001)
         assert sum(one["gpu_breakdown_gib"].values()) == pytest.approx(one["gpu_peak_gib"])
         assert one["fits"] == (one["gpu_peak_gib"] <= 0.95 * found["hardware"]["gpu_memory_gib"])
         rows = one["layout"]["data"] * one["micro_batch_size"] * one["gradient_accumulation_steps"]
@@ -84,7 +86,7 @@ def test_the_table_names_the_best_first_and_its_command(capsys):
     assert shown.startswith("llama3-8b (8.03B), full, rows of 4,096 tokens, on 8 x H100")
     command = shown.strip().splitlines()[-1]
     assert command.startswith("python scripts/launch.py llama3-8b full --gpus 8")
-    assert "does not fit" in shown and "free" in shown
+    assert "does not fit" in shown and "free" in shown and "a checkpoint takes 132 GiB" in shown
     assert launch.main([*command.split()[2:], "--dry-run"]) == 0
 
 

@@ -18,6 +18,8 @@ from recipes.spec.recipe import Layout, Recipe
 SHOWN = 8
 """Rows of the table."""
 COLUMNS = ("", "config", "layout", "rows", "checkpointing", "GPU GiB", "", "host GiB", "NVMe GiB", "tokens/s/GPU")
+DISK = 10
+"""GiB of a checkpoint that are worth a word."""
 BAR = 40
 """Characters of a GPU's whole memory."""
 
@@ -62,6 +64,7 @@ def _plan_as_json(job: Job, plan: Plan) -> dict[str, Any]:
         "gpu_breakdown_gib": dict(plan.parts),
         "host_gib": plan.host_gib,
         "nvme_gib": plan.nvme_gib,
+        "checkpoint_gib": plan.checkpoint_gib,
         "tokens_per_second_per_gpu": plan.speed,
         "step_seconds": plan.time.seconds,
         "fits": plan.fits,
@@ -125,6 +128,9 @@ def show(job: Job, found: Found, console: Console, explain: bool) -> None:
 def notes(plan: Plan) -> Iterator[str]:
     """Yield what a person should know besides."""
     rows, gpus = plan.recipe.global_batch_size, plan.setup.world_size
+    if plan.checkpoint_gib > DISK:
+        kept = plan.recipe.keep_checkpoints
+        yield f"On disk a checkpoint takes {plan.checkpoint_gib:,.0f} GiB, and keep_checkpoints={kept} of them stay."
     if not plan.time.measured:
         yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order most."
     if rows < gpus:
