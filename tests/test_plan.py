@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from recipes.planning import forecast
@@ -192,6 +193,7 @@ MISTAKES = {
     ("lama3-8b", *EIGHT): "lama3-8b: no recipe, Hub id (OWNER/NAME) or path to a config.json; did you mean llama3-8b",
     ("llama3-9b", *EIGHT): "unknown size of llama3 '9b'; did you mean '8b'",
     ("nobody/nothing", *EIGHT): "Without a network, get that one small file in any way and give its path",
+    ("no body/nothing", *EIGHT): "its config.json cannot be had (Repo id must use alphanumeric chars",
     ("no/such/config.json", *EIGHT): "no/such/config.json: no such file",
     ("./nowhere/", *EIGHT): "./nowhere/: no such file or folder; name a config.json",
     ("llama3-8b", "--gpu", "H900"): "--gpu H900: unknown; did you mean",
@@ -209,6 +211,16 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "--sequence-length", "4", "sequence_length=4"): "give one of them",
     ("llama3-8b", *EIGHT, "model.path=x"): "the model is the first word",
     ("llama3-8b", *EIGHT, "layout.tensr=2"): "unknown key 'layout.tensr'. Did you mean 'layout.tensor'",
+    ("llama3-8b", *EIGHT, "layout.tensor=3"): "layout.tensor=3: a copy of the model takes 3 ranks",
+    ("llama3-8b", *EIGHT, "layout.expert=8"): "layout.expert=8: llama has no experts to spread",
+    ("llama3-8b", *EIGHT, "deepspeed=zero3.json", "layout.pipeline=4"): "pipeline goes with ZeRO 0 and 1 only",
+    ("llama3-8b", *EIGHT, "lora.rank=8"): "--method full: what you set makes it lora; write --method lora",
+    ("llama3-8b", "lora", *EIGHT): "lora: the method is an option here: --method lora",
+    ("llama3-8b", *EIGHT, "--figure", "plan.pdf"): "--figure plan.pdf: is drawn as PNG; name it plan.png",
+    ("llama3-8b", *EIGHT, "--figure", "/proc/plan.png"): "--figure /proc/plan.png: cannot be written",
+    ("llama3-8b", *EIGHT, "--write", "/etc/passwd"): "--write /etc/passwd: cannot be written",
+    ("llama3-8b", "--gpu-memory", "nan"): "--gpu-memory nan: must be above 0",
+    ("llama3-8b", *EIGHT, "--host-memory", "inf"): "--host-memory inf: must be at least 0",
     ("llama3-8b", *EIGHT, "deepspeed=zero9.json"): "deepspeed=zero9.json: no such file; did you mean zero",
 }
 
@@ -231,6 +243,27 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be a whole number of at least 1"),
         ({"hidden_size": 4097, "head_dim": ...}, "hidden_size=4097 is not a multiple of num_attention_heads=32"),
         ({"vocab_size": "many"}, "vocab_size=many: must be a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True: must be a whole number"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers=100000: no model has so much; at most 2,000"),
+        ({"intermediate_size": -5}, "intermediate_size=-5: must be a whole number"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings=-1: must be a whole number"),
+        ({"num_key_value_heads": 5}, "num_attention_heads=32 is not a multiple of num_key_value_heads=5"),
+        ({"pad_token_id": 10**6}, "transformers knows no decoder like this: Padding_idx must be within"),
+        ({"head_dim": 63}, "RoPE requires an even rotary dimension"),
+        ({"hidden_size": None}, "Field 'hidden_size' expected int"),
+        (
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "num_attention_heads": ...},
+            "mamba: has no attention",
+        ),
+        ({"model_type": "bert", "architectures": ...}, "BertLMHeadModel is not a decoder of the usual shape"),
+        ({"model_type": "vit", "architectures": ...}, "vit: transformers knows no decoder like this"),
+        ({"model_type": "clip", "architectures": ["CLIPModel"], "text_config": {"a": 1}}, "CLIPModel is no decoder"),
+        ({"text_config": {"hidden_size": 64}}, "its text_config has no model_type"),
+        ({"text_config": [1]}, "its text_config has no model_type"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 9},
+            "mixtral: its sizes contradict each other",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -240,11 +273,32 @@ def test_a_config_that_is_no_decoders_is_refused(config_json, capsys, changes, s
     assert said in error and len(error.strip().splitlines()) <= 2, error
 
 
+def test_what_cannot_go_together_is_said_of_what_was_set(capsys):
+    given = ["deepspeed=expert_parallel.json", "layout.tensor=2"]
+    assert plan.main(["llama3-8b", *EIGHT, *given]) == 1
+    assert f"plan.py: {' '.join(given)}: no way to train this model on 8 GPUs" in capsys.readouterr().err
+
+
+def test_auto_is_what_the_planner_does_anyway(answer):
+    assert answer("llama3-8b", *EIGHT, "deepspeed=auto") == answer("llama3-8b", *EIGHT)
+
+
 def test_a_file_that_is_no_config_is_refused(tmp_path, capsys):
     for text, said in (("{", "not JSON"), ("[]", "not a Hugging Face config.json")):
         (tmp_path / "config.json").write_text(text)
         assert plan.main([str(tmp_path), *EIGHT]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_without_a_network_nobody_waits_for_six_tries(capsys, monkeypatch):
+    def nowhere(*_, **__):
+        raise OSError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", nowhere)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("this asks six times"))
+    assert plan.main(["nobody/nothing", *EIGHT]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be had ([Errno -2] Name or service not known)" in said and len(said.strip().splitlines()) == 2
 
 
 def test_a_machine_without_gpus_is_told_what_to_give(capsys):

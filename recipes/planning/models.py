@@ -71,13 +71,18 @@ def _download(hub_id: str) -> dict[str, Any]:
         if "/" in hub_id:
             raise UserError(f"{hub_id}: no such file or folder; name a config.json or the folder that holds it.")
         raise UserError(_unknown(hub_id))
-    from huggingface_hub import hf_hub_download  # half a second that no recipe waits for
+    import huggingface_hub as hub  # half a second that no recipe waits for
 
     try:
-        return json.loads(Path(hf_hub_download(hub_id, "config.json", etag_timeout=5)).read_text(encoding="utf-8"))
+        file = hub.try_to_load_from_cache(hub_id, "config.json")
+        if not isinstance(file, str):
+            # Asked for once: the download itself asks six times, for half a minute, and says so each time.
+            hub.get_hf_file_metadata(hub.hf_hub_url(hub_id, "config.json"), timeout=5)
+            file = hub.hf_hub_download(hub_id, "config.json", etag_timeout=5)
+        return json.loads(Path(file).read_text(encoding="utf-8"))
     except Exception as error:  # no network, no such model, a licence to accept: all say it in their own way
         raise UserError(
-            f"{hub_id}: its config.json cannot be had ({first_line(error)[:120]}).\n"
+            f"{hub_id}: its config.json cannot be had ({first_line(error)[:120].rstrip(' .')}).\n"
             "Without a network, get that one small file in any way and give its path: plan.py path/to/config.json"
         ) from None
 

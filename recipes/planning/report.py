@@ -1,7 +1,7 @@
 """What a search found, as data, as a table, as a bar, and as the command that starts it."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -94,7 +94,12 @@ def command(recipe: Recipe, cluster: Cluster) -> str:
 def changes(before: Recipe, after: Recipe) -> list[str]:
     """Return the overrides that make one recipe of another, as they are typed."""
     keys = [key for key in override_keys() if _get(after, key) != _get(before, key)]
-    return [f"{key}={_typed(_get(after, key))}" for key in keys]
+    return typed(after, keys)
+
+
+def typed(recipe: Recipe, keys: Iterable[str]) -> list[str]:
+    """Return a recipe's values of some keys, as they are typed."""
+    return [f"{key}={_typed(_get(recipe, key))}" for key in keys]
 
 
 def _get(recipe: Recipe, key: str) -> Any:
