@@ -16,6 +16,7 @@ from recipes.spec import pages
 from recipes.spec.pages import ROOT
 from recipes.spec.run_folder import read_json
 from scripts import check_config, launch, plan
+from scripts.benchmarks import planner
 
 EIGHT = ("--gpu", "H100", "--gpus", "8")
 KEYS = {
@@ -312,6 +313,16 @@ def test_where_nothing_fits_the_answer_is_what_would(capsys):
     assert "does not fit" in shown.out and "python scripts/launch.py" not in shown.out
     assert shown.err.startswith("plan.py: nothing fits; ") and "What would: --method lora" in shown.err
     assert len(shown.err.strip().splitlines()) == 2
+
+
+def test_an_answer_takes_seconds_and_little_memory(config_json, tmp_path):
+    many = ["--nodes", "128", "global_batch_size=1024"]
+    unseen = config_json(intermediate_size=14208)
+    questions = (["llama3-8b"], 3), (["llama3-70b", *many], 10), ([unseen], 15), ([unseen], 3)
+    for words, most in questions:
+        assert planner.answered([*words, *EIGHT, "--json"], tmp_path / "cache")["cpu_seconds"] < most, words
+    measured = read_json(ROOT / "recipes" / "planning" / "measurements" / "planner_cpu.json")["runs"]
+    assert all(run["peak_gib"] < 1 for runs in measured.values() for run in runs)
 
 
 def test_a_recipe_costs_no_import_of_torch():
