@@ -3,7 +3,7 @@
     size  layers  hidden  heads  parameters  context  licence     weights
     1b    16      2048    32     1.24B       131,072  your model  organisation/Model-1B-Instruct
 
-    variant   method    trains       DeepSpeed  peak GPU memory
+    variant   method    trains       DeepSpeed  measured peak
     full      SFT       all weights  ZeRO-2     -
     lora      SFT       adapters     ZeRO-2     -
     pretrain  raw text  all weights  ZeRO-2     -

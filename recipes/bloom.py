@@ -7,7 +7,7 @@
     7b1   30      4096    32     7.07B       -        bigscience-bloom-rail-1.0  bigscience/bloom-7b1
     176b  70      14336   112    176.25B     -        bigscience-bloom-rail-1.0  bigscience/bloom
 
-    variant       method    trains       DeepSpeed                                             peak GPU memory
+    variant       method    trains       DeepSpeed                                             measured peak
     full          SFT       all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3                        -
     lora          SFT       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
     qlora         SFT       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
@@ -16,6 +16,16 @@
     dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
     pretrain      raw text  all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3                        -
     pipeline      SFT       all weights  ZeRO-1; the layers over 2 GPUs (176b: 36)             -
+
+    predicted     560m    1b1     3b      7b1     176b      GPUs x GiB: the fewest H100 80GB that it fits on
+    full          1 x 13  1 x 24  1 x 66  2 x 64  64 x 64
+    lora          1 x 5   1 x 6   1 x 10  1 x 18  8 x 63
+    qlora         1 x 4   1 x 5   1 x 7   1 x 10  -
+    dora          1 x 5   1 x 6   1 x 10  1 x 18  8 x 63
+    full_offload  1 x 5   1 x 6   1 x 10  1 x 20  8 x 64
+    dpo_lora      1 x 15  1 x 16  1 x 20  1 x 29  8 x 74
+    pretrain      1 x 13  1 x 24  1 x 66  2 x 64  64 x 64
+    pipeline      2 x 16  2 x 23  2 x 44  4 x 64  144 x 75
 
     python scripts/launch.py bloom-560m full
     python scripts/launch.py bloom-7b1 lora data.path=FILE model.path=bigscience/bloomz-7b1 epochs=3

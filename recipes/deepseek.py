@@ -4,7 +4,7 @@
     v2-lite  27      2048    16     15.71B      163,840  DeepSeek  deepseek-ai/DeepSeek-V2-Lite
     v3       61      7168    128    671.03B     163,840  MIT       unsloth/DeepSeek-V3-0324-BF16
 
-    variant       method    trains               DeepSpeed                 peak GPU memory
+    variant       method    trains               DeepSpeed                 measured peak
     full          SFT       all weights          ZeRO-3                    -
     lora          SFT       adapters             ZeRO-2 (v2-lite), ZeRO-3  -
     full_offload  SFT       all weights          ZeRO-3; states on CPU     -
@@ -12,6 +12,15 @@
     dpo_lora      DPO       adapters             ZeRO-2 (v2-lite), ZeRO-3  -
     pretrain      raw text  all weights          ZeRO-3                    -
     expert        SFT       all weights, spread  ZeRO-1                    -
+
+    predicted     v2-lite  v3        GPUs x GiB: the fewest H100 80GB that it fits on
+    full          4 x 70   512 x 74
+    lora          1 x 39   32 x 75
+    full_offload  1 x 36   64 x 74
+    long_context  4 x 74   -
+    dpo_lora      1 x 41   64 x 55
+    pretrain      4 x 70   512 x 74
+    expert        8 x 47   -
 
     python scripts/launch.py deepseek-v2-lite lora
     python scripts/launch.py deepseek-v2-lite lora data.path=FILE sequence_length=8192     # change anything

@@ -6,7 +6,7 @@
     12b   48      3840    16     11.77B      131,072  Gemma    google/gemma-3-12b-it
     27b   62      5376    32     27.01B      131,072  Gemma    google/gemma-3-27b-it
 
-    variant       method    trains       DeepSpeed                              peak GPU memory
+    variant       method    trains       DeepSpeed                              measured peak
     full          SFT       all weights  ZeRO-2 (1b, 4b), ZeRO-3                -
     lora          SFT       adapters     ZeRO-2                                 -
     qlora         SFT       adapters     ZeRO-2                                 -
@@ -15,6 +15,16 @@
     long_context  SFT       all weights  ZeRO-3                                 -
     dpo_lora      DPO       adapters     ZeRO-2                                 -
     pretrain      raw text  all weights  ZeRO-2 (1b, 4b), ZeRO-3                -
+
+    predicted     1b      4b      12b     27b      GPUs x GiB: the fewest H100 80GB that it fits on
+    full          1 x 23  2 x 48  4 x 56  8 x 62
+    lora          1 x 8   1 x 14  1 x 31  1 x 59
+    qlora         1 x 7   1 x 10  1 x 16  1 x 23
+    dora          1 x 8   1 x 14  1 x 31  1 x 59
+    full_offload  1 x 8   1 x 14  1 x 32  1 x 61
+    long_context  1 x 36  2 x 54  4 x 73  16 x 59
+    dpo_lora      1 x 16  1 x 23  1 x 39  1 x 71
+    pretrain      1 x 23  2 x 48  4 x 56  8 x 62
 
     python scripts/launch.py gemma3-4b lora
     python scripts/launch.py gemma3-4b lora data.path=FILE learning_rate=1e-4 lora.rank=32     # change anything

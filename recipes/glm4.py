@@ -4,7 +4,7 @@
     9b    40      4096    32     9.40B       32,768   MIT      zai-org/GLM-4-9B-0414
     32b   61      6144    48     32.57B      32,768   MIT      zai-org/GLM-4-32B-0414
 
-    variant       method    trains                      DeepSpeed             peak GPU memory
+    variant       method    trains                      DeepSpeed             measured peak
     full          SFT       all weights                 ZeRO-3                -
     lora          SFT       adapters                    ZeRO-2, ZeRO-3 (32b)  -
     qlora         SFT       adapters on 4-bit weights   ZeRO-2                -
@@ -13,6 +13,16 @@
     long_context  SFT       all weights, 32,768 tokens  ZeRO-3                -
     dpo_lora      DPO       adapters                    ZeRO-2, ZeRO-3 (32b)  -
     pretrain      raw text  all weights                 ZeRO-3                -
+
+    predicted     9b      32b      GPUs x GiB: the fewest H100 80GB that it fits on
+    full          4 x 45  8 x 73
+    lora          1 x 24  1 x 74
+    qlora         1 x 13  1 x 29
+    dora          1 x 24  2 x 43
+    full_offload  1 x 25  1 x 72
+    long_context  4 x 70  32 x 64
+    dpo_lora      1 x 29  2 x 48
+    pretrain      4 x 45  8 x 73
 
     python scripts/launch.py glm4-9b lora
     python scripts/launch.py glm4-32b qlora data.path=FILE.jsonl lora.rank=32 learning_rate=2e-4  # your own data

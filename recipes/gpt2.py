@@ -6,13 +6,21 @@
     774m  36      1280    20     774.03M     1,024    MIT      openai-community/gpt2-large
     1.5b  48      1600    25     1.56B       1,024    MIT      openai-community/gpt2-xl
 
-    variant       method    trains       DeepSpeed                     peak GPU memory
+    variant       method    trains       DeepSpeed                     measured peak
     full          SFT       all weights  ZeRO-2                        -
     lora          SFT       adapters     ZeRO-2                        -
     dora          SFT       adapters     ZeRO-2                        -
     full_offload  SFT       all weights  ZeRO-2; optimizer on the CPU  -
     dpo_lora      DPO       adapters     ZeRO-2                        -
     pretrain      raw text  all weights  ZeRO-2                        -
+
+    predicted     124m   355m   774m    1.5b    GPUs x GiB: the fewest H100 80GB that it fits on
+    full          1 x 4  1 x 9  1 x 18  1 x 35
+    lora          1 x 2  1 x 3  1 x 4   1 x 5
+    dora          1 x 2  1 x 3  1 x 4   1 x 5
+    full_offload  1 x 2  1 x 3  1 x 3   1 x 5
+    dpo_lora      1 x 4  1 x 5  1 x 6   1 x 8
+    pretrain      1 x 4  1 x 9  1 x 18  1 x 35
 
     python scripts/launch.py gpt2-124m full
     python scripts/launch.py gpt2-124m full data.path=FILE learning_rate=3e-5 epochs=3     # change anything

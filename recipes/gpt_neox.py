@@ -3,7 +3,7 @@
     size  layers  hidden  heads  parameters  context  licence     weights
     20b   44      6144    64     20.55B      2,048    Apache-2.0  EleutherAI/gpt-neox-20b
 
-    variant       method    trains       DeepSpeed                     peak GPU memory
+    variant       method    trains       DeepSpeed                     measured peak
     full          SFT       all weights  ZeRO-3                        -
     lora          SFT       adapters     ZeRO-2                        -
     qlora         SFT       adapters     ZeRO-2                        -
@@ -11,6 +11,15 @@
     full_offload  SFT       all weights  ZeRO-3; optimizer on the CPU  -
     dpo_lora      DPO       adapters     ZeRO-2                        -
     pretrain      raw text  all weights  ZeRO-3                        -
+
+    predicted     20b     GPUs x GiB: the fewest H100 80GB that it fits on
+    full          8 x 48
+    lora          1 x 45
+    qlora         1 x 17
+    dora          1 x 45
+    full_offload  1 x 46
+    dpo_lora      1 x 47
+    pretrain      8 x 48
 
     python scripts/launch.py gpt_neox lora
     python scripts/launch.py gpt_neox lora data.path=FILE learning_rate=2e-4 lora.rank=8 epochs=3

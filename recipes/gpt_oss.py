@@ -4,12 +4,19 @@
     20b   24      2880    64     20.91B      131,072  Apache-2.0  openai/gpt-oss-20b
     120b  36      2880    64     116.83B     131,072  Apache-2.0  openai/gpt-oss-120b
 
-    variant       method    trains       DeepSpeed              peak GPU memory
+    variant       method    trains       DeepSpeed              measured peak
     full          SFT       all weights  ZeRO-3                 -
     lora          SFT       adapters     ZeRO-2 (20b), ZeRO-3   -
     full_offload  SFT       all weights  ZeRO-3; states on CPU  -
     dpo_lora      DPO       adapters     ZeRO-2 (20b), ZeRO-3   -
     pretrain      raw text  all weights  ZeRO-3                 -
+
+    predicted     20b     120b     GPUs x GiB: the fewest H100 80GB that it fits on
+    full          8 x 49  32 x 74
+    lora          1 x 49  8 x 49
+    full_offload  1 x 47  4 x 74
+    dpo_lora      1 x 55  8 x 51
+    pretrain      8 x 49  32 x 74
 
     python scripts/launch.py gpt_oss-20b lora
     python scripts/launch.py gpt_oss-120b lora data.path=FILE model.path=MODEL     # change anything

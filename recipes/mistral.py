@@ -4,7 +4,7 @@
     7b    32      4096    32     7.25B       32,768   Apache-2.0  mistralai/Mistral-7B-Instruct-v0.3
     24b   40      5120    32     23.57B      32,768   Apache-2.0  mistralai/Mistral-Small-24B-Instruct-2501
 
-    variant       method    trains                      DeepSpeed  peak GPU memory
+    variant       method    trains                      DeepSpeed  measured peak
     full          SFT       all weights                 ZeRO-3     -
     lora          SFT       adapters                    ZeRO-2     -
     qlora         SFT       adapters on 4-bit weights   ZeRO-2     -
@@ -13,6 +13,16 @@
     long_context  SFT       all weights, 32,768 tokens  ZeRO-3     -
     dpo_lora      DPO       adapters                    ZeRO-2     -
     pretrain      raw text  all weights                 ZeRO-3     -
+
+    predicted     7b      24b      GPUs x GiB: the fewest H100 80GB that it fits on
+    full          2 x 65  8 x 54
+    lora          1 x 18  1 x 53
+    qlora         1 x 8   1 x 21
+    dora          1 x 19  1 x 54
+    full_offload  1 x 19  1 x 53
+    long_context  4 x 49  16 x 57
+    dpo_lora      1 x 19  1 x 57
+    pretrain      2 x 65  8 x 54
 
     python scripts/launch.py mistral-7b lora
     python scripts/launch.py mistral-24b lora data.path=FILE.jsonl lora.rank=32 learning_rate=2e-4  # your own data

@@ -4,7 +4,7 @@
     8x7b   32      4096    32     46.70B      32,768   Apache-2.0  mistralai/Mixtral-8x7B-Instruct-v0.1
     8x22b  56      6144    48     140.63B     65,536   Apache-2.0  mistralai/Mixtral-8x22B-Instruct-v0.1
 
-    variant       method    trains                              DeepSpeed  peak GPU memory
+    variant       method    trains                              DeepSpeed  measured peak
     full          SFT       all weights                         ZeRO-3     -
     lora          SFT       adapters on attention and experts   ZeRO-3     -
     full_offload  SFT       all weights, steps on CPU           ZeRO-3     -
@@ -12,6 +12,15 @@
     dpo_lora      DPO       adapters on attention and experts   ZeRO-3     -
     pretrain      raw text  all weights                         ZeRO-3     -
     expert        SFT       all weights, spread                 ZeRO-1     -
+
+    predicted     8x7b     8x22b     GPUs x GiB: the fewest H100 80GB that it fits on
+    full          16 x 56  64 x 51
+    lora          2 x 59   8 x 54
+    full_offload  2 x 56   8 x 51
+    long_context  16 x 74  128 x 66
+    dpo_lora      2 x 59   8 x 54
+    pretrain      16 x 56  64 x 51
+    expert        -        -
 
     python scripts/launch.py mixtral-8x7b lora
     python scripts/launch.py mixtral-8x22b lora data.path=FILE.jsonl lora.rank=8 epochs=2  # your own data

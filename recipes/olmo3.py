@@ -4,7 +4,7 @@
     7b    32      4096    32     7.30B       65,536   Apache-2.0  allenai/Olmo-3-7B-Instruct
     32b   64      5120    40     32.23B      65,536   Apache-2.0  allenai/Olmo-3.1-32B-Instruct
 
-    variant       method    trains           DeepSpeed             peak GPU memory
+    variant       method    trains           DeepSpeed             measured peak
     full          SFT       all weights      ZeRO-3                -
     lora          SFT       adapters         ZeRO-2 (7b), ZeRO-3   -
     qlora         SFT       adapters on NF4  ZeRO-2                -
@@ -13,6 +13,16 @@
     long_context  SFT       all weights      ZeRO-3                -
     dpo_lora      DPO       adapters         ZeRO-2 (7b), ZeRO-3   -
     pretrain      raw text  all weights      ZeRO-3                -
+
+    predicted     7b      32b      GPUs x GiB: the fewest H100 80GB that it fits on
+    full          2 x 65  8 x 71
+    lora          1 x 20  1 x 73
+    qlora         1 x 10  1 x 26
+    dora          1 x 19  1 x 71
+    full_offload  1 x 20  1 x 68
+    long_context  4 x 54  16 x 71
+    dpo_lora      1 x 23  2 x 45
+    pretrain      2 x 65  8 x 71
 
     python scripts/launch.py olmo3-7b lora
     python scripts/launch.py olmo3-7b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=3  # your data

@@ -4,7 +4,7 @@
     14b   40      5120    40     14.66B      16,384   MIT      microsoft/phi-4
     mini  32      3072    24     3.84B       131,072  MIT      microsoft/Phi-4-mini-instruct
 
-    variant       method    trains                               DeepSpeed              peak GPU memory
+    variant       method    trains                               DeepSpeed              measured peak
     full          SFT       all weights                          ZeRO-2 (mini), ZeRO-3  -
     lora          SFT       adapters                             ZeRO-2                 -
     qlora         SFT       adapters on 4-bit weights            ZeRO-2                 -
@@ -13,6 +13,16 @@
     long_context  SFT       all weights, 16,384 (14b) or 32,768  ZeRO-3                 -
     dpo_lora      DPO       adapters                             ZeRO-2                 -
     pretrain      raw text  all weights                          ZeRO-2 (mini), ZeRO-3  -
+
+    predicted     14b     mini    GPUs x GiB: the fewest H100 80GB that it fits on
+    full          4 x 66  2 x 47
+    lora          1 x 34  1 x 13
+    qlora         1 x 15  1 x 9
+    dora          1 x 35  1 x 13
+    full_offload  1 x 34  1 x 13
+    long_context  4 x 74  2 x 66
+    dpo_lora      1 x 37  1 x 20
+    pretrain      4 x 66  2 x 47
 
     python scripts/launch.py phi4-mini lora
     python scripts/launch.py phi4-14b qlora data.path=FILE.jsonl lora.rank=32 epochs=3  # your own data

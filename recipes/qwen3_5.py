@@ -7,7 +7,7 @@
     9b    32      4096    16     8.95B       262,144  Apache-2.0  Qwen/Qwen3.5-9B
     27b   64      5120    24     26.90B      262,144  Apache-2.0  Qwen/Qwen3.5-27B
 
-    variant       method    trains                 DeepSpeed                      peak GPU memory
+    variant       method    trains                 DeepSpeed                      measured peak
     full          SFT       all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3  -
     lora          SFT       adapters               ZeRO-2                         -
     qlora         SFT       adapters on NF4        ZeRO-2                         -
@@ -16,6 +16,16 @@
     long_context  SFT       all weights            ZeRO-3                         -
     dpo_lora      DPO       adapters               ZeRO-2                         -
     pretrain      raw text  all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3  -
+
+    predicted     0.8b    2b      4b      9b      27b      GPUs x GiB: the fewest H100 80GB that it fits on
+    full          1 x 17  1 x 42  2 x 52  4 x 45  8 x 64
+    lora          1 x 7   1 x 10  1 x 15  1 x 25  1 x 62
+    qlora         1 x 6   1 x 8   1 x 10  1 x 15  1 x 27
+    dora          1 x 7   1 x 10  1 x 14  1 x 24  1 x 62
+    full_offload  1 x 7   1 x 9   1 x 14  1 x 26  1 x 63
+    long_context  1 x 47  1 x 67  2 x 74  8 x 62  32 x 71
+    dpo_lora      1 x 15  1 x 18  1 x 23  1 x 32  1 x 70
+    pretrain      1 x 17  1 x 42  2 x 52  4 x 45  8 x 64
 
     python scripts/launch.py qwen3_5-9b lora
     python scripts/launch.py qwen3_5-9b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=3  # your data

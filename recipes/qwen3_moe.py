@@ -4,7 +4,7 @@
     30b-a3b    48      2048    32     30.53B      262,144  Apache-2.0  Qwen/Qwen3-30B-A3B-Instruct-2507
     235b-a22b  94      4096    64     235.09B     262,144  Apache-2.0  Qwen/Qwen3-235B-A22B-Instruct-2507
 
-    variant       method    trains                             DeepSpeed  peak GPU memory
+    variant       method    trains                             DeepSpeed  measured peak
     full          SFT       all weights                        ZeRO-3     -
     lora          SFT       adapters on attention and experts  ZeRO-3     -
     full_offload  SFT       all weights                        ZeRO-3     -
@@ -12,6 +12,15 @@
     dpo_lora      DPO       adapters on attention and experts  ZeRO-3     -
     pretrain      raw text  all weights                        ZeRO-3     -
     expert        SFT       all weights, spread                ZeRO-1     -
+
+    predicted     30b-a3b  235b-a22b  GPUs x GiB: the fewest H100 80GB that it fits on
+    full          8 x 68   64 x 74
+    lora          1 x 71   16 x 51
+    full_offload  1 x 66   8 x 74
+    long_context  16 x 60  256 x 66
+    dpo_lora      2 x 45   16 x 51
+    pretrain      8 x 68   64 x 74
+    expert        16 x 62  -
 
     python scripts/launch.py qwen3_moe-30b-a3b lora
     python scripts/launch.py qwen3_moe-30b-a3b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl  # your data

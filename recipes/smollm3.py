@@ -3,7 +3,7 @@
     size  layers  hidden  heads  parameters  context  licence     weights
     3b    36      2048    16     3.08B       65,536   Apache-2.0  HuggingFaceTB/SmolLM3-3B
 
-    variant       method    trains       DeepSpeed                     peak GPU memory
+    variant       method    trains       DeepSpeed                     measured peak
     full          SFT       all weights  ZeRO-2                        -
     lora          SFT       adapters     ZeRO-2                        -
     qlora         SFT       adapters     ZeRO-2                        -
@@ -12,6 +12,16 @@
     long_context  SFT       all weights  ZeRO-3                        -
     dpo_lora      DPO       adapters     ZeRO-2                        -
     pretrain      raw text  all weights  ZeRO-2                        -
+
+    predicted     3b      GPUs x GiB: the fewest H100 80GB that it fits on
+    full          1 x 67
+    lora          1 x 14
+    qlora         1 x 10
+    dora          1 x 13
+    full_offload  1 x 13
+    long_context  1 x 72
+    dpo_lora      1 x 15
+    pretrain      1 x 67
 
     python scripts/launch.py smollm3 full
     python scripts/launch.py smollm3 full data.path=FILE learning_rate=1e-5 epochs=2 global_batch_size=64

@@ -8,13 +8,15 @@
 
 Contenders train the same rows of random tokens with random weights of the real dimensions, so nothing is downloaded.
 They take turns (A B B A), each run in a process of its own: 10 steps of warm-up, 20 timed ones, one in which reads of
-the device by the host are counted. Tokens are those that are not padding; MFU is recipes/training/flops.py's arithmetic
-(causal attention once, no input embedding, no recomputation, adapters' own) over the maker's peak; beside it stands the
-share of what this machine's matrix product was measured to do. Each benchmark ends inside 8 minutes on one GPU
-(`--quick`: 4) and writes what it has after every run, so a list that is cut off keeps it.
+the device by the host are counted; in `planner_error` each runs once, for 3 and 5 steps. Tokens are those that are not
+padding; MFU is recipes/training/flops.py's arithmetic (causal attention once, no input embedding, no recomputation,
+adapters' own) over the maker's peak; beside it stands the share of what this machine's matrix product was measured to
+do. Each benchmark ends inside 8 minutes on one GPU (`--quick`: 4) and writes what it has after every run, so a list
+that is cut off keeps it.
 
-Results go to recipes/planning/measurements/NAME_gpu.json and .md, and from there into README.md, recipes/README.md and
-the pages; drafts go nowhere unless --output says so, as NAME_draft.json.
+Results go to recipes/planning/measurements/NAME_gpu.json and .md, and from there into README.md, recipes/README.md, the
+pages and, beside what plan.py predicts, the README.md of that folder; drafts go nowhere unless --output says so, as
+NAME_draft.json.
 """
 
 import argparse
@@ -32,10 +34,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.spec import index, measured, pages
+from recipes.planning import index
+from recipes.spec import measured, pages
 from recipes.spec.run_folder import RunFolder, write_json
-from scripts.benchmarks import overhead, planner, report
-from scripts.benchmarks.cases import BENCHMARKS, LIMIT, STEPS, WARM_UP, Benchmark, Case
+from scripts.benchmarks import foretold, overhead, planner, report
+from scripts.benchmarks.cases import BENCHMARKS, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case
 from scripts.launch import deepspeed_command, rank_environment, visible_gpus
 
 MEASUREMENTS = pages.ROOT / "recipes" / "planning" / "measurements"
@@ -102,7 +105,7 @@ OWN = {"overhead": _overhead, "planner": _planner}
 def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict[str, Any]:
     """Run one benchmark, keep what there is after each of its runs, and return it."""
     draft = options.draft or not visible_gpus()
-    warm_up, steps = (2, 3) if draft else (WARM_UP, STEPS)
+    warm_up, steps = (2, 3) if draft else FEW if benchmark.foretold else (WARM_UP, STEPS)
     result: dict[str, Any] = {
         "benchmark": benchmark.name,
         "about": benchmark.about,
@@ -132,7 +135,7 @@ def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict
             keep(result, options.output)
     else:
         turns = [case for case in benchmark.cases if case.label in result["runs"]]
-        for case in turns if options.quick else [*turns, *reversed(turns)]:
+        for case in turns if options.quick or benchmark.foretold else [*turns, *reversed(turns)]:
             done = result["runs"][case.label]
             if done and "error" in done[-1]:
                 continue  # it would fail again
@@ -187,11 +190,17 @@ def keep(result: dict[str, Any], output: Path | None) -> None:
 
 
 def publish() -> None:
-    """Write what was measured into the README, the index and the pages."""
+    """Write what was measured into the README, the index and the pages, and beside what was predicted."""
     readme = pages.ROOT / "README.md"
-    table = report.summary(list(BENCHMARKS), measured.results())
+    table = report.summary(compared(), measured.results())
     readme.write_text(report.within(readme.read_text(encoding="utf-8"), table), encoding="utf-8")
     index.main()
+    foretold.main()
+
+
+def compared() -> list[str]:
+    """Return the benchmarks whose contenders are compared with each other, which the README shows."""
+    return [one.name for one in BENCHMARKS.values() if not one.foretold]
 
 
 def in_a_process(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:

@@ -18,13 +18,15 @@ Exit status: 0, or 2 for a mistake in what was asked for, or 1 where nothing fit
 """
 
 import argparse
+import contextlib
 import difflib
 import json
+import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,12 +35,12 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 
 from recipes.planning import models, report, strategies, ways_out  # noqa: E402
-from recipes.planning.hardware import cluster  # noqa: E402
+from recipes.planning.hardware import Cluster, cluster  # noqa: E402
 from recipes.planning.plans import Found, Job, Plan  # noqa: E402
-from recipes.spec import overrides  # noqa: E402
+from recipes.spec import limits, overrides  # noqa: E402
 from recipes.spec.errors import UserError  # noqa: E402
-from recipes.spec.run_folder import RunFolder, write_json, write_recipe  # noqa: E402
-from recipes.training import preflight  # noqa: E402
+from recipes.spec.recipe import Layout, Recipe  # noqa: E402
+from recipes.spec.run_folder import write_json  # noqa: E402
 from recipes.zero_config.resolve import Numbers, dumps, resolve  # noqa: E402
 
 PLANS_DRAWN = 8
@@ -60,9 +62,11 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"plan.py: {ways_out.sentence(job, found)}", file=sys.stderr)
             return 1
         if arguments.write:
-            write(job, found.best, arguments.write)
+            with told("--write", arguments.write):
+                write(job, found.best, arguments.write)
         if arguments.figure:
-            draw(found, arguments.figure)
+            with told("--figure", arguments.figure):
+                draw(found, arguments.figure)
     except UserError as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2
@@ -117,10 +121,13 @@ def asked(arguments: argparse.Namespace) -> Job:
         arguments.nvme,
     )
     if arguments.network is not None:
-        if arguments.network <= 0:
+        if not 0 < arguments.network < math.inf:
             raise UserError(f"--network {arguments.network:g}: must be above 0, in Gbit/s of one node.")
         hardware = replace(hardware, network_gbs=arguments.network / 8)
-    changes = list(arguments.overrides)
+    method = next((word for word in arguments.overrides if word in models.METHODS), None)
+    if method:
+        raise UserError(f"{method}: the method is an option here: --method {method}.")
+    changes = [change for change in arguments.overrides if change != "deepspeed=auto"]  # which is what a plan is for
     keys = [change.partition("=")[0] for change in changes]
     if arguments.sequence_length is not None:
         if "sequence_length" in keys:
@@ -130,12 +137,41 @@ def asked(arguments: argparse.Namespace) -> Job:
         raise UserError("model.path=...: the model is the first word, a Hub id or the path to its config.json.")
     changed = overrides.apply(recipe, changes)
     models.check_length(changed)
+    if (method := report.method_of(changed)) != arguments.method:
+        raise UserError(f"--method {arguments.method}: what you set makes it {method}; write --method {method}.")
+    check_layout(changed, hardware, keys)
     return strategies.job(changed, hardware, keys)
+
+
+def check_layout(recipe: Recipe, hardware: Cluster, keys: Sequence[str]) -> None:
+    """Refuse sizes of a layout that cannot be, whatever the planner would choose for the others.
+
+    Raises:
+        UserError: names the size, why not, and the nearest that can.
+    """
+    given = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in keys}
+    file = recipe.deepspeed if "deepspeed" in keys else "zero1.json"
+    stage = strategies.template(file, hardware).get("zero_optimization", {}).get("stage", 0)
+    alone = replace(recipe, layout=Layout(**given), micro_batch_size=1, global_batch_size=hardware.gpus)
+    limits.check(alone, hardware.gpus, limits.Sharding(stage))
 
 
 def console() -> Console:
     """Return where the table goes: as wide as the terminal, or wide enough where there is none."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+@contextlib.contextmanager
+def told(flag: str, path: Path) -> Iterator[None]:
+    """Say of what cannot be written which option named it.
+
+    Raises:
+        UserError: in the place of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror}).") from None
 
 
 def write(job: Job, plan: Plan, folder: Path) -> None:
@@ -180,32 +216,32 @@ def for_engine(job: Job, plan: Plan) -> dict:
 
 
 def launch_script(job: Job, plan: Plan, folder: Path) -> str:
-    """Return a shell script: the launcher on one node; on several, DeepSpeed's own with a hostfile."""
+    """Return a shell script that starts the launcher, on several nodes with a hostfile; it takes more key=value."""
     shipped = ROOT / "configs" / plan.recipe.deepspeed
-    template = shipped
+    recipe = plan.recipe
     if plan.config != json.loads(shipped.read_text(encoding="utf-8")):
-        template = folder / plan.recipe.deepspeed
+        template = folder / recipe.deepspeed
         write_json(template, plan.config)
-    head = f"#!/bin/sh\n# {plan.setup.world_size} GPUs. {report.why(job, plan)}\ncd {shlex.quote(str(ROOT))} || exit\n"
-    if job.cluster.nodes == 1:
-        recipe = plan.recipe if template == shipped else replace(plan.recipe, deepspeed=str(template))
-        return head + report.command(recipe, job.cluster.gpus_per_node) + ' "$@"\n'
-    run = RunFolder(folder / "run")
-    write_recipe(run, preflight.locate(replace(plan.recipe, deepspeed=str(template))))
-    words = ["deepspeed", "--hostfile", '"${1:?hostfile: one HOST slots=N per line}"', "--no_local_rank"]
-    words += [
-        "--num_gpus",
-        str(job.cluster.gpus_per_node),
-        "--module",
-        "recipes.training.run",
-        shlex.quote(str(run.path)),
-    ]
-    note = "# The project, this folder and the data have to be at the same paths on every node.\n"
-    return head + note + f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{' '.join(words)}\n"
+        recipe = replace(recipe, deepspeed=str(template))
+    lines = ["#!/bin/sh", f"# {plan.setup.world_size} GPUs. {report.why(job, plan)}"]
+    start = report.command(recipe, job.cluster)
+    if job.cluster.nodes > 1:
+        lines += [
+            "# Usage: launch.sh HOSTFILE [key=value ...]; this folder and the data are at one path on every node."
+        ]
+        lines += ['hosts=$(realpath "${1:?hostfile: a line HOST slots=N per node}") || exit', "shift"]
+        start = start.replace(f"--hostfile {report.HOSTS}", '--hostfile "$hosts"')
+    return "\n".join([*lines, f"cd {shlex.quote(str(ROOT))} || exit", f'{start} "$@"', ""])
 
 
 def draw(found: Found, file: Path) -> None:
-    """Write the figure."""
+    """Write the figure.
+
+    Raises:
+        UserError: another format than PNG.
+    """
+    if file.suffix.lower() != ".png":
+        raise UserError(f"--figure {file}: is drawn as PNG; name it {file.with_suffix('.png')}.")
     from recipes.planning import figure  # matplotlib, half a second
 
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,17 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.spec import index, overrides, pages
+from recipes.planning import index
+from recipes.planning.hardware import Cluster, find
+from recipes.planning.plans import TIERS
+from recipes.planning.strategies import cost, job, search
+from recipes.spec import overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import read_json
@@ -24,7 +29,41 @@ def test_pages_are_found():
 
 
 def test_the_index_is_what_the_pages_give():
-    assert index.PATH.read_text(encoding="utf-8") == index.render(), "python -m recipes.spec.index"
+    assert index.PATH.read_text(encoding="utf-8") == index.render(), "python -m recipes.planning.index"
+
+
+@pytest.mark.parametrize("family", pages.families())
+def test_pages_carry_what_is_predicted_and_measured(family):
+    text = (pages.ROOT / "recipes" / f"{family}.py").read_text(encoding="utf-8")
+    assert index.with_tables(text, family) == text, "python -m recipes.planning.index"
+
+
+def test_a_prediction_is_that_of_the_variant_on_the_fewest_gpus():
+    recipe = pages.find("llama3-70b", "lora")
+    plan = index.smallest(recipe)
+    assert plan.fits and plan.recipe == recipe and plan.setup.world_size == 4
+    half = replace(plan.cluster, gpus_per_node=2)
+    assert not cost(job(recipe, half), recipe).fits
+    row = next(line for line in index.predicted("llama3") if line.split()[0] == "lora")
+    assert row.endswith(f"4 x {plan.gpu_gib:.0f}")
+    layout = index.smallest(pages.find("bloom-176b", "pipeline"))
+    assert layout.setup.world_size % 36 == 0, "GPUs come in multiples of what the layout takes"
+
+
+def test_the_smallest_hardware_has_nothing_offloaded_and_the_next_smaller_does_not_do():
+    plan = index.least(pages.find("llama3-8b", "full"))
+    assert (plan.setup.world_size, plan.cluster.gpu.name) == (2, "H100")
+    assert plan.setup.offload_optimizer == "none" and not plan.setup.bf16_states
+    alone = search(job(pages.find("llama3-8b", "full"), Cluster(find("H200"))))
+    assert alone.best is None or alone.best.recipe.deepspeed not in TIERS[0]
+
+
+def test_another_prediction_would_be_noticed():
+    text = (pages.ROOT / "recipes" / "llama3.py").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith("    qlora") and " x " in line)
+    assert index.with_tables(text.replace(row, row.replace("1 x", "2 x")), "llama3") == text
+    without = text.replace("\n".join(index.predicted("llama3")) + "\n\n", "")
+    assert without != text and index.with_tables(without, "llama3") == text
 
 
 def test_a_size_that_does_not_exist_is_answered_with_the_nearest():

@@ -1,10 +1,13 @@
 """The planner's command line: what it answers, what it writes, and what a mistake is answered with."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from recipes.planning import forecast
@@ -13,6 +16,7 @@ from recipes.spec import pages
 from recipes.spec.pages import ROOT
 from recipes.spec.run_folder import read_json
 from scripts import check_config, launch, plan
+from scripts.benchmarks import planner
 
 EIGHT = ("--gpu", "H100", "--gpus", "8")
 KEYS = {
@@ -65,6 +69,8 @@ def test_the_json_is_what_the_contract_says(answer):
         assert one.keys() >= KEYS
         assert one["layout"].keys() == {"data", "tensor", "pipeline", "sequence", "expert"}
         assert (ROOT / "configs" / one["config"]).exists()
+        # fp32 weights and Adam's moments, the weights twice in bf16, and a tenth: what the trainer wants to be free.
+        assert one["checkpoint_gib"] == pytest.approx(1.1 * (12 + 4) * 8_030_261_248 / 2**30, rel=0.001)
         assert sum(one["gpu_breakdown_gib"].values()) == pytest.approx(one["gpu_peak_gib"])
         assert one["fits"] == (one["gpu_peak_gib"] <= 0.95 * found["hardware"]["gpu_memory_gib"])
         rows = one["layout"]["data"] * one["micro_batch_size"] * one["gradient_accumulation_steps"]
@@ -82,7 +88,7 @@ def test_the_table_names_the_best_first_and_its_command(capsys):
     assert shown.startswith("llama3-8b (8.03B), full, rows of 4,096 tokens, on 8 x H100")
     command = shown.strip().splitlines()[-1]
     assert command.startswith("python scripts/launch.py llama3-8b full --gpus 8")
-    assert "does not fit" in shown and "free" in shown
+    assert "does not fit" in shown and "free" in shown and "a checkpoint takes 132 GiB" in shown
     assert launch.main([*command.split()[2:], "--dry-run"]) == 0
 
 
@@ -107,16 +113,36 @@ def test_what_is_written_loads_lints_and_launches(tmp_path, capsys, words, layou
     assert check_config.main([str(file), *facts, "--trainer", "plain"]) == 0, capsys.readouterr().out
     config = read_json(file)
     assert '"auto"' not in file.read_text()
-    script = (tmp_path / "launch.sh").read_text()
-    if "--nodes" in words:
-        run = read_json(tmp_path / "run" / "recipe.json")
-        assert f"--module recipes.training.run {tmp_path / 'run'}" in script
-        # Every rank reads the template, and the same batch comes of it.
-        assert (ROOT / "configs" / run["deepspeed"]).exists()
-        assert run["micro_batch_size"] == config["train_micro_batch_size_per_gpu"]
-    else:
-        line = next(line for line in script.splitlines() if line.startswith("python scripts/launch.py"))
-        assert launch.main([*line.removesuffix(' "$@"').split()[2:], "--dry-run"]) == 0, capsys.readouterr().err
+    command = started(tmp_path)
+    assert ("--hostfile" in command) == ("--nodes" in words)
+    assert launch.main([*command, "--dry-run"]) == 0, capsys.readouterr().err
+    # Every rank reads the template, and the same batch comes of it.
+    recipe, _ = json.JSONDecoder().raw_decode(shown := capsys.readouterr().out, shown.index("\n{\n") + 1)
+    assert recipe["micro_batch_size"] == config["train_micro_batch_size_per_gpu"]
+    assert Path(recipe["deepspeed"]).exists()
+
+
+def started(folder):
+    """Return the words that launch.sh gives to the launcher, for hosts a, b, ... of as many slots as it wants."""
+    script = (folder / "launch.sh").read_text()
+    hosts = folder / "hosts"
+    hosts.write_text("".join(f"host{number} slots=8\n" for number in range(8)))
+    python = folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$SEEN"\n')
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "SEEN": str(folder / "seen")}
+    given = ["hosts"] if "--hostfile" in script else []
+    subprocess.run([folder / "launch.sh", *given, "epochs=2"], env=environment, cwd=folder, check=True)
+    name, *words = (folder / "seen").read_text().splitlines()
+    assert name == "scripts/launch.py" and words[-1] == "epochs=2"
+    return words
+
+
+def test_launch_sh_asks_for_the_hostfile(tmp_path):
+    assert plan.main(["llama3-8b", *EIGHT, "--nodes", "2", "--write", str(tmp_path)]) == 0
+    done = subprocess.run([tmp_path / "launch.sh"], capture_output=True, text=True)
+    assert done.returncode != 0 and "hostfile: a line HOST slots=N per node" in done.stderr
 
 
 def test_hpz_is_written_for_the_nodes_there_are(tmp_path):
@@ -124,7 +150,7 @@ def test_hpz_is_written_for_the_nodes_there_are(tmp_path):
     assert plan.main([*words, "--write", str(tmp_path)]) == 0
     for name in ("deepspeed.json", "zero3_hpz.json"):
         assert read_json(tmp_path / name)["zero_optimization"]["zero_hpz_partition_size"] == 4
-    assert read_json(tmp_path / "run" / "recipe.json")["deepspeed"] == str(tmp_path / "zero3_hpz.json")
+    assert f"deepspeed={tmp_path / 'zero3_hpz.json'}" in started(tmp_path)
 
 
 def test_the_figure_is_a_picture(tmp_path):
@@ -155,6 +181,7 @@ def test_a_config_json_is_as_good_as_a_recipe(answer, config_json):
 def test_a_slow_network_slows_what_crosses_it(answer):
     two = ["llama3-8b", *EIGHT, "--nodes", "2", "deepspeed=zero3.json", "micro_batch_size=1"]
     fast, slow = answer(*two), answer(*two, "--network", "10")
+    assert "llama3-8b full --hostfile HOSTS --nodes 2 --gpus 8" in fast["plans"][0]["command"]
     assert (fast["hardware"]["network_gbs"], slow["hardware"]["network_gbs"]) == (400, 1.25)
     assert slow["plans"][0]["tokens_per_second_per_gpu"] < 0.7 * fast["plans"][0]["tokens_per_second_per_gpu"]
 
@@ -167,6 +194,7 @@ MISTAKES = {
     ("lama3-8b", *EIGHT): "lama3-8b: no recipe, Hub id (OWNER/NAME) or path to a config.json; did you mean llama3-8b",
     ("llama3-9b", *EIGHT): "unknown size of llama3 '9b'; did you mean '8b'",
     ("nobody/nothing", *EIGHT): "Without a network, get that one small file in any way and give its path",
+    ("no body/nothing", *EIGHT): "its config.json cannot be had (Repo id must use alphanumeric chars",
     ("no/such/config.json", *EIGHT): "no/such/config.json: no such file",
     ("./nowhere/", *EIGHT): "./nowhere/: no such file or folder; name a config.json",
     ("llama3-8b", "--gpu", "H900"): "--gpu H900: unknown; did you mean",
@@ -184,6 +212,16 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "--sequence-length", "4", "sequence_length=4"): "give one of them",
     ("llama3-8b", *EIGHT, "model.path=x"): "the model is the first word",
     ("llama3-8b", *EIGHT, "layout.tensr=2"): "unknown key 'layout.tensr'. Did you mean 'layout.tensor'",
+    ("llama3-8b", *EIGHT, "layout.tensor=3"): "layout.tensor=3: a copy of the model takes 3 ranks",
+    ("llama3-8b", *EIGHT, "layout.expert=8"): "layout.expert=8: llama has no experts to spread",
+    ("llama3-8b", *EIGHT, "deepspeed=zero3.json", "layout.pipeline=4"): "pipeline goes with ZeRO 0 and 1 only",
+    ("llama3-8b", *EIGHT, "lora.rank=8"): "--method full: what you set makes it lora; write --method lora",
+    ("llama3-8b", "lora", *EIGHT): "lora: the method is an option here: --method lora",
+    ("llama3-8b", *EIGHT, "--figure", "plan.pdf"): "--figure plan.pdf: is drawn as PNG; name it plan.png",
+    ("llama3-8b", *EIGHT, "--figure", "/proc/plan.png"): "--figure /proc/plan.png: cannot be written",
+    ("llama3-8b", *EIGHT, "--write", "/etc/passwd"): "--write /etc/passwd: cannot be written",
+    ("llama3-8b", "--gpu-memory", "nan"): "--gpu-memory nan: must be above 0",
+    ("llama3-8b", *EIGHT, "--host-memory", "inf"): "--host-memory inf: must be at least 0",
     ("llama3-8b", *EIGHT, "deepspeed=zero9.json"): "deepspeed=zero9.json: no such file; did you mean zero",
 }
 
@@ -206,6 +244,27 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be a whole number of at least 1"),
         ({"hidden_size": 4097, "head_dim": ...}, "hidden_size=4097 is not a multiple of num_attention_heads=32"),
         ({"vocab_size": "many"}, "vocab_size=many: must be a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True: must be a whole number"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers=100000: no model has so much; at most 2,000"),
+        ({"intermediate_size": -5}, "intermediate_size=-5: must be a whole number"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings=-1: must be a whole number"),
+        ({"num_key_value_heads": 5}, "num_attention_heads=32 is not a multiple of num_key_value_heads=5"),
+        ({"pad_token_id": 10**6}, "transformers knows no decoder like this: Padding_idx must be within"),
+        ({"head_dim": 63}, "RoPE requires an even rotary dimension"),
+        ({"hidden_size": None}, "Field 'hidden_size' expected int"),
+        (
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "num_attention_heads": ...},
+            "mamba: has no attention",
+        ),
+        ({"model_type": "bert", "architectures": ...}, "BertLMHeadModel is not a decoder of the usual shape"),
+        ({"model_type": "vit", "architectures": ...}, "vit: transformers knows no decoder like this"),
+        ({"model_type": "clip", "architectures": ["CLIPModel"], "text_config": {"a": 1}}, "CLIPModel is no decoder"),
+        ({"text_config": {"hidden_size": 64}}, "its text_config has no model_type"),
+        ({"text_config": [1]}, "its text_config has no model_type"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 9},
+            "mixtral: its sizes contradict each other",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -215,11 +274,32 @@ def test_a_config_that_is_no_decoders_is_refused(config_json, capsys, changes, s
     assert said in error and len(error.strip().splitlines()) <= 2, error
 
 
+def test_what_cannot_go_together_is_said_of_what_was_set(capsys):
+    given = ["deepspeed=expert_parallel.json", "layout.tensor=2"]
+    assert plan.main(["llama3-8b", *EIGHT, *given]) == 1
+    assert f"plan.py: {' '.join(given)}: no way to train this model on 8 GPUs" in capsys.readouterr().err
+
+
+def test_auto_is_what_the_planner_does_anyway(answer):
+    assert answer("llama3-8b", *EIGHT, "deepspeed=auto") == answer("llama3-8b", *EIGHT)
+
+
 def test_a_file_that_is_no_config_is_refused(tmp_path, capsys):
     for text, said in (("{", "not JSON"), ("[]", "not a Hugging Face config.json")):
         (tmp_path / "config.json").write_text(text)
         assert plan.main([str(tmp_path), *EIGHT]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_without_a_network_nobody_waits_for_six_tries(capsys, monkeypatch):
+    def nowhere(*_, **__):
+        raise OSError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", nowhere)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("this asks six times"))
+    assert plan.main(["nobody/nothing", *EIGHT]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be had ([Errno -2] Name or service not known)" in said and len(said.strip().splitlines()) == 2
 
 
 def test_a_machine_without_gpus_is_told_what_to_give(capsys):
@@ -233,6 +313,16 @@ def test_where_nothing_fits_the_answer_is_what_would(capsys):
     assert "does not fit" in shown.out and "python scripts/launch.py" not in shown.out
     assert shown.err.startswith("plan.py: nothing fits; ") and "What would: --method lora" in shown.err
     assert len(shown.err.strip().splitlines()) == 2
+
+
+def test_an_answer_takes_seconds_and_little_memory(config_json, tmp_path):
+    many = ["--nodes", "128", "global_batch_size=1024"]
+    unseen = config_json(intermediate_size=14208)
+    questions = (["llama3-8b"], 3), (["llama3-70b", *many], 10), ([unseen], 15), ([unseen], 3)
+    for words, most in questions:
+        assert planner.answered([*words, *EIGHT, "--json"], tmp_path / "cache")["cpu_seconds"] < most, words
+    measured = read_json(ROOT / "recipes" / "planning" / "measurements" / "planner_cpu.json")["runs"]
+    assert all(run["peak_gib"] < 1 for runs in measured.values() for run in runs)
 
 
 def test_a_recipe_costs_no_import_of_torch():

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.spec import pages
 from recipes.spec.recipe import Draft, Lora, Wandb, from_dict, to_dict
-from recipes.spec.run_folder import COMPLETE, RunFolder, read_json, read_jsonl, write_recipe
+from recipes.spec.run_folder import COMPLETE, RunFolder, checkpoint_bytes, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
-from recipes.training.preflight import checkpoint_bytes, locate
+from recipes.training.preflight import locate
 from scripts import export as export_script
 from scripts import generate as generate_script
 from tests.ranks import read_logs

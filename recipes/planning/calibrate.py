@@ -152,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     data = json.loads(FILE.read_text())
     if "--report" not in arguments:
         published = [run for run in runs() if run.fitted and run.software != "deepspeed"]
-        own = [run for run in runs() if run.software == "deepspeed"]
+        own = [run for run in runs() if run.fitted and run.software == "deepspeed"]
         print(f"{len(published)} rows: {fit(data, FITTED, lambda changed: loss(published, changed)):.4f}")
         if own:
             print(f"{len(own)} of ours: {fit(data, OURS, lambda changed: loss(own, changed)):.4f}")

@@ -6,12 +6,12 @@ meta device, so that rows are as long as real ones.
 """
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -41,15 +41,20 @@ def dissect(config: Mapping[str, Any], loras: Sequence[Lora | None] = (None,), d
         device: whose kernels compute, "cuda" or "cpu"; what they keep differs in `weigh.Kernels`.
 
     Raises:
-        UserError: not a decoder that transformers knows.
+        UserError: not a decoder that transformers knows, or one whose sizes contradict each other.
     """
     whole = build(config)
     inner = whole.config.get_text_config()
+    if not getattr(inner, "num_attention_heads", None):
+        raise UserError(f"{inner.model_type}: has no attention; plans are for transformers.")
     layers = decoder_layers(whole)
     signatures = [_signature(layer, inner, index) for index, layer in enumerate(layers)]
     kinds = list(dict.fromkeys(signatures))
     first = [signatures.index(kind) for kind in kinds]
-    fits = {name: one for lora in loras for name, one in _ways(config, lora, first, device).items()}
+    try:
+        fits = {name: one for lora in loras for name, one in _ways(config, lora, first, device).items()}
+    except (RuntimeError, ZeroDivisionError) as error:  # from the model's own code: it cannot compute with such sizes
+        raise UserError(f"{inner.model_type}: its sizes contradict each other: {first_line(error)[:200]}") from error
     adapted = {f"{way(lora)}{end}" for lora in loras if lora for end in ("", " rank")}
     heads = [_attention_width(layers[index], inner) for index in first]
     embedding, output = whole.get_input_embeddings().weight, whole.get_output_embeddings().weight
@@ -90,9 +95,9 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
         known = AutoConfig.for_model(**copy.deepcopy(values)).get_text_config()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(known, dtype=torch.bfloat16, attn_implementation=attention)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        kind = values.get("model_type", "config.json without model_type")
-        raise UserError(f"{kind}: transformers knows no decoder like this: {first_line(error)}") from error
+    except Exception as error:  # of any kind: whatever a model's class finds wrong with what it is to be made of
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"{values.get('model_type')}: transformers knows no decoder like this: {why}") from error
     model.config.use_cache = False
     model.config.pad_token_id = None  # models look for it among the tokens, which have no values here
     return model.train()
@@ -235,6 +240,9 @@ def _cut(model: PreTrainedModel, first: Sequence[int]) -> PreTrainedModel:
 
 def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
     """Return the model with adapters in its own dtype, as `recipes.training.adapters` adds them."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns of what is not used here
+    from peft import LoraConfig, get_peft_model
+
     model.enable_input_require_grads()  # as checkpointing needs it; without, the first layer keeps a little less
     try:
         adapted = get_peft_model(model, LoraConfig(**lora_options(lora)), autocast_adapter_dtype=False)

@@ -1,5 +1,6 @@
 """The GPUs, nodes and networks that people have."""
 
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -157,10 +158,10 @@ def cluster(
         UserError: the flags contradict each other, name nothing, or name more than there is.
     """
     for flag, value in (("--gpus", gpus), ("--nodes", nodes), ("--gpu-memory", gpu_memory)):
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise UserError(f"{flag} {value:g}: must be above 0.")
     for flag, value in (("--host-memory", host_memory), ("--nvme", nvme)):
-        if value is not None and value < 0:
+        if value is not None and not 0 <= value < math.inf:
             raise UserError(f"{flag} {value:g}: must be at least 0, in GiB.")
     if gpu is not None and gpu_memory is not None:
         raise UserError(f"--gpu {gpu} --gpu-memory {gpu_memory:g}: give one of them; a GPU's name says its memory.")

@@ -52,9 +52,3 @@ def swapped_bytes(part: Part, setup: Setup) -> float:
     states = 12 * trained / setup.zero_ranks if setup.offload_optimizer == "nvme" else 0.0
     weights = WIDTH[setup.precision] * part.parameters / setup.zero_ranks
     return states + (weights if setup.offload_parameters == "nvme" else 0.0)
-
-
-def checkpoint_bytes(whole: Part, setup: Setup) -> float:
-    """Return what one checkpoint takes on disk, as `recipes.training.preflight` has it: the weights are there twice."""
-    trained = whole.adapters if setup.lora else whole.parameters
-    return 1.1 * (12 + 2 * WIDTH[setup.precision]) * trained

@@ -11,6 +11,7 @@ from recipes.planning.parts import Part, parts
 from recipes.planning.setup import Setup
 from recipes.planning.states import WIDTH, Moment, States, mixture_bytes, state_bytes
 from recipes.spec.recipe import Layout
+from recipes.spec.run_folder import checkpoint_bytes
 
 # Assumptions, all of them, until measured ones take their place: nobody has run these recipes on a GPU yet.
 CONTEXT = 1.343e9
@@ -57,7 +58,7 @@ class Memory:
     """Of one node, by moment."""
     nvme: float
     """Of one node."""
-    checkpoint: float
+    checkpoint: int
     """On disk, one of them."""
 
     @property
@@ -84,7 +85,11 @@ def peak(anatomy: Anatomy, setup: Setup, cluster: Cluster) -> Memory:
         stage=fullest,
         host=host.host_bytes(whole, stages, setup, local, states),
         nvme=local * max(host.swapped_bytes(part, setup) for part in stages),
-        checkpoint=host.checkpoint_bytes(whole, setup),
+        checkpoint=checkpoint_bytes(
+            int(whole.parameters + whole.adapters),
+            int(whole.adapters if setup.lora else whole.parameters),
+            WIDTH[setup.precision],
+        ),
     )
 
 

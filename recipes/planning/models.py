@@ -17,8 +17,17 @@ from recipes.spec.run_folder import read_json
 METHODS = ("full", "lora", "qlora")
 DECODERS = ("ForCausalLM", "LMHeadModel")
 """How Hugging Face's classes of decoders end."""
-LENGTHS = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "vocab_size": ""}
-"""Dimensions that every decoder has, with the name that GPT-2's and BLOOM's configurations use."""
+SIZES = {
+    "hidden_size": ("n_embd", 10**6),
+    "num_hidden_layers": ("n_layer", 2000),
+    "num_attention_heads": ("n_head", 10**5),
+    "num_key_value_heads": ("", 10**5),
+    "head_dim": ("", 10**5),
+    "intermediate_size": ("n_inner", 10**7),
+    "vocab_size": ("", 10**8),
+    "max_position_embeddings": ("n_positions", 10**9),
+}
+"""Of a config.json: the name that GPT-2's and BLOOM's use for it, and what no model comes near."""
 
 
 def find(name: str, method: str) -> Recipe:
@@ -62,13 +71,18 @@ def _download(hub_id: str) -> dict[str, Any]:
         if "/" in hub_id:
             raise UserError(f"{hub_id}: no such file or folder; name a config.json or the folder that holds it.")
         raise UserError(_unknown(hub_id))
-    from huggingface_hub import hf_hub_download  # half a second that no recipe waits for
+    import huggingface_hub as hub  # half a second that no recipe waits for
 
     try:
-        return json.loads(Path(hf_hub_download(hub_id, "config.json", etag_timeout=5)).read_text(encoding="utf-8"))
+        file = hub.try_to_load_from_cache(hub_id, "config.json")
+        if not isinstance(file, str):
+            # Asked for once: the download itself asks six times, for half a minute, and says so each time.
+            hub.get_hf_file_metadata(hub.hf_hub_url(hub_id, "config.json"), timeout=5)
+            file = hub.hf_hub_download(hub_id, "config.json", etag_timeout=5)
+        return json.loads(Path(file).read_text(encoding="utf-8"))
     except Exception as error:  # no network, no such model, a licence to accept: all say it in their own way
         raise UserError(
-            f"{hub_id}: its config.json cannot be had ({first_line(error)[:120]}).\n"
+            f"{hub_id}: its config.json cannot be had ({first_line(error)[:120].rstrip(' .')}).\n"
             "Without a network, get that one small file in any way and give its path: plan.py path/to/config.json"
         ) from None
 
@@ -86,21 +100,37 @@ def check(config: Mapping[str, Any], name: str) -> None:
     Raises:
         UserError: names the file, the key and its value.
     """
-    classes = config.get("architectures") or []
-    inner = config.get("text_config") or config
-    if "model_type" not in config:
+    if not isinstance(config.get("model_type"), str):
         raise UserError(f"{name}: has no model_type, so it is not a Hugging Face model's config.json.")
     if config.get("is_encoder_decoder"):
         raise UserError(f"{name}: {config['model_type']} is an encoder with a decoder; plans are for decoders only.")
-    if classes and inner is config and not any(each.endswith(DECODERS) for each in classes):
+    classes = config.get("architectures") or []
+    classes = [classes] if isinstance(classes, str) else classes
+    inner = config.get("text_config") or config
+    # What sees and reads has a decoder inside, and ends like what only generates.
+    ends = DECODERS if inner is config else (*DECODERS, "ForConditionalGeneration")
+    if classes and not any(str(each).endswith(ends) for each in classes):
         raise UserError(f"{name}: {classes[0]} is no decoder; plans are for causal language models (...ForCausalLM).")
-    for key, other in LENGTHS.items():
+    if not isinstance(inner, dict) or not isinstance(inner.get("model_type"), str):
+        raise UserError(f"{name}: its text_config has no model_type; give one of the decoder alone.")
+    for key, (other, most) in SIZES.items():
         value = inner.get(key, inner.get(other))
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if isinstance(value, list | None):  # layer by layer; transformers knows whether that may be
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{name}: {key}={value}: must be a whole number of at least 1.")
-    width, heads = (inner.get(key, inner.get(LENGTHS[key])) for key in ("hidden_size", "num_attention_heads"))
-    if width and heads and not inner.get("head_dim") and width % heads:
+        if value > most:
+            raise UserError(f"{name}: {key}={value}: no model has so much; at most {most:,}.")
+    _check_heads(inner, name)
+
+
+def _check_heads(config: Mapping[str, Any], name: str) -> None:
+    width, heads = (config.get(key, config.get(SIZES[key][0])) for key in ("hidden_size", "num_attention_heads"))
+    shared = config.get("num_key_value_heads")
+    if width and heads and not config.get("head_dim") and width % heads:
         raise UserError(f"{name}: hidden_size={width} is not a multiple of num_attention_heads={heads}.")
+    if heads and shared and heads % shared:
+        raise UserError(f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}.")
 
 
 def check_length(recipe: Recipe) -> None:

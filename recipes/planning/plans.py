@@ -103,6 +103,11 @@ class Plan:
         return self.memory.nvme / GIB
 
     @property
+    def checkpoint_gib(self) -> float:
+        """On disk, of one checkpoint."""
+        return self.memory.checkpoint / GIB
+
+    @property
     def share(self) -> float:
         """Of a GPU's memory."""
         return self.gpu_gib / self.cluster.gpu.memory_gib

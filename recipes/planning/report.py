@@ -1,13 +1,14 @@
 """What a search found, as data, as a table, as a bar, and as the command that starts it."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from recipes.planning.hardware import Cluster
 from recipes.planning.plans import Found, Job, Plan
 from recipes.planning.reasons import why
 from recipes.spec import pages
@@ -17,6 +18,8 @@ from recipes.spec.recipe import Layout, Recipe
 SHOWN = 8
 """Rows of the table."""
 COLUMNS = ("", "config", "layout", "rows", "checkpointing", "GPU GiB", "", "host GiB", "NVMe GiB", "tokens/s/GPU")
+DISK = 10
+"""GiB of a checkpoint that are worth a word."""
 BAR = 40
 """Characters of a GPU's whole memory."""
 
@@ -61,12 +64,13 @@ def _plan_as_json(job: Job, plan: Plan) -> dict[str, Any]:
         "gpu_breakdown_gib": dict(plan.parts),
         "host_gib": plan.host_gib,
         "nvme_gib": plan.nvme_gib,
+        "checkpoint_gib": plan.checkpoint_gib,
         "tokens_per_second_per_gpu": plan.speed,
         "step_seconds": plan.time.seconds,
         "fits": plan.fits,
         "tight": plan.tight,
         "why": why(job, plan),
-        "command": command(plan.recipe, job.cluster.gpus_per_node),
+        "command": command(plan.recipe, job.cluster),
     }
 
 
@@ -75,17 +79,27 @@ def method_of(recipe: Recipe) -> str:
     return "full" if recipe.lora is None else "lora" if recipe.model.quantization == "none" else "qlora"
 
 
-def command(recipe: Recipe, gpus: int) -> str:
-    """Return the command that starts a recipe on so many GPUs of a node."""
+HOSTS = "HOSTS"
+"""Stands in a command for the hostfile."""
+
+
+def command(recipe: Recipe, cluster: Cluster) -> str:
+    """Return the command that starts a recipe on a cluster; where that has several nodes, with a hostfile `HOSTS`."""
     page = pages.find(f"{recipe.family}-{recipe.size}", recipe.variant)
-    name = f"{recipe.family}-{recipe.size} {recipe.variant}"
-    return shlex.join(["python", "scripts/launch.py", *name.split(), "--gpus", str(gpus), *changes(page, recipe)])
+    where = ["--hostfile", HOSTS, "--nodes", str(cluster.nodes)] if cluster.nodes > 1 else []
+    words = [f"{recipe.family}-{recipe.size}", recipe.variant, *where, "--gpus", str(cluster.gpus_per_node)]
+    return shlex.join(["python", "scripts/launch.py", *words, *changes(page, recipe)])
 
 
 def changes(before: Recipe, after: Recipe) -> list[str]:
     """Return the overrides that make one recipe of another, as they are typed."""
     keys = [key for key in override_keys() if _get(after, key) != _get(before, key)]
-    return [f"{key}={_typed(_get(after, key))}" for key in keys]
+    return typed(after, keys)
+
+
+def typed(recipe: Recipe, keys: Iterable[str]) -> list[str]:
+    """Return a recipe's values of some keys, as they are typed."""
+    return [f"{key}={_typed(_get(recipe, key))}" for key in keys]
 
 
 def _get(recipe: Recipe, key: str) -> Any:
@@ -113,12 +127,15 @@ def show(job: Job, found: Found, console: Console, explain: bool) -> None:
         console.print(f"\n{f'{number}. ' if explain else ''}{why(job, plan)}")
     for note in notes(found.best):
         console.print(f"\n{note}")
-    console.print(f"\n{command(found.best.recipe, cluster.gpus_per_node)}", soft_wrap=True)
+    console.print(f"\n{command(found.best.recipe, cluster)}", soft_wrap=True)
 
 
 def notes(plan: Plan) -> Iterator[str]:
     """Yield what a person should know besides."""
     rows, gpus = plan.recipe.global_batch_size, plan.setup.world_size
+    if plan.checkpoint_gib > DISK:
+        kept = plan.recipe.keep_checkpoints
+        yield f"On disk a checkpoint takes {plan.checkpoint_gib:,.0f} GiB, and keep_checkpoints={kept} of them stay."
     if not plan.time.measured:
         yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order most."
     if rows < gpus:

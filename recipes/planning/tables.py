@@ -1,6 +1,7 @@
 """Published throughput tables as what `time.step` takes: what was trained, how, on what, and how fast it was."""
 
 import json
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 from recipes.planning.anatomy import Anatomy, Kind
 from recipes.planning.constants import MEASUREMENTS
 from recipes.planning.hardware import Cluster, find
-from recipes.planning.setup import Setup
-from recipes.spec.recipe import Layout, Lora
+from recipes.planning.setup import Setup, setup_of
+from recipes.planning.trace import anatomy
+from recipes.spec import measured
+from recipes.spec.recipe import Layout, Recipe, from_dict
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,14 @@ def gpt(hidden: int, layers: int, heads: int, vocabulary: int, ends: bool = True
         layers: how many.
         heads: of attention, queries, keys and values alike.
         vocabulary: entries.
-        ends: count the embedding's parameters where layers are spread over pipeline stages.
+        ends: count embedding and output matrix where layers are spread over pipeline stages.
     """
     linears = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
     split = 12 * hidden**2
     kind = Kind(split + 13 * hidden, split, 0, linears, split, hidden, None)
     embedding = vocabulary * hidden if ends else 0
     return Anatomy(
-        "gpt", hidden, vocabulary, heads, heads, (kind,), (0,) * layers, embedding, 2 * hidden * ends, tied=True
+        "gpt", hidden, vocabulary, heads, heads, (kind,), (0,) * layers, embedding, 2 * hidden * ends, tied=ends
     )
 
 
@@ -105,13 +108,13 @@ def _bigscience() -> Iterator[Run]:
             sequence_length=table["sequence_length"],
             attention="eager",
         )
-        anatomy = gpt(row["hidden"], row["layers"], row["heads"], table["vocabulary"], row["embedding_is_a_layer"])
+        model = gpt(row["hidden"], row["layers"], row["heads"], table["vocabulary"], row["embedding_is_a_layer"])
         first = row["date"] <= "2022-02-23"
         yield Run(
             f"BigScience, {'until' if first else 'after'} 2022-02-23",
             first,
             "megatron-deepspeed",
-            anatomy,
+            model,
             setup,
             Cluster(find("A100 80GB"), 8, gpus // 8, network_gbs=50.0),
             setup.tokens_per_step / row["seconds"] / gpus,
@@ -119,26 +122,28 @@ def _bigscience() -> Iterator[Run]:
 
 
 def _ours() -> Iterator[Run]:
-    """Return what this project measured: `speed_*.json`, one run each.
+    """Return what `scripts/benchmark.py` measured of this project's own training, a case of a benchmark each.
 
-    Such a file has `gpu`, `gpus_per_node`, `nodes`, `tokens_per_second_per_gpu`, and an `Anatomy` and a `Setup` as
-    `dataclasses.asdict` gives them; whatever else it has is for people.
+    Left out are peers, and what `time.py` has no terms for: compiled layers, fused kernels, selective checkpointing and
+    rows that are padded. Those of `planner_error` are there to judge by.
     """
-    for file in sorted(MEASUREMENTS.glob("speed_*.json")):
-        found = json.loads(file.read_text())
-        kinds = [
-            Kind(**{**kind, "saved": {}, "linears": tuple(map(tuple, kind["linears"]))})
-            for kind in found["anatomy"]["kinds"]
-        ]
-        anatomy = Anatomy(**{**found["anatomy"], "kinds": tuple(kinds), "order": tuple(found["anatomy"]["order"])})
-        lora = found["setup"]["lora"]
-        changed = {"layout": Layout(**found["setup"]["layout"]), "lora": Lora(**lora) if lora else None}
-        yield Run(
-            "ours",
-            True,
-            "deepspeed",
-            anatomy,
-            Setup(**{**found["setup"], **changed}),
-            Cluster(find(found["gpu"]), found["gpus_per_node"], found["nodes"]),
-            found["tokens_per_second_per_gpu"],
-        )
+    for name, result in measured.results(MEASUREMENTS).items():
+        for case in result["cases"]:
+            runs = [run for run in result["runs"].get(case["label"], []) if "error" not in run]
+            recipe = from_dict(runs[0]["recipe"]) if runs else None
+            if recipe and case["peer"] == "recipe" and _is_plain(recipe):
+                seconds = statistics.median(second for run in runs for second in run["step_seconds"])
+                yield Run(
+                    f"ours, {name}",
+                    not name.startswith("planner_error"),
+                    "deepspeed",
+                    anatomy(recipe.model.config, recipe.lora),
+                    setup_of(recipe, runs[0]["config"], world_size=1),
+                    Cluster(find(result["environment"]["gpus"][0])),
+                    runs[0]["tokens_per_step"] / seconds,
+                )
+
+
+def _is_plain(recipe: Recipe) -> bool:
+    usual = recipe.compile == "off" and not recipe.liger_kernel
+    return usual and recipe.packing and recipe.gradient_checkpointing != "selective"

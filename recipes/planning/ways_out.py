@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from recipes.planning.models import METHODS
 from recipes.planning.plans import REFUSE, Found, Job
-from recipes.planning.report import method_of
+from recipes.planning.report import method_of, typed
 from recipes.planning.strategies import job, search
 from recipes.spec import pages
 from recipes.spec.recipe import Recipe
@@ -18,6 +18,10 @@ def sentence(asked: Job, found: Found) -> str:
     """Return what comes nearest to fitting, and what would fit."""
     if not found.misses:
         rows, gpus = asked.recipe.global_batch_size, asked.cluster.gpus
+        fixed = [key for key in sorted(asked.fixed) if key == "deepspeed" or key.startswith("layout.")]
+        if fixed:
+            given = " ".join(typed(asked.recipe, fixed))
+            return f"{given}: no way to train this model on {gpus} GPUs; leave out what need not be so."
         return (
             f"no layout of {gpus} GPUs is possible: global_batch_size={rows} is no multiple of the data-parallel ranks "
             f"of any; try global_batch_size={math.ceil(rows / gpus) * gpus}."

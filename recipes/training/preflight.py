@@ -139,17 +139,6 @@ def check_file(path: Path, method: str, form: str = "auto", most: int | None = N
     return count
 
 
-def checkpoint_bytes(total: int, trainable: int, bytes_per_weight: int) -> int:
-    """Return what one checkpoint takes on disk, in bytes, for `total` and `trainable` parameters.
-
-    The engine's states are 12 bytes per trainable parameter (fp32 weight and two Adam moments, measured for
-    ZeRO 1-3); beside them lie the weights, once as the engine's module state and once in Hugging Face form.
-    With adapters only the trainable part is written. A tenth is added for everything else.
-    """
-    weights = trainable if trainable < total else total
-    return int(1.1 * (12 * trainable + 2 * bytes_per_weight * weights)) + 2**20
-
-
 def check_disk(folder: Path, needed: int, what: str) -> None:
     """Refuse to write `needed` bytes where there is no room for them.
 

@@ -24,6 +24,7 @@ from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import (
     REWIND,
     RunFolder,
+    checkpoint_bytes,
     newest_checkpoint,
     read_json,
     read_jsonl,
@@ -58,7 +59,7 @@ from recipes.training.checkpoints import Checkpoints, StopOnSignal, restore_grou
 from recipes.training.console import Progress, duration, marked, say, shown
 from recipes.training.environment import describe
 from recipes.training.flops import work_of
-from recipes.training.preflight import checkpoint_bytes, gathered_bytes
+from recipes.training.preflight import gathered_bytes
 from recipes.training.trainer import (
     EngineReady,
     as_never_loaded,

@@ -10,6 +10,8 @@ WARM_UP = 10
 """Steps that are not timed: allocator, ZeRO's trace, compilation, autotuning."""
 STEPS = 20
 """Steps that are."""
+FEW = (3, 5)
+"""Both, where the memory matters and not the last percent of speed."""
 LIMIT = 460
 """Seconds after which a benchmark starts nothing any more and ends what runs, below 8 minutes; `--quick`: half."""
 
@@ -42,6 +44,9 @@ class Benchmark:
     cases: tuple[Case, ...]
     grows: bool = False
     """Rows are doubled until a contender runs out of memory, and the table says how long they got."""
+    foretold: bool = False
+    """Cases stand beside what the planner says of them (`foretold.py`). Each runs once and for `FEW` steps: its peak is
+    the same at every step, and its speed is to be known to some percent only."""
 
 
 SIZE = ("sequence_length=4096", "micro_batch_size=4", "global_batch_size=4")
@@ -51,6 +56,17 @@ ROOMY = ("sequence_length=4096", "micro_batch_size=2", "global_batch_size=2")
 
 def _zero(stage: int) -> Case:
     return Case(f"ZeRO-{stage}", "recipe", changes=(*FAST, f"deepspeed=zero{stage}.json"))
+
+
+def _foretold(page: str, variant: str, config: str, length: int, rows: int, checkpointing: bool) -> Case:
+    return Case(
+        f"{page} {variant}, {config}, {rows} x {length:,}{', checkpointing' if checkpointing else ''}",
+        "recipe",
+        page,
+        variant,
+        (f"deepspeed={config}.json", f"sequence_length={length}", f"micro_batch_size={rows}",
+         f"global_batch_size={rows}", f"gradient_checkpointing={str(checkpointing).lower()}"),
+    )  # fmt: skip
 
 
 LORA = Case("recipe", "recipe", "llama3-8b", "lora", (*ROOMY, "gradient_checkpointing=false"))
@@ -146,12 +162,31 @@ BENCHMARKS = {
         ),
         Benchmark(
             "planner_error",
-            "what the planner predicts beside what was measured",
-            tuple(
-                Case(f"{variant}, micro-batch {rows}", "recipe", "llama3-1b", variant,
-                     ("sequence_length=4096", f"micro_batch_size={rows}", f"global_batch_size={rows}"))
-                for variant in ("full", "lora") for rows in (1, 4)
+            "what the planner predicts beside what was measured, 1B to 4B",
+            (
+                _foretold("llama3-1b", "full", "zero1", 4096, 4, False),
+                _foretold("llama3-1b", "full", "zero2", 8192, 2, True),
+                _foretold("llama3-1b", "full", "zero3", 4096, 8, True),
+                _foretold("llama3-3b", "full", "zero2", 4096, 2, False),
+                _foretold("llama3-3b", "lora", "zero1", 8192, 1, False),
+                _foretold("qwen3-4b", "lora", "zero3", 4096, 4, True),
+                _foretold("llama3-3b", "qlora", "zero2", 4096, 2, False),
             ),
+            foretold=True,
+        ),
+        Benchmark(
+            "planner_error_8b",
+            "the same, 8B",
+            (
+                _foretold("llama3-8b", "lora", "zero2", 4096, 2, False),
+                _foretold("llama3-8b", "lora", "zero3", 8192, 2, True),
+                _foretold("llama3-8b", "lora", "zero2", 4096, 4, True),
+                _foretold("llama3-8b", "qlora", "zero2", 8192, 1, False),
+                _foretold("llama3-8b", "qlora", "zero1", 4096, 4, True),
+                _foretold("llama3-8b", "full", "bf16_states", 4096, 2, True),
+                _foretold("llama3-8b", "full", "zero3", 4096, 1, True),
+            ),
+            foretold=True,
         ),
     )
 }  # fmt: skip

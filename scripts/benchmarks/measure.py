@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments, masking_utils
 
 from recipes.spec.pages import ROOT
-from recipes.spec.recipe import Recipe
-from recipes.spec.run_folder import RunFolder, write_recipe
+from recipes.spec.recipe import Recipe, to_dict
+from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import adapters, model, packing, run
 from recipes.training.data import Collator
 from recipes.training.environment import describe
@@ -68,11 +68,13 @@ def _seconds(work: Any, times: int) -> float:
 
 
 def facts(recipe: Recipe, trained: torch.nn.Module, rows: Any, name: str) -> dict[str, Any]:
-    """Return what a step is: tokens without padding, and the operations that the model needs for them."""
+    """Return what is trained, and what a step is: tokens without padding, and the operations that they need."""
     tokens, squares = subject.amount(rows)
     total, trainable = model.parameter_counts(trained)
     return {
         "model": recipe.name,
+        "recipe": to_dict(recipe),
+        "config": read_json(config_file(recipe)),
         "attention": name,
         "parameters": total,
         "trainable": trainable,
@@ -81,6 +83,12 @@ def facts(recipe: Recipe, trained: torch.nn.Module, rows: Any, name: str) -> dic
         "tokens_per_step": tokens * recipe.global_batch_size,
         "flops_per_step": work_of(trained).of(tokens, squares) * recipe.global_batch_size,
     }
+
+
+def config_file(recipe: Recipe) -> Path:
+    """Return the DeepSpeed file that a recipe names."""
+    config = Path(recipe.deepspeed)
+    return config if config.is_file() else ROOT / "configs" / config.name
 
 
 def clock(result: Path, asked: dict[str, Any], told: dict[str, Any]) -> Clock:
@@ -126,8 +134,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -
     model.load_config = packing.load_config = lambda _: subject.config_of(recipe, asked["draft"])
     model._pretrained = lambda chosen, kind: subject.random_model(chosen, asked["draft"])
     folder = RunFolder(result.with_suffix(".run"))
-    config = Path(recipe.deepspeed)
-    write_recipe(folder, replace(recipe, deepspeed=str(config if config.is_file() else ROOT / "configs" / config.name)))
+    write_recipe(folder, replace(recipe, deepspeed=str(config_file(recipe))))
     run.main(str(folder.path))
 
 
