@@ -18,13 +18,13 @@
     pipeline      SFT       all weights  ZeRO-1; the layers over 2 GPUs (176b: 36)             -
 
     predicted     560m    1b1     3b      7b1     176b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          1 x 13  1 x 24  1 x 66  2 x 64  64 x 64
+    full          1 x 13  1 x 24  1 x 66  2 x 62  64 x 64
     lora          1 x 5   1 x 6   1 x 10  1 x 18  8 x 63
     qlora         1 x 4   1 x 5   1 x 7   1 x 10  -
     dora          1 x 5   1 x 6   1 x 10  1 x 18  8 x 63
     full_offload  1 x 5   1 x 6   1 x 10  1 x 20  8 x 64
     dpo_lora      1 x 15  1 x 16  1 x 20  1 x 29  8 x 74
-    pretrain      1 x 13  1 x 24  1 x 66  2 x 64  64 x 64
+    pretrain      1 x 13  1 x 24  1 x 66  2 x 62  64 x 64
     pipeline      2 x 16  2 x 23  2 x 44  4 x 64  144 x 75
 
     python scripts/launch.py bloom-560m full

@@ -14,12 +14,12 @@
     expert        SFT       all weights, spread  ZeRO-1                    -
 
     predicted     v2-lite  v3        GPUs x GiB: the fewest H100 80GB that it fits on
-    full          4 x 70   512 x 74
+    full          4 x 68   512 x 74
     lora          1 x 39   32 x 75
     full_offload  1 x 36   64 x 74
     long_context  4 x 74   -
     dpo_lora      1 x 41   64 x 55
-    pretrain      4 x 70   512 x 74
+    pretrain      4 x 68   512 x 74
     expert        8 x 47   -
 
     python scripts/launch.py deepseek-v2-lite lora

@@ -15,14 +15,14 @@
     pretrain      raw text  all weights                 ZeRO-3                -
 
     predicted     9b      32b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          4 x 45  8 x 73
+    full          4 x 44  8 x 73
     lora          1 x 24  1 x 74
     qlora         1 x 13  1 x 29
     dora          1 x 24  2 x 43
     full_offload  1 x 25  1 x 72
     long_context  4 x 70  32 x 64
     dpo_lora      1 x 29  2 x 48
-    pretrain      4 x 45  8 x 73
+    pretrain      4 x 44  8 x 73
 
     python scripts/launch.py glm4-9b lora
     python scripts/launch.py glm4-32b qlora data.path=FILE.jsonl lora.rank=32 learning_rate=2e-4  # your own data

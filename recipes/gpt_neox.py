@@ -13,13 +13,13 @@
     pretrain      raw text  all weights  ZeRO-3                        -
 
     predicted     20b     GPUs x GiB: the fewest H100 80GB that it fits on
-    full          8 x 48
+    full          8 x 47
     lora          1 x 45
     qlora         1 x 17
     dora          1 x 45
     full_offload  1 x 46
     dpo_lora      1 x 47
-    pretrain      8 x 48
+    pretrain      8 x 47
 
     python scripts/launch.py gpt_neox lora
     python scripts/launch.py gpt_neox lora data.path=FILE learning_rate=2e-4 lora.rank=8 epochs=3

@@ -12,11 +12,11 @@
     pretrain      raw text  all weights  ZeRO-3                 -
 
     predicted     20b     120b     GPUs x GiB: the fewest H100 80GB that it fits on
-    full          8 x 49  32 x 74
+    full          8 x 48  32 x 74
     lora          1 x 49  8 x 49
     full_offload  1 x 47  4 x 74
     dpo_lora      1 x 55  8 x 51
-    pretrain      8 x 49  32 x 74
+    pretrain      8 x 48  32 x 74
 
     python scripts/launch.py gpt_oss-20b lora
     python scripts/launch.py gpt_oss-120b lora data.path=FILE model.path=MODEL     # change anything

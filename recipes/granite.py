@@ -16,14 +16,14 @@
     pretrain      raw text  all weights                 ZeRO-2 (3b), ZeRO-3   -
 
     predicted     3b      8b      30b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          2 x 45  4 x 43  8 x 66
+    full          2 x 45  4 x 41  8 x 66
     lora          1 x 11  1 x 22  1 x 67
     qlora         1 x 7   1 x 11  1 x 24
     dora          1 x 11  1 x 22  1 x 68
     full_offload  1 x 11  1 x 23  1 x 65
     long_context  2 x 51  4 x 61  16 x 65
     dpo_lora      1 x 15  1 x 25  1 x 69
-    pretrain      2 x 45  4 x 43  8 x 66
+    pretrain      2 x 45  4 x 41  8 x 66
 
     python scripts/launch.py granite-8b lora
     python scripts/launch.py granite-3b full data.path=FILE.jsonl learning_rate=2e-5 epochs=2  # your own data

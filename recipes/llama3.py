@@ -21,14 +21,14 @@
     three_d       SFT       all weights  ZeRO-1; matrices over 8, layers over 4         -
 
     predicted     1b       3b       8b       70b       GPUs x GiB: the fewest H100 80GB that it fits on
-    full          1 x 28   1 x 70   2 x 71   32 x 47
+    full          1 x 28   1 x 70   2 x 69   32 x 47
     lora          1 x 6    1 x 11   1 x 21   4 x 48
     qlora         1 x 5    1 x 7    1 x 11   1 x 52
     dora          1 x 6    1 x 11   1 x 20   4 x 48
     full_offload  1 x 6    1 x 10   1 x 21   4 x 47
     long_context  1 x 40   1 x 75   4 x 60   128 x 72
     dpo_lora      1 x 10   1 x 15   1 x 25   4 x 52
-    pretrain      1 x 28   1 x 70   2 x 71   32 x 47
+    pretrain      1 x 28   1 x 70   2 x 69   32 x 47
     tensor        8 x 11   8 x 18   8 x 44   64 x 67
     sequence      8 x 15   8 x 21   8 x 32   32 x 68
     pipeline      4 x 16   4 x 26   4 x 49   64 x 62

@@ -15,14 +15,14 @@
     pretrain      raw text  all weights                 ZeRO-3     -
 
     predicted     7b      24b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          2 x 65  8 x 54
+    full          2 x 62  8 x 54
     lora          1 x 18  1 x 53
     qlora         1 x 8   1 x 21
     dora          1 x 19  1 x 54
     full_offload  1 x 19  1 x 53
     long_context  4 x 49  16 x 57
     dpo_lora      1 x 19  1 x 57
-    pretrain      2 x 65  8 x 54
+    pretrain      2 x 62  8 x 54
 
     python scripts/launch.py mistral-7b lora
     python scripts/launch.py mistral-24b lora data.path=FILE.jsonl lora.rank=32 learning_rate=2e-4  # your own data

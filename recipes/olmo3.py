@@ -15,14 +15,14 @@
     pretrain      raw text  all weights      ZeRO-3                -
 
     predicted     7b      32b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          2 x 65  8 x 71
+    full          2 x 63  8 x 69
     lora          1 x 20  1 x 73
     qlora         1 x 10  1 x 26
     dora          1 x 19  1 x 71
     full_offload  1 x 20  1 x 68
     long_context  4 x 54  16 x 71
     dpo_lora      1 x 23  2 x 45
-    pretrain      2 x 65  8 x 71
+    pretrain      2 x 63  8 x 69
 
     python scripts/launch.py olmo3-7b lora
     python scripts/launch.py olmo3-7b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=3  # your data

@@ -15,14 +15,14 @@
     pretrain      raw text  all weights                          ZeRO-2 (mini), ZeRO-3  -
 
     predicted     14b     mini    GPUs x GiB: the fewest H100 80GB that it fits on
-    full          4 x 66  2 x 47
+    full          4 x 64  2 x 47
     lora          1 x 34  1 x 13
     qlora         1 x 15  1 x 9
     dora          1 x 35  1 x 13
     full_offload  1 x 34  1 x 13
     long_context  4 x 74  2 x 66
     dpo_lora      1 x 37  1 x 20
-    pretrain      4 x 66  2 x 47
+    pretrain      4 x 64  2 x 47
 
     python scripts/launch.py phi4-mini lora
     python scripts/launch.py phi4-14b qlora data.path=FILE.jsonl lora.rank=32 epochs=3  # your own data

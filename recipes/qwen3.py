@@ -21,14 +21,14 @@
     sequence      SFT       all weights            ZeRO-3; rows over 8 GPUs         -
 
     predicted     0.6b    1.7b    4b      8b      14b     32b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          1 x 14  1 x 38  2 x 50  2 x 72  4 x 66  8 x 72
+    full          1 x 14  1 x 38  2 x 50  2 x 71  4 x 66  8 x 71
     lora          1 x 5   1 x 8   1 x 13  1 x 22  1 x 36  1 x 74
     qlora         1 x 5   1 x 6   1 x 8   1 x 12  1 x 17  1 x 27
     dora          1 x 5   1 x 8   1 x 13  1 x 22  1 x 35  1 x 72
     full_offload  1 x 5   1 x 8   1 x 12  1 x 22  1 x 36  1 x 70
     long_context  1 x 33  1 x 52  2 x 60  4 x 65  8 x 66  32 x 61
     dpo_lora      1 x 10  1 x 13  1 x 18  1 x 27  1 x 41  2 x 49
-    pretrain      1 x 14  1 x 38  2 x 50  2 x 72  4 x 66  8 x 72
+    pretrain      1 x 14  1 x 38  2 x 50  2 x 71  4 x 66  8 x 71
     tensor        8 x 8   8 x 13  8 x 20  8 x 48  8 x 71  16 x 66
     sequence      8 x 8   8 x 10  8 x 15  8 x 24  8 x 38  8 x 74
 

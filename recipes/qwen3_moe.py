@@ -14,12 +14,12 @@
     expert        SFT       all weights, spread                ZeRO-1     -
 
     predicted     30b-a3b  235b-a22b  GPUs x GiB: the fewest H100 80GB that it fits on
-    full          8 x 68   64 x 74
+    full          8 x 67   64 x 74
     lora          1 x 71   16 x 51
     full_offload  1 x 66   8 x 74
     long_context  16 x 60  256 x 66
     dpo_lora      2 x 45   16 x 51
-    pretrain      8 x 68   64 x 74
+    pretrain      8 x 67   64 x 74
     expert        16 x 62  -
 
     python scripts/launch.py qwen3_moe-30b-a3b lora
