@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from recipes.launching import restarts
+from recipes.launching.command import rank_environment
 from recipes.launching.supervise import session_alive, supervise
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
@@ -282,7 +283,7 @@ def network(stack, folder, material, draw):
     recipe = recipe_of(material.overrides)
     write_recipe(run, recipe)
     step = draw.randrange(EVERY + 1, STEPS - 6)
-    environment = launch.rank_environment(RANKS, 0) | {"GLOO_SOCKET_IFNAME": "eth0"}
+    environment = rank_environment(RANKS, 0) | {"GLOO_SOCKET_IFNAME": "eth0"}
     link = ["ip", "-n", names[1], "link", "set", "eth0"]
 
     def cut() -> None:

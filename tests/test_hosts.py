@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.launching import hosts, probe, survey, variables
+from recipes.launching.ranks import SILENCE
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
 from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
@@ -300,6 +301,57 @@ def test_ctrl_c_writes_a_checkpoint_on_two_hosts_and_a_dead_rank_ends_both(two, 
     rank.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode not in (0, 2) and not processes_of(shared)
+
+
+LONG = {"max_steps": 120, "save_steps": 10, "epochs": 99, "learning_rate": 1e-3}
+"""Changes of the recipe for a run in which something happens at step 35."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tmp_path_factory, model_folder, conversations):
+    """Return the last loss of the long run on two ranks of one host."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = RunFolder(folder / "run")
+    write_recipe(run, small(model_folder, conversations, "zero3.json", **LONG))
+    ranks.check(training_run.main, str(run.path), log=folder / "log")
+    return read_jsonl(run.metrics)[-1]["loss"]
+
+
+@HERE
+@pytest.mark.parametrize(("how", "index"), [("cut", 1), ("switch_off", 0)])
+def test_a_lost_host_is_named_and_the_others_go_on(two, shared, model_folder, conversations, undisturbed, how, index):
+    """The first host has rank 0, which all ranks meet at; the address of the other one is then asked for."""
+    words = overrides(small(model_folder, conversations, "zero3.json", **LONG), epochs=99)
+    master = ["--master-addr", two.addresses[0]]
+    process = launch(two, shared, "--hostfile", two.hostfile(), "--max-restarts", 1, *master, *words)
+    try:
+        wait_for_step(process, shared, 35)
+        getattr(two, how)(index)
+        lost, at = two.addresses[index], time.monotonic()
+        while not shared.restarts.exists():
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.1)
+        assert time.monotonic() - at < 30
+        output = ended(process)
+    finally:
+        process.kill()
+        two.mend()
+    (restart,) = read_jsonl(shared.restarts)
+    assert restart["cause"].startswith(f"{lost}: does not answer any more") and restart["cause"] in output
+    assert restart["ranks"] == 1 and restart["from_step"] >= 30 and f"going on without {lost}" in output
+    rows = read_jsonl(shared.metrics)
+    assert [row["step"] for row in rows] == list(range(1, LONG["max_steps"] + 1))
+    assert rows[-1]["loss"] == pytest.approx(undisturbed, rel=1e-4)
+    assert (shared.export / "model.safetensors").exists()
+    wait_until_gone(shared)
+
+
+def wait_until_gone(run):
+    """Wait for what a host that was cut off ends by itself."""
+    deadline = time.monotonic() + SILENCE + 10
+    while processes_of(run):
+        assert time.monotonic() < deadline, [process.cmdline() for process in processes_of(run)]
+        time.sleep(0.5)
 
 
 def wait_for_step(process, run, step):

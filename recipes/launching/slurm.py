@@ -151,7 +151,7 @@ port=$((20000 + SLURM_JOB_ID % 20000 + ${{SLURM_RESTART_COUNT:-0}} % 100))
 # {WARNING} s before the time limit the ranks write a checkpoint and end, and the job queues again.
 soon() {{
     again=yes
-    srun --overlap --ntasks-per-node=1 {python} -m recipes.launching.ranks 15 {run}
+    srun --overlap --ntasks-per-node=1 {python} -m recipes.launching.ranks signal 15 {run}
 }}
 trap soon USR1
 trap : TERM  # on preemption the ranks get it too, and have KillWait seconds to write a checkpoint; SLURM queues again
