@@ -1,11 +1,8 @@
-"""Several hosts: the hostfile by DeepSpeed's own rules, the pre-flight, and a run over ssh on two real hosts."""
+"""Several hosts: the hostfile by DeepSpeed's own rules, what is said to its launcher, and the pre-flight."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,16 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.launching import hosts, probe, survey, variables
-from recipes.launching.ranks import SILENCE
 from recipes.spec.errors import UserError
-from recipes.spec.pages import ROOT
-from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from tests.machines import Hosts, without_hosts
-from tests.small import small
-from tests.test_launch import LAUNCH, processes_of
+from recipes.spec.run_folder import RunFolder
+from tests.test_launch import LAUNCH
 
-HERE = pytest.mark.skipif(bool(without_hosts()), reason=without_hosts() or "two hosts can be made here")
 MISTAKES = {
     "a 8\n": "`a 8` is no host",
     "a slots=x\n": "no host",
@@ -204,161 +195,6 @@ def test_two_checkouts_with_the_same_code_have_the_same_fingerprint(tmp_path):
     assert probe.fingerprint(tmp_path / "a") == probe.fingerprint(tmp_path / "b")
     (tmp_path / "b" / "recipes" / "x.py").write_text("2")
     assert probe.fingerprint(tmp_path / "a") != probe.fingerprint(tmp_path / "b")
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    with Hosts(tmp_path_factory.mktemp("machines") / "two") as started:
-        yield started
-
-
-@pytest.fixture
-def shared(tmp_path):
-    """Return a folder that a host can be made to lack, with the run's folder in it."""
-    (tmp_path / "shared").mkdir()
-    return RunFolder(tmp_path / "shared" / "run")
-
-
-def launch(two, run, *arguments, **options):
-    command = [*LAUNCH, "tiny", "full", "--output-dir", str(run.path), *map(str, arguments)]
-    return subprocess.Popen(
-        command, env=two.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
-    )
-
-
-def ended(process, status=0):
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == status, output
-    return output
-
-
-def overrides(recipe, **changes):
-    """Return the recipe of `tests.small` as words of the command line."""
-    fixed = {"precision": "fp32", "packing": "false", "logging_steps": 1, "wandb.mode": "disabled"}
-    fixed |= {"data.validation": "none", "data.metric": "loss", "gradient_checkpointing": "false"}
-    fixed |= {"model.path": recipe.model.path, "data.path": recipe.data.path, "deepspeed": recipe.deepspeed}
-    fixed |= {name: getattr(recipe, name) for name in ("learning_rate", "weight_decay", "max_steps", "save_steps")}
-    fixed |= {name: getattr(recipe, name) for name in ("global_batch_size", "micro_batch_size", "sequence_length")}
-    fixed |= {"schedule.kind": recipe.schedule.kind, "schedule.warmup": recipe.schedule.warmup}
-    return [f"{name}={value}" for name, value in (fixed | changes).items()]
-
-
-@HERE
-def test_two_hosts_train_what_two_ranks_on_one_host_train(two, shared, ranks, model_folder, conversations, tmp_path):
-    recipe = small(model_folder, conversations, "zero3.json")
-    one = RunFolder(tmp_path / "one")
-    write_recipe(one, recipe)
-    ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
-    output = ended(launch(two, shared, "--hostfile", two.hostfile(), *overrides(recipe)))
-    rows = [line for line in output.splitlines() if line.endswith("  shared")]
-    assert len(rows) == 2 and all("right" in row and "eth0" in row for row in rows), output
-    ours, theirs = ([(row["loss"], row["grad_norm"]) for row in read_jsonl(run.metrics)] for run in (shared, one))
-    assert len(ours) == recipe.max_steps and ours == theirs
-    assert read_json(shared.environment)["world_size"] == 2
-    assert f"'{two.addresses[1]}': [0]" in output  # DeepSpeed's own words: the second rank was there
-
-
-@HERE
-def test_a_host_that_cannot_take_part_is_named_and_nothing_starts(two, shared, tmp_path):
-    dead = f"{two.network}.9"
-    output = ended(launch(two, shared, "--hostfile", two.hostfile(hosts=[two.addresses[0], dead])), 2)
-    assert f"{dead}: not reachable" in output and not shared.path.exists()
-
-    name = metadata.distribution("deepspeed").locate_file("deepspeed-0.19.8.dist-info/METADATA")
-    other = tmp_path / "METADATA"
-    other.write_text(Path(name).read_text().replace("Version: 0.19.8", "Version: 0.18.0", 1))
-    changed = tmp_path / "tiny.py"
-    changed.write_text((ROOT / "recipes" / "tiny.py").read_text() + "\n")
-    inside = Path(sys.executable).is_relative_to(ROOT)
-    nowhere = "the environment stands at the same path" if inside else "another checkout or environment"
-    for before, hint in (
-        (f"mount --bind {other} {name}", "deepspeed 0.18.0"),
-        (f"mount --bind {changed} {ROOT}/recipes/tiny.py", "git pull"),
-        (f"mount -t tmpfs none {shared.path.parent}", "is another folder there"),
-        (f"mount -t tmpfs none {ROOT}", nowhere),
-    ):
-        two.change(1, before)
-        output = ended(launch(two, shared, "--hostfile", two.hostfile()), 2)
-        assert f"launch.py: {two.addresses[1]}: " in output and hint in output, output
-        assert not shared.path.exists() and not list(shared.path.parent.iterdir()) and not processes_of(shared)
-    two.change(1, "true")
-
-
-@HERE
-@pytest.mark.every
-def test_ctrl_c_writes_a_checkpoint_on_two_hosts_and_a_dead_rank_ends_both(two, shared, model_folder, conversations):
-    words = overrides(small(model_folder, conversations, "zero3.json", max_steps=400, save_steps=5))
-    process = launch(two, shared, "--hostfile", two.hostfile(), *words)
-    wait_for_step(process, shared, 6)
-    process.send_signal(signal.SIGINT)
-    output = ended(process)
-    stopped = read_json(shared.summary)
-    assert stopped["stopped"] and newest_checkpoint(shared).name == f"checkpoint-{stopped['steps']}", output
-    assert not processes_of(shared)
-    process = launch(two, shared, "--resume", "--hostfile", two.hostfile())
-    wait_for_step(process, shared, stopped["steps"] + 2)
-    rank = next(one for one in processes_of(shared) if one.cmdline()[2:4] == ["-m", "recipes.training.run"])
-    rank.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode not in (0, 2) and not processes_of(shared)
-
-
-LONG = {"max_steps": 120, "save_steps": 10, "epochs": 99, "learning_rate": 1e-3}
-"""Changes of the recipe for a run in which something happens at step 35."""
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ranks, tmp_path_factory, model_folder, conversations):
-    """Return the last loss of the long run on two ranks of one host."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run = RunFolder(folder / "run")
-    write_recipe(run, small(model_folder, conversations, "zero3.json", **LONG))
-    ranks.check(training_run.main, str(run.path), log=folder / "log")
-    return read_jsonl(run.metrics)[-1]["loss"]
-
-
-@HERE
-@pytest.mark.parametrize(("how", "index"), [("cut", 1), ("switch_off", 0)])
-def test_a_lost_host_is_named_and_the_others_go_on(two, shared, model_folder, conversations, undisturbed, how, index):
-    """The first host has rank 0, which all ranks meet at; the address of the other one is then asked for."""
-    words = overrides(small(model_folder, conversations, "zero3.json", **LONG), epochs=99)
-    master = ["--master-addr", two.addresses[0]]
-    process = launch(two, shared, "--hostfile", two.hostfile(), "--max-restarts", 1, *master, *words)
-    try:
-        wait_for_step(process, shared, 35)
-        getattr(two, how)(index)
-        lost, at = two.addresses[index], time.monotonic()
-        while not shared.restarts.exists():
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.1)
-        assert time.monotonic() - at < 30
-        output = ended(process)
-    finally:
-        process.kill()
-        two.mend()
-    (restart,) = read_jsonl(shared.restarts)
-    assert restart["cause"].startswith(f"{lost}: does not answer any more") and restart["cause"] in output
-    assert restart["ranks"] == 1 and restart["from_step"] >= 30 and f"going on without {lost}" in output
-    rows = read_jsonl(shared.metrics)
-    assert [row["step"] for row in rows] == list(range(1, LONG["max_steps"] + 1))
-    assert rows[-1]["loss"] == pytest.approx(undisturbed, rel=1e-4)
-    assert (shared.export / "model.safetensors").exists()
-    wait_until_gone(shared)
-
-
-def wait_until_gone(run):
-    """Wait for what a host that was cut off ends by itself."""
-    deadline = time.monotonic() + SILENCE + 10
-    while processes_of(run):
-        assert time.monotonic() < deadline, [process.cmdline() for process in processes_of(run)]
-        time.sleep(0.5)
-
-
-def wait_for_step(process, run, step):
-    deadline = time.monotonic() + 240
-    while not any(row["step"] >= step for row in read_jsonl(run.metrics)):
-        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
-        time.sleep(0.1)
 
 
 def test_the_launcher_without_pdsh_says_what_to_install(hostfile, tmp_path):

@@ -18,7 +18,7 @@ from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, rea
 from recipes.training import run as training_run
 from tests.ranks import free_port
 from tests.small import small
-from tests.test_hosts import overrides, wait_for_step
+from tests.test_hosts_run import overrides, wait_for_step
 from tests.test_launch import LAUNCH, ranks_of
 
 SINFO = """\

@@ -31,6 +31,8 @@ ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "Co
 """A host that answers nothing for 15 to 20 s is lost. A connection shared with other logins would not notice."""
 LOST = 255
 """Exit status of ssh when there is no connection, or none any more."""
+WATCHER_TIMEOUT = 5
+"""Seconds that a host gets to end its watcher."""
 SSH_TIMEOUT = 60
 """Seconds for one command on a host: a first Python start from a cold network file system takes tens of them."""
 
@@ -223,10 +225,16 @@ class Watchers:
         return found
 
     def close(self) -> None:
-        """End them; what they find of the ranks goes with them."""
+        """End them, and with them what there is left of the ranks."""
         for _, process in self.hosts.values():
-            process.kill()
-            process.communicate()
+            process.stdin.close()
+        for _, process in self.hosts.values():
+            try:
+                process.wait(WATCHER_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
 
 
 def reachable(pool: Pool, folder: RunFolder) -> Pool:
