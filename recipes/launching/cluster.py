@@ -3,6 +3,7 @@
 import argparse
 import json
 import shutil
+from dataclasses import replace
 
 from recipes.launching import kubernetes, restarts, slurm
 from recipes.launching.command import rank_environment, record
@@ -21,11 +22,13 @@ def job_of(options: argparse.Namespace, recipe: Recipe) -> slurm.Job | None:
     if options.kubernetes:
         if options.resume:
             raise UserError("--kubernetes --resume: apply the run's manifests again; pods resume by themselves.")
-        return kubernetes.job(recipe.name, options.nodes, options.gpus)
-    if options.slurm:
+        job = kubernetes.job(recipe.name, options.nodes, options.gpus)
+    elif options.slurm:
         asked = (options.nodes, options.gpus, options.partition, options.time)
-        return slurm.job(recipe.name, *asked, dry_run=options.dry_run)
-    return None
+        job = slurm.job(recipe.name, *asked, dry_run=options.dry_run)
+    else:
+        return None
+    return replace(job, restarts=options.max_restarts)
 
 
 def submit(options: argparse.Namespace, job: slurm.Job, recipe: Recipe, folder: RunFolder) -> int:
