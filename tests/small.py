@@ -6,6 +6,7 @@ from typing import Any
 
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Data, Model, Recipe, Schedule, Wandb
+from recipes.spec.run_folder import read_json, write_json
 
 
 def small(model: Path, data: Path, deepspeed: str = "zero0.json", **changes: Any) -> Recipe:
@@ -33,3 +34,16 @@ def small(model: Path, data: Path, deepspeed: str = "zero0.json", **changes: Any
         wandb=Wandb(mode="disabled"),
     )
     return replace(recipe, **changes)
+
+
+def with_zero(folder: Path, deepspeed: str, **keys: Any) -> str:
+    """Write a copy of a configuration with other keys of `zero_optimization`, and return its path."""
+    config = read_json(ROOT / "configs" / deepspeed)
+    path = folder / deepspeed
+    write_json(path, config | {"zero_optimization": config["zero_optimization"] | keys})
+    return str(path)
+
+
+def in_sub_groups(folder: Path) -> str:
+    """Return ZeRO-3's configuration for an optimizer that steps a few parameters at a time, as large models' does."""
+    return with_zero(folder, "zero3.json", sub_group_size=1000)

@@ -23,7 +23,7 @@ from recipes.spec.run_folder import (
 from recipes.training import guard, preflight, row_numbers
 from recipes.training import run as training_run
 from tests.ranks import read_logs
-from tests.small import small
+from tests.small import in_sub_groups, small
 from tests.spoiled import leave_out, spoil_data, spoil_model
 from tests.workers.reads import count_reads
 
@@ -31,12 +31,13 @@ BAD = 5
 """The number of the row that is spoilt."""
 CASES = {
     **{f"zero{stage}": (f"zero{stage}.json", {}) for stage in range(4)},
+    "sub_groups": (in_sub_groups, {}),
     "zero2_offload": ("zero2_offload.json", {}),
     "zero3_offload": ("zero3_offload.json", {}),
     "bf16": ("zero2.json", {"precision": "bf16"}),
     "pipeline": ("pipeline.json", {"layout": Layout(pipeline=2)}),
 }
-CORE = ("zero0", "zero3")
+CORE = ("zero0", "sub_groups")
 EARLIER = {"step": 0, "loss": 0.01, "learning_rate": 1e-2, "grad_norm": 1, "tokens": 1, "seconds": 1}
 EARLIER["tokens_per_second"] = 1
 
@@ -62,6 +63,7 @@ def train(ranks, run, recipe, log):
 @pytest.mark.parametrize("case", [pytest.param(one, marks=() if one in CORE else pytest.mark.every) for one in CASES])
 def test_a_nan_stops_the_run_and_names_where_it_came_from(ranks, tmp_path, spoiled, case):
     config, changes = CASES[case]
+    config = config(tmp_path) if callable(config) else config
     run = RunFolder(tmp_path / "run")
     statuses, said = train(ranks, run, recipe_of(spoiled, config, logging_steps=3, **changes), tmp_path / "log")
     assert statuses == [2, 2], said

@@ -17,6 +17,7 @@ from recipes.spec.layout import bubble
 from recipes.spec.pages import ROOT
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import RunFolder, read_json, write_json
+from tests.small import with_zero
 
 
 def asked(name, method="full", gpu="H100", gpus=8, nodes=1, host=1800, nvme=0, fixed=(), **changes):
@@ -191,6 +192,14 @@ def test_eight_billion_on_one_24gb_gpu_is_qlora():
         assert bool(best and best.setup.offload_optimizer == "none") == fits, method
     lora = asked("llama3-8b", "full", gpu="RTX 4090", gpus=1, host=32)
     assert "--method" in ways_out.sentence(lora, search(lora))
+
+
+def test_eight_billion_with_all_states_on_one_h200_take_small_sub_groups(tmp_path):
+    one = search(asked("llama3-8b", gpu="H200", gpus=1)).best
+    assert one.recipe.deepspeed == "zero3.json" and one.setup.offload_optimizer == "none"
+    default = with_zero(tmp_path, "zero3.json", sub_group_size=10**9)
+    large = cost(asked("llama3-8b", gpu="H200", gpus=1), replace(one.recipe, deepspeed=default))
+    assert not large.fits and large.memory.worst.moment == "step"
 
 
 def test_a_trillion_parameters_need_nvme():

@@ -22,7 +22,7 @@ from recipes.spec.run_folder import (
 from recipes.training import run as training_run
 from recipes.training import universal
 from scripts import launch
-from tests.small import small
+from tests.small import in_sub_groups, small
 
 STEPS = 6
 LORA = Lora(rank=4, alpha=8)
@@ -31,6 +31,7 @@ CASES = {
     "zero1": ("zero1.json", {}),
     "zero2": ("zero2.json", {}),
     "zero3": ("zero3.json", {}),
+    "sub_groups": (in_sub_groups, {}),
     "lora": ("zero2.json", {"lora": LORA}),
     "lora_zero3": ("zero3.json", {"lora": LORA}),
     "dora": ("zero3_adapters.json", {"lora": replace(LORA, dora=True)}),
@@ -46,18 +47,22 @@ CHANGES = [
     *(("zero0", 2, 1), ("zero0", 2, 4)),
     *(("zero1", 2, 1), ("zero1", 2, 4), ("zero1", 1, 2), ("zero1", 4, 2)),
     *(("zero2", 2, 1), ("zero2", 2, 4)),
-    *(("zero3", 2, 1), ("zero3", 2, 4), ("zero3", 1, 2), ("zero3", 4, 2)),
+    *(("zero3", 2, 1), ("zero3", 2, 4), ("zero3", 1, 2), ("zero3", 4, 2), ("sub_groups", 2, 1), ("sub_groups", 2, 4)),
     *(("lora", 2, 1), ("lora", 2, 4), ("lora_zero3", 2, 1), ("lora_zero3", 2, 4), ("dora", 2, 1)),
     *(("zero2_offload", 2, 1), ("zero3_offload", 2, 1), ("zero3_hpz", 2, 4)),
     *(("pipeline", 2, 4), ("pipeline", 4, 2), ("sequence", 2, 4), ("tensor", 2, 4), ("tensor_zero0", 2, 4)),
 ]
 """What, written by how many ranks, resumed by how many."""
-CORE = {("zero1", 2, 4), ("zero2", 2, 1), ("zero3", 2, 4), ("lora_zero3", 2, 1), ("pipeline", 2, 4), ("tensor", 2, 4)}
+CORE = {
+    *(("zero1", 2, 4), ("zero2", 2, 1), ("zero3", 2, 4), ("sub_groups", 2, 1), ("lora_zero3", 2, 1)),
+    *(("pipeline", 2, 4), ("tensor", 2, 4)),
+}
 """Those that `make test` tries; `make test-all` tries them all."""
 
 
-def recipe_of(case, model_folder, conversations):
+def recipe_of(case, model_folder, conversations, folder):
     config, changes = CASES[case]
+    config = config(folder) if callable(config) else config
     recipe = small(model_folder, conversations, config, max_steps=STEPS, save_steps=3, **changes)
     # An epoch and a half, in batches that differ, at rates that differ: a wrong order of the data would show.
     return replace(recipe, global_batch_size=4, micro_batch_size=1, schedule=Schedule("cosine", 0.1))
@@ -72,7 +77,7 @@ def whole(ranks, tmp_path_factory, model_folder, conversations):
         if (case, written_by) not in done:
             folder = tmp_path_factory.mktemp("whole")
             run = done[case, written_by] = RunFolder(folder / "run")
-            write_recipe(run, recipe_of(case, model_folder, conversations))
+            write_recipe(run, recipe_of(case, model_folder, conversations, folder))
             ranks.check(training_run.main, str(run.path), world_size=written_by, log=folder / "log")
         return done[case, written_by]
 

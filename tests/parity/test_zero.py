@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import run as training_run
 from tests.parity import gate, plain
+from tests.small import in_sub_groups
 
 SETTINGS = plain.Settings()
 RELATIVE = gate.LOSS
@@ -45,6 +46,13 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
     assert engine["zero_optimization"]["stage"] == stage
     assert engine["gradient_accumulation_steps"] == accumulation
     assert engine["train_batch_size"] == 8
+
+
+def test_same_model_in_many_sub_groups(ranks, tmp_path, model_folder, conversations, reference):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, gate.lesson(SETTINGS, model_folder, conversations, in_sub_groups(tmp_path), save_steps=3))
+    gate.train_with_a_break(ranks, run, tmp_path, 2)
+    gate.agree(run, *reference, norms=RELATIVE)
 
 
 @pytest.mark.parametrize("epsilon", [SETTINGS.epsilon, 1e-8])
