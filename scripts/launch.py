@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the ranks were started, or between two attempts
+        return 130
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

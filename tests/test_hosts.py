@@ -113,7 +113,7 @@ def test_the_command_is_deepspeeds_own(hostfile, tmp_path, monkeypatch):
     assert (seen.num_nodes, seen.num_gpus, counted.ranks) == (2, 2, 4)
 
 
-def test_secrets_do_not_travel_and_are_named(tmp_path, monkeypatch):
+def test_secrets_do_not_travel_and_are_named(tmp_path, monkeypatch, capsys):
     token = "hf_" + "a1B2" * 8
     environment = {
         "NCCL_DEBUG": "INFO",
@@ -133,11 +133,15 @@ def test_secrets_do_not_travel_and_are_named(tmp_path, monkeypatch):
     assert set(variables.travelling(environment)) == kept
     assert variables.staying(environment) == ["HF_ENDPOINT", "HF_TOKEN", "WANDB_API_KEY", "http_proxy"]
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".deepspeed_env").write_text("MY_OWN=1\nNCCL_DEBUG=WARN\n")
+    (tmp_path / ".deepspeed_env").write_text(f"MY_OWN=1\nNCCL_DEBUG=WARN\nMY_PASSWORD=x\nMINE={token}\n")
     (tmp_path / "run").mkdir()
     lines = hosts.write_environment(RunFolder(tmp_path / "run"), environment).read_text().splitlines()
-    assert lines[0] == "MY_OWN=1" and lines.index("NCCL_DEBUG=WARN") < lines.index("NCCL_DEBUG=INFO")
+    assert lines[:2] == ["MY_OWN=1", "NCCL_DEBUG=INFO"]
     assert "TORCH_EXTENSIONS_DIR=/ops" in lines and f"PATH={Path(sys.executable).parent}:$PATH" in lines
+    assert "secret" not in "".join(lines) and token not in "".join(lines)
+    forwarded, left = capsys.readouterr().out.splitlines()
+    assert forwarded == "forwarded: " + ", ".join(line.partition("=")[0] for line in lines)
+    assert "HF_ENDPOINT, HF_TOKEN, MINE, MY_PASSWORD, WANDB_API_KEY, http_proxy" in left
 
 
 def facts(**changes):

@@ -151,7 +151,7 @@ def test_a_host_that_was_cut_off_is_named_and_the_others_go_on(two, shared, mode
     assert restart["cause"].startswith(f"{lost}: does not answer any more") and restart["cause"] in output
     assert restart["ranks"] == 1 and restart["from_step"] >= 30 and f"going on without {lost}" in output
     ends_as(undisturbed, shared)
-    wait_until_gone(shared)
+    wait_until_gone(shared, SILENCE + 10)
 
 
 @HERE
@@ -201,6 +201,16 @@ def test_a_stopped_rank_ends_both_hosts_and_without_a_host_nothing_restarts(
     assert not processes_of(shared)
 
 
+@HERE
+@pytest.mark.every
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(two, shared, model_folder, conversations):
+    words = overrides(small(model_folder, conversations, "zero3.json", **LONG | {"max_steps": 2000}), epochs=9999)
+    process = launch(two, shared, "--hostfile", two.hostfile(), *words)
+    wait_for_step(process, shared, 2)
+    process.kill()
+    wait_until_gone(shared, 20)
+
+
 @contextlib.contextmanager
 def mended(two, process):
     """End the launcher and mend the hosts, whatever happens."""
@@ -222,9 +232,9 @@ def ends_as(undisturbed, run):
     assert (run.export / "model.safetensors").exists()
 
 
-def wait_until_gone(run):
-    """Wait for what a host that was cut off ends by itself."""
-    deadline = time.monotonic() + SILENCE + 10
+def wait_until_gone(run, seconds):
+    """Wait for what a host ends by itself."""
+    deadline = time.monotonic() + seconds
     while processes_of(run):
         assert time.monotonic() < deadline, [process.cmdline() for process in processes_of(run)]
         time.sleep(0.5)

@@ -225,6 +225,9 @@ def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path):
 def test_the_image_has_the_checkout_where_the_manifests_say():
     text = (ROOT / "Dockerfile").read_text()
     assert f"WORKDIR {kubernetes.PROJECT}\n" in text and f"PYTHONPATH={kubernetes.PROJECT} " in text
+    # It is set up as any machine is: by what `make install` does.
+    for step in ("-m venv", "-r constraints.txt", "-m recipes.training.ops"):
+        assert step in text and step in (ROOT / "Makefile").read_text()
 
 
 def test_a_node_that_starts_again_forgets_what_was_lost(tmp_path):

@@ -21,7 +21,7 @@ from typing import Any
 from recipes.launching import variables
 from recipes.launching.causes import Fallen
 from recipes.launching.supervise import Ended, supervise
-from recipes.spec.errors import UserError
+from recipes.spec.errors import UserError, is_secret
 from recipes.spec.pages import ROOT
 from recipes.spec.run_folder import RunFolder
 
@@ -159,32 +159,32 @@ def launcher_options(pool: Pool, master: str) -> list[str]:
 
 
 def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path:
-    """Write what pdsh has to carry to the hosts, in DeepSpeed's form, and return the file.
+    """Write what pdsh has to carry to the hosts, in DeepSpeed's form, say what that is, and return the file.
 
-    What stands in the user's own `~/.deepspeed_env` and `./.deepspeed_env` goes before it: DeepSpeed reads one name
-    only, and `DS_ENV_FILE` makes it ours.
+    What stands in the user's own `~/.deepspeed_env` and `./.deepspeed_env` goes with it where ours says nothing else:
+    DeepSpeed reads one file only, and `DS_ENV_FILE` makes it ours.
     """
-    file = folder.path / "deepspeed_env"
+    own: dict[str, str] = {}
+    for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")):
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            own |= {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
+    carried = {name: value for name, value in own.items() if not is_secret(name, value)}
+    carried |= variables.travelling(environment)
+    carried["TORCH_EXTENSIONS_DIR"] = environment["TORCH_EXTENSIONS_DIR"]
     # The ranks look ninja up on the PATH. The rest of the PATH is the host's own business.
-    lines = [f"{name}={value}" for name, value in variables.travelling(environment).items()]
-    lines += [
-        f"TORCH_EXTENSIONS_DIR={environment['TORCH_EXTENSIONS_DIR']}",
-        f"PATH={Path(sys.executable).parent}:$PATH",
-    ]
-    for own in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")):
-        if own.is_file():
-            lines = [line for line in own.read_text(encoding="utf-8").splitlines() if "=" in line] + lines
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    carried["PATH"] = f"{Path(sys.executable).parent}:$PATH"
+    print(f"forwarded: {', '.join(carried)}", flush=True)
+    if left := sorted({*own} - {*carried} | {*variables.staying(environment)}):
+        print(f"not forwarded, as secrets: {', '.join(left)}; each host has to have them by itself", flush=True)
+    file = folder.path / "deepspeed_env"
+    file.write_text("".join(f"{name}={value}\n" for name, value in carried.items()), encoding="utf-8")
     return file
 
 
 def supervised(pool: Pool, folder: RunFolder, command: list[str], environment: Mapping[str, str]) -> Ended:
     """Run DeepSpeed's launcher for a pool and return how that ended; no rank outlives it on any host."""
-    file = write_environment(folder, environment)
-    print("forwarded: " + ", ".join(line.partition("=")[0] for line in file.read_text().splitlines()), flush=True)
-    if left := variables.staying(environment):
-        print(f"not forwarded, as secrets: {', '.join(left)}; each host has to have them by itself", flush=True)
-    launcher = {**environment, "DS_ENV_FILE": str(file)}
+    launcher = {**environment, "DS_ENV_FILE": str(write_environment(folder, environment))}
     # None of the ranks is a process of this machine's, not even those on it: pdsh starts them through ssh.
     ended = supervise(command, launcher, folder, pool.ranks, lambda _: Watchers(pool, folder))
     if ended.status:

@@ -26,8 +26,8 @@ WATCHER = ["-m", "recipes.launching.ranks", "watch"]
 """How `hosts.Watchers` starts this module."""
 POLL = 0.5
 """Seconds between two looks at whether there are more ranks; a rank's death is noticed at once."""
-SILENCE = 60
-"""Seconds without a word from the launcher after which a host's ranks are ended."""
+SILENCE = 90
+"""Seconds without a word from the launcher after which a host's ranks are ended: more than it may be busy with ssh."""
 
 
 def of_run(folder: str, *kinds: list[str]) -> Iterator[psutil.Process]:

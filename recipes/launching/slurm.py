@@ -117,7 +117,8 @@ def ask(*command: str) -> str:
     """
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"{command[0]}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+        last = (done.stderr.strip().splitlines() or ["failed"])[-1]
+        raise UserError(f"{command[0]}: {last.removeprefix(f'{command[0]}: ')}")
     return done.stdout
 
 
