@@ -165,7 +165,8 @@ def started(stack, folder: Path, material: Material, overrides: list[str], *flag
     arguments = ["tiny", "full", "--gpus", str(RANKS), "--output-dir", str(run.path), *flags, *overrides]
 
     def through_deepspeed(log: str):
-        return subprocess.Popen([*LAUNCH, *arguments], stdout=open(log, "w"), stderr=subprocess.STDOUT)
+        with open(log, "w") as output:
+            return subprocess.Popen([*LAUNCH, *arguments], stdout=output, stderr=subprocess.STDOUT)
 
     def forked(log: str):
         process = material.ranks.context.Process(target=quick_launch, args=(arguments, log))
