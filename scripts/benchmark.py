@@ -34,12 +34,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from recipes.launching.command import deepspeed_command, rank_environment, visible_gpus
 from recipes.planning import index
 from recipes.spec import measured, pages
 from recipes.spec.run_folder import RunFolder, write_json
 from scripts.benchmarks import foretold, overhead, planner, report
 from scripts.benchmarks.cases import BENCHMARKS, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case
-from scripts.launch import deepspeed_command, rank_environment, visible_gpus
 
 MEASUREMENTS = pages.ROOT / "recipes" / "planning" / "measurements"
 SHORTEST, LONGEST = 8192, 2**20

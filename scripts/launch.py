@@ -12,10 +12,8 @@ its exit status on. Ctrl-C or SIGTERM writes a checkpoint and ends the run; `--r
 
 import argparse
 import json
-import os
 import shlex
 import shutil
-import socket
 import sys
 import typing
 from collections.abc import Sequence
@@ -25,18 +23,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.launching import hosts, kubernetes, restarts, slurm, survey
-from recipes.launching.supervise import RANK_MODULE, Ended, supervise
+from recipes.launching import checks, cluster, hosts, kubernetes, restarts
+from recipes.launching.attempts import OnThisMachine, OverHosts
+from recipes.launching.command import deepspeed_command, rank_count, visible_gpus
 from recipes.planning import forecast, report
 from recipes.planning.hardware import Cluster
-from recipes.spec import limits, overrides, pages, run_folder
-from recipes.spec.errors import UserError, redact
-from recipes.spec.layout import bubble, gradient_accumulation_steps
+from recipes.spec import overrides, pages, run_folder
+from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe, to_dict
-from recipes.spec.run_folder import RunFolder
-from recipes.training import ops, preflight, universal
-from recipes.zero_config import lint
-from recipes.zero_config.read import Unreadable
+from recipes.training import preflight, universal
 from recipes.zero_config.sharding import sharding
 
 
@@ -53,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the ranks were started, or between two attempts
+        return 130
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -146,189 +143,65 @@ def entry(recipe: Recipe) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> int:
     """Check, write the run folder, start the ranks, and wait for them."""
     folder = None
-    recipe = pages.find(options.recipe, options.variant)
+    page = pages.find(options.recipe, options.variant)
     if options.resume:
-        folder = run_folder.to_resume(recipe, options.output_dir)
-        recipe = run_folder.read_recipe(folder)
-    page = recipe
-    recipe = overrides.apply(recipe, options.overrides)
+        folder = run_folder.to_resume(page, options.output_dir)
+        page = run_folder.read_recipe(folder)
+    recipe = overrides.apply(page, options.overrides)
     if options.draft:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
+
     gpus = visible_gpus()
     pool = hosts_of(options)
-    job = job_of(options, recipe)
+    job = cluster.job_of(options, recipe)
     ranks = (pool or job).ranks if pool or job else rank_count(options.gpus, gpus)
-    cluster = forecast.machine(ranks) if gpus and not (pool or job) else None
+    machine = forecast.machine(ranks) if gpus and not (pool or job) else None
     if recipe.deepspeed == forecast.AUTO:
-        recipe = chosen(recipe, page, [change.partition("=")[0] for change in options.overrides], cluster)
+        recipe = chosen(recipe, page, [change.partition("=")[0] for change in options.overrides], machine)
+
     recipe = preflight.locate(recipe, kubernetes.MOUNT if options.kubernetes else None)
-    check_config(recipe, ranks)
-    check_layout(recipe, ranks)
+    checks.check_config(recipe, ranks)
+    checks.check_layout(recipe, ranks)
     if options.resume:
         universal.check(recipe, folder, sharding(recipe.deepspeed), ranks)
     restarts.check(recipe, options.max_restarts)
     preflight.check_data(recipe)
     plan = None
-    if cluster and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), cluster)):
+    if machine and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), machine)):
         print(forecast.line(plan), flush=True)
+
     folder = folder or run_folder.new(recipe, options.output_dir)
     if job:
-        return submit(options, job, recipe, folder)
+        return cluster.submit(options, job, recipe, folder)
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
         print(shlex.join(deepspeed_command(folder, ranks, pool, options.master_addr)))
         return 0
-    addresses: dict[str, str] = {}
-    environment = rank_environment(ranks, gpus)
-    if pool:
-        reports = survey.check(pool, folder.path, options.master_addr, environment["TORCH_EXTENSIONS_DIR"])
-        environment = rank_environment(pool.widest, len(reports[0]["gpus"])) | survey.interfaces(reports, environment)
-        addresses = {host: report["address"] for host, report in zip(pool.hosts, reports, strict=True)}
+    attempts = OverHosts(pool, folder, options.master_addr) if pool else OnThisMachine(folder, ranks, gpus)
     if options.resume:
         restarts.make_ready(recipe, folder, ranks)
     run_folder.write_recipe(folder, recipe)
-
-    def start(ranks: int) -> Ended:
-        taken = pool and hosts.taking(pool, ranks)
-        master = options.master_addr or (taken and addresses[taken.hosts[0]])
-        command = deepspeed_command(folder, ranks, taken, master)
-        with folder.command.open("a", encoding="utf-8") as log:
-            log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n" + shlex.join(command) + "\n")
-        print(shlex.join(command), flush=True)
-        if taken:
-            return hosts.supervised(taken, folder, command, environment)
-        return supervise(command, rank_environment(ranks, gpus), folder, ranks)
-
-    def available() -> int:
-        nonlocal pool
-        if pool:
-            pool = hosts.reachable(pool)
-            return pool.ranks
-        return visible_gpus() if gpus else ranks
-
-    status = restarts.keep_going(recipe, folder, ranks, options.max_restarts, start, available)
+    status = restarts.keep_going(recipe, folder, ranks, options.max_restarts, attempts.start, attempts.available)
     forecast.compare(folder, plan)
     if status == 2 and not folder.metrics.exists():
         shutil.rmtree(folder.path, ignore_errors=True)  # a mistake that the ranks found leaves nothing behind
     return status
 
 
-def chosen(recipe: Recipe, page: Recipe, given: list[str], cluster: Cluster | None) -> Recipe:
+def chosen(recipe: Recipe, page: Recipe, given: list[str], machine: Cluster | None) -> Recipe:
     """Return the recipe with what the planner chooses for this machine's GPUs, or its page's file without any.
 
     Raises:
         UserError: nothing fits.
     """
     recipe = replace(recipe, deepspeed=page.deepspeed)
-    if cluster is None or recipe.draft.enabled:
+    if machine is None or recipe.draft.enabled:
         print(f"deepspeed=auto: the planner knows GPUs only; taking the recipe's own {page.deepspeed}", flush=True)
         return recipe
     located = preflight.with_dimensions(preflight.locate(recipe))
-    best = forecast.choose(located, given, cluster)
+    best = forecast.choose(located, given, machine)
     print(f"deepspeed=auto: {' '.join(report.changes(located, best)) or best.deepspeed}", flush=True)
     return replace(best, model=recipe.model)
-
-
-def submit(options: argparse.Namespace, job: slurm.Job, recipe: Recipe, folder: RunFolder) -> int:
-    """Give the run to a cluster: submit a SLURM job and follow it, or write Kubernetes manifests.
-
-    Raises:
-        UserError: files that pods do not see; SLURM refuses the job.
-    """
-    environment = rank_environment(job.per_node, int(job.gpus))
-    if options.slurm:
-        texts = {str(slurm.path(folder)): slurm.script(job, folder, environment)}
-    else:
-        given = {"image": options.image or kubernetes.IMAGE, "volume": options.volume or kubernetes.VOLUME}
-        given["environment"] = environment
-        texts = kubernetes.texts(kubernetes.manifests(job, recipe, folder, given))
-    if options.dry_run:
-        print(json.dumps(to_dict(recipe), indent=2))
-        for name, text in texts.items():
-            print(f"# {name}\n{text}", end="")
-        return 0
-    new = not folder.recipe.exists()
-    if options.resume:
-        restarts.make_ready(recipe, folder, job.ranks)
-    run_folder.write_recipe(folder, recipe)
-    with folder.command.open("a", encoding="utf-8") as log:
-        log.write(redact(shlex.join([sys.executable, *sys.argv])) + "\n")
-    if options.kubernetes:
-        print(kubernetes.how_to(kubernetes.write(folder, texts)))
-        return 0
-    try:
-        number = slurm.submit(folder, *texts.values(), environment)
-    except UserError:
-        if new:
-            shutil.rmtree(folder.path)
-        raise
-    return slurm.follow(number, folder)
-
-
-def check_config(recipe: Recipe, ranks: int) -> None:
-    """Lint the DeepSpeed configuration for this run: warnings are shown, errors stop it.
-
-    Raises:
-        UserError: names the key, the line, the value and the fix.
-    """
-    local = Path(recipe.model.path, "config.json")
-    try:
-        findings = lint.lint(
-            recipe.deepspeed,
-            world_size=ranks,
-            model=local if local.exists() else dict(recipe.model.config) or None,
-            lora=recipe.lora is not None,
-        )
-    except Unreadable as error:
-        raise UserError(f"deepspeed={recipe.deepspeed}: {error}") from error
-    lines = [lint.describe(finding, recipe.deepspeed) for finding in findings]
-    errors = [line for line, finding in zip(lines, findings, strict=True) if finding.severity == "error"]
-    if errors:
-        more = f"\n({len(errors) - 1} more; check_config.py shows them)" if len(errors) > 1 else ""
-        raise UserError(errors[0] + more)
-    for line in lines:
-        print(line, flush=True)
-
-
-def check_layout(recipe: Recipe, ranks: int) -> None:
-    """Refuse a layout that cannot run, and say when a pipeline waits more than it has to.
-
-    Raises:
-        UserError: names the sizes, the reason and the nearest that can run.
-    """
-    limits.check(preflight.with_dimensions(recipe), ranks, sharding(recipe.deepspeed))
-    stages, micro_batches = recipe.layout.pipeline, gradient_accumulation_steps(recipe, ranks)
-    if stages > 1 and micro_batches < 4 * stages:
-        print(
-            f"layout.pipeline={stages}: with {micro_batches} micro-batches per step the stages wait "
-            f"{bubble(stages, micro_batches):.0%} of the time; with {4 * stages}, a larger global_batch_size or a "
-            f"smaller micro_batch_size, {bubble(stages, 4 * stages):.0%}.",
-            flush=True,
-        )
-
-
-def visible_gpus() -> int:
-    """Return how many GPUs this process may use; torch, seconds of imports, is asked only where a driver is."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def rank_count(asked: int | None, gpus: int) -> int:
-    """Return how many ranks to start on this machine.
-
-    Raises:
-        UserError: fewer than one, or more than there are GPUs.
-    """
-    if asked is None:
-        return gpus or 2
-    if asked < 1:
-        raise UserError(f"--gpus {asked}: at least 1.")
-    if gpus and asked > gpus:
-        raise UserError(f"--gpus {asked}: this machine has {gpus}.")
-    return asked
 
 
 def hosts_of(options: argparse.Namespace) -> hosts.Pool | None:
@@ -355,60 +228,6 @@ NEEDS = {
     **dict.fromkeys(("image", "volume"), ("kubernetes",)),
 }
 """Which of the options for several machines mean something only with which others."""
-
-
-def job_of(options: argparse.Namespace, recipe: Recipe) -> slurm.Job | None:
-    """Return what a cluster is asked for; None: no cluster.
-
-    Raises:
-        UserError: the cluster does not have it.
-    """
-    if options.kubernetes:
-        if options.resume:
-            raise UserError("--kubernetes --resume: apply the run's manifests again; pods resume by themselves.")
-        return kubernetes.job(recipe.name, options.nodes, options.gpus)
-    if options.slurm:
-        asked = (options.nodes, options.gpus, options.partition, options.time)
-        return slurm.job(recipe.name, *asked, dry_run=options.dry_run)
-    return None
-
-
-def deepspeed_command(
-    folder: RunFolder, ranks: int, pool: hosts.Pool | None = None, master: str | None = None
-) -> list[str]:
-    """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool."""
-    # A port of our own: the launcher's default is often still held by a run that is dying.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = Path(sys.executable).with_name("deepspeed")
-    where = hosts.launcher_options(pool, master or pool.hosts[0]) if pool else ["--num_gpus", str(ranks)]
-    return [
-        *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
-        *("--quiet", "--no_local_rank", *where, "--master_port", str(port)),
-        *("--module", RANK_MODULE, str(folder.path)),
-    ]
-
-
-def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
-    """Return the environment of the ranks."""
-    path = [str(pages.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    extra = {
-        "PYTHONPATH": os.pathsep.join(path),
-        "TOKENIZERS_PARALLELISM": "false",
-        # torch warns about the names of collectives that DeepSpeed calls, once per rank.
-        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore::FutureWarning:torch.distributed.c10d_logger"),
-        **ops.environment(),
-    }
-    if not gpus:
-        threads = max(1, (os.cpu_count() or 1) // ranks)
-        extra |= {
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-            # glibc keeps freed memory per thread: with two arenas a rank of `tiny` peaks 3% lower.
-            "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "2"),
-        }
-    return os.environ | extra
 
 
 if __name__ == "__main__":

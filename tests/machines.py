@@ -132,6 +132,22 @@ class Hosts:
         self.serve(index, before)
         self.servers[index] = self.servers.pop()
 
+    def cut(self, index: int) -> None:
+        """Pull a host's cable out: nobody is told."""
+        ip("link", "set", f"{self.bridge}{index}", "down")
+
+    def switch_off(self, index: int) -> None:
+        """End every process of a host."""
+        self.servers[index].kill()
+        self.servers[index].wait()
+
+    def mend(self) -> None:
+        """Make both hosts what they were."""
+        for index, server in enumerate(self.servers):
+            ip("link", "set", f"{self.bridge}{index}", "up")
+            if server.poll() is not None:
+                self.change(index, "true")
+
     def hostfile(self, slots: int = 1, hosts: list[str] | None = None) -> Path:
         """Write a hostfile."""
         path = self.folder / "hosts"

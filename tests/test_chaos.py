@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from recipes.launching import restarts
+from recipes.launching.command import rank_environment
 from recipes.launching.supervise import session_alive, supervise
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
@@ -164,7 +165,8 @@ def started(stack, folder: Path, material: Material, overrides: list[str], *flag
     arguments = ["tiny", "full", "--gpus", str(RANKS), "--output-dir", str(run.path), *flags, *overrides]
 
     def through_deepspeed(log: str):
-        return subprocess.Popen([*LAUNCH, *arguments], stdout=open(log, "w"), stderr=subprocess.STDOUT)
+        with open(log, "w") as output:
+            return subprocess.Popen([*LAUNCH, *arguments], stdout=output, stderr=subprocess.STDOUT)
 
     def forked(log: str):
         process = material.ranks.context.Process(target=quick_launch, args=(arguments, log))
@@ -282,7 +284,7 @@ def network(stack, folder, material, draw):
     recipe = recipe_of(material.overrides)
     write_recipe(run, recipe)
     step = draw.randrange(EVERY + 1, STEPS - 6)
-    environment = launch.rank_environment(RANKS, 0) | {"GLOO_SOCKET_IFNAME": "eth0"}
+    environment = rank_environment(RANKS, 0) | {"GLOO_SOCKET_IFNAME": "eth0"}
     link = ["ip", "-n", names[1], "link", "set", "eth0"]
 
     def cut() -> None:

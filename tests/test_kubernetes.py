@@ -209,7 +209,8 @@ def test_a_file_that_pods_do_not_see_is_refused(tmp_path):
 
 
 def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path):
-    words = ["tiny", "full", "--kubernetes", "--nodes", "2", "--output-dir", str(tmp_path / "run")]
+    words = ["tiny", "full", "--kubernetes", "--nodes", "2", "--max-restarts", "5"]
+    words += ["--output-dir", str(tmp_path / "run")]
     shown = subprocess.run([*LAUNCH, *words, "--dry-run"], capture_output=True, text=True)
     assert shown.returncode == 0 and not (tmp_path / "run").exists(), shown.stderr
     done = subprocess.run([*LAUNCH, *words], capture_output=True, text=True)
@@ -218,11 +219,15 @@ def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path):
         text = (tmp_path / "run" / "kubernetes" / name).read_text()
         assert text in shown.stdout and f"kubectl apply -f {tmp_path}/run/kubernetes/{name}" in done.stdout
     assert (tmp_path / "run" / "recipe.json").exists()
+    assert "backoffLimit: 10\n" in shown.stdout and shown.stdout.count("maxRestarts: 5\n") == 2
 
 
 def test_the_image_has_the_checkout_where_the_manifests_say():
     text = (ROOT / "Dockerfile").read_text()
     assert f"WORKDIR {kubernetes.PROJECT}\n" in text and f"PYTHONPATH={kubernetes.PROJECT} " in text
+    # It is set up as any machine is: by what `make install` does.
+    for step in ("-m venv", "-r constraints.txt", "-m recipes.training.ops"):
+        assert step in text and step in (ROOT / "Makefile").read_text()
 
 
 def test_a_node_that_starts_again_forgets_what_was_lost(tmp_path):

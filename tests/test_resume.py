@@ -1,13 +1,15 @@
 """A run that was killed goes on as if it had not been."""
 
+import glob
 import os
 import signal
+import subprocess
 import time
 from dataclasses import replace
 
 import pytest
 
-from recipes.spec.recipe import Lora, Schedule
+from recipes.spec.recipe import Lora, Schedule, Wandb
 from recipes.spec.run_folder import (
     COMPLETE,
     RunFolder,
@@ -20,6 +22,8 @@ from recipes.spec.run_folder import (
     write_recipe,
 )
 from recipes.training import run as training_run
+from recipes.training.checkpoints import StopOnSignal
+from tests.launching import BIN
 from tests.ranks import read_logs
 from tests.small import small
 
@@ -65,6 +69,25 @@ def test_resumed_run_logs_what_the_uninterrupted_one_logs(ranks, tmp_path, model
         assert len(set(losses)) == STEPS
 
 
+def test_the_parts_of_a_restarted_run_are_one_run_of_wandb(ranks, tmp_path, model_folder, conversations, monkeypatch):
+    run, pattern = RunFolder(tmp_path / "run"), "offline-run-*"
+    write_recipe(run, small(model_folder, conversations, max_steps=12, save_steps=2, wandb=Wandb(mode="offline")))
+    kill_one_rank_after(ranks, run, 5, tmp_path / "killed.log")
+    (first,) = (run.path / "wandb").glob(pattern)
+    forget_after(run, newest_checkpoint(run))
+    time.sleep(1.1)  # W&B names a folder by the second
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed.log")
+    parts = sorted((run.path / "wandb").glob(pattern))
+    kept = run.wandb_id.read_text().strip()
+    assert len(parts) == 2 and parts[0] == first and all(part.name.endswith(f"-{kept}") for part in parts)
+    (line,) = [line for line in read_logs(tmp_path / "resumed.log")[0].splitlines() if "wandb sync" in line]
+    asked = line.split("wandb sync ")[1]
+    assert sorted(glob.glob(asked)) == [str(part) for part in parts]
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    shown = subprocess.run(f"{BIN / 'wandb'} sync --dry-run {asked}", shell=True, capture_output=True, text=True)
+    assert shown.returncode == 0 and all(part.name in shown.stdout + shown.stderr for part in parts), shown
+
+
 def kill_one_rank_after(ranks, run, step, log):
     """Start a run and SIGKILL rank 1 once `step` has been logged; rank 0 must not go on alone."""
     processes = ranks.start(training_run.main, str(run.path), log=log)
@@ -79,6 +102,20 @@ def kill_one_rank_after(ranks, run, step, log):
     for process in processes:
         process.join()
     assert not run.summary.exists()
+
+
+def test_a_signal_that_comes_late_does_not_end_a_run_that_is_stopping():
+    """Hosts get it seconds apart, and the first one asks all ranks to stop."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for stopped, kept in ((True, signal.SIG_IGN), (False, signal.SIG_DFL)):
+            stop = StopOnSignal(lambda: None)
+            stop.stopped = stopped
+            stop.on_train_end(None, None, None)
+            assert {signal.getsignal(number) for number in before} == {kept}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_half_a_checkpoint_is_never_chosen(tmp_path):

@@ -18,7 +18,7 @@ from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, rea
 from recipes.training import run as training_run
 from tests.ranks import free_port
 from tests.small import small
-from tests.test_hosts import overrides, wait_for_step
+from tests.test_hosts_run import overrides, wait_for_step
 from tests.test_launch import LAUNCH, ranks_of
 
 SINFO = """\
@@ -272,3 +272,28 @@ def test_ctrl_c_leaves_the_job_running_and_a_failed_job_fails(cluster, model_fol
     rank.kill()
     wait_until(lambda: not cluster.ask("squeue", "-h"))
     assert "JobState=FAILED" in cluster.ask("scontrol", "show", "job", job)
+
+
+@HERE
+@pytest.mark.every
+def test_a_rank_that_dies_starts_the_nodes_again_in_the_same_job(cluster, ranks, model_folder, conversations, tmp_path):
+    recipe = small(model_folder, conversations, "zero3.json", max_steps=60, save_steps=10, learning_rate=1e-3)
+    one, run = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "run")
+    write_recipe(one, recipe)
+    ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
+    command = [*LAUNCH, "tiny", "full", "--slurm", "--nodes", "2", "--gpus", "1", "--output-dir", str(run.path)]
+    process = subprocess.Popen(
+        [*command, "--max-restarts", "1", *overrides(recipe)],
+        env=cluster.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_step(process, run, 15)
+    next(rank for rank in ranks_of(run) if rank.environ()["RANK"] == "1").kill()
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "was ended by SIGKILL" in output, output
+    assert re.search(r"starting again after exit status \d+; restarts left: 0\n", output)
+    assert f"going on from {run.checkpoints}/checkpoint-" in output
+    ours, theirs = ([(row["step"], row["loss"]) for row in read_jsonl(each.metrics)] for each in (run, one))
+    assert [step for step, _ in ours] == list(range(1, 61)) and ours == theirs

@@ -17,9 +17,10 @@ HUNG = "Timeout"
 
 @dataclass(frozen=True)
 class Fallen:
-    """A rank that has ended badly."""
+    """A rank that has ended badly, or a host that was lost."""
 
-    rank: int
+    rank: int | None
+    """None: the whole host does not answer any more."""
     code: int | None
     """Negative: the signal that ended it; None: not known."""
     host: str
@@ -29,6 +30,9 @@ def tell(run: RunFolder, fallen: Sequence[Fallen], status: int, ranks: int) -> s
     """Return why the run ended with `status`, in lines; None where the ranks have said so themselves."""
     if status in TOLD:
         return None
+    lost = [one.host for one in fallen if one.rank is None]
+    if lost:
+        return f"{', '.join(lost)}: does not answer any more; the ranks on the other hosts were ended"
     hung = stacks(run)
     if hung:
         missing = sorted(set(range(ranks)) - set(hung))

@@ -3,7 +3,10 @@
 The file is DeepSpeed's (`name slots=N` per line), and so are `--include` and `--exclude`: `host1@host2:0,2`.
 """
 
+import contextlib
+import json
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -16,13 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from recipes.launching import variables
+from recipes.launching.causes import Fallen
 from recipes.launching.supervise import Ended, supervise
-from recipes.spec.errors import UserError
+from recipes.spec.errors import UserError, is_secret
 from recipes.spec.pages import ROOT
 from recipes.spec.run_folder import RunFolder
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 """BatchMode: a host that wants a password counts as unreachable, as it would be for pdsh."""
+ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "ControlPath=none")
+"""A host that answers nothing for 15 to 20 s is lost. A connection shared with other logins would not notice."""
+LOST = 255
+"""Exit status of ssh when there is no connection, or none any more."""
+WATCHER_TIMEOUT = 5
+"""Seconds that a host gets to end its watcher."""
 SSH_TIMEOUT = 60
 """Seconds for one command on a host: a first Python start from a cold network file system takes tens of them."""
 
@@ -149,42 +159,87 @@ def launcher_options(pool: Pool, master: str) -> list[str]:
 
 
 def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path:
-    """Write what pdsh has to carry to the hosts, in DeepSpeed's form, and return the file.
+    """Write what pdsh has to carry to the hosts, in DeepSpeed's form, say what that is, and return the file.
 
-    What stands in the user's own `~/.deepspeed_env` and `./.deepspeed_env` goes before it: DeepSpeed reads one name
-    only, and `DS_ENV_FILE` makes it ours.
+    What stands in the user's own `~/.deepspeed_env` and `./.deepspeed_env` goes with it where ours says nothing else:
+    DeepSpeed reads one file only, and `DS_ENV_FILE` makes it ours.
     """
-    file = folder.path / "deepspeed_env"
+    own: dict[str, str] = {}
+    for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")):
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            own |= {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
+    carried = {name: value for name, value in own.items() if not is_secret(name, value)}
+    carried |= variables.travelling(environment)
+    carried["TORCH_EXTENSIONS_DIR"] = environment["TORCH_EXTENSIONS_DIR"]
     # The ranks look ninja up on the PATH. The rest of the PATH is the host's own business.
-    lines = [f"{name}={value}" for name, value in variables.travelling(environment).items()]
-    lines += [
-        f"TORCH_EXTENSIONS_DIR={environment['TORCH_EXTENSIONS_DIR']}",
-        f"PATH={Path(sys.executable).parent}:$PATH",
-    ]
-    for own in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")):
-        if own.is_file():
-            lines = [line for line in own.read_text(encoding="utf-8").splitlines() if "=" in line] + lines
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    carried["PATH"] = f"{Path(sys.executable).parent}:$PATH"
+    print(f"forwarded: {', '.join(carried)}", flush=True)
+    if left := sorted({*own} - {*carried} | {*variables.staying(environment)}):
+        print(f"not forwarded, as secrets: {', '.join(left)}; each host has to have them by itself", flush=True)
+    file = folder.path / "deepspeed_env"
+    file.write_text("".join(f"{name}={value}\n" for name, value in carried.items()), encoding="utf-8")
     return file
 
 
 def supervised(pool: Pool, folder: RunFolder, command: list[str], environment: Mapping[str, str]) -> Ended:
     """Run DeepSpeed's launcher for a pool and return how that ended; no rank outlives it on any host."""
-    file = write_environment(folder, environment)
-    print("forwarded: " + ", ".join(line.partition("=")[0] for line in file.read_text().splitlines()), flush=True)
-    if left := variables.staying(environment):
-        print(f"not forwarded, as secrets: {', '.join(left)}; each host has to have them by itself", flush=True)
-    launcher = {**environment, "DS_ENV_FILE": str(file)}
+    launcher = {**environment, "DS_ENV_FILE": str(write_environment(folder, environment))}
     # None of the ranks is a process of this machine's, not even those on it: pdsh starts them through ssh.
-    ended = supervise(command, launcher, folder, 0, lambda _, number: signal_ranks(pool, folder, number))
+    ended = supervise(command, launcher, folder, pool.ranks, lambda _: Watchers(pool, folder))
     if ended.status:
         signal_ranks(pool, folder, signal.SIGKILL)  # pdsh ends its ssh, which ends nothing at the other end
     return ended
 
 
-def reachable(pool: Pool) -> Pool:
-    """Return the pool without the hosts that do not answer."""
-    answers = on_each(pool.hosts, lambda _: "true")
+class Watchers:
+    """A process on each host of a pool that tells of its ranks' ends, and ends them when it hears nothing from here."""
+
+    def __init__(self, pool: Pool, folder: RunFolder) -> None:
+        """Start them."""
+        self.signal = lambda number: signal_ranks(pool, folder, number)
+        self.poll = select.poll()
+        self.hosts: dict[int, tuple[str, subprocess.Popen]] = {}  # by the descriptor of what they say
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
+        for host, slots in pool.slots.items():
+            command = module("recipes.launching.ranks", "watch", str(len(slots)), str(folder.path))
+            process = subprocess.Popen([*SSH, *ALIVE, host, command], start_new_session=True, **pipes)
+            self.hosts[process.stdout.fileno()] = (host, process)
+            self.poll.register(process.stdout, select.POLLIN)
+
+    def fallen(self, seconds: float) -> list[Fallen]:
+        """Wait at most that long and return the ranks that ended badly meanwhile, and the hosts that were lost."""
+        for _, process in self.hosts.values():
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(b"\n")
+        found = []
+        for descriptor, _ in self.poll.poll(1000 * seconds):
+            host, process = self.hosts[descriptor]
+            line = process.stdout.readline()
+            if not line:
+                self.poll.unregister(descriptor)
+                if process.wait() == LOST:
+                    found.append(Fallen(None, None, host))
+            elif line.startswith(b"{"):  # a login may greet
+                found.append(Fallen(host=host, **json.loads(line)))
+        return found
+
+    def close(self) -> None:
+        """End them, and with them what there is left of the ranks."""
+        for _, process in self.hosts.values():
+            process.stdin.close()
+        for _, process in self.hosts.values():
+            try:
+                process.wait(WATCHER_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+def reachable(pool: Pool, folder: RunFolder) -> Pool:
+    """Return the pool without the hosts that do not answer; on the others nothing of the run is left after this."""
+    answers = signal_ranks(pool, folder, signal.SIGKILL)
     alive = [host for host, answer in zip(pool.hosts, answers, strict=True) if answer.returncode == 0]
     return _listed(pool, {host: pool.slots[host] for host in alive})
 
@@ -208,9 +263,9 @@ def _listed(pool: Pool, slots: Mapping[str, tuple[int, ...]]) -> Pool:
     return Pool(slots, pool.hostfile, ("--include", named))
 
 
-def signal_ranks(pool: Pool, folder: RunFolder, number: int) -> None:
+def signal_ranks(pool: Pool, folder: RunFolder, number: int) -> list[subprocess.CompletedProcess]:
     """Send a signal to the run's ranks on every host; SIGKILL ends the launchers above them too."""
-    on_each(pool.hosts, lambda _: module("recipes.launching.ranks", str(number), str(folder.path)))
+    return on_each(pool.hosts, lambda _: module("recipes.launching.ranks", "signal", str(number), str(folder.path)))
 
 
 def module(name: str, *arguments: str) -> str:
@@ -230,7 +285,7 @@ def on_each(hosts: tuple[str, ...], command: Callable[[str], str]) -> list[subpr
         try:
             return subprocess.run(line, capture_output=True, text=True, timeout=SSH_TIMEOUT, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:
-            return subprocess.CompletedProcess(line, 255, "", f"no answer within {SSH_TIMEOUT} s")
+            return subprocess.CompletedProcess(line, LOST, "", f"no answer within {SSH_TIMEOUT} s")
 
     with ThreadPoolExecutor(min(64, len(hosts))) as pool:
         return list(pool.map(on, hosts))

@@ -29,6 +29,7 @@ SECRET = "deepspeed-recipes"
 """A Secret that may hold HF_TOKEN and WANDB_API_KEY; pods start without it too."""
 PORT = 29500
 RESTARTS = 3
+"""Unless `--max-restarts` says otherwise."""
 SHARED_MEMORY = "16Gi"
 """The most that /dev/shm may take of the pod's memory; Docker's 64 MiB are too few for NCCL and data loaders."""
 GRACE = 300
@@ -184,7 +185,9 @@ def _indexed(asked: Job, pod: dict[str, Any], restarts: int) -> dict[str, Any]:
 def _job(asked: Job, name: str, pod: dict[str, Any]) -> dict[str, Any]:
     template = pod | {"spec": pod["spec"] | {"subdomain": name}}
     # When one pod fails the others lose it and fail too: a restart costs as many failures as there are nodes.
-    return _object("batch/v1", "Job", name) | {"spec": _indexed(asked, template, RESTARTS * asked.nodes)}
+    return _object("batch/v1", "Job", name) | {
+        "spec": _indexed(asked, template, (asked.restarts or RESTARTS) * asked.nodes)
+    }
 
 
 def _replicated(asked: Job, pod: dict[str, Any], labels: dict[str, str]) -> dict[str, Any]:
@@ -193,7 +196,7 @@ def _replicated(asked: Job, pod: dict[str, Any], labels: dict[str, str]) -> dict
     mistake = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": RESTARTS, "rules": [mistake | {"name": "mistake"}]},
+        "failurePolicy": {"maxRestarts": asked.restarts or RESTARTS, "rules": [mistake | {"name": "mistake"}]},
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
     }
 

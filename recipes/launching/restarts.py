@@ -48,7 +48,7 @@ def keep_going(
     Raises:
         UserError: there is no checkpoint to restart from, or no number of ranks that could.
     """
-    restarts = rewinds = 0
+    asked, restarts, rewinds = ranks, 0, 0
     while True:
         ended = start(ranks)
         if ended.cause:
@@ -69,7 +69,7 @@ def keep_going(
                 f"nothing to restart from: {run.checkpoints} holds no whole checkpoint yet; lower save_steps "
                 f"(now {recipe.save_steps})."
             )
-        ranks = possible(recipe, run, min(ranks, available()))
+        ranks = possible(recipe, run, min(asked, available()))  # more than before, when a host is back
         make_ready(recipe, run, ranks)
         count = f"restart {restarts} of {most}" if ended.status != REWIND else "going back"
         print(f"{count}: from {checkpoint} with {ranks} ranks", flush=True)

@@ -14,8 +14,10 @@ from pathlib import Path
 from recipes.launching import variables
 from recipes.spec.errors import UserError
 from recipes.spec.pages import ROOT
-from recipes.spec.run_folder import RunFolder
+from recipes.spec.run_folder import REWIND, RunFolder
 
+WAIT = 15
+"""Seconds that the other nodes get to end after the first one has."""
 WARNING = 300
 """Seconds before the time limit at which the ranks are asked for a checkpoint."""
 POLL = 2.0
@@ -44,6 +46,8 @@ class Job:
     """Whether the ranks have a GPU each."""
     partition: str | None = None
     time: str | None = None
+    restarts: int = 0
+    """How often it may go on by itself after a crash or a hang; 0: as the cluster is used to."""
 
     @property
     def ranks(self) -> int:
@@ -113,7 +117,8 @@ def ask(*command: str) -> str:
     """
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"{command[0]}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+        last = (done.stderr.strip().splitlines() or ["failed"])[-1]
+        raise UserError(f"{command[0]}: {last.removeprefix(f'{command[0]}: ')}")
     return done.stdout
 
 
@@ -151,19 +156,34 @@ port=$((20000 + SLURM_JOB_ID % 20000 + ${{SLURM_RESTART_COUNT:-0}} % 100))
 # {WARNING} s before the time limit the ranks write a checkpoint and end, and the job queues again.
 soon() {{
     again=yes
-    srun --overlap --ntasks-per-node=1 {python} -m recipes.launching.ranks 15 {run}
+    srun --overlap --ntasks-per-node=1 {python} -m recipes.launching.ranks signal 15 {run}
 }}
 trap soon USR1
 trap : TERM  # on preemption the ranks get it too, and have KillWait seconds to write a checkpoint; SLURM queues again
 
-srun --ntasks-per-node=1 --kill-on-bad-exit=1 {python} -m recipes.launching.node {run} \\
-    --nodes "$SLURM_JOB_NUM_NODES" --gpus {asked.per_node} --master-addr "$address" --master-port "$port" &
-step=$!
-wait "$step"
-status=$?
-while kill -0 "$step" 2>/dev/null; do  # a trap has ended the waiting, not the step
+left={asked.restarts}
+while :; do
+    # {WAIT} s after the first node has ended SLURM ends the others: not at once, so that all can say why.
+    srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait={WAIT} {python} -m recipes.launching.node {run} \\
+        --nodes "$SLURM_JOB_NUM_NODES" --gpus {asked.per_node} --master-addr "$address" --master-port "$port" &
+    step=$!
     wait "$step"
     status=$?
+    while kill -0 "$step" 2>/dev/null; do  # a trap has ended the waiting, not the step
+        wait "$step"
+        status=$?
+    done
+    # 2: a mistake. summary.json: done, or stopped.
+    if [ "$status" -eq 0 ] || [ "$status" -eq 2 ] || [ -e {run}/summary.json ]; then
+        break
+    fi
+    if [ "$status" -ne {REWIND} ]; then  # {REWIND}: the ranks want to go back by themselves
+        [ "$left" -gt 0 ] || break
+        left=$((left - 1))
+    fi
+    echo "starting again after exit status $status; restarts left: $left"
+    srun --ntasks-per-node=1 {python} -m recipes.launching.ranks signal 9 {run} > /dev/null
+    port=$((port + 1))
 done
 if [ -n "${{again:-}}" ] && [ -e {run}/summary.json ]; then
     exec scontrol requeue "$SLURM_JOB_ID"

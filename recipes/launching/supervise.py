@@ -2,26 +2,26 @@
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
+
+import psutil
 
 from recipes.launching import causes
 from recipes.launching.causes import Fallen
+from recipes.launching.ranks import POLL, Watched, numbered
 from recipes.spec.run_folder import RunFolder
 
 RANK_MODULE = "recipes.training.run"
 LAST_GRACE = 12
 """Seconds that ranks get to end after a second Ctrl-C, after another rank has died, or when the DeepSpeed launcher is
 gone: the last two of them one after the other stay below 30, which is what DeepSpeed's launcher takes per rank."""
-POLL = 0.5
-"""Seconds between two looks at whether the DeepSpeed launcher is still there; a rank's death is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,56 @@ class Ended:
     """Whether somebody has stopped it."""
 
 
+class Place(Protocol):
+    """Where a launcher's ranks run."""
+
+    def fallen(self, seconds: float) -> list[Fallen]:
+        """Wait at most that long and return the ranks that ended badly meanwhile, and the hosts that were lost."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks."""
+
+    def close(self) -> None:
+        """Stop watching."""
+
+
+class Here:
+    """On this machine, below the launcher."""
+
+    def __init__(self, expected: int, launcher: int) -> None:
+        """`launcher` is its process id, `expected` how many ranks there will be."""
+        self.launcher = launcher
+        self.watched = Watched(lambda known: find(launcher, known), expected)
+        self.close = self.watched.close
+
+    def fallen(self, seconds: float) -> list[Fallen]:
+        """Wait at most that long and return the ranks that ended badly meanwhile."""
+        return [Fallen(rank, code, socket.gethostname()) for rank, code in self.watched.fallen(seconds)]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks, and to the launchers above them only when no rank runs yet."""
+        tree = psutil.Process(self.launcher).children(recursive=True)
+        ranks = [process for process in tree if is_rank(process)]
+        for process in ranks or [psutil.Process(self.launcher), *tree]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
+                process.send_signal(number)
+
+
 def supervise(
     command: list[str],
     environment: dict[str, str],
     run: RunFolder,
     ranks: int,
-    tell: Callable[[int, int], None] | None = None,
+    place: Callable[[int], Place] | None = None,
 ) -> Ended:
     """Run the command in a session of its own and say how it ended; nothing of it outlives this call.
 
     SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second one ends them at once. When one of
-    the `ranks` on this machine dies, the others get `LAST_GRACE` seconds. `tell(launcher, number)` takes the signal to
-    ranks that do not run on this machine.
+    the `ranks` dies, the others get `LAST_GRACE` seconds. `place(launcher)` is where the ranks run; without, here.
     """
     causes.forget_stacks(run)
     launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+    where = (place or partial(Here, ranks))(launcher.pid)
     asked = 0
 
     def forward(number: int, frame: Any) -> None:
@@ -58,48 +93,35 @@ def supervise(
         asked += 1
         if asked == 1:
             print("\nstopping: the ranks write a checkpoint first (again to end at once)", flush=True)
-            (tell or signal_ranks)(launcher.pid, number)
+            where.signal(number)
         else:
             os.killpg(launcher.pid, signal.SIGKILL)
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        fallen, status = watch(launcher, ranks)
+        fallen, status = watch(launcher, where)
     finally:
         end_session(launcher.pid)
+        where.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
     cause = None if asked else causes.tell(run, fallen, status, ranks)
     return Ended(status, cause, bool(asked))
 
 
-def watch(launcher: subprocess.Popen, expected: int) -> tuple[list[Fallen], int]:
-    """Wait for the launcher; return the ranks of this machine that died, the first one first, and the exit status."""
-    found: dict[int, tuple[int, int]] = {}  # by a descriptor that tells of the process' end: its id and its rank
+def watch(launcher: subprocess.Popen, where: Place) -> tuple[list[Fallen], int]:
+    """Wait for the launcher; return the ranks that died, the first one first, and the exit status."""
     fallen: list[Fallen] = []
-    poll = select.poll()
-    deadline = next_look = 0.0
+    deadline = 0.0
     while launcher.poll() is None:
-        now = time.monotonic()
-        if len(found) < expected and now >= next_look:
-            next_look = now + 2 * POLL
-            for pid, rank in find(launcher.pid, {pid for pid, _ in found.values()}):
-                with contextlib.suppress(ProcessLookupError):
-                    descriptor = os.pidfd_open(pid)
-                    found[descriptor] = (pid, rank)
-                    poll.register(descriptor, select.POLLIN)
-        for descriptor, _ in poll.poll(1000 * POLL):
-            poll.unregister(descriptor)
-            pid, rank = found[descriptor]
-            code = exit_code(pid)
-            if code != 0:
-                fallen.append(Fallen(rank, code, socket.gethostname()))
-                deadline = deadline or time.monotonic() + LAST_GRACE
-        if deadline and time.monotonic() > deadline:
+        fallen += where.fallen(POLL)
+        if fallen:
+            deadline = deadline or time.monotonic() + LAST_GRACE
+        # Of a lost host nobody waits for last words: to notice that it is gone has taken as long.
+        if deadline and (time.monotonic() > deadline or any(one.rank is None for one in fallen)):
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
-    for descriptor in found:
-        os.close(descriptor)
+    fallen += where.fallen(0)
     if launcher.returncode < 0 and fallen and fallen[0].code:
         return fallen, shell_status(fallen[0].code)  # it was us who ended the launcher
     return fallen, shell_status(launcher.returncode)
@@ -112,44 +134,15 @@ def shell_status(code: int) -> int:
 
 def find(launcher: int, known: set[int]) -> list[tuple[int, int]]:
     """Return the process and the number of every rank below the launcher that is not known yet."""
-    import psutil
-
-    found = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(launcher).children(recursive=True):
-            if process.pid not in known and is_rank(process):
-                with contextlib.suppress(psutil.Error, KeyError):
-                    found.append((process.pid, int(process.environ()["RANK"])))
-    return found
-
-
-def exit_code(pid: int) -> int | None:
-    """Return the exit code of a process that has just ended: negative for a signal, None where its parent was faster.
-
-    Only a parent may wait for it, and that is DeepSpeed's launcher; but until the parent does, /proc tells.
-    """
     try:
-        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return os.waitstatus_to_exitcode(status)
+        tree = psutil.Process(launcher).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return numbered(process for process in tree if process.pid not in known and is_rank(process))
 
 
-def signal_ranks(launcher: int, number: int) -> None:
-    """Send a signal to the ranks, and to the launchers above them only when no rank runs yet."""
-    import psutil
-
-    tree = psutil.Process(launcher).children(recursive=True)
-    ranks = [process for process in tree if is_rank(process)]
-    for process in ranks or [psutil.Process(launcher), *tree]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
-            process.send_signal(number)
-
-
-def is_rank(process: Any) -> bool:
+def is_rank(process: psutil.Process) -> bool:
     """Return whether a process is one of the run's ranks, and not a launcher that has their command in its own."""
-    import psutil
-
     try:
         command = process.cmdline()
     except psutil.NoSuchProcess:  # a zombie too

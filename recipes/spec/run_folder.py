@@ -81,6 +81,11 @@ class RunFolder:
         return self.path / "left_out.json"
 
     @property
+    def wandb_id(self) -> Path:
+        """What W&B knows the run by: its parts before and after a restart are one run there."""
+        return self.path / "wandb_id.txt"
+
+    @property
     def export(self) -> Path:
         """The result: a Hugging Face folder, or an adapter."""
         return self.path / "export"

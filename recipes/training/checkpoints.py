@@ -130,10 +130,10 @@ class StopOnSignal(TrainerCallback):
         return control
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Let a signal end the process again."""
+        """Let a signal end the process again; one that has stopped the run may still be on its way to this host."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if self.stopped else signal.SIG_DFL)
 
 
 def _live_siblings() -> int:

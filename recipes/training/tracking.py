@@ -1,7 +1,9 @@
 """The numbers of a run, once per logged step: into metrics.jsonl, to W&B, and on the screen."""
 
+import os
 import resource
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,9 @@ class Tracker:
 
         self.wandb = wandb.init(
             mode=self.mode,
+            # One W&B run for one run folder, however often it was restarted; a sweep's agent names the run itself.
+            id=os.environ.get("WANDB_RUN_ID") or run_id(self.run),
+            resume="allow",
             project=self.recipe.wandb.project,
             name=self.recipe.name,
             tags=[self.recipe.family, self.recipe.method, Path(self.recipe.deepspeed).stem],
@@ -165,9 +170,22 @@ class Tracker:
         if self.wandb is None:
             return None
         self.wandb.summary.update(summary)
-        where = self.wandb.url if self.mode == "online" else f"wandb sync {shown(Path(self.wandb.dir).parent)}"
+        where = self.wandb.url if self.mode == "online" else f"wandb sync {shown(self._parts())}"
         self.wandb.finish()
         return where
+
+    def _parts(self) -> Path:
+        """Return the folder of the offline run, or a pattern for the folders of all its parts, one per restart."""
+        folder = Path(self.wandb.dir).parent
+        pattern = f"offline-run-*-{self.wandb.id}"
+        return folder.with_name(pattern) if len(list(folder.parent.glob(pattern))) > 1 else folder
+
+
+def run_id(run: RunFolder) -> str:
+    """Return the id that W&B knows the run by, kept in the run folder."""
+    if not run.wandb_id.exists():
+        run.wandb_id.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
+    return run.wandb_id.read_text(encoding="utf-8").strip()
 
 
 def has_key() -> bool:

@@ -22,6 +22,7 @@ from recipes.training import adapters, model, packing, run
 from recipes.training.data import Collator
 from recipes.training.environment import describe
 from recipes.training.flops import work_of
+from recipes.training.material import Material
 from scripts.benchmarks import subject
 from scripts.benchmarks.cases import Case, recipe_of
 from scripts.benchmarks.clock import Clock
@@ -129,7 +130,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -
         return trainer
 
     run.build = with_clock
-    run.load_material = lambda *_: run.Material(rows, None, None, [])
+    run.load_material = lambda *_: Material(rows, None, None, [])
     model.load_tokenizer = lambda _: subject.tokenizer()
     model.load_config = packing.load_config = lambda _: subject.config_of(recipe, asked["draft"])
     model._pretrained = lambda chosen, kind: subject.random_model(chosen, asked["draft"])

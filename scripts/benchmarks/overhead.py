@@ -16,11 +16,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from recipes.launching.command import deepspeed_command, rank_count, rank_environment, visible_gpus
 from recipes.spec import pages
 from recipes.spec.recipe import Schedule, Wandb
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import preflight
-from scripts.launch import deepspeed_command, rank_count, rank_environment, visible_gpus
 
 WARM_UP = 20
 """Steps that are not counted: compilation of ops, allocator, ZeRO-3's trace."""

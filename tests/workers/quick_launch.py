@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
-from recipes.launching import supervise
+from recipes.launching import attempts, supervise
 from recipes.spec.run_folder import append_jsonl, read_jsonl
 from recipes.training import run as training_run
 from scripts import launch
@@ -30,7 +30,7 @@ def quick_launch(arguments: list[str], log: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.argv = ["launch.py", *arguments]
-    launch.deepspeed_command = lambda run, ranks, *_: [str(ranks), str(free_port()), str(run.path)]
+    attempts.deepspeed_command = lambda run, ranks, *_: [str(ranks), str(free_port()), str(run.path)]
     supervise.subprocess, supervise.find = SimpleNamespace(Popen=Forked), find
     status = launch.main(arguments)
     sys.stdout.flush()

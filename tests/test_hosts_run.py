@@ -1,0 +1,250 @@
+"""Runs over ssh on two real hosts: undisturbed, stopped, with a rank that dies or hangs, with a host that is lost."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recipes.launching.ranks import SILENCE
+from recipes.spec.pages import ROOT
+from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from tests.machines import Hosts, without_hosts
+from tests.small import small
+from tests.test_launch import LAUNCH, processes_of, ranks_of
+
+HERE = pytest.mark.skipif(bool(without_hosts()), reason=without_hosts() or "two hosts can be made here")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    with Hosts(tmp_path_factory.mktemp("machines") / "two") as started:
+        yield started
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """Return a folder that a host can be made to lack, with the run's folder in it."""
+    (tmp_path / "shared").mkdir()
+    return RunFolder(tmp_path / "shared" / "run")
+
+
+def launch(two, run, *arguments, **options):
+    command = [*LAUNCH, "tiny", "full", "--output-dir", str(run.path), *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=two.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
+
+
+def ended(process, status=0):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == status, output
+    return output
+
+
+def overrides(recipe, **changes):
+    """Return the recipe of `tests.small` as words of the command line."""
+    fixed = {"precision": "fp32", "packing": "false", "logging_steps": 1, "wandb.mode": "disabled"}
+    fixed |= {"data.validation": "none", "data.metric": "loss", "gradient_checkpointing": "false"}
+    fixed |= {"model.path": recipe.model.path, "data.path": recipe.data.path, "deepspeed": recipe.deepspeed}
+    fixed |= {name: getattr(recipe, name) for name in ("learning_rate", "weight_decay", "max_steps", "save_steps")}
+    fixed |= {name: getattr(recipe, name) for name in ("global_batch_size", "micro_batch_size", "sequence_length")}
+    fixed |= {"schedule.kind": recipe.schedule.kind, "schedule.warmup": recipe.schedule.warmup}
+    return [f"{name}={value}" for name, value in (fixed | changes).items()]
+
+
+@HERE
+def test_two_hosts_train_what_two_ranks_on_one_host_train(two, shared, ranks, model_folder, conversations, tmp_path):
+    recipe = small(model_folder, conversations, "zero3.json")
+    one = RunFolder(tmp_path / "one")
+    write_recipe(one, recipe)
+    ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
+    output = ended(launch(two, shared, "--hostfile", two.hostfile(), *overrides(recipe)))
+    rows = [line for line in output.splitlines() if line.endswith("  shared")]
+    assert len(rows) == 2 and all("right" in row and "eth0" in row for row in rows), output
+    ours, theirs = ([(row["loss"], row["grad_norm"]) for row in read_jsonl(run.metrics)] for run in (shared, one))
+    assert len(ours) == recipe.max_steps and ours == theirs
+    assert read_json(shared.environment)["world_size"] == 2
+    assert f"'{two.addresses[1]}': [0]" in output  # DeepSpeed's own words: the second rank was there
+
+
+@HERE
+def test_a_host_that_cannot_take_part_is_named_and_nothing_starts(two, shared, tmp_path):
+    dead = f"{two.network}.9"
+    output = ended(launch(two, shared, "--hostfile", two.hostfile(hosts=[two.addresses[0], dead])), 2)
+    assert f"{dead}: not reachable" in output and not shared.path.exists()
+
+    name = metadata.distribution("deepspeed").locate_file("deepspeed-0.19.8.dist-info/METADATA")
+    other = tmp_path / "METADATA"
+    other.write_text(Path(name).read_text().replace("Version: 0.19.8", "Version: 0.18.0", 1))
+    changed = tmp_path / "tiny.py"
+    changed.write_text((ROOT / "recipes" / "tiny.py").read_text() + "\n")
+    inside = Path(sys.executable).is_relative_to(ROOT)
+    nowhere = "the environment stands at the same path" if inside else "another checkout or environment"
+    for before, hint in (
+        (f"mount --bind {other} {name}", "deepspeed 0.18.0"),
+        (f"mount --bind {changed} {ROOT}/recipes/tiny.py", "git pull"),
+        (f"mount -t tmpfs none {shared.path.parent}", "is another folder there"),
+        (f"mount -t tmpfs none {ROOT}", nowhere),
+    ):
+        two.change(1, before)
+        output = ended(launch(two, shared, "--hostfile", two.hostfile()), 2)
+        assert f"launch.py: {two.addresses[1]}: " in output and hint in output, output
+        assert not shared.path.exists() and not list(shared.path.parent.iterdir()) and not processes_of(shared)
+    two.change(1, "true")
+
+
+@HERE
+@pytest.mark.every
+def test_ctrl_c_writes_a_checkpoint_on_two_hosts_and_a_dead_rank_ends_both(two, shared, model_folder, conversations):
+    words = overrides(small(model_folder, conversations, "zero3.json", max_steps=400, save_steps=5))
+    process = launch(two, shared, "--hostfile", two.hostfile(), *words)
+    wait_for_step(process, shared, 6)
+    process.send_signal(signal.SIGINT)
+    output = ended(process)
+    stopped = read_json(shared.summary)
+    assert stopped["stopped"] and newest_checkpoint(shared).name == f"checkpoint-{stopped['steps']}", output
+    assert not processes_of(shared)
+    process = launch(two, shared, "--resume", "--hostfile", two.hostfile())
+    wait_for_step(process, shared, stopped["steps"] + 2)
+    rank_of(shared, 0).kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2) and not processes_of(shared)
+    assert f"rank 0 on {two.addresses[0]} was ended by SIGKILL; it said last:\n  | step " in output
+
+
+LONG = {"max_steps": 60, "save_steps": 10, "epochs": 99, "learning_rate": 1e-4}
+"""Changes of the recipe for a run in which something happens at step 35."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tmp_path_factory, model_folder, conversations):
+    """Return the last loss of the long run on two ranks of one host."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = RunFolder(folder / "run")
+    write_recipe(run, small(model_folder, conversations, "zero3.json", **LONG))
+    ranks.check(training_run.main, str(run.path), log=folder / "log")
+    return read_jsonl(run.metrics)[-1]["loss"]
+
+
+@HERE
+@pytest.mark.every
+def test_a_host_that_was_cut_off_is_named_and_the_others_go_on(two, shared, model_folder, conversations, undisturbed):
+    words = overrides(small(model_folder, conversations, "zero3.json", **LONG), epochs=99)
+    process = launch(two, shared, "--hostfile", two.hostfile(), "--max-restarts", 1, *words)
+    with mended(two, process):
+        wait_for_step(process, shared, 35)
+        other = rank_of(shared, 0)
+        two.cut(1)
+        assert psutil.wait_procs([other], timeout=30)[0]
+        output = ended(process)
+    lost = two.addresses[1]
+    (restart,) = read_jsonl(shared.restarts)
+    assert restart["cause"].startswith(f"{lost}: does not answer any more") and restart["cause"] in output
+    assert restart["ranks"] == 1 and restart["from_step"] >= 30 and f"going on without {lost}" in output
+    ends_as(undisturbed, shared)
+    wait_until_gone(shared, SILENCE + 10)
+
+
+@HERE
+@pytest.mark.every
+def test_a_host_that_is_back_takes_part_in_the_next_restart(two, shared, model_folder, conversations, undisturbed):
+    """It is the first one, which all ranks meet at: meanwhile they meet at the other, whatever was asked for."""
+    words = overrides(small(model_folder, conversations, "zero3.json", **LONG), epochs=99)
+    master = ["--master-addr", two.addresses[0]]
+    process = launch(two, shared, "--hostfile", two.hostfile(), "--max-restarts", 2, *master, *words)
+    with mended(two, process):
+        wait_for_step(process, shared, 15)
+        other = rank_of(shared, 1)
+        two.switch_off(0)
+        assert psutil.wait_procs([other], timeout=30)[0]
+        wait_until(process, shared.restarts.exists)
+        two.mend()
+        wait_until(process, lambda: ranks_of(shared))
+        wait_for_step(process, shared, 35)
+        rank_of(shared, 0).kill()
+        output = ended(process)
+    first, second = read_jsonl(shared.restarts)
+    assert (first["ranks"], second["ranks"]) == (1, 2), output
+    assert second["cause"].startswith(f"rank 0 on {two.addresses[1]} was ended by SIGKILL"), second
+    ends_as(undisturbed, shared)
+    assert not processes_of(shared)
+
+
+@HERE
+@pytest.mark.every
+def test_a_stopped_rank_ends_both_hosts_and_without_a_host_nothing_restarts(
+    two, shared, model_folder, conversations, tmp_path
+):
+    long = {**LONG, "max_steps": 2000, "hang_minutes": 0.3}
+    words = overrides(small(model_folder, conversations, "zero3.json", **long), epochs=9999, hang_minutes=0.3)
+    process = launch(two, shared, "--hostfile", two.hostfile(), *words)
+    with mended(two, process):
+        wait_for_step(process, shared, 15)
+        rank_of(shared, 1).suspend()
+        output, _ = process.communicate(timeout=0.3 * 60 + 30)
+        assert process.returncode not in (0, 2) and not processes_of(shared)
+        assert "no step ended for 0.3 minutes" in output and "rank 1 wrote none: stopped, or cut off" in output, output
+        process = launch(two, shared, "--resume", "--hostfile", two.hostfile(), "--max-restarts", 1)
+        wait_until(process, lambda: len(ranks_of(shared)) == 2)
+        for index in range(2):
+            two.switch_off(index)
+        assert f"nothing to restart on: {', '.join(two.addresses)} do not answer." in ended(process, 2)
+    assert not processes_of(shared)
+
+
+@HERE
+@pytest.mark.every
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(two, shared, model_folder, conversations):
+    words = overrides(small(model_folder, conversations, "zero3.json", **LONG | {"max_steps": 2000}), epochs=9999)
+    process = launch(two, shared, "--hostfile", two.hostfile(), *words)
+    wait_for_step(process, shared, 2)
+    process.kill()
+    process.communicate()
+    wait_until_gone(shared, 20)
+
+
+@contextlib.contextmanager
+def mended(two, process):
+    """End the launcher and mend the hosts, whatever happens."""
+    try:
+        yield
+    finally:
+        process.kill()
+        two.mend()
+
+
+def rank_of(run, number):
+    return next(rank for rank in ranks_of(run) if rank.environ()["RANK"] == str(number))
+
+
+def ends_as(undisturbed, run):
+    rows = read_jsonl(run.metrics)
+    assert [row["step"] for row in rows] == list(range(1, LONG["max_steps"] + 1))
+    assert rows[-1]["loss"] == pytest.approx(undisturbed, rel=1e-4)
+    assert (run.export / "model.safetensors").exists()
+
+
+def wait_until_gone(run, seconds):
+    """Wait for what a host ends by itself."""
+    deadline = time.monotonic() + seconds
+    while processes_of(run):
+        assert time.monotonic() < deadline, [process.cmdline() for process in processes_of(run)]
+        time.sleep(0.5)
+
+
+def wait_for_step(process, run, step):
+    wait_until(process, lambda: any(row["step"] >= step for row in read_jsonl(run.metrics)))
+
+
+def wait_until(process, reached):
+    deadline = time.monotonic() + 240
+    while not reached():
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.1)
