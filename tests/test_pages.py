@@ -51,10 +51,10 @@ def test_a_prediction_is_that_of_the_variant_on_the_fewest_gpus():
 
 
 def test_the_smallest_hardware_has_nothing_offloaded_and_the_next_smaller_does_not_do():
-    plan = index.least(pages.find("llama3-8b", "full"))
+    plan = index.least(pages.find("granite-8b", "full"))
     assert (plan.setup.world_size, plan.cluster.gpu.name) == (2, "H100")
     assert plan.setup.offload_optimizer == "none" and not plan.setup.bf16_states
-    alone = search(job(pages.find("llama3-8b", "full"), Cluster(find("H200"))))
+    alone = search(job(pages.find("granite-8b", "full"), Cluster(find("H200"))))
     assert alone.best is None or alone.best.recipe.deepspeed not in TIERS[0]
 
 
