@@ -43,6 +43,7 @@ def answered(words: list[str], cache: Path) -> dict[str, float]:
     start = time.perf_counter()
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)  # so that nobody waits for it again
     if status:
         raise RuntimeError(" ".join(command))
     seconds = time.perf_counter() - start
