@@ -20,7 +20,7 @@
     long_context  16 x 74  128 x 66
     dpo_lora      2 x 59   8 x 54
     pretrain      16 x 56  64 x 51
-    expert        -        -
+    expert        16 x 74  -
 
     python scripts/launch.py mixtral-8x7b lora
     python scripts/launch.py mixtral-8x22b lora data.path=FILE.jsonl lora.rank=8 epochs=2  # your own data

@@ -20,7 +20,7 @@
     long_context  16 x 60  256 x 66
     dpo_lora      2 x 45   16 x 51
     pretrain      8 x 67   64 x 74
-    expert        16 x 62  -
+    expert        16 x 50  -
 
     python scripts/launch.py qwen3_moe-30b-a3b lora
     python scripts/launch.py qwen3_moe-30b-a3b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl  # your data

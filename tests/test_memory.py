@@ -167,6 +167,17 @@ def test_parallel_ranks_share_what_they_split():
     assert tensor.parts["parameters"] < worst["loss"].parts["parameters"] / 4
 
 
+def test_experts_are_spread_before_they_reach_a_gpu():
+    loading = {
+        ranks: planned("qwen3_moe-30b-a3b", "expert", 8, layout=Layout(expert=ranks)).moments[0] for ranks in (1, 8)
+    }
+    assert [moment.moment for moment in loading.values()] == ["loading", "loading"]
+    mixture = anatomy_of("qwen3_moe", "30b-a3b")
+    routed = 2 * sum(layer.routed for layer in mixture.layers)
+    saved = loading[1].parts["parameters"] - loading[8].parts["parameters"]
+    assert saved == pytest.approx(routed * 7 / 8)
+
+
 def test_the_file_says_what_the_trainer_will_do():
     recipe = pages.find("llama3-8b", "full_offload")
     config = json.loads((pages.ROOT / "configs" / recipe.deepspeed).read_text())

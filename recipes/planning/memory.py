@@ -169,7 +169,9 @@ def _loaded(part: Part, setup: Setup) -> tuple[dict[str, float]]:
     """Return what is there once the weights are: under ZeRO-3 they are sharded one by one, but for 4-bit ones."""
     weights = loaded_bytes(part, setup)
     if setup.stage < 3 or setup.quantized:
-        return ({"parameters": weights},)
+        # Experts are spread on the host, before the rest goes to the GPU (deepspeed, engine.py, __init__).
+        elsewhere = part.routed * (1 - 1 / setup.layout.expert)
+        return ({"parameters": weights - WIDTH[setup.precision] * elsewhere},)
     # zero.Init puts shards that are offloaded where they will be (deepspeed, partition_parameters.py, remote_device).
     held = 0.0 if setup.offload_parameters != "none" else weights / setup.zero_ranks
     return ({"parameters": held, "live_parameters": WIDTH[setup.precision] * part.largest},)
