@@ -159,9 +159,9 @@ soon() {{
     srun --overlap --ntasks-per-node=1 {python} -m recipes.launching.ranks signal 15 {run}
 }}
 trap soon USR1
-trap : TERM  # on preemption the ranks get it too, and have KillWait seconds to write a checkpoint; SLURM queues again
-
 left={asked.restarts}
+trap 'left=0' TERM  # on preemption the ranks get it too, and have KillWait seconds for a checkpoint; SLURM queues again
+
 while :; do
     # {WAIT} s after the first node has ended SLURM ends the others: not at once, so that all can say why.
     srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait={WAIT} {python} -m recipes.launching.node {run} \\
