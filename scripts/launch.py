@@ -155,9 +155,9 @@ def run(options: argparse.Namespace) -> int:
     pool = hosts_of(options)
     job = cluster.job_of(options, recipe)
     ranks = (pool or job).ranks if pool or job else rank_count(options.gpus, gpus)
-    machine = forecast.machine(ranks) if gpus and not (pool or job) else None
+    machines = machines_of(pool, ranks) if gpus and not job else None
     if recipe.deepspeed == forecast.AUTO:
-        recipe = chosen(recipe, page, [change.partition("=")[0] for change in options.overrides], machine)
+        recipe = chosen(recipe, page, [change.partition("=")[0] for change in options.overrides], machines)
 
     recipe = preflight.locate(recipe, kubernetes.MOUNT if options.kubernetes else None)
     checks.check_config(recipe, ranks)
@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
     restarts.check(recipe, options.max_restarts)
     preflight.check_data(recipe)
     plan = None
-    if machine and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), machine)):
+    if machines and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), machines)):
         print(forecast.line(plan), flush=True)
 
     folder = folder or run_folder.new(recipe, options.output_dir)
@@ -188,20 +188,28 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def chosen(recipe: Recipe, page: Recipe, given: list[str], machine: Cluster | None) -> Recipe:
-    """Return the recipe with what the planner chooses for this machine's GPUs, or its page's file without any.
+def chosen(recipe: Recipe, page: Recipe, given: list[str], machines: Cluster | None) -> Recipe:
+    """Return the recipe with what the planner chooses for these GPUs, or its page's file without any.
 
     Raises:
         UserError: nothing fits.
     """
     recipe = replace(recipe, deepspeed=page.deepspeed)
-    if machine is None or recipe.draft.enabled:
+    if machines is None or recipe.draft.enabled:
         print(f"deepspeed=auto: the planner knows GPUs only; taking the recipe's own {page.deepspeed}", flush=True)
         return recipe
     located = preflight.with_dimensions(preflight.locate(recipe))
-    best = forecast.choose(located, given, machine)
+    best = forecast.choose(located, given, machines)
     print(f"deepspeed=auto: {' '.join(report.changes(located, best)) or best.deepspeed}", flush=True)
     return replace(best, model=recipe.model)
+
+
+def machines_of(pool: hosts.Pool | None, ranks: int) -> Cluster | None:
+    """Return what the planner is asked about: this machine, or hosts like it; None: without GPUs, or not all alike."""
+    if pool is None:
+        return forecast.machines(ranks)
+    equal = pool.ranks == pool.widest * len(pool.hosts)
+    return forecast.machines(pool.widest, len(pool.hosts)) if equal else None
 
 
 def hosts_of(options: argparse.Namespace) -> hosts.Pool | None:

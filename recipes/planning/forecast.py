@@ -18,10 +18,10 @@ AUTO = "auto"
 """As `deepspeed`: the planner chooses file, layout, micro-batch and checkpointing."""
 
 
-def machine(ranks: int) -> Cluster | None:
-    """Return this machine with so many of its GPUs; None where there are none."""
+def machines(gpus: int, nodes: int = 1) -> Cluster | None:
+    """Return so many machines like this one, with so many GPUs each; None where it has none."""
     here = this_machine()
-    return here and replace(here, gpus_per_node=ranks)
+    return here and replace(here, gpus_per_node=gpus, nodes=nodes)
 
 
 def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster) -> Recipe:
