@@ -39,11 +39,15 @@ def answer(folder: Path, adapter: Path | None, prompt: str, max_new_tokens: int)
     """Return the answer of the model in `folder` to one question.
 
     Raises:
-        UserError: a folder that does not exist or holds no model.
+        UserError: a folder that does not exist or holds no model, or an answer of no tokens.
     """
     for place in filter(None, (folder, adapter)):
         if not place.is_dir():
             raise UserError(f"{place}: no such folder; a run's model is in its export/.")
+        if not any((place / name).exists() for name in ("config.json", "adapter_config.json")):
+            raise UserError(f"{place}: holds neither a model nor an adapter; a run's model is in its export/.")
+    if max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {max_new_tokens}: must be at least 1.")
     import torch
     import transformers
 

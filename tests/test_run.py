@@ -141,6 +141,17 @@ def test_lora_gives_an_adapter_and_on_request_the_merged_model(ranks, tmp_path, 
     assert "not empty" in capsys.readouterr().err
 
 
+def test_a_question_to_what_is_no_model_is_answered_with_where_it_is(tmp_path, capsys):
+    (tmp_path / "export").mkdir()
+    for words, said in (
+        ([str(tmp_path), "Ada?"], "neither a model nor an adapter; a run's model is in its export/"),
+        ([str(tmp_path / "nowhere"), "Ada?"], "no such folder"),
+        ([pages.find("tiny", "full").model.path, "Ada?", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at"),
+    ):
+        assert generate_script.main(words) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_dpo_raises_the_share_of_pairs_ranked_rightly(ranks, tmp_path, samples):
     run, screen = train(ranks, tmp_path, samples, "dpo_lora", max_steps=20, eval_steps=None, global_batch_size=8)
     summary = read_json(run.summary)
