@@ -12,6 +12,7 @@ its exit status on. Ctrl-C or SIGTERM writes a checkpoint and ends the run; `--r
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -99,7 +100,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft", action="store_true", help="train a shrunken, random model of the same class")
     parser.add_argument("--no-plan", action="store_true", help="start what the planner says does not fit on the GPUs")
     parser.add_argument("--dry-run", action="store_true", help="show recipe and command, write and start nothing")
-    return parser.parse_intermixed_args(arguments)
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:  # the value may be a credential, the name is none
+        name = unknown[0].partition("=")[0]
+        key = f"a key of the recipe is written {name.lstrip('-')}=VALUE"
+        parser.exit(2, f"launch.py: {name}: no such option; {key}. launch.py --help lists both.\n")
+    return options
 
 
 def key_help() -> str:
@@ -239,4 +245,8 @@ NEEDS = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

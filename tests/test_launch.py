@@ -140,6 +140,14 @@ def test_list_is_quick_and_imports_no_torch():
     assert "llama3: " in text and "llama3: llama3" not in text and "  sizes         1b, 3b, 8b, 70b" in text
 
 
+def test_a_reader_who_has_seen_enough_gets_no_traceback():
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([*LAUNCH, "--list"], stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_dry_run_writes_nothing(tmp_path):
     done = launch("tiny", "lora", "--dry-run", "--output-dir", tmp_path / "run", "lora.rank=8", "learning_rate=2e-3")
     assert done.returncode == 0, done.stderr
@@ -161,6 +169,7 @@ MISTAKES = {
     "variant": (["tiny", "ful"], "full"),
     "nothing": ([], "--list"),
     "key": (["tiny", "full", "learning_rat=1"], "learning_rate"),
+    "another launcher's option": (["tiny", "full", "--learning_rate", "1e-4"], "learning_rate=VALUE"),
     "foreign key": (["tiny", "full", "per_device_train_batch_size=4"], "micro_batch_size"),
     "not an override": (["tiny", "full", "fast"], "key=value"),
     "type": (["tiny", "full", "epochs=many"], "epochs=many"),
