@@ -73,6 +73,13 @@ def test_a_size_that_does_not_exist_is_answered_with_the_nearest():
         pages.find("llama3-7b", "lora")
     with pytest.raises(UserError, match="unknown variant of mixtral 'qlora'; did you mean 'lora'"):
         pages.find("mixtral-8x7b", "qlora")
+    for wrong, right in (("dpo", "dpo_lora"), ("LoRA", "lora"), ("offload", "full_offload")):
+        with pytest.raises(UserError, match=f"'{wrong}'; did you mean '{right}'"):
+            pages.find("llama3-8b", wrong)
+    with pytest.raises(UserError, match="variant of llama3 'sft'; there are: full, lora"):
+        pages.find("llama3-8b", "sft")
+    with pytest.raises(UserError, match=r"model\.path=Qwen/Qwen3-8B, with the recipe of a model like it"):
+        pages.find("Qwen/Qwen3-8B", "lora")
 
 
 @pytest.mark.parametrize(("family", "size", "variant"), VARIANTS)

@@ -58,6 +58,11 @@ def find(recipe: str, variant: str) -> Recipe:
         UserError: unknown family, size or variant, with the nearest right one.
     """
     # A size may hold dashes (`30b-a3b`), a family never does.
+    if "/" in recipe:
+        raise UserError(
+            f"unknown recipe {recipe!r}: a Hub id or a path is given as launch.py's model.path={recipe}, with the "
+            "recipe of a model like it (launch.py --list)."
+        )
     family, _, size = recipe.partition("-")
     module = known_page(family)
     if not size:
@@ -97,6 +102,7 @@ def _names(family: str, module: ModuleType) -> str:
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown {what} {name!r}; {hint}There are: {', '.join(known)}. (launch.py --list)"
+    close = [difflib.get_close_matches(name.lower(), known, n=1, cutoff=cutoff) for cutoff in (0.8, 0.5)]
+    near = close[0] or [other for other in known if name.lower() in other.split("_")] or close[1]  # dpo_lora, not dora
+    hint = f"did you mean {near[0]!r}? There" if near else "there"
+    return f"unknown {what} {name!r}; {hint} are: {', '.join(known)}. (launch.py --list)"
