@@ -1,7 +1,8 @@
 """Turn a template into a JSON that plain deepspeed.initialize loads: every "auto" becomes a number.
 
 python scripts/resolve_config.py zero3.json --model path/to/config.json --world-size 8 micro_batch_size=2
-Costs no GPU and imports neither torch nor DeepSpeed.
+What is not given is TrainingArguments' default: precision=fp32, micro_batch_size=1, learning_rate=5e-5 ...; of the
+model only the hidden size counts. Costs no GPU and imports neither torch nor DeepSpeed.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("template", help="a file in configs/, or a path")
     parser.add_argument("--model", help="RECIPE-SIZE, a config.json, or its folder")
     parser.add_argument("--world-size", type=int, default=1, help="number of ranks (default 1)")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help=", ".join([*NAMES, GLOBAL]))
+    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help=", ".join([*NAMES, GLOBAL]))
     arguments = parser.parse_intermixed_args(words)
     try:
         template = read(find(arguments.template)).value
