@@ -79,7 +79,9 @@ def parser() -> argparse.ArgumentParser:
         prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument("model", help="RECIPE[-SIZE], a Hub id, or a path to a config.json or its folder")
-    result.add_argument("overrides", nargs="*", metavar="key=value", help="change the recipe, as in launch.py")
+    result.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="change the recipe, as in launch.py"
+    )
     result.add_argument("--method", default="full", help="full (default), lora or qlora")
     result.add_argument("--gpus", type=int, metavar="N", help="GPUs of one node")
     result.add_argument("--nodes", type=int, default=1, metavar="M", help="nodes (default 1)")
