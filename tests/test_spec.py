@@ -42,6 +42,13 @@ def test_foreign_names_lead_to_keys_that_exist(full):
             overrides.apply(full, [f"{foreign}=1"])
 
 
+def test_foreign_names_lead_to_options_that_exist(full):
+    for foreign, ours in overrides.FOREIGN_OPTIONS.items():
+        assert f'"{ours}"' in (pages.ROOT / "scripts" / "launch.py").read_text(encoding="utf-8")
+        with pytest.raises(UserError, match=f"launch.py's option {ours}"):
+            overrides.apply(full, [f"{foreign}=1"])
+
+
 def test_values_get_the_types_of_their_fields(full):
     changed = overrides.apply(
         full, ["learning_rate=5e-5", "max_steps=7", "packing=no", "lora.rank=32", "precision=bf16", "max_steps=8"]

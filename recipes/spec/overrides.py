@@ -44,6 +44,10 @@ FOREIGN_NAMES = {
     "dataset_name": "data.path",
     "datasets": "data.path",
     "data_path": "data.path",
+    "eval_dataset": "data.validation",
+    "test_datasets": "data.validation",
+    "val_size": "data.validation_share",
+    "val_set_size": "data.validation_share",
     "lora_r": "lora.rank",
     "lora_rank": "lora.rank",
     "lora.r": "lora.rank",
@@ -66,6 +70,7 @@ FOREIGN_NAMES = {
     "beta": "dpo.beta",
     "pref_beta": "dpo.beta",
     "ds_config": "deepspeed",
+    "zero_stage": "deepspeed",
     "tensor_parallel_size": "layout.tensor",
     "autotp_size": "layout.tensor",
     "pipeline_parallel_size": "layout.pipeline",
@@ -88,6 +93,16 @@ FOREIGN_NAMES = {
     "selective_checkpointing": "gradient_checkpointing",
     "recompute_granularity": "gradient_checkpointing",
 }
+
+FOREIGN_OPTIONS = {
+    "output_dir": "--output-dir",
+    "resume_from_checkpoint": "--resume",
+    "num_processes": "--gpus",
+    "nproc_per_node": "--gpus",
+    "num_machines": "--nodes",
+    "nnodes": "--nodes",
+}
+"""What is an option of launch.py, and a value of the recipe or of the launcher elsewhere."""
 
 # A recipe's identity is chosen by its name on the command line, not by an override.
 _IDENTITY = {"family", "size", "variant", "method", "model.config", "model.parameters", "draft.enabled"}
@@ -181,6 +196,8 @@ def _unknown(key: str, known: list[str]) -> str:
         ours = FOREIGN_NAMES[key]
         meaning = " (sequences per optimizer step over the whole world)" if ours == "global_batch_size" else ""
         return f"unknown key {key!r}: here it is {ours!r}{meaning}."
+    if key in FOREIGN_OPTIONS:
+        return f"unknown key {key!r}: here it is launch.py's option {FOREIGN_OPTIONS[key]}."
     if key in _IDENTITY:
         return f"{key!r} cannot be overridden: choose it by the recipe's name (launch.py --list)."
     short = {name.rpartition(".")[2]: name for name in known}
