@@ -1,6 +1,7 @@
 """What can be known to be wrong before a process is started: standard library only, so it costs milliseconds."""
 
 import contextlib
+import difflib
 import shutil
 from dataclasses import replace
 from itertools import islice
@@ -63,7 +64,9 @@ def _local(key: str, path: str, elsewhere: str | None, *folders: Path) -> str:
 
 def _nearest(path: str, folders: tuple[Path, ...]) -> str:
     names = sorted(file.name for folder in folders for file in folder.glob("*.json"))
-    return f" In configs/ there are: {', '.join(names)}." if names else ""
+    near = difflib.get_close_matches(f"{path.removesuffix('.json')}.json", names, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{hint} In configs/ there are: {', '.join(names)}." if names else ""
 
 
 def key_value_heads(heads: int, shared: int) -> int:
