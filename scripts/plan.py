@@ -225,7 +225,8 @@ def launch_script(job: Job, plan: Plan, folder: Path) -> str:
         template = folder / recipe.deepspeed
         write_json(template, plan.config)
         recipe = replace(recipe, deepspeed=str(template))
-    lines = ["#!/bin/sh", f"# {plan.setup.world_size} GPUs. {report.why(job, plan)}"]
+    ranks = plan.setup.world_size
+    lines = ["#!/bin/sh", f"# {ranks} GPU{'s' * (ranks > 1)}. {report.why(job, plan)}"]
     start = report.command(recipe, job.cluster)
     if job.cluster.nodes > 1:
         lines += [
