@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from recipes.zero_config.lint import ask_deepspeed, describe, fix, judge  # noqa: E402
-from recipes.zero_config.read import Document, Unreadable, read  # noqa: E402
+from recipes.zero_config.read import Document, Unreadable, located, read  # noqa: E402
 from recipes.zero_config.resolve import Numbers, Unresolvable, hidden_size, resolve  # noqa: E402
 from recipes.zero_config.rule import Facts, Finding, model_config  # noqa: E402
 
@@ -82,7 +82,7 @@ def known(arguments: argparse.Namespace) -> Facts:
 def check(file: str, facts: Facts, arguments: argparse.Namespace) -> dict:
     """Judge one file, print what there is to say, and return it as data."""
     try:
-        document = read(file)
+        document = read(located(file))
         if arguments.fix:
             document = repair(file, document, facts, arguments)
     except Unreadable as error:

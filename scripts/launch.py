@@ -43,8 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.list:
             print(listing(options.json))
             return 0
-        if not options.recipe or not options.variant:
+        if not options.recipe:
             raise UserError("name a recipe and a variant, e.g. `launch.py tiny full`; `launch.py --list` shows all.")
+        if not options.variant:
+            raise UserError(pages.choices(options.recipe))
         return run(options)
     except UserError as error:
         print(f"launch.py: {error}", file=sys.stderr)

@@ -138,7 +138,7 @@ def asked(arguments: argparse.Namespace) -> Job:
     if "model.path" in keys:
         raise UserError("model.path=...: the model is the first word, a Hub id or the path to its config.json.")
     changed = overrides.apply(recipe, changes)
-    models.check_length(changed)
+    limits.check_length(changed)
     if (method := report.method_of(changed)) != arguments.method:
         raise UserError(f"--method {arguments.method}: what you set makes it {method}; write --method {method}.")
     check_layout(changed, hardware, keys)

@@ -16,9 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from recipes.zero_config.read import Unreadable, read  # noqa: E402
+from recipes.zero_config.lint import describe, judge  # noqa: E402
+from recipes.zero_config.read import SHIPPED, Document, Unreadable, located, read  # noqa: E402
 from recipes.zero_config.resolve import Numbers, Unresolvable, dumps, hidden_size, resolve  # noqa: E402
-from recipes.zero_config.rule import model_config  # noqa: E402
+from recipes.zero_config.rule import Facts, model_config  # noqa: E402
 
 # The command line's names (as in recipes) -> the fields of Numbers.
 NAMES = {
@@ -55,9 +56,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help=", ".join([*NAMES, GLOBAL]))
     arguments = parser.parse_intermixed_args(words)
     try:
-        template = read(find(arguments.template)).value
-        numbers = gather(arguments)
-        print(dumps(resolve(template, numbers)), end="")
+        document = read(find(arguments.template))
+        if wrong := objections(document, arguments.template):
+            return fail(1, wrong)
+        print(dumps(resolve(document.value, gather(arguments))), end="")
     except Unreadable as error:
         return fail(2, f"{arguments.template}:{error.line}:{error.column}: {error.what}")
     except Mistake as error:
@@ -69,16 +71,20 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def find(name: str) -> Path:
     """Return the template at a path, or of that name in configs/. Raises Mistake with the nearest name."""
-    path = Path(name)
-    shipped = ROOT / "configs" / (name if name.endswith(".json") else f"{name}.json")
-    if path.is_file() or not shipped.is_file():
-        if not path.exists():
-            known = sorted(file.name for file in (ROOT / "configs").glob("*.json"))
-            near = difflib.get_close_matches(name.removesuffix(".json") + ".json", known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; shipped are {', '.join(known)}"
-            raise Mistake(f"{name}: there is no such file{hint}")
-        return path
-    return shipped
+    path = located(name)
+    if not path.exists():
+        known = sorted(file.name for file in SHIPPED.glob("*.json"))
+        near = difflib.get_close_matches(name.removesuffix(".json") + ".json", known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; shipped are {', '.join(known)}"
+        raise Mistake(f"{name}: there is no such file{hint}")
+    return path
+
+
+def objections(document: Document, name: str) -> str | None:
+    """Return the linter's first error and how many more there are; None where there is none."""
+    errors = [describe(found, name) for found in judge(document, Facts()) if found.severity == "error"]
+    more = f"\n({len(errors) - 1} more; check_config.py shows them)" if len(errors) > 1 else ""
+    return errors[0] + more if errors else None
 
 
 def gather(arguments: argparse.Namespace) -> Numbers:

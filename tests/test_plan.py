@@ -225,6 +225,13 @@ MISTAKES = {
 }
 
 
+def test_a_config_of_another_name_is_not_taken_for_its_folders(tmp_path, config_json, capsys):
+    other = tmp_path / "other.json"
+    other.write_text(Path(config_json()).read_text())
+    assert plan.main([str(other), *EIGHT]) == 2
+    assert "other.json: a model is a folder with a config.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", MISTAKES, ids=lambda words: " ".join(words))
 def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -3,11 +3,13 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from recipes.zero_config.resolve import NEVER, Numbers, Unresolvable, dumps, hidden_size, resolve
 from recipes.zero_config.rules.kinds import FILLED
+from scripts import resolve_config
 from tests.launching import ROOT
 from tests.test_configs_run import LIBAIO, RUN
 
@@ -101,6 +103,14 @@ def test_every_key_that_the_trainer_fills_is_filled():
 def test_what_does_not_fit_is_said(config: dict, numbers: Numbers, words: str):
     with pytest.raises(Unresolvable, match=words):
         resolve(config, numbers)
+
+
+def test_what_the_linter_refuses_is_not_resolved(tmp_path: Path, capsys: pytest.CaptureFixture):
+    template = tmp_path / "template.json"
+    template.write_text('{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 5}}')
+    assert resolve_config.main([str(template)]) == 1
+    shown = capsys.readouterr()
+    assert "zero_optimization.stage" in shown.err and not shown.out
 
 
 def test_infinity_is_written_as_a_number():

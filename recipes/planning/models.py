@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from recipes.planning.trace import anatomy
 from recipes.spec import pages
 from recipes.spec.errors import UserError, first_line
+from recipes.spec.limits import positions
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import read_json
 
@@ -133,21 +133,6 @@ def _check_heads(config: Mapping[str, Any], name: str) -> None:
         raise UserError(f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}.")
 
 
-def check_length(recipe: Recipe) -> None:
-    """Refuse rows that are longer than what the model has positions for.
-
-    Raises:
-        UserError: names the length and the most there is.
-    """
-    most = _positions(recipe.model.config)
-    if recipe.sequence_length > most:
-        raise UserError(f"--sequence-length {recipe.sequence_length}: the model has {most:,} positions.")
-
-
-def _positions(config: Mapping[str, Any]) -> float:
-    return config.get("max_position_embeddings") or config.get("n_positions") or math.inf
-
-
 def stand_in(name: str, config: Mapping[str, Any], method: str) -> Recipe:
     """Return a recipe for a model without a page: of the same architecture if there is one, and as near in size.
 
@@ -158,10 +143,12 @@ def stand_in(name: str, config: Mapping[str, Any], method: str) -> Recipe:
     chosen = [pages.find(f"{family}-{size}", method) for family, size in _pages_for(inner["model_type"], method)]
     recipe = min(chosen, key=lambda recipe: abs(recipe.model.parameters - parameters))
     path = Path(name).expanduser()
+    if path.is_file() and path.name != "config.json":
+        raise UserError(f"{name}: a model is a folder with a config.json; give this file that name, in one of its own.")
     folder = path.parent if path.is_file() else path
     where = str(folder) if path.exists() else name
     model = replace(recipe.model, path=where, parameters=parameters, config=dict(inner))
-    return replace(recipe, model=model, sequence_length=min(recipe.sequence_length, _positions(inner)))
+    return replace(recipe, model=model, sequence_length=min(recipe.sequence_length, positions(inner)))
 
 
 def _pages_for(model_type: str, method: str) -> list[tuple[str, str]]:

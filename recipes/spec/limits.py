@@ -62,12 +62,29 @@ def check(recipe: Recipe, world_size: int, sharding: Sharding) -> None:
         sharding: of the recipe's DeepSpeed file.
 
     Raises:
-        UserError: the layout's sizes, the one reason why not, and the nearest that run.
+        UserError: the layout's sizes, the one reason why not, and the nearest that run; or rows that are too long.
     """
+    check_length(recipe)
     why = limit(recipe, world_size, sharding)
     if why:
         raise UserError(f"{written(recipe.layout)}: {why}; use {' or '.join(ways_out(recipe, world_size, sharding))}.")
     gradient_accumulation_steps(recipe, world_size)
+
+
+def check_length(recipe: Recipe) -> None:
+    """Refuse rows that are longer than what the model has positions for.
+
+    Raises:
+        UserError: names the length and the most there is.
+    """
+    most = positions(recipe.model.config)
+    if recipe.sequence_length > most:
+        raise UserError(f"sequence_length={recipe.sequence_length}: the model has {most:,} positions, write no more.")
+
+
+def positions(config: Mapping[str, Any]) -> float:
+    """Return how many tokens of a row a model can tell apart; infinity where its config does not say."""
+    return config.get("max_position_embeddings") or config.get("n_positions") or math.inf
 
 
 def limit(recipe: Recipe, world_size: int, sharding: Sharding) -> str | None:

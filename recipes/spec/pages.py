@@ -76,6 +76,17 @@ def find(recipe: str, variant: str) -> Recipe:
     return getattr(module, variant)(size)
 
 
+def choices(recipe: str) -> str:
+    """Return what there is to choose from of the family that a person has named, as a sentence.
+
+    Raises:
+        UserError: there is no such family.
+    """
+    family = recipe.partition("-")[0]
+    module = known_page(family)
+    return f"{recipe}: name a variant too: {', '.join(variants(module))}. Sizes: {_names(family, module)}."
+
+
 def listing() -> list[Recipe]:
     """Return every recipe there is: each variant of each size of each family, in the order of the pages."""
     return [

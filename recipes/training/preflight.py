@@ -30,7 +30,7 @@ def locate(recipe: Recipe, elsewhere: str | None = None) -> Recipe:
     a folder of another machine's.
 
     Raises:
-        UserError: a file that does not exist.
+        UserError: a file that does not exist, or a folder that holds no model.
     """
     data = replace(
         recipe.data,
@@ -38,6 +38,11 @@ def locate(recipe: Recipe, elsewhere: str | None = None) -> Recipe:
         validation=recipe.data.validation and _each_local("data.validation", recipe.data.validation, elsewhere),
     )
     model = replace(recipe.model, path=_local("model.path", recipe.model.path, elsewhere))
+    if Path(model.path).exists() and not Path(model.path, "config.json").is_file():
+        raise UserError(
+            f"model.path={recipe.model.path}: no config.json in it. It has to be a Hugging Face folder; of a run of "
+            "yours take its export/, and of an adapter what export.py --merge makes."
+        )
     if model.chat_template not in ("auto", "chatml"):
         model = replace(model, chat_template=_local("model.chat_template", model.chat_template, elsewhere))
     deepspeed = _local("deepspeed", recipe.deepspeed, None, ROOT / "configs")
@@ -108,6 +113,8 @@ def check_data(recipe: Recipe) -> None:
     _check_options(recipe)
     for path in (recipe.data.path, recipe.data.validation):
         for name in names(path):
+            if Path(name).is_dir() and not any(file.suffix in files.SUFFIXES for file in Path(name).rglob("*")):
+                raise UserError(f"{name}: no data file in it, in any folder below ({', '.join(files.SUFFIXES)}).")
             if Path(name).is_file() and Path(name).suffix not in files.COLUMNAR:
                 most = STREAMED if recipe.data.streaming and path == recipe.data.path else None
                 check_file(Path(name), recipe.method, recipe.data.form, most)

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 MAX_DEPTH = 64  # the deepest real config has six levels
 MAX_BYTES = 4 * 1024 * 1024  # the largest real config is under 10 kB; more is not a config
 
@@ -55,6 +56,12 @@ class Document:
     places: dict[Key, tuple[int, int]]
     """Line and column (from 1) of each key, or of each list item."""
     problems: tuple[Problem, ...]
+
+
+def located(name: str) -> Path:
+    """Return the file at a path or, where there is none, the one of that name in configs/, with or without .json."""
+    shipped = SHIPPED / (name if name.endswith(".json") else f"{name}.json")
+    return shipped if shipped.is_file() and not Path(name).exists() else Path(name)
 
 
 def read(path: str | Path) -> Document:
