@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--gpus",
         type=int,
         metavar="N",
-        help="ranks per machine (default: all GPUs; without GPUs 2 CPU ranks)",
+        help="ranks per machine (default: all GPUs; without GPUs 2 CPU ranks; with --kubernetes 1)",
     )
     several = parser.add_argument_group("several machines (scripts/README.md)")
     several.add_argument("--hostfile", type=Path, metavar="F", help="DeepSpeed's: one `name slots=N` per line")

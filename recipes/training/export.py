@@ -211,6 +211,8 @@ def write(source: Path, output: Path, merge: bool) -> str:
         raise UserError(f"--output {output}: exists and is not empty; choose a new folder.")
     is_adapter = (source / ADAPTER).exists()
     if not is_adapter and not list(source.glob("*.safetensors")):
+        if list(source.glob("checkpoint-*")):
+            raise UserError(f"{source}: no model, but checkpoints; name one of them, or the run's folder.")
         raise UserError(
             f"{source}: no .safetensors file. A ZeRO-3 checkpoint has one when the DeepSpeed config says\n"
             '"stage3_gather_16bit_weights_on_model_save": true.'
