@@ -152,6 +152,13 @@ def test_a_question_to_what_is_no_model_is_answered_with_where_it_is(tmp_path, c
         assert said in capsys.readouterr().err
 
 
+def test_what_is_to_be_exported_is_one_model(tmp_path, capsys):
+    (tmp_path / "checkpoint-3").mkdir()
+    for source, said in ((tmp_path, "name one of them"), (tmp_path / "checkpoint-3", "no .safetensors file")):
+        assert export_script.main([str(source), "--output", str(tmp_path / "out")]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_dpo_raises_the_share_of_pairs_ranked_rightly(ranks, tmp_path, samples):
     run, screen = train(ranks, tmp_path, samples, "dpo_lora", max_steps=20, eval_steps=None, global_batch_size=8)
     summary = read_json(run.summary)
