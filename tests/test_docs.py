@@ -74,7 +74,9 @@ def test_documented_commands_are_accepted(page, command, tmp_path, capsys):
         if any(word.isupper() for word in arguments):
             return  # a form, not a command: RECIPE[-SIZE] VARIANT
         arguments = [re.sub(r"(?<==)[A-Z_]+\w*(\.jsonl)?$", lambda form: EXAMPLES[form[0]], word) for word in arguments]
-        assert launch.main([*arguments, "--dry-run"]) == 0, capsys.readouterr().err
+        # The model that stands for a reader's own has fewer positions than theirs.
+        short = ["sequence_length=512"] if f"model.path={EXAMPLES['MODEL']}" in arguments else []
+        assert launch.main([*arguments, *short, "--dry-run"]) == 0, capsys.readouterr().err
         return
     if name == "plan.py":
         config = tmp_path / "config.json"

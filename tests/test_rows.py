@@ -229,6 +229,7 @@ def test_several_paths_are_located_one_by_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text(line(messages=SHORT))
     (tmp_path / "template.jinja").write_text("")
+    (tmp_path / "config.json").write_text("{}")
     recipe = small(tmp_path, "a.jsonl, someone/data")
     recipe = replace(recipe, model=replace(recipe.model, chat_template="template.jinja"))
     found = preflight.locate(recipe)

@@ -79,7 +79,9 @@ def check_length(recipe: Recipe) -> None:
     """
     most = positions(recipe.model.config)
     if recipe.sequence_length > most:
-        raise UserError(f"sequence_length={recipe.sequence_length}: the model has {most:,} positions, write no more.")
+        raise UserError(
+            f"sequence_length={recipe.sequence_length}: the model has {most:,} positions; set sequence_length={most}."
+        )
 
 
 def positions(config: Mapping[str, Any]) -> float:
