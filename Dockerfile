@@ -1,5 +1,5 @@
 # docker build -t deepspeed-recipes .
-# CUDA has to be the one that the pinned torch is built with, or DeepSpeed's ops do not compile.
+# CUDA has to be the version that the pinned torch is built with; otherwise DeepSpeed's ops do not compile.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 RUN apt-get update && apt-get install -y --no-install-recommends \
@@ -8,9 +8,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
 
 WORKDIR /workspace
 COPY constraints.txt .
-RUN python3 -m venv .venv && .venv/bin/pip install --no-cache-dir -r constraints.txt
+RUN python3 -m venv .venv && .venv/bin/python -m pip install --no-cache-dir -r constraints.txt
 ENV PATH=/workspace/.venv/bin:$PATH PYTHONPATH=/workspace TORCH_EXTENSIONS_DIR=/workspace/.venv/torch_extensions
 
 COPY . .
-# The ops that need no GPU to compile; the first run compiles the others.
-RUN DS_ACCELERATOR=cpu python -m recipes.training.ops
+# What CPU ranks need; a run compiles what it needs on GPUs, where they are.
+RUN DS_ACCELERATOR=cpu python -m recipes.machine.ops

@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | check.   VENV=DIR uses an existing environment instead of making .venv.
+# make install | demo | quick | test | test-all | check | docs | wheel.   VENV=DIR uses an existing environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -6,33 +6,54 @@ VENV := $(ROOT).venv
 PREPARE := $(VENV)/.installed
 endif
 PYTHON := $(VENV)/bin/python
+# Python compiles what it imports, when it imports it; pip would compile all of it, for half a minute.
+PIP = $(PYTHON) -m pip install --quiet --no-compile --disable-pip-version-check
+ARGS =
 
-.PHONY: help install demo test test-all check
+.PHONY: help install demo quick test test-all check docs wheel
 help:
-	@echo "make install   make .venv with the pinned stack and build DeepSpeed's CPU ops once"
+	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
+	@echo "make quick     the tests that start neither ranks nor servers"
 	@echo "make test      the test suite, with a choice from the large matrices"
-	@echo "make test-all  the same, with every variant and every way to use a template"
-	@echo "make check     ruff: lint and format"
-	@echo "VENV=DIR       use the environment in DIR instead of .venv (nothing is installed into it)"
+	@echo "make test-all  every test: all variants, all templates, all layouts"
+	@echo "make check     lint, format and types: ruff and mypy"
+	@echo "make docs      update the generated parts of the documents"
+	@echo "make wheel     build the package into dist/"
+	@echo "VENV=DIR       use the environment in DIR instead of .venv; nothing is installed into it"
+	@echo "ARGS=...       more options for pytest, e.g. make quick ARGS='-k layout'"
 
 install: $(PREPARE)
-	@$(PYTHON) -m recipes.training.ops
+	@$(PYTHON) -m recipes.machine.ops
 
+# torch and DeepSpeed first: their op compiles while the rest is installed.
 $(ROOT).venv/.installed: constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet -r constraints.txt
+	@echo "installing torch and DeepSpeed, then the rest of constraints.txt: about a minute, and the download"
+	$(PIP) -c constraints.txt torch deepspeed ninja setuptools
+	$(PYTHON) -m recipes.machine.ops & ops=$$!; $(PIP) -r constraints.txt && wait $$ops
 	touch $@
 
+TWO = from recipes.launching.command import visible_gpus as found; print(min(2, found() or 2))
 demo: install
-	$(PYTHON) scripts/launch.py tiny full --gpus $$($(PYTHON) -c "import torch; print(min(2, torch.cuda.device_count() or 2))")
+	@$(PYTHON) scripts/launch.py tiny full --gpus $$($(PYTHON) -c "$(TWO)")
+
+quick: install
+	$(PYTHON) -m pytest -m "not engine and not server and not every" $(ARGS)
 
 test: install
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest $(ARGS)
 
 test-all: install
-	$(PYTHON) -m pytest -m ""
+	$(PYTHON) -m pytest -m "" $(ARGS)
+
+docs: $(PREPARE)
+	$(PYTHON) -m recipes.docs
 
 check: $(PREPARE)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+wheel: $(PREPARE)
+	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -1,29 +1,30 @@
-"""_template: copy me to `recipes/FAMILY.py` to add a model; one line here says what the family is.
+"""_template: TODO what the family is, in one line; copy this file to add a model, and replace every TODO.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    1b    16      2048    32     1.24B       131,072  your model  organisation/Model-1B-Instruct
+    size  layers  hidden  heads  parameters  context  licence  weights
+    1b    16      2048    32     1.24B       131,072  TODO     TODO/Model-1B-Instruct
 
-    variant   method    trains       DeepSpeed  measured peak
-    full      SFT       all weights  ZeRO-2     -
-    lora      SFT       adapters     ZeRO-2     -
-    pretrain  raw text  all weights  ZeRO-2     -
+    variant   method    trains       DeepSpeed
+    full      SFT       all weights  ZeRO-2
+    lora      SFT       adapters     ZeRO-2
+    pretrain  raw text  all weights  ZeRO-2
 
     python scripts/launch.py _template-1b lora --draft
     python scripts/launch.py _template-1b lora --draft data.path=FILE lora.rank=8     # change anything
 
-Then say where the learning rates come from, and what someone who fine-tunes this family must know, in two lines.
+TODO where the learning rates come from, and what whoever fine-tunes this family has to know, in two lines.
 """
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 SIZES = {
-    # The name people type. Several sizes of a family stand on one page.
+    # The name people type. A family has all its sizes on one page.
     "1b": Model(
-        path="organisation/Model-1B-Instruct",  # the Hub id
-        parameters=1_235_814_400,  # as published; the tests hold the dimensions below against it, within 1 %
+        path="TODO/Model-1B-Instruct",  # the Hub id
+        parameters=1_235_814_400,  # as published; the dimensions below have to agree within 1 %
         # config.json's dimensions, in the words of transformers: what a draft and the planner need without a network.
         config={
             "model_type": "llama",
@@ -42,11 +43,8 @@ SIZES = {
 
 
 def full(size: str) -> Recipe:
-    """All weights: the one function that is written whole. Say in this line when to choose it."""
+    """All weights: TODO when to choose it."""
     return Recipe(
-        family="_template",  # the file's name
-        size=size,
-        variant="full",  # the function's name
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -60,15 +58,12 @@ def full(size: str) -> Recipe:
 
 
 def lora(size: str) -> Recipe:
-    """Adapters on every linear layer: a variant is a delta on another one, of a few lines."""
-    return replace(full(size), variant="lora", lora=Lora(rank=16, alpha=32), learning_rate=2e-4, weight_decay=0.0)
+    """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
+    # A variant is another one with a few fields changed.
+    return replace(full(size), lora=Lora(rank=16, alpha=32), learning_rate=2e-4, weight_decay=0.0)
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: a new domain or language, before SFT."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-    )
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    # spec/variants.py says what such variants are on every page: qlora, dora, full_offload, long_context and dpo too.
+    return variants.pretrain(full(size))

@@ -7,25 +7,15 @@
     7b1   30      4096    32     7.07B       -        bigscience-bloom-rail-1.0  bigscience/bloom-7b1
     176b  70      14336   112    176.25B     -        bigscience-bloom-rail-1.0  bigscience/bloom
 
-    variant       method    trains       DeepSpeed                                             measured peak
-    full          SFT       all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3                        -
-    lora          SFT       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
-    qlora         SFT       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
-    dora          SFT       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
-    full_offload  SFT       all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3; optimizer on the CPU  -
-    dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (176b)                                 -
-    pretrain      raw text  all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3                        -
-    pipeline      SFT       all weights  ZeRO-1; the layers over 2 GPUs (176b: 36)             -
-
-    predicted     560m    1b1     3b      7b1     176b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          1 x 13  1 x 24  1 x 66  2 x 62  64 x 64
-    lora          1 x 5   1 x 6   1 x 10  1 x 18  8 x 63
-    qlora         1 x 4   1 x 5   1 x 7   1 x 10  -
-    dora          1 x 5   1 x 6   1 x 10  1 x 18  8 x 63
-    full_offload  1 x 5   1 x 6   1 x 10  1 x 20  8 x 64
-    dpo_lora      1 x 15  1 x 16  1 x 20  1 x 29  8 x 74
-    pretrain      1 x 13  1 x 24  1 x 66  2 x 62  64 x 64
-    pipeline      2 x 16  2 x 23  2 x 44  4 x 64  144 x 75
+    variant       method    trains       DeepSpeed
+    full          SFT       all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3
+    lora          SFT       adapters     ZeRO-2, ZeRO-3 (176b)
+    qlora         SFT       adapters     ZeRO-2
+    dora          SFT       adapters     ZeRO-2, ZeRO-3 (176b)
+    full_offload  SFT       all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3; optimizer on the CPU
+    dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (176b)
+    pretrain      raw text  all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3
+    pipeline      SFT       all weights  ZeRO-1; the layers over 2 GPUs (176b: 36)
 
     python scripts/launch.py bloom-560m full
     python scripts/launch.py bloom-7b1 lora data.path=FILE model.path=bigscience/bloomz-7b1 epochs=3
@@ -36,13 +26,14 @@ Rates: `full` as BLOOMZ was trained, bigscience-workshop/bigscience train/tr13-m
 tr11-176B-ml/tr11-176B-ml.slurm (6e-6) and smaller_models/*.slurm there (1e-5).
 
 Positions are ALiBi biases, trained on 2,048 tokens, and transformers has BLOOM with eager attention only; packed
-documents would see each other, so rows are not packed. The logits of 2,048 tokens are 2 GB in fp32.
+documents would attend to each other, so nothing is packed. The logits of 2,048 tokens are 2 GB in fp32.
 """
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Layout, Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 COMMON = {
     "model_type": "bloom",
@@ -94,11 +85,8 @@ SMALL = ("560m", "1b1", "3b")
 
 
 def full(size: str) -> Recipe:
-    """All weights: teaches a base model to answer, given the GPUs to hold 16 bytes per parameter."""
+    """All weights: teaches a base model to answer, with enough GPUs to hold 16 bytes per parameter."""
     return Recipe(
-        family="bloom",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -107,7 +95,6 @@ def full(size: str) -> Recipe:
         weight_decay=1e-4,
         adam_beta2=0.95,
         global_batch_size=128,
-        micro_batch_size=1,
         sequence_length=2048,
         packing=False,
         schedule=Schedule("constant_with_warmup", warmup=0.03),
@@ -115,10 +102,9 @@ def full(size: str) -> Recipe:
 
 
 def lora(size: str) -> Recipe:
-    """Adapters on every linear layer: the first thing to try; little memory, and a small file to ship."""
+    """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero3_adapters.json" if size == "176b" else "zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=1e-4 if size == "176b" else 2e-4,
@@ -127,54 +113,35 @@ def lora(size: str) -> Recipe:
 
 
 def qlora(size: str) -> Recipe:
-    """Adapters on frozen weights in 4 bits: for GPUs that do not hold the bf16 weights."""
-    return replace(lora(size), variant="qlora", model=replace(SIZES[size], quantization="nf4"))
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
 
 
 def dora(size: str) -> Recipe:
-    """Adapters and magnitudes at half the rank: when `lora` falls short of `full`; slower per step."""
-    return replace(lora(size), variant="dora", lora=Lora(rank=8, alpha=16, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with the optimizer in host memory: when `full` is short of GPU memory and host memory is not."""
-    return replace(
-        full(size),
-        variant="full_offload",
-        deepspeed="zero2_offload.json" if size in SMALL else "zero3_offload.json",
-    )
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, as model.path=RUN_FOLDER/export."""
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        global_batch_size=32,
-        schedule=Schedule("cosine", warmup=0.1),
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32, schedule=Schedule("cosine", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: a new domain or language before SFT.
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
 
-    Every text is a row of its own: join short ones into texts of about 2,048 tokens.
+    Each text is a sequence of its own: join short ones into texts of about 2,048 tokens.
     """
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        learning_rate=6e-6 if size == "176b" else 1e-5,
-        weight_decay=0.1,
-    )
+    return variants.pretrain(full(size), learning_rate=6e-6 if size == "176b" else 1e-5, weight_decay=0.1)
 
 
 def pipeline(size: str) -> Recipe:
-    """All weights, the layers over a row of GPUs: for many nodes with a slow network between them.
+    """All weights, the layers over several GPUs: for many nodes with a slow network between them.
 
     The 176b on 36 nodes of 8 A100 80GB: two layers or, at either end, one and the embedding of 3.6B, so at most 6.1B
     parameters per GPU at 8 + 12/8 bytes (ZeRO-1, fp32 accumulation), 58 GB; of 144 micro-batches per step and copy the
@@ -183,7 +150,6 @@ def pipeline(size: str) -> Recipe:
     large = size == "176b"
     return replace(
         full(size),
-        variant="pipeline",
         deepspeed="pipeline.json",
         layout=Layout(pipeline=36 if large else 2),
         global_batch_size=1152 if large else full(size).global_batch_size,

@@ -4,23 +4,14 @@
     v2-lite  27      2048    16     15.71B      163,840  DeepSeek  deepseek-ai/DeepSeek-V2-Lite
     v3       61      7168    128    671.03B     163,840  MIT       unsloth/DeepSeek-V3-0324-BF16
 
-    variant       method    trains               DeepSpeed                 measured peak
-    full          SFT       all weights          ZeRO-3                    -
-    lora          SFT       adapters             ZeRO-2 (v2-lite), ZeRO-3  -
-    full_offload  SFT       all weights          ZeRO-3; states on CPU     -
-    long_context  SFT       all weights          ZeRO-3                    -
-    dpo_lora      DPO       adapters             ZeRO-2 (v2-lite), ZeRO-3  -
-    pretrain      raw text  all weights          ZeRO-3                    -
-    expert        SFT       all weights, spread  ZeRO-1                    -
-
-    predicted     v2-lite  v3        GPUs x GiB: the fewest H100 80GB that it fits on
-    full          4 x 68   512 x 74
-    lora          1 x 39   32 x 75
-    full_offload  1 x 36   64 x 74
-    long_context  4 x 74   -
-    dpo_lora      1 x 41   64 x 55
-    pretrain      4 x 68   512 x 74
-    expert        8 x 47   -
+    variant       method    trains               DeepSpeed
+    full          SFT       all weights          ZeRO-3
+    lora          SFT       adapters             ZeRO-2 (v2-lite), ZeRO-3
+    full_offload  SFT       all weights          ZeRO-3; states on CPU
+    long_context  SFT       all weights          ZeRO-3
+    dpo_lora      DPO       adapters             ZeRO-2 (v2-lite), ZeRO-3
+    pretrain      raw text  all weights          ZeRO-3
+    expert        SFT       all weights, spread  ZeRO-1
 
     python scripts/launch.py deepseek-v2-lite lora
     python scripts/launch.py deepseek-v2-lite lora data.path=FILE sequence_length=8192     # change anything
@@ -34,8 +25,9 @@ copy. TRL cannot mark its chat template: SFT needs one with {% generation %} mar
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Layout, Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 SIZES = {
     "v2-lite": Model(
@@ -124,19 +116,13 @@ SIZES = {
     ),
 }
 
-
 MLA = "q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
-"""V2-Lite has q_proj, V3 q_a_proj and q_b_proj. No gate_proj, up_proj, down_proj: PEFT takes them for the experts'."""
-
-EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
+"""V2-Lite has q_proj, V3 q_a_proj and q_b_proj. Not gate_proj, up_proj, down_proj: PEFT takes them for the experts'."""
 
 
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: v2-lite on one node of 8 GPUs; v3 has 10.7 TB of states, 42 GB on each of 256 GPUs."""
     return Recipe(
-        family="deepseek",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -144,8 +130,7 @@ def full(size: str) -> Recipe:
         learning_rate=1e-5 if size == "v2-lite" else 5e-6,
         weight_decay=0.1,
         adam_beta2=0.95,
-        global_batch_size=64 if size == "v2-lite" else 256,  # at least a row per GPU
-        micro_batch_size=1,
+        global_batch_size=64 if size == "v2-lite" else 256,  # at least one sequence per GPU
         sequence_length=4096,
         schedule=Schedule("cosine", warmup=0.03),
     )
@@ -156,11 +141,11 @@ def lora(size: str) -> Recipe:
 
     PEFT adds an adapter to a layer's whole stack of experts at every pass: 22.5 GB at v3 beside the stack itself.
     """
+    experts = variants.EXPERTS if size == "v2-lite" else None
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero2.json" if size == "v2-lite" else "zero3_moe.json",
-        lora=Lora(rank=16, alpha=32, target_modules=MLA, target_parameters=EXPERTS if size == "v2-lite" else None),
+        lora=Lora(rank=16, alpha=32, target_modules=MLA, target_parameters=experts),
         learning_rate=1e-4,
         weight_decay=0.0,
         global_batch_size=64,
@@ -168,46 +153,23 @@ def lora(size: str) -> Recipe:
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with optimizer states and step on the CPU, ZeRO-3: when `full` does not fit the GPUs."""
-    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """All weights on rows of 16,384 tokens, ZeRO-3: for documents and conversations longer than `full` takes."""
-    return replace(
-        full(size),
-        variant="long_context",
-        tiled_loss=True,
-        sequence_length=16_384,
-        global_batch_size=16 if size == "v2-lite" else 256,
-    )
+    """All weights on sequences of 16,384 tokens: for documents and conversations longer than `full` takes."""
+    return variants.long_context(full(size), sequence_length=16_384, global_batch_size=16 if size == "v2-lite" else 256)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, to prefer one kind of answer to another.
-
-    After a run of `full` add model.path=RUN_FOLDER/export.
-    """
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        sequence_length=2048,
-        packing=False,
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6)
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights, ZeRO-3: to teach a language or a field before SFT."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        learning_rate=2e-5 if size == "v2-lite" else 7.3e-6,
-    )
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size), learning_rate=2e-5 if size == "v2-lite" else 7.3e-6)
 
 
 def expert(size: str) -> Recipe:
@@ -217,4 +179,4 @@ def expert(size: str) -> Recipe:
     of states, and the 17 billion other weights 69 GB: GPUs of 141 GB.
     """
     spread = Layout(expert=8 if size == "v2-lite" else 256)
-    return replace(full(size), variant="expert", deepspeed="expert_parallel.json", layout=spread)
+    return replace(full(size), deepspeed="expert_parallel.json", layout=spread)

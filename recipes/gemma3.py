@@ -6,25 +6,15 @@
     12b   48      3840    16     11.77B      131,072  Gemma    google/gemma-3-12b-it
     27b   62      5376    32     27.01B      131,072  Gemma    google/gemma-3-27b-it
 
-    variant       method    trains       DeepSpeed                              measured peak
-    full          SFT       all weights  ZeRO-2 (1b, 4b), ZeRO-3                -
-    lora          SFT       adapters     ZeRO-2                                 -
-    qlora         SFT       adapters     ZeRO-2                                 -
-    dora          SFT       adapters     ZeRO-2                                 -
-    full_offload  SFT       all weights  ZeRO-2 (1b, 4b), ZeRO-3; states on CPU -
-    long_context  SFT       all weights  ZeRO-3                                 -
-    dpo_lora      DPO       adapters     ZeRO-2                                 -
-    pretrain      raw text  all weights  ZeRO-2 (1b, 4b), ZeRO-3                -
-
-    predicted     1b      4b      12b     27b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          1 x 23  2 x 48  4 x 56  8 x 62
-    lora          1 x 8   1 x 14  1 x 31  1 x 59
-    qlora         1 x 7   1 x 10  1 x 16  1 x 23
-    dora          1 x 8   1 x 14  1 x 31  1 x 59
-    full_offload  1 x 8   1 x 14  1 x 32  1 x 61
-    long_context  1 x 36  2 x 54  4 x 73  16 x 59
-    dpo_lora      1 x 16  1 x 23  1 x 39  1 x 71
-    pretrain      1 x 23  2 x 48  4 x 56  8 x 62
+    variant       method    trains       DeepSpeed
+    full          SFT       all weights  ZeRO-2 (1b, 4b), ZeRO-3
+    lora          SFT       adapters     ZeRO-2
+    qlora         SFT       adapters     ZeRO-2
+    dora          SFT       adapters     ZeRO-2
+    full_offload  SFT       all weights  ZeRO-2 (1b, 4b), ZeRO-3; states on CPU
+    long_context  SFT       all weights  ZeRO-3
+    dpo_lora      DPO       adapters     ZeRO-2
+    pretrain      raw text  all weights  ZeRO-2 (1b, 4b), ZeRO-3
 
     python scripts/launch.py gemma3-4b lora
     python scripts/launch.py gemma3-4b lora data.path=FILE learning_rate=1e-4 lora.rank=32     # change anything
@@ -38,8 +28,9 @@ from text); the vocabulary of 262,208 makes the logits, not the layers, the larg
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 LONG_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
@@ -145,11 +136,8 @@ RATE = {"1b": 5e-5, "4b": 2e-5, "12b": 2e-5, "27b": 1e-5}
 
 
 def full(size: str) -> Recipe:
-    """All weights, ZeRO-2 up to 4b, ZeRO-3 above: the most that can be learned, with GPUs enough."""
+    """All weights, ZeRO-2 up to 4b, ZeRO-3 above: the most that can be learned, given enough GPUs."""
     return Recipe(
-        family="gemma3",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -157,7 +145,6 @@ def full(size: str) -> Recipe:
         learning_rate=RATE[size],
         weight_decay=0.0,  # it would also shrink the vision tower, to which text gives no gradient
         global_batch_size=64,
-        micro_batch_size=1,
         sequence_length=2048 if size == "27b" else 4096,  # 27b: states take 54 GB on each of 8 GPUs
         schedule=Schedule("cosine", warmup=0.03),
     )
@@ -167,7 +154,6 @@ def lora(size: str) -> Recipe:
     """Adapters on every linear layer, ZeRO-2: the usual start; the bf16 weights have to fit on each GPU."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=1e-4 if size == "27b" else 2e-4,
@@ -175,60 +161,33 @@ def lora(size: str) -> Recipe:
 
 
 def qlora(size: str) -> Recipe:
-    """Adapters on weights frozen in 4 bits, ZeRO-2: the least GPU memory, slower steps than `lora`."""
-    return replace(lora(size), variant="qlora", model=replace(SIZES[size], quantization="nf4"))
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
 
 
 def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, ZeRO-2: when `lora` at a low rank learns too little."""
-    return replace(lora(size), variant="dora", lora=Lora(rank=8, alpha=16, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with optimizer states and step on the CPU: when `full` does not fit and host memory is there."""
-    return replace(
-        full(size),
-        variant="full_offload",
-        deepspeed="zero2_offload.json" if size in SMALL else "zero3_offload.json",
-    )
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """All weights on rows of 16,384 tokens, ZeRO-3: for documents longer than `full` takes.
+    """All weights on sequences of 16,384 tokens: for documents longer than `full` takes.
 
-    Whole logits, in bf16 and twice in fp32, would be 2.6 MB per token, 43 GB per row; so the loss is computed in tiles.
+    Whole logits, in bf16 and twice in fp32, would be 2.6 MB per token, 43 GB per sequence; hence the loss in tiles.
     """
-    return replace(
-        full(size),
-        variant="long_context",
-        tiled_loss=True,
-        deepspeed="zero3.json",
-        sequence_length=16_384,
-        global_batch_size=16,
-    )
+    return variants.long_context(full(size), sequence_length=16_384, global_batch_size=16)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters, ZeRO-2: after SFT, to prefer one kind of answer to another.
-
-    After a run of `full` add model.path=RUN_FOLDER/export.
-    """
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        sequence_length=2048,
-        packing=False,
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6)
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a language or a field before SFT."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-    )
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size))

@@ -4,25 +4,15 @@
     9b    40      4096    32     9.40B       32,768   MIT      zai-org/GLM-4-9B-0414
     32b   61      6144    48     32.57B      32,768   MIT      zai-org/GLM-4-32B-0414
 
-    variant       method    trains                      DeepSpeed             measured peak
-    full          SFT       all weights                 ZeRO-3                -
-    lora          SFT       adapters                    ZeRO-2, ZeRO-3 (32b)  -
-    qlora         SFT       adapters on 4-bit weights   ZeRO-2                -
-    dora          SFT       adapters and magnitudes     ZeRO-2, ZeRO-3 (32b)  -
-    full_offload  SFT       all weights, steps on CPU   ZeRO-3                -
-    long_context  SFT       all weights, 32,768 tokens  ZeRO-3                -
-    dpo_lora      DPO       adapters                    ZeRO-2, ZeRO-3 (32b)  -
-    pretrain      raw text  all weights                 ZeRO-3                -
-
-    predicted     9b      32b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          4 x 44  8 x 73
-    lora          1 x 24  1 x 74
-    qlora         1 x 13  1 x 29
-    dora          1 x 24  2 x 43
-    full_offload  1 x 25  1 x 72
-    long_context  4 x 70  32 x 64
-    dpo_lora      1 x 29  2 x 48
-    pretrain      4 x 44  8 x 73
+    variant       method    trains                      DeepSpeed
+    full          SFT       all weights                 ZeRO-3
+    lora          SFT       adapters                    ZeRO-2, ZeRO-3 (32b)
+    qlora         SFT       adapters on 4-bit weights   ZeRO-2
+    dora          SFT       adapters and magnitudes     ZeRO-2, ZeRO-3 (32b)
+    full_offload  SFT       all weights, steps on CPU   ZeRO-3
+    long_context  SFT       all weights, 32,768 tokens  ZeRO-3
+    dpo_lora      DPO       adapters                    ZeRO-2, ZeRO-3 (32b)
+    pretrain      raw text  all weights                 ZeRO-3
 
     python scripts/launch.py glm4-9b lora
     python scripts/launch.py glm4-32b qlora data.path=FILE.jsonl lora.rank=32 learning_rate=2e-4  # your own data
@@ -38,8 +28,9 @@ gate and up are one matrix, `gate_up_proj`; only 9b has biases in q, k and v.
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 SIZES = {
     "9b": Model(
@@ -91,9 +82,6 @@ LORA_RATE = {"9b": 2e-4, "32b": 1e-4}
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
     return Recipe(
-        family="glm4",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -110,7 +98,6 @@ def lora(size: str) -> Recipe:
     """Adapters on every linear layer, ZeRO-2, or ZeRO-3 where the frozen weights nearly fill a GPU (32b)."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero3_adapters.json" if size == "32b" else "zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=LORA_RATE[size],
@@ -119,49 +106,30 @@ def lora(size: str) -> Recipe:
 
 
 def qlora(size: str) -> Recipe:
-    """Adapters on weights frozen in 4 bits: where the GPU does not hold them in bf16; slower than `lora`."""
-    model = replace(SIZES[size], quantization="nf4")
-    return replace(lora(size), variant="qlora", model=model, deepspeed="zero2.json")
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
 
 
 def dora(size: str) -> Recipe:
-    """Adapters that also learn each weight's magnitude: when `lora` stays behind `full`; slower per step."""
-    adapted = lora(size)
-    return replace(adapted, variant="dora", lora=replace(adapted.lora, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with optimizer states and steps on the CPU: for `full` on fewer GPUs with much host memory."""
-    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """All weights on rows of 32,768 tokens, the longest the family takes: for long documents and conversations."""
-    return replace(full(size), variant="long_context", tiled_loss=True, sequence_length=32768, global_batch_size=8)
+    """All weights on sequences of 32,768 tokens, the most the family takes: for long documents and conversations."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), to prefer better answers."""
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        schedule=Schedule("cosine", warmup=0.1),
-        packing=False,
-        sequence_length=2048,
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: a new domain or language, before SFT."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        learning_rate=2 * FULL_RATE[size],
-        adam_beta2=0.95,
-        global_batch_size=128,
-    )
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size), learning_rate=2 * FULL_RATE[size], adam_beta2=0.95, global_batch_size=128)

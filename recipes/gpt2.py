@@ -1,4 +1,4 @@
-"""gpt2: OpenAI's GPT-2, small to XL: old, small and open, so the family to learn fine-tuning on.
+"""gpt2: OpenAI's GPT-2, small to XL: old, small and open, so the family to learn fine-tuning with.
 
     size  layers  hidden  heads  parameters  context  licence  weights
     124m  12      768     12     124.44M     1,024    MIT      openai-community/gpt2
@@ -6,21 +6,13 @@
     774m  36      1280    20     774.03M     1,024    MIT      openai-community/gpt2-large
     1.5b  48      1600    25     1.56B       1,024    MIT      openai-community/gpt2-xl
 
-    variant       method    trains       DeepSpeed                     measured peak
-    full          SFT       all weights  ZeRO-2                        -
-    lora          SFT       adapters     ZeRO-2                        -
-    dora          SFT       adapters     ZeRO-2                        -
-    full_offload  SFT       all weights  ZeRO-2; optimizer on the CPU  -
-    dpo_lora      DPO       adapters     ZeRO-2                        -
-    pretrain      raw text  all weights  ZeRO-2                        -
-
-    predicted     124m   355m   774m    1.5b    GPUs x GiB: the fewest H100 80GB that it fits on
-    full          1 x 4  1 x 9  1 x 18  1 x 35
-    lora          1 x 2  1 x 3  1 x 4   1 x 5
-    dora          1 x 2  1 x 3  1 x 4   1 x 5
-    full_offload  1 x 2  1 x 3  1 x 3   1 x 5
-    dpo_lora      1 x 4  1 x 5  1 x 6   1 x 8
-    pretrain      1 x 4  1 x 9  1 x 18  1 x 35
+    variant       method    trains       DeepSpeed
+    full          SFT       all weights  ZeRO-2
+    lora          SFT       adapters     ZeRO-2
+    dora          SFT       adapters     ZeRO-2
+    full_offload  SFT       all weights  ZeRO-2; optimizer on the CPU
+    dpo_lora      DPO       adapters     ZeRO-2
+    pretrain      raw text  all weights  ZeRO-2
 
     python scripts/launch.py gpt2-124m full
     python scripts/launch.py gpt2-124m full data.path=FILE learning_rate=3e-5 epochs=3     # change anything
@@ -41,25 +33,26 @@ ZeRO-1 shards the 12, ZeRO-2 the gradient's 2 as well, ZeRO-3 all 16 (configs/RE
 5.84 GB each with ZeRO-2, 3.12 GB with ZeRO-3. A frozen weight costs 2 bytes: `lora` on 124m trains 2.36M weights, and
 holds 0.29 GB. Activations grow with micro_batch_size x sequence_length; recomputing them trades time for memory.
 
-The learning rate comes first among the numbers: adapters take several times that of all weights, DPO far less, and
-larger models less than small ones. The batch is global_batch_size x sequence_length tokens per step, on one GPU or on
-eight: what does not fit at once is accumulated. Packing fills every row with several short documents, none of which
-sees another; the position ids, which start again at each, tell them apart.
+The learning rate matters most: adapters take several times the rate of all weights, DPO far less, and larger models
+less than small ones. The batch is global_batch_size x sequence_length tokens per step, on one GPU or on
+eight: what does not fit at once is accumulated. Packing fills every sequence with several short documents that
+never attend to each other; the position ids, which restart at each document, keep them apart.
 
 Rates: `full` is the Trainer's default (5e-5, linear) for 124m and 355m, and nanoGPT config/finetune_shakespeare.py
-(3e-5, 32 rows of 1,024 tokens) for the larger two; `pretrain` is nanoGPT's throughout, constant, with train.py's beta2
-0.95 and weight decay 0.1. Adapters: the LoRA paper's GPT-2 (arXiv:2106.09685, microsoft/LoRA examples/NLG: 2e-4, alpha
-32, linear, weight decay 0.01; rank 4 on attention only); TRL trl/scripts/dpo.py (5e-6).
+(3e-5, 32 sequences of 1,024 tokens) for the larger two; `pretrain` is nanoGPT's throughout, constant, with train.py's
+beta2 0.95 and weight decay 0.1. Adapters: the LoRA paper's GPT-2 (arXiv:2106.09685, microsoft/LoRA examples/NLG: 2e-4,
+alpha 32, linear, weight decay 0.01; rank 4 on attention only); TRL trl/scripts/dpo.py (5e-6).
 
 A base model without a chat format: it continues text until `full` teaches it to answer. Positions are a learned table
-of 1,024 rows, so no row can be longer. Linear layers are Conv1D modules (weights transposed), which PEFT knows.
-Dropout, 0.1, is on while it trains.
+of 1,024 entries, so no sequence can be longer. Linear layers are Conv1D modules (weights transposed), which PEFT knows.
+Dropout (0.1) is on during training.
 """
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 # Hugging Face's config.json calls these n_embd, n_layer, n_head and n_positions; transformers takes both names.
 COMMON = {
@@ -101,9 +94,6 @@ SIZES = {
 def full(size: str) -> Recipe:
     """All weights: teaches the base model to answer. The place to start."""
     return Recipe(
-        family="gpt2",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -119,41 +109,26 @@ def full(size: str) -> Recipe:
 
 def lora(size: str) -> Recipe:
     """Adapters on every linear layer: the same task with 1 to 2 % of the trained weights."""
-    return replace(full(size), variant="lora", lora=Lora(rank=16, alpha=32), learning_rate=2e-4)
+    return replace(full(size), lora=Lora(rank=16, alpha=32), learning_rate=2e-4)
 
 
 def dora(size: str) -> Recipe:
-    """Adapters and magnitudes at half the rank: compare with `lora`, in loss and in time per step."""
-    return replace(lora(size), variant="dora", lora=Lora(rank=8, alpha=16, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: compare with `lora`, in loss and step time."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with the optimizer in host memory: a larger size on the GPU you have, for slower steps."""
-    return replace(full(size), variant="full_offload", deepspeed="zero2_offload.json")
+    """All weights, the optimizer in host memory: a larger size on the GPU you have, with slower steps."""
+    return variants.full_offload(full(size))
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, as model.path=RUN_FOLDER/export."""
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        packing=False,
-        schedule=Schedule("linear", warmup=0.1),
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("linear", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: a new domain or style; what GPT-2 was made for."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        learning_rate=3e-5,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        schedule=Schedule("constant"),
+    return variants.pretrain(
+        full(size), learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.95, schedule=Schedule("constant")
     )

@@ -3,23 +3,14 @@
     size  layers  hidden  heads  parameters  context  licence     weights
     20b   44      6144    64     20.55B      2,048    Apache-2.0  EleutherAI/gpt-neox-20b
 
-    variant       method    trains       DeepSpeed                     measured peak
-    full          SFT       all weights  ZeRO-3                        -
-    lora          SFT       adapters     ZeRO-2                        -
-    qlora         SFT       adapters     ZeRO-2                        -
-    dora          SFT       adapters     ZeRO-2                        -
-    full_offload  SFT       all weights  ZeRO-3; optimizer on the CPU  -
-    dpo_lora      DPO       adapters     ZeRO-2                        -
-    pretrain      raw text  all weights  ZeRO-3                        -
-
-    predicted     20b     GPUs x GiB: the fewest H100 80GB that it fits on
-    full          8 x 47
-    lora          1 x 45
-    qlora         1 x 17
-    dora          1 x 45
-    full_offload  1 x 46
-    dpo_lora      1 x 47
-    pretrain      8 x 47
+    variant       method    trains       DeepSpeed
+    full          SFT       all weights  ZeRO-3
+    lora          SFT       adapters     ZeRO-2
+    qlora         SFT       adapters     ZeRO-2
+    dora          SFT       adapters     ZeRO-2
+    full_offload  SFT       all weights  ZeRO-3; optimizer on the CPU
+    dpo_lora      DPO       adapters     ZeRO-2
+    pretrain      raw text  all weights  ZeRO-3
 
     python scripts/launch.py gpt_neox lora
     python scripts/launch.py gpt_neox lora data.path=FILE learning_rate=2e-4 lora.rank=8 epochs=3
@@ -35,8 +26,9 @@ adapts all three; attention and feed-forward run in parallel on the same residua
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 SIZES = {
     "20b": Model(
@@ -66,11 +58,8 @@ SIZES = {
 
 
 def full(size: str) -> Recipe:
-    """All weights: teaches the base model to answer, given the GPUs to hold 16 bytes per parameter."""
+    """All weights: teaches the base model to answer, with enough GPUs to hold 16 bytes per parameter."""
     return Recipe(
-        family="gpt_neox",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -79,17 +68,15 @@ def full(size: str) -> Recipe:
         weight_decay=0.01,
         adam_beta2=0.95,
         global_batch_size=64,
-        micro_batch_size=1,
         sequence_length=2048,
         schedule=Schedule("cosine", warmup=0.03),
     )
 
 
 def lora(size: str) -> Recipe:
-    """Adapters on every linear layer: the first thing to try; the frozen bf16 weights take 41 GB of each GPU."""
+    """Adapters on every linear layer: try this first; the frozen bf16 weights take 41 GB of each GPU."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=1e-4,
@@ -98,40 +85,25 @@ def lora(size: str) -> Recipe:
 
 
 def qlora(size: str) -> Recipe:
-    """Adapters on frozen weights in 4 bits: for GPUs that do not hold the bf16 weights."""
-    return replace(lora(size), variant="qlora", model=replace(SIZES[size], quantization="nf4"))
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
 
 
 def dora(size: str) -> Recipe:
-    """Adapters and magnitudes at half the rank: when `lora` falls short of `full`; slower per step."""
-    return replace(lora(size), variant="dora", lora=Lora(rank=8, alpha=16, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with the optimizer in host memory: when `full` is short of GPU memory and host memory is not."""
-    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, as model.path=RUN_FOLDER/export."""
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        global_batch_size=32,
-        packing=False,
-        schedule=Schedule("cosine", warmup=0.1),
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32, schedule=Schedule("cosine", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: a new domain or language before SFT."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        learning_rate=9.7e-6,
-    )
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size), learning_rate=9.7e-6)

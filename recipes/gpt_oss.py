@@ -4,19 +4,12 @@
     20b   24      2880    64     20.91B      131,072  Apache-2.0  openai/gpt-oss-20b
     120b  36      2880    64     116.83B     131,072  Apache-2.0  openai/gpt-oss-120b
 
-    variant       method    trains       DeepSpeed              measured peak
-    full          SFT       all weights  ZeRO-3                 -
-    lora          SFT       adapters     ZeRO-2 (20b), ZeRO-3   -
-    full_offload  SFT       all weights  ZeRO-3; states on CPU  -
-    dpo_lora      DPO       adapters     ZeRO-2 (20b), ZeRO-3   -
-    pretrain      raw text  all weights  ZeRO-3                 -
-
-    predicted     20b     120b     GPUs x GiB: the fewest H100 80GB that it fits on
-    full          8 x 48  32 x 74
-    lora          1 x 49  8 x 49
-    full_offload  1 x 47  4 x 74
-    dpo_lora      1 x 55  8 x 51
-    pretrain      8 x 48  32 x 74
+    variant       method    trains       DeepSpeed
+    full          SFT       all weights  ZeRO-3
+    lora          SFT       adapters     ZeRO-2 (20b), ZeRO-3
+    full_offload  SFT       all weights  ZeRO-3; states on CPU
+    dpo_lora      DPO       adapters     ZeRO-2 (20b), ZeRO-3
+    pretrain      raw text  all weights  ZeRO-3
 
     python scripts/launch.py gpt_oss-20b lora
     python scripts/launch.py gpt_oss-120b lora data.path=FILE model.path=MODEL     # change anything
@@ -30,8 +23,9 @@ Special: the published experts are MXFP4, which does not train; transformers tur
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 YARN = {
     "rope_type": "yarn",
@@ -102,19 +96,15 @@ SIZES = {
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: for much data; 16 bytes per parameter are 335 GB for 20b and 1.9 TB for 120b."""
     return Recipe(
-        family="gpt_oss",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3_moe.json",
         learning_rate=2e-5 if size == "20b" else 1e-5,
         global_batch_size=64,
-        micro_batch_size=1,
         # Eager attention holds every score: 0.5 GB per copy of one layer's, 8.6 GB at 8,192; so no long_context here.
         sequence_length=2048,
-        packing=False,  # transformers builds this model's mask without position ids: documents would see each other
+        packing=False,  # transformers builds the mask without position ids: documents would attend to each other
         schedule=Schedule("cosine", warmup=0.03),
     )
 
@@ -123,43 +113,23 @@ def lora(size: str) -> Recipe:
     """Adapters on attention and every expert, ZeRO-2 for 20b, ZeRO-3 for 120b: the usual start."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero2.json" if size == "20b" else "zero3_moe.json",
-        # The experts are 3-D weights, not linear layers; their biases and the router stay frozen.
-        lora=Lora(
-            rank=16,
-            alpha=32,
-            target_modules="q_proj,k_proj,v_proj,o_proj",
-            target_parameters="mlp.experts.gate_up_proj,mlp.experts.down_proj",
-        ),
+        # The experts' biases stay frozen, like the router.
+        lora=Lora(rank=16, alpha=32, target_modules=variants.ATTENTION, target_parameters=variants.EXPERTS),
         learning_rate=2e-4 if size == "20b" else 1e-4,
     )
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with optimizer states and step on the CPU, ZeRO-3: when `full` does not fit the GPUs."""
-    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, to prefer one kind of answer to another.
-
-    After a run of `full` add model.path=RUN_FOLDER/export.
-    """
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6)
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights, ZeRO-3: to teach a language or a field before SFT."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-    )
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size))

@@ -5,25 +5,15 @@
     8b    40      4096    32     8.79B       131,072  Apache-2.0  ibm-granite/granite-4.2-8b
     30b   64      4096    32     29.28B      131,072  Apache-2.0  ibm-granite/granite-4.2-30b
 
-    variant       method    trains                      DeepSpeed             measured peak
-    full          SFT       all weights                 ZeRO-2 (3b), ZeRO-3   -
-    lora          SFT       adapters                    ZeRO-2, ZeRO-3 (30b)  -
-    qlora         SFT       adapters on 4-bit weights   ZeRO-2                -
-    dora          SFT       adapters and magnitudes     ZeRO-2, ZeRO-3 (30b)  -
-    full_offload  SFT       all weights, steps on CPU   ZeRO-2 (3b), ZeRO-3   -
-    long_context  SFT       all weights, 32,768 tokens  ZeRO-3                -
-    dpo_lora      DPO       adapters                    ZeRO-2, ZeRO-3 (30b)  -
-    pretrain      raw text  all weights                 ZeRO-2 (3b), ZeRO-3   -
-
-    predicted     3b      8b      30b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          2 x 45  4 x 41  8 x 66
-    lora          1 x 11  1 x 22  1 x 67
-    qlora         1 x 7   1 x 11  1 x 24
-    dora          1 x 11  1 x 22  1 x 68
-    full_offload  1 x 11  1 x 23  1 x 65
-    long_context  2 x 51  4 x 61  16 x 65
-    dpo_lora      1 x 15  1 x 25  1 x 69
-    pretrain      2 x 45  4 x 41  8 x 66
+    variant       method    trains                      DeepSpeed
+    full          SFT       all weights                 ZeRO-2 (3b), ZeRO-3
+    lora          SFT       adapters                    ZeRO-2, ZeRO-3 (30b)
+    qlora         SFT       adapters on 4-bit weights   ZeRO-2
+    dora          SFT       adapters and magnitudes     ZeRO-2, ZeRO-3 (30b)
+    full_offload  SFT       all weights, steps on CPU   ZeRO-2 (3b), ZeRO-3
+    long_context  SFT       all weights, 32,768 tokens  ZeRO-3
+    dpo_lora      DPO       adapters                    ZeRO-2, ZeRO-3 (30b)
+    pretrain      raw text  all weights                 ZeRO-2 (3b), ZeRO-3
 
     python scripts/launch.py granite-8b lora
     python scripts/launch.py granite-3b full data.path=FILE.jsonl learning_rate=2e-5 epochs=2  # your own data
@@ -39,8 +29,9 @@ Attention scores are scaled by 1 / head size, not by its root. 4.1 differs: thre
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 SIZES = {
     "3b": Model(
@@ -124,9 +115,6 @@ LORA_RATE = {"3b": 2e-4, "8b": 2e-4, "30b": 1e-4}
 def full(size: str) -> Recipe:
     """All weights, ZeRO-2 or ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
     return Recipe(
-        family="granite",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -143,7 +131,6 @@ def lora(size: str) -> Recipe:
     """Adapters on every linear layer, ZeRO-2, or ZeRO-3 where the frozen weights nearly fill a GPU (30b)."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero3_adapters.json" if size == "30b" else "zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=LORA_RATE[size],
@@ -152,57 +139,30 @@ def lora(size: str) -> Recipe:
 
 
 def qlora(size: str) -> Recipe:
-    """Adapters on weights frozen in 4 bits: where the GPU does not hold them in bf16; slower than `lora`."""
-    model = replace(SIZES[size], quantization="nf4")
-    return replace(lora(size), variant="qlora", model=model, deepspeed="zero2.json")
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
 
 
 def dora(size: str) -> Recipe:
-    """Adapters that also learn each weight's magnitude: when `lora` stays behind `full`; slower per step."""
-    adapted = lora(size)
-    return replace(adapted, variant="dora", lora=replace(adapted.lora, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with optimizer states and steps on the CPU: for `full` on fewer GPUs with much host memory."""
-    deepspeed = "zero2_offload.json" if size == "3b" else "zero3_offload.json"
-    return replace(full(size), variant="full_offload", deepspeed=deepspeed)
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """All weights on rows of 32,768 tokens: for long documents and conversations."""
-    return replace(
-        full(size),
-        variant="long_context",
-        tiled_loss=True,
-        deepspeed="zero3.json",
-        sequence_length=32768,
-        global_batch_size=8,
-    )
+    """All weights on sequences of 32,768 tokens: for long documents and conversations."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), to prefer better answers."""
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        schedule=Schedule("cosine", warmup=0.1),
-        packing=False,
-        sequence_length=2048,
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: a new domain or language, before SFT."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        learning_rate=2 * FULL_RATE[size],
-        adam_beta2=0.95,
-        global_batch_size=128,
-    )
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size), learning_rate=2 * FULL_RATE[size], adam_beta2=0.95, global_batch_size=128)

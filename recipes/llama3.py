@@ -6,33 +6,19 @@
     8b    32      4096    32     8.03B       131,072  Llama-3.1  meta-llama/Llama-3.1-8B-Instruct
     70b   80      8192    64     70.55B      131,072  Llama-3.3  meta-llama/Llama-3.3-70B-Instruct
 
-    variant       method    trains       DeepSpeed                                      measured peak
-    full          SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3                        -
-    lora          SFT       adapters     ZeRO-2, ZeRO-3 (70b)                           -
-    qlora         SFT       adapters     ZeRO-2                                         -
-    dora          SFT       adapters     ZeRO-2, ZeRO-3 (70b)                           -
-    full_offload  SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3; optimizer on the CPU  -
-    long_context  SFT       all weights  ZeRO-3                                         -
-    dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (70b)                           -
-    pretrain      raw text  all weights  ZeRO-2 (1b, 3b), ZeRO-3                        -
-    tensor        SFT       all weights  ZeRO-1; every matrix over 8 GPUs               -
-    sequence      SFT       all weights  ZeRO-3; every row over 8 GPUs                  -
-    pipeline      SFT       all weights  ZeRO-1; the layers over 4 GPUs (70b: 16)       -
-    three_d       SFT       all weights  ZeRO-1; matrices over 8, layers over 4         -
-
-    predicted     1b       3b       8b       70b       GPUs x GiB: the fewest H100 80GB that it fits on
-    full          1 x 28   1 x 70   2 x 69   32 x 47
-    lora          1 x 6    1 x 11   1 x 21   4 x 48
-    qlora         1 x 5    1 x 7    1 x 11   1 x 52
-    dora          1 x 6    1 x 11   1 x 20   4 x 48
-    full_offload  1 x 6    1 x 10   1 x 21   4 x 47
-    long_context  1 x 40   1 x 75   4 x 60   128 x 72
-    dpo_lora      1 x 10   1 x 15   1 x 25   4 x 52
-    pretrain      1 x 28   1 x 70   2 x 69   32 x 47
-    tensor        8 x 11   8 x 18   8 x 44   64 x 67
-    sequence      8 x 15   8 x 21   8 x 32   32 x 68
-    pipeline      4 x 16   4 x 26   4 x 49   64 x 62
-    three_d       32 x 14  32 x 18  32 x 23  32 x 70
+    variant       method    trains       DeepSpeed
+    full          SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3
+    lora          SFT       adapters     ZeRO-2, ZeRO-3 (70b)
+    qlora         SFT       adapters     ZeRO-2
+    dora          SFT       adapters     ZeRO-2, ZeRO-3 (70b)
+    full_offload  SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3; optimizer on the CPU
+    long_context  SFT       all weights  ZeRO-3
+    dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (70b)
+    pretrain      raw text  all weights  ZeRO-2 (1b, 3b), ZeRO-3
+    tensor        SFT       all weights  ZeRO-1; every matrix over 8 GPUs
+    sequence      SFT       all weights  ZeRO-3; every sequence over 8 GPUs
+    pipeline      SFT       all weights  ZeRO-1; the layers over 4 GPUs (70b: 16)
+    three_d       SFT       all weights  ZeRO-1; matrices over 8, layers over 4
 
     python scripts/launch.py llama3-8b lora
     python scripts/launch.py llama3-8b lora data.path=FILE learning_rate=2e-4 lora.rank=32 lora.alpha=64 epochs=2
@@ -49,8 +35,9 @@ block that holds a date; for 1b and 3b it is the day of the run, so the same dat
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Layout, Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 COMMON = {
     "model_type": "llama",
@@ -135,28 +122,23 @@ RATES = {"1b": 2e-5, "3b": 2e-5, "8b": 1e-5, "70b": 2e-6}
 
 
 def full(size: str) -> Recipe:
-    """All weights: for large data sets and new behaviour, with GPUs to hold 16 bytes per parameter."""
+    """All weights: for large data sets and new behaviour, with enough GPUs to hold 16 bytes per parameter."""
     return Recipe(
-        family="llama3",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json" if size in SMALL else "zero3.json",
         learning_rate=RATES[size],
         global_batch_size=64,
-        micro_batch_size=1,
         sequence_length=4096,
         schedule=Schedule("linear", warmup=0.03),
     )
 
 
 def lora(size: str) -> Recipe:
-    """Adapters on every linear layer: the first thing to try; little memory, and a small file to ship."""
+    """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero3_adapters.json" if size == "70b" else "zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=2e-4 if size in SMALL else 1e-4,
@@ -165,101 +147,63 @@ def lora(size: str) -> Recipe:
 
 
 def qlora(size: str) -> Recipe:
-    """Adapters on frozen weights in 4 bits: where the bf16 weights do not fit, as the 70b on one 80 GB GPU."""
-    return replace(
-        lora(size),
-        variant="qlora",
-        model=replace(SIZES[size], quantization="nf4"),
-        deepspeed="zero2.json",
-        learning_rate=1e-4 if size == "70b" else 2e-4,
-    )
+    """Adapters on frozen 4-bit weights: where the bf16 weights do not fit, such as the 70b on one 80 GB GPU."""
+    return variants.qlora(lora(size), learning_rate=1e-4 if size == "70b" else 2e-4)
 
 
 def dora(size: str) -> Recipe:
-    """Adapters and magnitudes at half the rank: when `lora` falls short of `full`; slower per step."""
-    return replace(lora(size), variant="dora", lora=Lora(rank=8, alpha=16, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with the optimizer in host memory: when `full` is short of GPU memory and host memory is not."""
-    return replace(
-        full(size),
-        variant="full_offload",
-        deepspeed="zero2_offload.json" if size in SMALL else "zero3_offload.json",
-    )
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """All weights at 32,768 tokens per row: for long documents and long conversations."""
-    return replace(
-        full(size),
-        variant="long_context",
-        tiled_loss=True,
-        deepspeed="zero3.json",
-        global_batch_size=8,
-        sequence_length=32768,
-    )
+    """All weights on sequences of 32,768 tokens: for long documents and conversations."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, or straight on the instruct model."""
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        global_batch_size=32,
-        sequence_length=2048,
-        packing=False,
-        schedule=Schedule("cosine", warmup=0.1),
-    )
+    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), or straight away."""
+    return variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32, schedule=Schedule("cosine", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: a new domain or language before SFT.
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
 
     From the base model: add model.path=meta-llama/Llama-3.1-8B, or the one of your size (70b: Llama-3.1-70B).
     """
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        learning_rate=2.5 * RATES[size],
-        weight_decay=0.01,
-        adam_beta2=0.95,
-    )
+    return variants.pretrain(full(size), learning_rate=2.5 * RATES[size], weight_decay=0.01, adam_beta2=0.95)
 
 
 def tensor(size: str) -> Recipe:
-    """All weights, every matrix over the GPUs of a node: short steps, where ZeRO-3 waits for its weights.
+    """All weights, every matrix split over the GPUs of a node: shorter steps where ZeRO-3 waits for its weights.
 
     The 70b on 4 nodes of 8 H100 80GB: 8.8B parameters per GPU at 4 + 12/4 bytes (ZeRO-1 over 4 copies) are 62 GB.
     """
-    return replace(full(size), variant="tensor", deepspeed="zero1.json", layout=Layout(tensor=8))
+    return replace(full(size), deepspeed="zero1.json", layout=Layout(tensor=8))
 
 
 def sequence(size: str) -> Recipe:
-    """All weights at 131,072 tokens per row, each GPU of a node with an eighth of it: for what no GPU holds alone.
+    """All weights on sequences of 131,072 tokens, an eighth on each GPU of a node: for what no GPU holds alone.
 
     The 8b on one node of 8 H100 80GB: 8.0B parameters at 16/8 bytes are 16 GB, and 16,384 tokens of activations.
     """
-    return replace(
-        long_context(size), variant="sequence", layout=Layout(sequence=8), global_batch_size=8, sequence_length=131072
-    )
+    return replace(long_context(size), layout=Layout(sequence=8), global_batch_size=8, sequence_length=131072)
 
 
 def pipeline(size: str) -> Recipe:
-    """All weights, the layers over a row of GPUs: for many nodes with a slow network between them.
+    """All weights, the layers over several GPUs: for many nodes with a slow network between them.
 
     The 70b on 8 nodes of 8 H100 80GB: 4.4B parameters per GPU at 8 + 12/4 bytes (ZeRO-1, fp32 accumulation) are 49 GB;
-    of 64 micro-batches per step and copy the stages wait for 15 (19 %).
+    with 64 micro-batches per step and copy, the stages wait for the time of 15 (19 %).
     """
     large = size == "70b"
     return replace(
         full(size),
-        variant="pipeline",
         deepspeed="pipeline.json",
         layout=Layout(pipeline=16 if large else 4),
         global_batch_size=256 if large else 64,
@@ -267,9 +211,9 @@ def pipeline(size: str) -> Recipe:
 
 
 def three_d(size: str) -> Recipe:
-    """All weights, matrices over the GPUs of a node and layers over nodes: the most GPUs with the least waiting.
+    """All weights, matrices split inside a node and layers over nodes: the most GPUs with the least waiting.
 
-    The 70b on 8 nodes of 8 H100 80GB: 2.2B parameters per GPU at 8 + 12/2 bytes are 31 GB; the stages wait for 3 of 35
-    micro-batches (9 %).
+    The 70b on 8 nodes of 8 H100 80GB: 2.2B parameters per GPU at 8 + 12/2 bytes are 31 GB; the stages wait for the
+    time of 3 micro-batches in 35 (9 %).
     """
-    return replace(full(size), variant="three_d", deepspeed="pipeline.json", layout=Layout(tensor=8, pipeline=4))
+    return replace(full(size), deepspeed="pipeline.json", layout=Layout(tensor=8, pipeline=4))

@@ -4,25 +4,15 @@
     7b    32      4096    32     7.25B       32,768   Apache-2.0  mistralai/Mistral-7B-Instruct-v0.3
     24b   40      5120    32     23.57B      32,768   Apache-2.0  mistralai/Mistral-Small-24B-Instruct-2501
 
-    variant       method    trains                      DeepSpeed  measured peak
-    full          SFT       all weights                 ZeRO-3     -
-    lora          SFT       adapters                    ZeRO-2     -
-    qlora         SFT       adapters on 4-bit weights   ZeRO-2     -
-    dora          SFT       adapters and magnitudes     ZeRO-2     -
-    full_offload  SFT       all weights, steps on CPU   ZeRO-3     -
-    long_context  SFT       all weights, 32,768 tokens  ZeRO-3     -
-    dpo_lora      DPO       adapters                    ZeRO-2     -
-    pretrain      raw text  all weights                 ZeRO-3     -
-
-    predicted     7b      24b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          2 x 62  8 x 54
-    lora          1 x 18  1 x 53
-    qlora         1 x 8   1 x 21
-    dora          1 x 19  1 x 54
-    full_offload  1 x 19  1 x 53
-    long_context  4 x 49  16 x 57
-    dpo_lora      1 x 19  1 x 57
-    pretrain      2 x 62  8 x 54
+    variant       method    trains                      DeepSpeed
+    full          SFT       all weights                 ZeRO-3
+    lora          SFT       adapters                    ZeRO-2
+    qlora         SFT       adapters on 4-bit weights   ZeRO-2
+    dora          SFT       adapters and magnitudes     ZeRO-2
+    full_offload  SFT       all weights, steps on CPU   ZeRO-3
+    long_context  SFT       all weights, 32,768 tokens  ZeRO-3
+    dpo_lora      DPO       adapters                    ZeRO-2
+    pretrain      raw text  all weights                 ZeRO-3
 
     python scripts/launch.py mistral-7b lora
     python scripts/launch.py mistral-24b lora data.path=FILE.jsonl lora.rank=32 learning_rate=2e-4  # your own data
@@ -39,8 +29,9 @@ Its chat template puts a system prompt with the day's date where a conversation 
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 SIZES = {
     "7b": Model(
@@ -92,9 +83,6 @@ LORA_RATE = {"7b": 2e-4, "24b": 1e-4}
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
     return Recipe(
-        family="mistral",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -111,7 +99,6 @@ def lora(size: str) -> Recipe:
     """Adapters on every linear layer, ZeRO-2: the usual start; the frozen weights fit one 80 GB GPU."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=LORA_RATE[size],
@@ -120,48 +107,30 @@ def lora(size: str) -> Recipe:
 
 
 def qlora(size: str) -> Recipe:
-    """Adapters on weights frozen in 4 bits: where the GPU does not hold them in bf16; slower than `lora`."""
-    return replace(lora(size), variant="qlora", model=replace(SIZES[size], quantization="nf4"))
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
 
 
 def dora(size: str) -> Recipe:
-    """Adapters that also learn each weight's magnitude: when `lora` stays behind `full`; slower per step."""
-    adapted = lora(size)
-    return replace(adapted, variant="dora", lora=replace(adapted.lora, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with optimizer states and steps on the CPU: for `full` on fewer GPUs with much host memory."""
-    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """All weights on rows of 32,768 tokens, the longest the family takes: for long documents and conversations."""
-    return replace(full(size), variant="long_context", tiled_loss=True, sequence_length=32768, global_batch_size=8)
+    """All weights on sequences of 32,768 tokens, the most the family takes: for long documents and conversations."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), to prefer better answers."""
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        schedule=Schedule("cosine", warmup=0.1),
-        packing=False,
-        sequence_length=2048,
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: a new domain or language, before SFT."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        learning_rate=2 * FULL_RATE[size],
-        adam_beta2=0.95,
-        global_batch_size=128,
-    )
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size), learning_rate=2 * FULL_RATE[size], adam_beta2=0.95, global_batch_size=128)

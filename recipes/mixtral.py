@@ -4,23 +4,14 @@
     8x7b   32      4096    32     46.70B      32,768   Apache-2.0  mistralai/Mixtral-8x7B-Instruct-v0.1
     8x22b  56      6144    48     140.63B     65,536   Apache-2.0  mistralai/Mixtral-8x22B-Instruct-v0.1
 
-    variant       method    trains                              DeepSpeed  measured peak
-    full          SFT       all weights                         ZeRO-3     -
-    lora          SFT       adapters on attention and experts   ZeRO-3     -
-    full_offload  SFT       all weights, steps on CPU           ZeRO-3     -
-    long_context  SFT       all weights, 32,768 tokens          ZeRO-3     -
-    dpo_lora      DPO       adapters on attention and experts   ZeRO-3     -
-    pretrain      raw text  all weights                         ZeRO-3     -
-    expert        SFT       all weights, spread                 ZeRO-1     -
-
-    predicted     8x7b     8x22b     GPUs x GiB: the fewest H100 80GB that it fits on
-    full          16 x 56  64 x 51
-    lora          2 x 59   8 x 54
-    full_offload  2 x 56   8 x 51
-    long_context  16 x 74  128 x 66
-    dpo_lora      2 x 59   8 x 54
-    pretrain      16 x 56  64 x 51
-    expert        16 x 74  -
+    variant       method    trains                              DeepSpeed
+    full          SFT       all weights                         ZeRO-3
+    lora          SFT       adapters on attention and experts   ZeRO-3
+    full_offload  SFT       all weights, steps on CPU           ZeRO-3
+    long_context  SFT       all weights, 32,768 tokens          ZeRO-3
+    dpo_lora      DPO       adapters on attention and experts   ZeRO-3
+    pretrain      raw text  all weights                         ZeRO-3
+    expert        SFT       all weights, spread                 ZeRO-1
 
     python scripts/launch.py mixtral-8x7b lora
     python scripts/launch.py mixtral-8x22b lora data.path=FILE.jsonl lora.rank=8 epochs=2  # your own data
@@ -36,8 +27,9 @@ Adapters leave the router as it is; its balancing loss counts only where config.
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Layout, Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 SIZES = {
     "8x7b": Model(
@@ -93,9 +85,6 @@ LORA_RATE = {"8x7b": 2e-4, "8x22b": 1e-4}
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: the most that fine-tuning can change; for many examples and several nodes."""
     return Recipe(
-        family="mixtral",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -112,53 +101,30 @@ def lora(size: str) -> Recipe:
     """Adapters on attention and on every expert, ZeRO-3: the usual start; the frozen weights are sharded."""
     return replace(
         full(size),
-        variant="lora",
-        lora=Lora(
-            rank=16,
-            alpha=32,
-            target_modules="q_proj,k_proj,v_proj,o_proj",
-            target_parameters="mlp.experts.gate_up_proj,mlp.experts.down_proj",
-        ),
+        lora=Lora(rank=16, alpha=32, target_modules=variants.ATTENTION, target_parameters=variants.EXPERTS),
         learning_rate=LORA_RATE[size],
         weight_decay=0.0,
     )
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with optimizer states and steps on the CPU: for `full` on fewer GPUs with much host memory."""
-    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """All weights on rows of 32,768 tokens (8x7b takes no more, 8x22b 65,536): for long documents and conversations."""
-    return replace(full(size), variant="long_context", tiled_loss=True, sequence_length=32768, global_batch_size=8)
+    """All weights on sequences of 32,768 tokens (8x7b's maximum; 8x22b takes 65,536): for long documents."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), to prefer better answers."""
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        schedule=Schedule("cosine", warmup=0.1),
-        packing=False,
-        sequence_length=2048,
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: a new domain or language, before SFT."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        learning_rate=2 * FULL_RATE[size],
-        adam_beta2=0.95,
-        global_batch_size=128,
-    )
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size), learning_rate=2 * FULL_RATE[size], adam_beta2=0.95, global_batch_size=128)
 
 
 def expert(size: str) -> Recipe:
@@ -166,4 +132,4 @@ def expert(size: str) -> Recipe:
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
     """
-    return replace(full(size), variant="expert", deepspeed="expert_parallel.json", layout=Layout(expert=8))
+    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))

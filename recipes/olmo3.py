@@ -4,25 +4,15 @@
     7b    32      4096    32     7.30B       65,536   Apache-2.0  allenai/Olmo-3-7B-Instruct
     32b   64      5120    40     32.23B      65,536   Apache-2.0  allenai/Olmo-3.1-32B-Instruct
 
-    variant       method    trains           DeepSpeed             measured peak
-    full          SFT       all weights      ZeRO-3                -
-    lora          SFT       adapters         ZeRO-2 (7b), ZeRO-3   -
-    qlora         SFT       adapters on NF4  ZeRO-2                -
-    dora          SFT       adapters         ZeRO-2 (7b), ZeRO-3   -
-    full_offload  SFT       all weights      ZeRO-3                -
-    long_context  SFT       all weights      ZeRO-3                -
-    dpo_lora      DPO       adapters         ZeRO-2 (7b), ZeRO-3   -
-    pretrain      raw text  all weights      ZeRO-3                -
-
-    predicted     7b      32b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          2 x 63  8 x 69
-    lora          1 x 20  1 x 73
-    qlora         1 x 10  1 x 26
-    dora          1 x 19  1 x 71
-    full_offload  1 x 20  1 x 68
-    long_context  4 x 54  16 x 71
-    dpo_lora      1 x 23  2 x 45
-    pretrain      2 x 63  8 x 69
+    variant       method    trains           DeepSpeed
+    full          SFT       all weights      ZeRO-3
+    lora          SFT       adapters         ZeRO-2 (7b), ZeRO-3
+    qlora         SFT       adapters on NF4  ZeRO-2
+    dora          SFT       adapters         ZeRO-2 (7b), ZeRO-3
+    full_offload  SFT       all weights      ZeRO-3
+    long_context  SFT       all weights      ZeRO-3
+    dpo_lora      DPO       adapters         ZeRO-2 (7b), ZeRO-3
+    pretrain      raw text  all weights      ZeRO-3
 
     python scripts/launch.py olmo3-7b lora
     python scripts/launch.py olmo3-7b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=3  # your data
@@ -40,8 +30,9 @@ writes the same turns without it. YaRN stretches the full-attention layers only.
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 SHARED = {
     "model_type": "olmo3",
@@ -98,11 +89,8 @@ SIZES = {
 
 
 def full(size: str) -> Recipe:
-    """SFT of all weights, the place to start with much data or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task far from what the model knows."""
     return Recipe(
-        family="olmo3",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -111,16 +99,14 @@ def full(size: str) -> Recipe:
         adam_beta2=0.95,
         schedule=Schedule("linear", warmup=0.03),
         global_batch_size=64,
-        micro_batch_size=1,
         sequence_length=2048 if size == "32b" else 4096,
     )
 
 
 def lora(size: str) -> Recipe:
-    """SFT of adapters on every linear layer: a fraction of the memory, and a small file per task."""
+    """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero3_adapters.json" if size == "32b" else "zero2.json",
         lora=Lora(rank=32, alpha=16),
         learning_rate=1e-4 if size == "32b" else 2e-4,
@@ -129,65 +115,36 @@ def lora(size: str) -> Recipe:
 
 
 def qlora(size: str) -> Recipe:
-    """As lora on weights in 4 bits: for the largest model that a GPU can hold; slower per step."""
-    return replace(
-        lora(size),
-        variant="qlora",
-        model=replace(SIZES[size], quantization="nf4"),
-        deepspeed="zero2.json",
-    )
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
 
 
 def dora(size: str) -> Recipe:
-    """As lora with the weights' magnitudes trained too, at half the rank: when lora stays behind full; slower."""
-    return replace(lora(size), variant="dora", lora=Lora(rank=16, alpha=8, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """As full with the optimizer's states and step in host memory: when the GPUs are few or small."""
-    return replace(full(size), variant="full_offload", deepspeed="zero3_offload.json")
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """SFT of all weights on rows of 32,768 tokens, Ai2's own length: for long documents and long reasoning.
+    """All weights on sequences of 32,768 tokens, Ai2's own length: for long documents and long reasoning.
 
     Ai2 starts from base weights: model.path=allenai/Olmo-3-1025-7B.
     """
-    return replace(
-        full(size),
-        variant="long_context",
-        tiled_loss=True,
-        sequence_length=32768,
-        global_batch_size=16 if size == "32b" else 8,
-    )
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=16 if size == "32b" else 8)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: prefer one answer to another, best after full or lora.
-
-    Start from a run's result with model.path=RUN_FOLDER/export.
-    """
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        schedule=Schedule("linear", warmup=0.1),
-        sequence_length=2048,
-        packing=False,
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("linear", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training of all weights on raw text: to teach a domain or a language before SFT.
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
 
     Usually from base weights: model.path=allenai/Olmo-3-1025-7B, or allenai/Olmo-3-1125-32B.
     """
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        weight_decay=0.1,
-    )
+    return variants.pretrain(full(size), weight_decay=0.1)

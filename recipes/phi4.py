@@ -4,25 +4,15 @@
     14b   40      5120    40     14.66B      16,384   MIT      microsoft/phi-4
     mini  32      3072    24     3.84B       131,072  MIT      microsoft/Phi-4-mini-instruct
 
-    variant       method    trains                               DeepSpeed              measured peak
-    full          SFT       all weights                          ZeRO-2 (mini), ZeRO-3  -
-    lora          SFT       adapters                             ZeRO-2                 -
-    qlora         SFT       adapters on 4-bit weights            ZeRO-2                 -
-    dora          SFT       adapters and magnitudes              ZeRO-2                 -
-    full_offload  SFT       all weights, steps on CPU            ZeRO-2 (mini), ZeRO-3  -
-    long_context  SFT       all weights, 16,384 (14b) or 32,768  ZeRO-3                 -
-    dpo_lora      DPO       adapters                             ZeRO-2                 -
-    pretrain      raw text  all weights                          ZeRO-2 (mini), ZeRO-3  -
-
-    predicted     14b     mini    GPUs x GiB: the fewest H100 80GB that it fits on
-    full          4 x 64  2 x 47
-    lora          1 x 34  1 x 13
-    qlora         1 x 15  1 x 9
-    dora          1 x 35  1 x 13
-    full_offload  1 x 34  1 x 13
-    long_context  4 x 74  2 x 66
-    dpo_lora      1 x 37  1 x 20
-    pretrain      4 x 64  2 x 47
+    variant       method    trains                               DeepSpeed
+    full          SFT       all weights                          ZeRO-2 (mini), ZeRO-3
+    lora          SFT       adapters                             ZeRO-2
+    qlora         SFT       adapters on 4-bit weights            ZeRO-2
+    dora          SFT       adapters and magnitudes              ZeRO-2
+    full_offload  SFT       all weights, steps on CPU            ZeRO-2 (mini), ZeRO-3
+    long_context  SFT       all weights, 16,384 (14b) or 32,768  ZeRO-3
+    dpo_lora      DPO       adapters                             ZeRO-2
+    pretrain      raw text  all weights                          ZeRO-2 (mini), ZeRO-3
 
     python scripts/launch.py phi4-mini lora
     python scripts/launch.py phi4-14b qlora data.path=FILE.jsonl lora.rank=32 epochs=3  # your own data
@@ -39,8 +29,9 @@ mini (LongRoPE): a document over 4,096 tokens changes the rotary factors of its 
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 LONG_FACTORS = """
 1 1.118320672 1.250641126 1.398617824 1.564103225 1.74916897 1.956131817 2.187582649 2.446418898 2.735880826 3.059592084
@@ -105,9 +96,6 @@ LORA_RATE = {"14b": 1e-4, "mini": 2e-4}
 def full(size: str) -> Recipe:
     """All weights, ZeRO-2 or ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
     return Recipe(
-        family="phi4",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -124,7 +112,6 @@ def lora(size: str) -> Recipe:
     """Adapters on every linear layer, ZeRO-2: the usual start; the frozen weights fit one 80 GB GPU."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=LORA_RATE[size],
@@ -133,57 +120,32 @@ def lora(size: str) -> Recipe:
 
 
 def qlora(size: str) -> Recipe:
-    """Adapters on weights frozen in 4 bits: where the GPU does not hold them in bf16; slower than `lora`."""
-    return replace(lora(size), variant="qlora", model=replace(SIZES[size], quantization="nf4"))
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
 
 
 def dora(size: str) -> Recipe:
-    """Adapters that also learn each weight's magnitude: when `lora` stays behind `full`; slower per step."""
-    adapted = lora(size)
-    return replace(adapted, variant="dora", lora=replace(adapted.lora, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with optimizer states and steps on the CPU: for `full` on fewer GPUs with much host memory."""
-    deepspeed = "zero2_offload.json" if size == "mini" else "zero3_offload.json"
-    return replace(full(size), variant="full_offload", deepspeed=deepspeed)
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """All weights on rows of 16,384 tokens (14b, its limit) or 32,768 (mini): for long documents and conversations."""
+    """All weights on sequences of 16,384 tokens (14b, its maximum) or 32,768 (mini): for long documents."""
     length = {"14b": 16384, "mini": 32768}[size]
-    return replace(
-        full(size),
-        variant="long_context",
-        tiled_loss=True,
-        deepspeed="zero3.json",
-        sequence_length=length,
-        global_batch_size=64 * 4096 // length,  # as many tokens per step as `full`
-    )
+    # As many tokens per step as `full`.
+    return variants.long_context(full(size), sequence_length=length, global_batch_size=64 * 4096 // length)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), to prefer better answers."""
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        schedule=Schedule("cosine", warmup=0.1),
-        packing=False,
-        sequence_length=2048,
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: a new domain or language, before SFT."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        learning_rate=2e-5,
-        adam_beta2=0.95,
-        global_batch_size=128,
-    )
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size), learning_rate=2e-5, adam_beta2=0.95, global_batch_size=128)

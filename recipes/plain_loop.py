@@ -58,31 +58,32 @@ def documents(path, tokenizer, length):
 
 
 def packed(documents, length):
-    """Return rows, each a list of documents that fit into `length` together (first fit, longest first)."""
-    rows, room = [], []
+    """Return sequences, each a list of documents that fit into `length` together (first fit, longest first)."""
+    sequences: list[list] = []
+    room: list[int] = []
     for document in sorted(documents, key=lambda d: -len(d[0])):
         size = len(document[0])
         index = next((i for i, free in enumerate(room) if free >= size), None)
         if index is None:
-            rows.append([])
+            sequences.append([])
             room.append(length)
-            index = len(rows) - 1
-        rows[index].append(document)
+            index = len(sequences) - 1
+        sequences[index].append(document)
         room[index] -= size
-    return rows
+    return sequences
 
 
-def collate(rows, pad, device):
-    """Rows to tensors [rows, width]. Positions start again at each document: transformers then keeps them apart."""
-    width = -(-max(sum(len(tokens) for tokens, _ in row) for row in rows) // 8) * 8
-    ids = torch.full((len(rows), width), pad)
-    labels = torch.full((len(rows), width), -100)
-    positions = torch.zeros((len(rows), width), dtype=torch.long)
-    for i, row in enumerate(rows):
+def collate(sequences, pad, device):
+    """Return tensors [sequences, width]. Positions restart at each document, so that transformers keeps them apart."""
+    width = -(-max(sum(len(tokens) for tokens, _ in documents) for documents in sequences) // 8) * 8
+    ids = torch.full((len(sequences), width), pad)
+    labels = torch.full((len(sequences), width), -100)
+    positions = torch.zeros((len(sequences), width), dtype=torch.long)
+    for i, documents in enumerate(sequences):
         at = 0
-        for tokens, marks in row:
+        for tokens, targets in documents:
             end = at + len(tokens)
-            ids[i, at:end], labels[i, at:end] = torch.tensor(tokens), torch.tensor(marks)
+            ids[i, at:end], labels[i, at:end] = torch.tensor(tokens), torch.tensor(targets)
             positions[i, at:] = torch.arange(width - at)
             at = end
     return {"input_ids": ids.to(device), "labels": labels.to(device), "position_ids": positions.to(device)}
@@ -102,7 +103,7 @@ def main():
         "zero_optimization": {"stage": o.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
     }
-    # While this object lives, from_pretrained shards the weights as it reads them (ZeRO-3).
+    # While this object exists, from_pretrained shards the weights as it reads them (ZeRO-3).
     live = HfDeepSpeedConfig(config)  # noqa: F841
 
     tokenizer = AutoTokenizer.from_pretrained(o.model)
@@ -125,18 +126,19 @@ def main():
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
 
     kept = documents(o.data, tokenizer, o.length)
-    rows = [[document] for document in kept] if o.no_pack else packed(kept, o.length)
+    sequences = [[document] for document in kept] if o.no_pack else packed(kept, o.length)
     batch = o.micro_batch * o.accumulation * world
     order = torch.Generator().manual_seed(0)
-    queue, seen, start = [], 0, time.perf_counter()
+    queue: list[int] = []
+    seen, start = 0, time.perf_counter()
     for step in range(1, o.steps + 1):
         if len(queue) < batch:
-            queue = torch.randperm(len(rows), generator=order).tolist()
-        chosen, queue = [rows[i] for i in queue[:batch]], queue[batch:]
+            queue = torch.randperm(len(sequences), generator=order).tolist()
+        chosen, queue = [sequences[i] for i in queue[:batch]], queue[batch:]
         mine = chosen[rank::world]
         micro = [collate(mine[i :: o.accumulation], tokenizer.pad_token_id, device) for i in range(o.accumulation)]
-        # Every labelled token of the global batch weighs the same, wherever it landed; DeepSpeed averages over
-        # ranks and accumulation steps, so both are multiplied in again.
+        # Every labelled token of the global batch has the same weight, on whichever rank; DeepSpeed averages over
+        # ranks and accumulation steps, so both are multiplied back in.
         labelled = sum((m["labels"] != -100).sum() for m in micro)
         dist.all_reduce(labelled)
         total = torch.zeros((), device=device)
@@ -145,7 +147,7 @@ def main():
             engine.backward(loss * world * o.accumulation)
             engine.step()
             total += loss.detach()
-        seen += sum(len(tokens) for row in chosen for tokens, _ in row)
+        seen += sum(len(tokens) for documents in chosen for tokens, _ in documents)
         if step % o.log_every == 0:
             dist.all_reduce(total)
             if rank == 0:

@@ -7,25 +7,15 @@
     9b    32      4096    16     8.95B       262,144  Apache-2.0  Qwen/Qwen3.5-9B
     27b   64      5120    24     26.90B      262,144  Apache-2.0  Qwen/Qwen3.5-27B
 
-    variant       method    trains                 DeepSpeed                      measured peak
-    full          SFT       all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3  -
-    lora          SFT       adapters               ZeRO-2                         -
-    qlora         SFT       adapters on NF4        ZeRO-2                         -
-    dora          SFT       adapters               ZeRO-2                         -
-    full_offload  SFT       all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3  -
-    long_context  SFT       all weights            ZeRO-3                         -
-    dpo_lora      DPO       adapters               ZeRO-2                         -
-    pretrain      raw text  all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3  -
-
-    predicted     0.8b    2b      4b      9b      27b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          1 x 17  1 x 42  2 x 52  4 x 45  8 x 64
-    lora          1 x 7   1 x 10  1 x 15  1 x 25  1 x 62
-    qlora         1 x 6   1 x 8   1 x 10  1 x 15  1 x 27
-    dora          1 x 7   1 x 10  1 x 14  1 x 24  1 x 62
-    full_offload  1 x 7   1 x 9   1 x 14  1 x 26  1 x 63
-    long_context  1 x 47  1 x 67  2 x 74  8 x 62  32 x 71
-    dpo_lora      1 x 15  1 x 18  1 x 23  1 x 32  1 x 70
-    pretrain      1 x 17  1 x 42  2 x 52  4 x 45  8 x 64
+    variant       method    trains                 DeepSpeed
+    full          SFT       all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
+    lora          SFT       adapters               ZeRO-2
+    qlora         SFT       adapters on NF4        ZeRO-2
+    dora          SFT       adapters               ZeRO-2
+    full_offload  SFT       all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
+    long_context  SFT       all weights            ZeRO-3
+    dpo_lora      DPO       adapters               ZeRO-2
+    pretrain      raw text  all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
 
     python scripts/launch.py qwen3_5-9b lora
     python scripts/launch.py qwen3_5-9b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=3  # your data
@@ -42,8 +32,9 @@ exported. No variant packs documents. Install flash-linear-attention and causal-
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 SHARED = {
     "model_type": "qwen3_5_text",
@@ -144,11 +135,8 @@ WHOLE = ("0.8b", "2b", "4b")
 
 
 def full(size: str) -> Recipe:
-    """SFT of all weights, the place to start with much data or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task far from what the model knows."""
     return Recipe(
-        family="qwen3_5",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -158,18 +146,16 @@ def full(size: str) -> Recipe:
         adam_beta2=0.95,
         schedule=Schedule("cosine", warmup=0.05),
         global_batch_size=64,
-        micro_batch_size=1,
         sequence_length=4096,
-        # Linear attention reads no position ids, so its state would run on from one packed document into the next.
+        # Linear attention reads no position ids: its state would carry over from one packed document into the next.
         packing=False,
     )
 
 
 def lora(size: str) -> Recipe:
-    """SFT of adapters on every linear layer: a fraction of the memory, and a small file per task."""
+    """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=1e-4 if size == "27b" else 2e-4,
@@ -179,61 +165,33 @@ def lora(size: str) -> Recipe:
 
 
 def qlora(size: str) -> Recipe:
-    """As lora on weights in 4 bits: for the largest model that a GPU can hold; slower per step."""
-    return replace(lora(size), variant="qlora", model=replace(SIZES[size], quantization="nf4"))
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
 
 
 def dora(size: str) -> Recipe:
-    """As lora with the weights' magnitudes trained too, at half the rank: when lora stays behind full; slower."""
-    return replace(lora(size), variant="dora", lora=Lora(rank=8, alpha=16, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """As full with the optimizer's states and step in host memory: when the GPUs are few or small."""
-    return replace(
-        full(size),
-        variant="full_offload",
-        deepspeed="zero2_offload.json" if size in WHOLE else "zero3_offload.json",
-    )
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """SFT of all weights on conversations of up to 32,768 tokens: for long documents and long reasoning."""
-    return replace(
-        full(size),
-        variant="long_context",
-        tiled_loss=True,
-        deepspeed="zero3.json",
-        sequence_length=32768,
-        global_batch_size=8,
-    )
+    """All weights on conversations of up to 32,768 tokens: for long documents and long reasoning."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: prefer one answer to another, best after full or lora.
-
-    Start from a run's result with model.path=RUN_FOLDER/export.
-    """
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        schedule=Schedule("cosine", warmup=0.1),
-        sequence_length=2048,
-        packing=False,
-    )
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training of all weights on raw text: to teach a domain or a language before SFT.
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
 
-    Usually from base weights: model.path=Qwen/Qwen3.5-9B-Base (there are such up to 9b).
+    Usually from base weights: model.path=Qwen/Qwen3.5-9B-Base (there is one for each size up to 9b).
     """
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-    )
+    return variants.pretrain(full(size))

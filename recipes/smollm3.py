@@ -3,25 +3,15 @@
     size  layers  hidden  heads  parameters  context  licence     weights
     3b    36      2048    16     3.08B       65,536   Apache-2.0  HuggingFaceTB/SmolLM3-3B
 
-    variant       method    trains       DeepSpeed                     measured peak
-    full          SFT       all weights  ZeRO-2                        -
-    lora          SFT       adapters     ZeRO-2                        -
-    qlora         SFT       adapters     ZeRO-2                        -
-    dora          SFT       adapters     ZeRO-2                        -
-    full_offload  SFT       all weights  ZeRO-2; optimizer on the CPU  -
-    long_context  SFT       all weights  ZeRO-3                        -
-    dpo_lora      DPO       adapters     ZeRO-2                        -
-    pretrain      raw text  all weights  ZeRO-2                        -
-
-    predicted     3b      GPUs x GiB: the fewest H100 80GB that it fits on
-    full          1 x 67
-    lora          1 x 14
-    qlora         1 x 10
-    dora          1 x 13
-    full_offload  1 x 13
-    long_context  1 x 72
-    dpo_lora      1 x 15
-    pretrain      1 x 67
+    variant       method    trains       DeepSpeed
+    full          SFT       all weights  ZeRO-2
+    lora          SFT       adapters     ZeRO-2
+    qlora         SFT       adapters     ZeRO-2
+    dora          SFT       adapters     ZeRO-2
+    full_offload  SFT       all weights  ZeRO-2; optimizer on the CPU
+    long_context  SFT       all weights  ZeRO-3
+    dpo_lora      DPO       adapters     ZeRO-2
+    pretrain      raw text  all weights  ZeRO-2
 
     python scripts/launch.py smollm3 full
     python scripts/launch.py smollm3 full data.path=FILE learning_rate=1e-5 epochs=2 global_batch_size=64
@@ -36,8 +26,9 @@ belong under /no_think in the system message: then it puts an empty think block 
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
 
 SIZES = {
     "3b": Model(
@@ -69,9 +60,6 @@ SIZES = {
 def full(size: str) -> Recipe:
     """All weights: for new behaviour and large data sets; 16 bytes per parameter over the GPUs."""
     return Recipe(
-        family="smollm3",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=CHAT,
@@ -79,69 +67,44 @@ def full(size: str) -> Recipe:
         learning_rate=2e-5,
         max_grad_norm=0.2,
         global_batch_size=32,
-        micro_batch_size=1,
         sequence_length=8192,
         schedule=Schedule("cosine", warmup=0.03),
     )
 
 
 def lora(size: str) -> Recipe:
-    """Adapters on every linear layer: the first thing to try; little memory, and a small file to ship."""
-    return replace(full(size), variant="lora", lora=Lora(rank=32, alpha=16), learning_rate=2e-4)
+    """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
+    return replace(full(size), lora=Lora(rank=32, alpha=16), learning_rate=2e-4)
 
 
 def qlora(size: str) -> Recipe:
-    """Adapters on frozen weights in 4 bits: for one GPU with little memory."""
-    return replace(lora(size), variant="qlora", model=replace(SIZES[size], quantization="nf4"))
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
 
 
 def dora(size: str) -> Recipe:
-    """Adapters and magnitudes at half the rank: when `lora` falls short of `full`; slower per step."""
-    return replace(lora(size), variant="dora", lora=Lora(rank=16, alpha=8, dora=True))
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
 
 
 def full_offload(size: str) -> Recipe:
-    """All weights with the optimizer in host memory: when `full` is short of GPU memory and host memory is not."""
-    return replace(full(size), variant="full_offload", deepspeed="zero2_offload.json")
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
 
 
 def long_context(size: str) -> Recipe:
-    """All weights at 32,768 tokens per row: for long documents, long conversations and long reasoning."""
-    return replace(
-        full(size),
-        variant="long_context",
-        tiled_loss=True,
-        deepspeed="zero3.json",
-        global_batch_size=8,
-        sequence_length=32768,
-    )
+    """All weights on sequences of 32,768 tokens: for long documents, conversations and reasoning."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, or straight on the instruct model."""
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=5e-6,
-        sequence_length=2048,
-        packing=False,
-        schedule=Schedule("cosine", warmup=0.1),
-    )
+    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), or straight away."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
 
 
 def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: a new domain or language before SFT.
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
 
     From the base model: add model.path=HuggingFaceTB/SmolLM3-3B-Base.
     """
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-    )
+    return variants.pretrain(full(size), weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0)

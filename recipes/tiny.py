@@ -18,12 +18,13 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
 
 from dataclasses import replace
 
-from recipes.spec.recipe import Lora, Model, Recipe, Schedule
-from recipes.spec.samples import CHAT, PREFERENCES, TEXT
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT, TINY_MODEL
 
 SIZES = {
     "3m": Model(
-        path="recipes/samples/tiny_model",
+        path=TINY_MODEL,
         parameters=3_049_984,
         config={
             "model_type": "qwen3",
@@ -44,9 +45,6 @@ SIZES = {
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: learns to turn free text into JSON. The place to start."""
     return Recipe(
-        family="tiny",
-        size=size,
-        variant="full",
         method="sft",
         model=SIZES[size],
         data=replace(CHAT, metric="exact_match"),
@@ -68,7 +66,6 @@ def lora(size: str) -> Recipe:
     """Adapters on every linear layer, ZeRO-2: the same task with a tenth of the trained weights."""
     return replace(
         full(size),
-        variant="lora",
         deepspeed="zero2.json",
         lora=Lora(rank=32, alpha=64),
         learning_rate=4e-3,
@@ -80,23 +77,9 @@ def dpo_lora(size: str) -> Recipe:
 
     Best after `full`: add model.path=RUN_FOLDER/export.
     """
-    return replace(
-        lora(size),
-        variant="dpo_lora",
-        method="dpo",
-        data=PREFERENCES,
-        learning_rate=1e-3,
-        packing=False,
-    )
+    return variants.dpo(lora(size), learning_rate=1e-3)
 
 
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights, ZeRO-1."""
-    return replace(
-        full(size),
-        variant="pretrain",
-        method="pretrain",
-        data=TEXT,
-        deepspeed="zero1.json",
-        learning_rate=5e-4,
-    )
+    return variants.pretrain(full(size), deepspeed="zero1.json", learning_rate=5e-4)

@@ -15,7 +15,7 @@ os.environ |= {
 }
 os.environ.pop("WANDB_API_KEY", None)
 
-from recipes.training import ops
+from recipes.machine import ops
 
 os.environ |= ops.environment()
 
@@ -68,7 +68,7 @@ def model_folder(tmp_path_factory) -> Path:
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from recipes.training.draft import TINY_MODEL
+    from recipes.training.model.draft import TINY_MODEL
 
     folder = tmp_path_factory.mktemp("model")
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)

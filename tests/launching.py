@@ -1,4 +1,4 @@
-"""Train with DeepSpeed templates on two CPU ranks and read what the engine was; start other people's launchers."""
+"""Train with DeepSpeed templates on two CPU ranks and read the engine's settings; run other projects' launchers."""
 
 import json
 import os
@@ -26,12 +26,12 @@ def gpus() -> int:
 def environment(on_gpu: bool = False) -> dict[str, str]:
     dropped = ("ACCELERATE_", "WANDB_") + (("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR") if on_gpu else ())
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    path = f"{BIN}{os.pathsep}{kept.get('PATH', '')}"  # ninja, which builds DeepSpeed's ops, stands there
+    path = f"{BIN}{os.pathsep}{kept.get('PATH', '')}"  # ninja, which builds DeepSpeed's ops, is there
     return {**kept, "PATH": path}
 
 
 def run(command: list[str], folder: Path, timeout: int = 400, on_gpu: bool = False) -> str:
-    """Run a launcher in `folder` and return its output; whatever it started is ended with it."""
+    """Run a launcher in `folder` and return its output; nothing that it has started outlives it."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -57,8 +57,8 @@ def accelerate_launch(config: str, *arguments: str) -> list[str]:
 
 
 def train_with(ranks: Ranks, folder: Path, mode: str, template: Path) -> dict:
-    """Train two steps with `template` and return what the engine was, or the error; `mode` as in `use`."""
-    place = folder / f"{mode}-{template.stem}"
-    ranks.check(use, mode, str(template), str(place), log=folder / f"{place.name}.log")
-    assert (place / "seen.json").exists(), "\n".join(read_logs(folder / f"{place.name}.log"))
-    return json.loads((place / "seen.json").read_text())
+    """Train two steps with `template` and return the engine's settings, or the error; `mode` as in `use`."""
+    output = folder / f"{mode}-{template.stem}"
+    ranks.check(use, mode, str(template), str(output), log=folder / f"{output.name}.log")
+    assert (output / "seen.json").exists(), "\n".join(read_logs(folder / f"{output.name}.log"))
+    return json.loads((output / "seen.json").read_text())

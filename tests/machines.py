@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces on a bridge, each with a real sshd; and whether that can be had here."""
+"""Two hosts on one machine, as network namespaces on a bridge, each with a real sshd; and whether they can run here."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ SBIN = "/usr/sbin:/sbin"
 
 @cache
 def without_hosts() -> str:
-    """Return why two hosts cannot be made here; empty if they can."""
+    """Return why two hosts cannot run here; empty if they can."""
     missing = [
         package for tool, package in NEEDED.items() if not shutil.which(tool, path=f"{os.environ['PATH']}:{SBIN}")
     ]
@@ -36,10 +36,10 @@ def without_hosts() -> str:
 
 @dataclass
 class Hosts:
-    """Two hosts, `addresses`, that take root's logins over ssh with a key in `folder`.
+    """Two hosts, `addresses`, that accept root's logins over ssh with a key in `folder`.
 
-    ssh looks for its configuration in the account's home and nowhere else, which is not the tests' to write to: so a
-    script named ssh, first on the PATH, adds `-F`.
+    ssh reads its configuration only from the account's home, where tests must not write; so a script named ssh, first
+    on the PATH, adds `-F`.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         for server in self.servers:
-            server.kill()  # unshare heeds nothing less; what it started goes with it
+            server.kill()  # unshare ignores other signals; its children die with it
             server.wait()
         for space in self.spaces:
             pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True).stdout.split()
@@ -102,10 +102,10 @@ class Hosts:
         script.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.folder / "config"} "$@"\n')
         script.chmod(0o755)
         self.made_run = not Path("/run/sshd").exists()
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's separated process is locked in there
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's unprivileged process is confined to it
 
     def serve(self, index: int, before: str = "true") -> None:
-        """Start a host's sshd; `before` is a shell command run first in its namespaces, of network and of mounts."""
+        """Start a host's sshd, after the shell command `before` in the host's network and mount namespaces."""
         options = [
             f"ListenAddress={self.addresses[index]}",
             f"HostKey={self.folder / 'host'}",
@@ -113,8 +113,8 @@ class Hosts:
             *("StrictModes=no", "PermitRootLogin=yes", "PidFile=none", "UsePAM=no", "MaxStartups=100"),
         ]
         sshd = f"/usr/sbin/sshd -D -e -f /dev/null {' '.join('-o ' + option for option in options)}"
-        # `ip netns exec` gives the command a mount namespace of its own too. Its own processes make it a host whose
-        # `ps` does not show the other's.
+        # `ip netns exec` also gives the command its own mount namespace. With a process namespace of its own, the host
+        # does not see the other's processes.
         own = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
         command = ["ip", "netns", "exec", self.spaces[index], *own, "sh", "-c", f"{before} && exec {sshd}"]
         with (self.folder / f"sshd{index}.log").open("a") as log:
@@ -125,7 +125,7 @@ class Hosts:
             time.sleep(0.05)
 
     def change(self, index: int, before: str) -> None:
-        """Make a host another one: its sshd again, after `before`."""
+        """Restart a host's sshd after the shell command `before`, which makes the host different."""
         server = self.servers[index]
         server.kill()
         server.wait()
@@ -133,7 +133,7 @@ class Hosts:
         self.servers[index] = self.servers.pop()
 
     def cut(self, index: int) -> None:
-        """Pull a host's cable out: nobody is told."""
+        """Pull out a host's network cable, without notice."""
         ip("link", "set", f"{self.bridge}{index}", "down")
 
     def switch_off(self, index: int) -> None:
@@ -142,7 +142,7 @@ class Hosts:
         self.servers[index].wait()
 
     def mend(self) -> None:
-        """Make both hosts what they were."""
+        """Restore both hosts."""
         for index, server in enumerate(self.servers):
             ip("link", "set", f"{self.bridge}{index}", "up")
             if server.poll() is not None:
@@ -165,7 +165,7 @@ def ip(*arguments: str) -> None:
 
 
 def answers(address: str, port: int = 22) -> bool:
-    """Return whether somebody listens there."""
+    """Return whether a server listens there."""
     with socket.socket() as client:
         client.settimeout(1)
         return client.connect_ex((address, port)) == 0

@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import io
 
-from recipes.training import ops
+from recipes.machine import ops
 
 MODULES = (
     "recipes.training.run",
@@ -22,4 +22,4 @@ MODULES = (
 for module in MODULES:
     importlib.import_module(module)
 with contextlib.redirect_stdout(io.StringIO()):
-    ops.build()
+    ops.build(ops.OPS["cpu"])

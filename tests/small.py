@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Data, Model, Recipe, Schedule, Wandb
 from recipes.spec.run_folder import read_json, write_json
 

@@ -9,12 +9,13 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
+from recipes.commands import export as export_script
+from recipes.launching.paths import locate
 from recipes.spec import overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder, read_json, write_recipe
-from recipes.training import adapters, export
-from recipes.training.preflight import locate
-from scripts import export as export_script
+from recipes.training import export
+from recipes.training.model import adapters
 from tests.test_catalogue import lesson
 from tests.workers import adapters as worker
 

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning import calibrate, index, tables
-from recipes.planning.constants import FILE
-from recipes.planning.hardware import Cluster, find
-from recipes.spec import measured
-from recipes.spec.pages import ROOT
+from recipes.benchmarks import measure, tables
+from recipes.benchmarks.cases import BENCHMARKS, LIMIT, STEPS, WARM_UP, Benchmark, Case, recipe_of
+from recipes.commands import benchmark
+from recipes.docs import documents, index
+from recipes.planning.calibration import benchmark_results, calibrate, measured_runs
+from recipes.planning.cost.constants import FILE
+from recipes.planning.hardware.cluster import Cluster
+from recipes.planning.hardware.gpus import find
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import read_json, write_json
-from scripts import benchmark
-from scripts.benchmarks import measure, report
-from scripts.benchmarks.cases import BENCHMARKS, LIMIT, STEPS, WARM_UP, Benchmark, Case, recipe_of
 from tests.ranks import read_logs
 
 DRAFT = argparse.Namespace(draft=True, quick=True, output=None)
@@ -54,9 +55,12 @@ def test_each_benchmark_runs_as_a_draft(forked, tmp_path, name):
     if BENCHMARKS[name].grows:
         assert all(longest > 0 for longest, _ in result["longest"].values())
     else:
-        turns = 1 if BENCHMARKS[name].foretold else 2
+        turns = 1 if BENCHMARKS[name].estimates else 2
         assert result["complete"] and all(len(runs) == turns for runs in result["runs"].values())
         assert all(f"| {label} |" in table for label in result["runs"])
+
+
+COMPARED = [one.name for one in BENCHMARKS.values() if not one.estimates]
 
 
 def test_all_that_were_promised_are_there():
@@ -104,7 +108,7 @@ def test_one_that_fails_is_told_and_not_tried_again():
     start, asked = of([FOUND, {"error": "out of memory"}, FOUND])
     result = benchmark.run(TWO, argparse.Namespace(draft=True, quick=False, output=None), start)
     assert asked == ["limits", "a", "b", "a"]
-    assert "| b |" in report.table(result) and "out of memory" in report.table(result)
+    assert "| b |" in tables.table(result) and "out of memory" in tables.table(result)
 
 
 def test_what_there_is_is_kept_when_it_is_cut_off(tmp_path):
@@ -134,7 +138,7 @@ def test_a_draft_is_never_kept_among_the_measurements(monkeypatch, tmp_path):
 
 def test_a_table_says_medians_and_shares():
     runs = {"a": [FOUND], "b": [{**FOUND, "step_seconds": [1.0] * 20, "peak_allocated_gib": 12.34}], "c": []}
-    table = report.table({"runs": runs, **MACHINE})
+    table = tables.table({"runs": runs, **MACHINE})
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert rows[2][:4] == ["a", "200", "20.0%", "1.000"]
     assert rows[2][4] == f"{2e12 / 989.4e12:.1%}" and rows[2][5] == "50.0%"
@@ -147,7 +151,7 @@ def test_a_table_says_medians_and_shares():
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "out of memory"),
         ("Traceback\nValueError: no", "ValueError: no"),
-        ("", "ended without a word"),
+        ("", "ended without any output"),
     ],
 )
 def test_why_it_failed_is_said_in_a_few_words(output, why):
@@ -161,28 +165,28 @@ def test_what_is_measured_is_what_calibrate_reads(forked, tmp_path, monkeypatch)
     labels = ("llama3-3b full, zero2, 2 x 4,096", "qwen3-4b lora, zero3, 4 x 4,096, checkpointing")
     cases = [case for case in BENCHMARKS["planner_error"].cases if case.label in labels]
     compiled = replace(cases[0], label="compiled", changes=(*cases[0].changes, "compile=regional"))
-    one = Benchmark("lora_8b", "", (*cases, compiled, replace(cases[0], label="peer", peer="plain")), foretold=True)
+    one = Benchmark("lora_8b", "", (*cases, compiled, replace(cases[0], label="peer", peer="plain")), estimates=True)
     result = benchmark.run(one, argparse.Namespace(draft=True, quick=True, output=tmp_path), forked)
     assert result["complete"]
     # As it would have been on a GPU, where nothing is shrunken.
     result = read_json(tmp_path / "lora_8b_draft.json") | {"draft": False}
     result["environment"]["gpus"] = ["NVIDIA H200"]
     result["runs"]["compiled"][0]["recipe"]["compile"] = "regional"  # a draft compiles nothing
-    monkeypatch.setattr(tables, "MEASUREMENTS", tmp_path)
-    assert list(tables._ours()) == [], "drafts are none"
+    monkeypatch.setattr(measured_runs, "MEASUREMENTS", tmp_path)
+    assert list(measured_runs._own_runs()) == [], "drafts are none"
     write_json(tmp_path / "lora_8b_gpu.json", result)
 
-    full, lora = tables._ours()
+    full, lora = measured_runs._own_runs()
     assert full.table == "ours, lora_8b" and full.fitted and full.software == "deepspeed"
-    assert full.cluster == Cluster(find("H200")) and full.anatomy.parameters == 3_212_749_824
-    assert (full.setup.stage, full.setup.micro_batch_size, full.setup.sequence_length) == (2, 2, 128)
-    assert lora.anatomy.model_type == "qwen3" and lora.setup.lora and lora.setup.gradient_checkpointing
+    assert full.cluster == Cluster(find("H200")) and full.profile.parameters == 3_212_749_824
+    assert (full.setup.zero_stage, full.setup.micro_batch_size, full.setup.sequence_length) == (2, 2, 128)
+    assert lora.profile.model_type == "qwen3" and lora.setup.lora and lora.setup.gradient_checkpointing
     for run, label in zip((full, lora), labels, strict=True):
         assert run.tokens_per_second_per_gpu == pytest.approx(result["runs"][label][0]["tokens_per_second"])
         assert calibrate.predicted(run, json.loads(FILE.read_text())) > 0
 
     write_json(tmp_path / "lora_8b_gpu.json", result | {"benchmark": "planner_error"})
-    assert not any(run.fitted for run in tables._ours()), "these are there to judge by"
+    assert not any(run.fitted for run in measured_runs._own_runs()), "these are there to judge by"
 
 
 # From the measurements into the documents
@@ -196,24 +200,26 @@ def on_a_gpu() -> dict:
     return {**told, **MACHINE, "environment": environment, "cases": cases, "runs": runs}
 
 
-def test_the_readme_shows_what_was_measured_and_dashes():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = report.summary(benchmark.compared(), measured.results())
-    assert report.within(readme, table) == readme, "python scripts/benchmark.py writes it"
-    assert all(f"| {name} |" in table for name in benchmark.compared())
+def test_a_table_of_dashes_is_not_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark_results.results, "__defaults__", (tmp_path,))
+    assert documents.measurements()["speed"] == "Nothing has been measured on a GPU yet.\n"
+    write_json(tmp_path / "packing_gpu.json", on_a_gpu())
+    assert "| packing | packed | 200 |" in documents.measurements()["speed"]
 
 
 def test_pages_and_index_show_what_was_measured(tmp_path, monkeypatch):
     write_json(tmp_path / "packing_gpu.json", on_a_gpu())
     write_json(tmp_path / "lora_8b_gpu.json", on_a_gpu() | {"benchmark": "lora_8b", "draft": True})
     page = (ROOT / "recipes" / "llama3.py").read_text(encoding="utf-8")
-    if not measured.recipes():
+    if not benchmark_results.measured_recipes():
         assert index.with_measured(page, "llama3") == page
-    monkeypatch.setattr(measured.recipes, "__defaults__", (tmp_path,))
-    monkeypatch.setattr(measured.results, "__defaults__", (tmp_path,))
-    assert list(measured.results()) == ["packing"], "drafts are none"
-    assert str(measured.recipes()["llama3-1b-full"]) == "12.3 GiB, 200 tokens/s (H200, 2027-01-01)"
+    monkeypatch.setattr(benchmark_results.measured_recipes, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(benchmark_results.results, "__defaults__", (tmp_path,))
+    assert list(benchmark_results.results()) == ["packing"], "drafts are none"
+    assert str(benchmark_results.measured_recipes()["llama3-1b-full"]) == "12.3 GiB, 200 tokens/s (H200, 2027-01-01)"
     changed = index.with_measured(page, "llama3")
     assert changed.count("1b 12.3 GiB") == 1 and index.with_measured(changed, "llama3") == changed
-    summary = report.summary(benchmark.compared(), measured.results())
+    assert changed.count(index.COLUMN) == 1 and index.COLUMN not in page
+    assert "| measured per GPU |" in index.families()
+    summary = tables.summary(COMPARED, benchmark_results.results())
     assert "| packing | packed | 200 | 1.000 |" in summary and "| full_1b | - |" in summary

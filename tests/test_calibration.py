@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning import calibrate, tables
-from recipes.planning.constants import FILE, constants, resolve
-from recipes.planning.hardware import cluster
-from recipes.planning.setup import Setup
-from recipes.planning.tables import runs
-from recipes.planning.time import step
-from tests.anatomies import llama
+from recipes.planning.calibration import calibrate, measured_runs
+from recipes.planning.calibration.measured_runs import runs
+from recipes.planning.cost.constants import FILE, constants, resolve
+from recipes.planning.cost.step_time import step_time
+from recipes.planning.cost.training_setup import TrainingSetup
+from recipes.planning.hardware.cluster import cluster
+from tests.profiles import llama
 
 ERROR, RANK = 0.12, 0.95
 """Mean error of each table, and rank correlation over all rows, that nothing was fitted on."""
@@ -24,8 +24,8 @@ def held_out(change_setup=lambda setup: setup, without=()) -> dict[str, list[tup
         if run.fitted or run.software == "deepspeed":
             continue
         known = constants(run.cluster.gpu.name, run.software)
-        time = step(run.anatomy, change_setup(run.setup), run.cluster, known)
-        left = time.seconds - sum(time.parts[name] for name in without)
+        time = step_time(run.profile, change_setup(run.setup), run.cluster, known)
+        left = time.seconds - sum(time.components[name] for name in without)
         pairs.setdefault(run.table, []).append((time.tokens / time.gpus / left, run.tokens_per_second_per_gpu))
     return pairs
 
@@ -61,7 +61,11 @@ def test_a_missing_term_is_noticed(term):
     [
         lambda setup: replace(setup, gradient_checkpointing=False),
         lambda setup: replace(setup, gradient_checkpointing=True),
-        lambda setup: replace(setup, micro_batch_size=1, accumulation=setup.accumulation * setup.micro_batch_size),
+        lambda setup: replace(
+            setup,
+            micro_batch_size=1,
+            gradient_accumulation_steps=setup.gradient_accumulation_steps * setup.micro_batch_size,
+        ),
     ],
 )
 def test_another_set_up_is_noticed(change):
@@ -69,7 +73,7 @@ def test_another_set_up_is_noticed(change):
 
 
 def test_the_tables_say_where_they_are_from():
-    files = sorted(tables.MEASUREMENTS.glob("*.json"))
+    files = sorted(measured_runs.MEASUREMENTS.glob("*.json"))
     published = [found for file in files if "rows" in (found := json.loads(file.read_text()))]
     assert len(published) == 2
     for table in published:
@@ -81,8 +85,10 @@ def test_the_tables_say_where_they_are_from():
 def test_batches_of_the_tables_are_whole():
     for run in runs():
         layout = run.setup.layout
-        assert run.setup.rows * layout.tensor * layout.pipeline == run.setup.world_size == run.cluster.gpus
-        assert run.setup.accumulation >= 1
+        assert (
+            run.setup.data_parallel_size * layout.tensor * layout.pipeline == run.setup.world_size == run.cluster.gpus
+        )
+        assert run.setup.gradient_accumulation_steps >= 1
 
 
 def test_fitting_lowers_the_loss_and_finds_what_was_changed():
@@ -108,7 +114,7 @@ def test_a_gpu_that_nobody_measured_has_anothers_shares_and_says_so():
     assert constants("H100").measured and constants("A100 40GB PCIe").measured
     assert constants("H200") == replace(constants("H100"), measured=False)
     assert constants("RTX 4090") == replace(constants("A100 80GB"), measured=False)
-    assert not step(llama(), Setup(1), cluster("4090")).measured
+    assert not step_time(llama(), TrainingSetup(1), cluster("4090")).measured
     data = json.loads(FILE.read_text())
     taken = data["software"]["llm-foundry"]["values"]["overlap"]
     assert resolve(data, "H100", "deepspeed").overlap == taken

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from recipes.launching.paths import locate
 from recipes.spec import pages
 from recipes.spec.recipe import Data, Draft, Layout, Recipe, Schedule, Wandb
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
-from recipes.training.preflight import locate
 from tests.conftest import conversation
 
 QUESTION, ANSWER = "Felix Vandland paid 51 euros on 14 March 2028.", '{"name": "Felix Vandland", "amount": 51}'

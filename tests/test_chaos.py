@@ -1,4 +1,4 @@
-"""Machines that fail: a run with a fault at a random moment ends with the right loss, or says what is wrong."""
+"""Machines that fail: a run with a fault at a random moment ends with the right loss, or names the fault."""
 
 import contextlib
 import os
@@ -17,15 +17,17 @@ from typing import Any
 
 import pytest
 
-from recipes.launching import restarts
+from recipes.commands.main import run as run_command
+from recipes.launching import paths, restarts
 from recipes.launching.command import rank_environment
 from recipes.launching.supervise import session_alive, supervise
+from recipes.spec import overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import (
     COMPLETE,
     RunFolder,
-    is_whole,
+    is_complete,
     newest_checkpoint,
     read_json,
     read_jsonl,
@@ -35,16 +37,15 @@ from recipes.spec.run_folder import (
     write_recipe,
 )
 from recipes.training import run as training_run
-from scripts import launch
 from tests.conftest import shared_buffers
 from tests.ranks import Ranks, free_port
 from tests.spoiled import leave_out, spoil_data, spoil_model
 from tests.test_launch import LAUNCH, processes_of, ranks_of
-from tests.workers.quick_launch import TOLD, quick_launch
+from tests.workers.quick_launch import PROCESSES, quick_launch
 
 RANKS, STEPS, EVERY = 4, 24, 4
 SPOILT = 9
-"""The row that is poison where the fault is a NaN."""
+"""The example that makes the loss NaN, for the faults that need one."""
 FAULTS = ("kill", "stop", "truncated", "nan", "disk", "kill", "stop", "truncated", "rewind", "network")
 """What happens in seeds 0, 10; 1, 11; and so on."""
 CORE = (2, 3, 10)
@@ -54,7 +55,7 @@ THROUGH_DEEPSPEED = (0,)
 
 
 @dataclass
-class Material:
+class Setup:
     """What the runs are made of, and the losses that they have to end with."""
 
     ranks: Ranks
@@ -66,8 +67,8 @@ class Material:
 
 
 @pytest.fixture(scope="module")
-def material(ranks, tmp_path_factory, model_folder, conversations):
-    """Train undisturbed, on all rows and without the one that is spoilt elsewhere."""
+def setup(ranks, tmp_path_factory, model_folder, conversations):
+    """Train undisturbed, on all examples and without the one that is spoilt elsewhere."""
     folder = tmp_path_factory.mktemp("chaos")
     rows = folder / "rows.jsonl"
     rows.write_text(conversations.read_text() * 4)
@@ -82,15 +83,12 @@ def material(ranks, tmp_path_factory, model_folder, conversations):
         ranks.check(training_run.main, str(run.path), world_size=RANKS, log=folder / f"{name}.log")
         final[name] = read_jsonl(run.metrics)[-1]["loss"]
         shutil.rmtree(run.path)
-    return Material(
-        ranks, [*fixed, f"data.path={rows}"], [*fixed, f"data.path={poison}"], final["all"], final["without"]
-    )
+    return Setup(ranks, [*fixed, f"data.path={rows}"], [*fixed, f"data.path={poison}"], final["all"], final["without"])
 
 
-def recipe_of(overrides: list[str]) -> Recipe:
+def recipe_of(changes: list[str]) -> Recipe:
     """Return the recipe that the launcher would write."""
-    recipe = launch.overrides.apply(launch.pages.find("tiny", "full"), overrides)
-    return launch.preflight.locate(recipe)
+    return paths.locate(overrides.apply(pages.find("tiny", "full"), changes))
 
 
 class Chaos:
@@ -115,7 +113,7 @@ class Chaos:
 
     def rank(self, number: int) -> int:
         """Return a rank's process id."""
-        attempts = read_jsonl(self.run.path / TOLD)
+        attempts = read_jsonl(self.run.path / PROCESSES)
         if attempts:
             return attempts[-1]["ranks"][number]
         return next(one.pid for one in ranks_of(self.run) if one.environ()["RANK"] == str(number))
@@ -130,13 +128,13 @@ class Chaos:
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.1)
         assert not processes_of(self.run)
-        assert not any(session_alive(attempt["launcher"]) for attempt in read_jsonl(self.run.path / TOLD))
+        assert not any(session_alive(attempt["launcher"]) for attempt in read_jsonl(self.run.path / PROCESSES))
         return self.process.returncode if hasattr(self.process, "returncode") else self.process.exitcode
 
     def kill(self) -> None:
         """End what a failed test has left."""
         self.process.kill()
-        for attempt in read_jsonl(self.run.path / TOLD):
+        for attempt in read_jsonl(self.run.path / PROCESSES):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(attempt["launcher"], signal.SIGKILL)
         for process in processes_of(self.run):
@@ -144,12 +142,12 @@ class Chaos:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(at, marks=() if at in CORE else pytest.mark.every) for at in range(20)])
-def test_a_fault_at_a_random_moment(tmp_path, material, seed):
+def test_a_fault_at_a_random_moment(tmp_path, setup, seed):
     draw, fault = random.Random(seed), FAULTS[seed % len(FAULTS)]
     buffers = shared_buffers()
-    material = replace(material, through_deepspeed=seed in THROUGH_DEEPSPEED)
+    setup = replace(setup, through_deepspeed=seed in THROUGH_DEEPSPEED)
     with contextlib.ExitStack() as stack:
-        globals()[fault](stack, made(tmp_path / "files"), material, draw)
+        globals()[fault](stack, made(tmp_path / "files"), setup, draw)
     assert shared_buffers() <= buffers
 
 
@@ -158,22 +156,22 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def started(stack, folder: Path, material: Material, overrides: list[str], *flags: str) -> Chaos:
+def started(stack, folder: Path, setup: Setup, changes: list[str], *flags: str) -> Chaos:
     """Start the launcher, and end it with the test whatever happens."""
     run = RunFolder(folder / "run")
     flags = flags or ("--max-restarts", "2")
-    arguments = ["tiny", "full", "--gpus", str(RANKS), "--output-dir", str(run.path), *flags, *overrides]
+    arguments = ["tiny", "full", "--gpus", str(RANKS), "--output-dir", str(run.path), *flags, *changes]
 
     def through_deepspeed(log: str):
         with open(log, "w") as output:
             return subprocess.Popen([*LAUNCH, *arguments], stdout=output, stderr=subprocess.STDOUT)
 
     def forked(log: str):
-        process = material.ranks.context.Process(target=quick_launch, args=(arguments, log))
+        process = setup.ranks.context.Process(target=quick_launch, args=(arguments, log))
         process.start()
         return process
 
-    chaos = Chaos(run, through_deepspeed if material.through_deepspeed else forked, folder.parent / "output")
+    chaos = Chaos(run, through_deepspeed if setup.through_deepspeed else forked, folder.parent / "output")
     stack.callback(chaos.kill)
     return chaos
 
@@ -190,37 +188,37 @@ def ends_well(chaos: Chaos, final: float, kept: int) -> None:
     assert all(row["from_step"] >= kept for row in read_jsonl(chaos.run.restarts)), said
 
 
-def kill(stack, folder, material, draw):
+def kill(stack, folder, setup, draw):
     step, victim = draw.randrange(EVERY + 1, STEPS - 6), draw.randrange(RANKS)
-    chaos = started(stack, folder, material, material.overrides)
+    chaos = started(stack, folder, setup, setup.overrides)
     chaos.reach(step)
     kept = step_of(newest_checkpoint(chaos.run))
     at = time.monotonic()
     os.kill(chaos.rank(victim), signal.SIGKILL)
-    chaos.wait_until(lambda: "restart 1 of 2: from" in chaos.said(), "a restart")
+    chaos.wait_until(lambda: "restart 1 of 2: resuming from" in chaos.said(), "a restart")
     assert time.monotonic() - at < 30
-    assert f"rank {victim} on " in chaos.said() and "was ended by SIGKILL" in chaos.said()
-    ends_well(chaos, material.final, kept)
+    assert f"rank {victim} on " in chaos.said() and "was killed by SIGKILL" in chaos.said()
+    ends_well(chaos, setup.final, kept)
 
 
-def stop(stack, folder, material, draw):
+def stop(stack, folder, setup, draw):
     """Stop a rank: it holds up the others, and cannot say where it was."""
     step, victim = draw.randrange(EVERY + 1, STEPS - 6), draw.randrange(RANKS)
-    chaos = started(stack, folder, material, material.overrides)
+    chaos = started(stack, folder, setup, setup.overrides)
     chaos.reach(step)
     kept = step_of(newest_checkpoint(chaos.run))
     at = time.monotonic()
     os.kill(chaos.rank(victim), signal.SIGSTOP)
-    chaos.wait_until(lambda: "restart 1 of 2: from" in chaos.said(), "a restart")
+    chaos.wait_until(lambda: "restart 1 of 2: resuming from" in chaos.said(), "a restart")
     assert time.monotonic() - at < 0.4 * 60 + 30
-    assert "no step ended for 0.4 minutes" in chaos.said(), chaos.said()
-    assert f"rank {victim} wrote none: stopped, or cut off" in chaos.said(), chaos.said()
-    ends_well(chaos, material.final, kept)
+    assert "no step finished for 0.4 minutes" in chaos.said(), chaos.said()
+    assert f"none from rank {victim}, which was stopped or cut off" in chaos.said(), chaos.said()
+    ends_well(chaos, setup.final, kept)
 
 
-def truncated(stack, folder, material, draw):
+def truncated(stack, folder, setup, draw):
     """Cut off a file of the newest checkpoint as the run ends: the one before it is taken."""
-    chaos = started(stack, folder, material, material.overrides)
+    chaos = started(stack, folder, setup, setup.overrides)
     wanted = EVERY * draw.randrange(2, STEPS // EVERY - 1)
     newest = chaos.run.checkpoints / f"checkpoint-{wanted}"
     victim = draw.randrange(RANKS)
@@ -228,42 +226,42 @@ def truncated(stack, folder, material, draw):
     file = draw.choice(sorted(name for name, size in read_json(newest / COMPLETE)["files"].items() if size))
     os.kill(chaos.rank(victim), signal.SIGKILL)
     os.truncate(newest / file, (newest / file).stat().st_size // 2)
-    ends_well(chaos, material.final, wanted - EVERY)
+    ends_well(chaos, setup.final, wanted - EVERY)
     (restart,) = read_jsonl(chaos.run.restarts)
     assert restart["from_step"] == wanted - EVERY, chaos.said()
 
 
-def nan(stack, folder, material, draw):
-    chaos = started(stack, folder, material, material.spoiled, "--max-restarts", "2")
+def nan(stack, folder, setup, draw):
+    chaos = started(stack, folder, setup, setup.spoiled, "--max-restarts", "2")
     assert chaos.end() == 2, chaos.said()
-    told = re.search(r"step (\d+): the loss is not finite on rank (\d), rows (\d+) of", chaos.said())
+    told = re.search(r"step (\d+): the loss is not finite on rank (\d), sequences (\d+) of", chaos.said())
     assert int(told[3]) == SPOILT and "restart" not in chaos.said() and "Traceback" not in chaos.said()
     checkpoint = newest_checkpoint(chaos.run)
     assert checkpoint is None or step_of(checkpoint) < int(told[1])
 
 
-def rewind(stack, folder, material, draw):
+def rewind(stack, folder, setup, draw):
     """Save after every step, since the row comes in the first epoch, which has four."""
     chaos = started(
-        stack, folder, material, [*material.spoiled, "on_nan=rewind", "save_steps=1", f"seed={draw.randrange(99)}"]
+        stack, folder, setup, [*setup.spoiled, "on_nan=rewind", "save_steps=1", f"seed={draw.randrange(99)}"]
     )
     status = chaos.end()
     if "nothing to restart from" in chaos.said():  # the row came in the first step
         assert status == 2
         return
-    assert status == 0 and "going back: from" in chaos.said(), chaos.said()
+    assert status == 0 and "rewinding: resuming from" in chaos.said(), chaos.said()
     assert read_json(chaos.run.left_out) == [SPOILT]
     assert all(abs(row["loss"]) < 100 for row in read_jsonl(chaos.run.metrics))
 
 
-def disk(stack, folder, material, draw):
+def disk(stack, folder, setup, draw):
     """Fill up the disk while a checkpoint is being written."""
     place = made(folder / "disk")
     mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(place)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small file system takes root")
     stack.callback(lambda: subprocess.run(["umount", "--lazy", str(place)], check=True))
-    chaos = started(stack, place, material, material.overrides)
+    chaos = started(stack, place, setup, setup.overrides)
     wanted = EVERY * draw.randrange(2, STEPS // EVERY)
     writing = chaos.run.checkpoints / f"checkpoint-{wanted}"
     chaos.wait_until(writing.exists, "a save")
@@ -273,15 +271,15 @@ def disk(stack, folder, material, draw):
     status = chaos.end()
     assert status == 2 and "a checkpoint needs about" in chaos.said(), chaos.said()
     kept = newest_checkpoint(chaos.run)
-    assert step_of(kept) in (wanted - EVERY, wanted) and is_whole(kept)
+    assert step_of(kept) in (wanted - EVERY, wanted) and is_complete(kept)
 
 
-def network(stack, folder, material, draw):
+def network(stack, folder, setup, draw):
     """Cut the cable between two hosts of two ranks each."""
     names = [f"chaos{os.getpid()}{side}" for side in "ab"]
     connect(stack, names)
     run = RunFolder(folder / "run")
-    recipe = recipe_of(material.overrides)
+    recipe = recipe_of(setup.overrides)
     write_recipe(run, recipe)
     step = draw.randrange(EVERY + 1, STEPS - 6)
     environment = rank_environment(RANKS, 0) | {"GLOO_SOCKET_IFNAME": "eth0"}
@@ -300,10 +298,10 @@ def network(stack, folder, material, draw):
 
     threading.Thread(target=cut, daemon=True).start()
     stack.callback(lambda: [process.kill() for process in processes_of(run)])
-    assert restarts.keep_going(recipe, run, RANKS, 2, start, lambda: RANKS) == 0
+    assert restarts.run_with_restarts(recipe, run, RANKS, 2, start, lambda: RANKS) == 0
     rows, (restart, *_) = read_jsonl(run.metrics), read_jsonl(run.restarts)
-    assert rows[-1]["loss"] == pytest.approx(material.final, rel=1e-4)
-    assert "no step ended for" in restart["cause"], restart
+    assert rows[-1]["loss"] == pytest.approx(setup.final, rel=1e-4)
+    assert "no step finished for" in restart["cause"], restart
 
 
 def connect(stack, names: list[str]) -> None:
@@ -321,10 +319,10 @@ def connect(stack, names: list[str]) -> None:
         subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
 
 
-def test_a_restart_with_fewer_ranks_ends_with_the_same_loss(ranks, tmp_path, material):
+def test_a_restart_with_fewer_ranks_ends_with_the_same_loss(ranks, tmp_path, setup):
     """As when a host is gone for good: the states are converted, the global batch stays what it was."""
     run = RunFolder(tmp_path / "run")
-    recipe = recipe_of(material.overrides)
+    recipe = recipe_of(setup.overrides)
     write_recipe(run, recipe)
     world = []
 
@@ -338,33 +336,33 @@ def test_a_restart_with_fewer_ranks_ends_with_the_same_loss(ranks, tmp_path, mat
                 process.kill()
             process.join(240)
         statuses = [process.exitcode for process in processes]
-        return restarts.Ended(max(map(abs, statuses)), f"exit statuses {statuses}", False)
+        return restarts.Outcome(max(map(abs, statuses)), f"exit statuses {statuses}", False)
 
-    assert restarts.keep_going(recipe, run, RANKS, 1, start, lambda: 3) == 0
-    assert world == [4, 2]  # three ranks do not share eight rows
+    assert restarts.run_with_restarts(recipe, run, RANKS, 1, start, lambda: 3) == 0
+    assert world == [4, 2]  # eight sequences are not divisible by three ranks
     rows = read_jsonl(run.metrics)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[-1]["loss"] == pytest.approx(material.final, rel=1e-4)
+    assert rows[-1]["loss"] == pytest.approx(setup.final, rel=1e-4)
 
 
-def test_restarts_are_counted_and_have_something_to_start_from(tmp_path, material, capsys):
+def test_restarts_are_counted_and_have_something_to_start_from(tmp_path, setup, capsys):
     run = RunFolder(tmp_path)
-    recipe = recipe_of(material.overrides)
-    bad = restarts.Ended(1, "rank 0 on here ended with exit status 1", False)
-    assert restarts.keep_going(recipe, run, 2, 0, lambda _: bad, lambda: 2) == 1
-    assert "rank 0 on here ended with exit status 1" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"nothing to restart from: .* holds no whole checkpoint yet"):
-        restarts.keep_going(recipe, run, 2, 1, lambda _: bad, lambda: 2)
-    stopped = restarts.Ended(143, None, True)
-    assert restarts.keep_going(recipe, run, 2, 1, lambda _: stopped, lambda: 2) == 143
+    recipe = recipe_of(setup.overrides)
+    bad = restarts.Outcome(1, "rank 0 on here exited with status 1", False)
+    assert restarts.run_with_restarts(recipe, run, 2, 0, lambda _: bad, lambda: 2) == 1
+    assert "rank 0 on here exited with status 1" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"nothing to restart from: .* has no complete checkpoint yet"):
+        restarts.run_with_restarts(recipe, run, 2, 1, lambda _: bad, lambda: 2)
+    stopped = restarts.Outcome(143, None, True)
+    assert restarts.run_with_restarts(recipe, run, 2, 1, lambda _: stopped, lambda: 2) == 143
 
 
 def test_a_launch_that_could_not_restart_is_refused(tmp_path, capsys):
     for flags, said in (
-        (["--max-restarts", "2", "save_steps=0"], "nothing to restart from with save_steps=0"),
+        (["--max-restarts", "2", "save_steps=0"], "save_steps=0 writes no checkpoints to restart from"),
         (["--max-restarts", "-1"], "at least 0"),
     ):
-        assert launch.main(["tiny", "full", "--output-dir", str(tmp_path / "run"), *flags]) == 2
+        assert run_command("launch", ["tiny", "full", "--output-dir", str(tmp_path / "run"), *flags]) == 2
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()

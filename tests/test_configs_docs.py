@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.planning import chart
-from recipes.spec import combinations
-from recipes.zero_config import troubleshooting
+from recipes.docs.blocks import block
 from tests.test_configs_run import CONFIGS, CUDA
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,20 +24,14 @@ def keys(config: dict, path: tuple[str, ...] = ()) -> Iterator[str]:
             yield ".".join((*path, name))
 
 
-def test_troubleshooting_is_up_to_date():
-    assert troubleshooting.PAGE.read_text() == troubleshooting.text()
-
-
 def test_the_table_of_combinations_is_what_the_launcher_says():
-    assert combinations.written_into(README) == README, "python -m recipes.spec.combinations"
-    table = README.partition(combinations.BEGIN)[2].partition(combinations.END)[0]
+    table = block(README, "combinations")
     assert table.count("yes") >= 30 and table.count("\n") <= 45
     assert "| pipeline | yes | yes | [" in table and "| data | yes | yes | yes | yes | yes | yes | yes | yes |" in table
 
 
 def test_the_decision_chart_is_what_the_planner_says():
-    assert chart.written_into(README) == README, "python -m recipes.planning.chart"
-    rows = README.partition(chart.BEGIN)[2].partition(chart.END)[0].splitlines()
+    rows = block(README, "chart").splitlines()
     assert len(rows) == 2 + 15 and sum("GiB" in cell for row in rows for cell in row.split("|")) >= 30
     assert "`zero3" in rows[2 + 9] and rows[2 + 10].startswith("| 70B | lora | ")
 

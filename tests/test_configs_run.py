@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes.machine import ops
+from recipes.spec.deepspeed_file import read
 from tests.launching import BIN, ROOT, WORKERS, accelerate_launch, gpus, run
 from tests.ranks import free_port
 
@@ -75,6 +77,8 @@ def test_template_trains(used, mode: str, name: str):
         pytest.skip("/usr/include/libaio.h is missing (Debian's libaio-dev): nothing can be written to NVMe")
     seen = used(mode, template(name))
     check(seen, name)
+    if mode == "trainer":  # what the launcher compiles is what DeepSpeed asks for, no more and no less
+        assert set(seen["ops"]) == {op.name for op in ops.needed(read(template(name)), on_gpu=False)}
     if name == "pipeline" and mode == "plain":
         assert (seen["engine"], seen["stages"]) == ("PipelineEngine", 2)
 

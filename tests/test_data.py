@@ -8,10 +8,10 @@ import torch
 from transformers import AutoTokenizer
 
 from recipes.spec.errors import UserError
-from recipes.training import data
 from recipes.training.console import marked
-from recipes.training.data import IGNORED, Collator
-from recipes.training.model import load_model
+from recipes.training.data import tokenize
+from recipes.training.data.collate import IGNORED, Collator
+from recipes.training.model.load import load_model
 from tests.conftest import conversation
 from tests.small import small
 
@@ -40,7 +40,7 @@ def test_only_the_assistants_tokens_are_in_the_loss(tmp_path, model_folder, toke
         {"role": "assistant", "content": "It is 6."},
     ]
     path = write(tmp_path / "chat.jsonl", [{"messages": turns}])
-    rows, report = data.prepare(path, small(model_folder, path), tokenizer)
+    rows, report = tokenize.prepare(path, small(model_folder, path), tokenizer)
     learned = [label for label in rows[0]["labels"] if label != IGNORED]
     end = tokenizer.eos_token
     assert tokenizer.decode(learned) == f"It is 4.{end}It is 6.{end}"
@@ -52,7 +52,7 @@ def test_raw_text_is_learned_whole_and_cut_where_it_is_too_long(tmp_path, model_
     texts = ["Short.", "A longer text about 12 pears and 34 apples. " * 8]
     path = write(tmp_path / "text.jsonl", [{"text": text} for text in texts])
     recipe = small(model_folder, path, method="pretrain", sequence_length=40)
-    rows, report = data.prepare(path, recipe, tokenizer)
+    rows, report = tokenize.prepare(path, recipe, tokenizer)
     assert all(row["labels"] == [IGNORED, *row["input_ids"][1:]] for row in rows)
     assert all(len(row["input_ids"]) <= 40 for row in rows)
     joined = [token for row in rows for token in row["input_ids"]]
@@ -66,13 +66,13 @@ def test_the_report_counts_lengths_and_shows_what_is_learned(tmp_path, model_fol
     chats = [conversation("Hi?", "Yes. " * n + "No.") for n in (0, 0, 1, 20)]
     path = write(tmp_path / "chat.jsonl", chats)
     recipe = small(model_folder, path, packing=True)
-    rows, report = data.prepare(path, recipe, tokenizer)
+    rows, report = tokenize.prepare(path, recipe, tokenizer)
     lengths = [length for row in rows for length in row["seq_lengths"]]
     assert sum(count for *_, count in report.lengths) == len(lengths) == 4
     assert all(sum(low <= n <= high for n in lengths) == count for low, high, count in report.lengths)
     assert report.lengths[0][0] == min(lengths) and report.lengths[-1][1] >= max(lengths) and len(report.bars()) == 6
     assert report.tokens == sum(lengths) and f"{100 * sum(lengths) / 128:.0f}% filled" in report.lines("a", 128)[0]
-    first, second = (marked(pieces) for pieces in data.examples(rows, tokenizer))
+    first, second = (marked(pieces) for pieces in tokenize.first_documents(rows, tokenizer))
     assert first == "<|bos|><|user|>Hi?<|end|><|assistant|>«" + "Yes. " * 20 + "No.<|end|>»" and "«" in second
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -88,28 +88,28 @@ def test_what_has_nothing_to_learn_is_dropped_and_counted(tmp_path, model_folder
         "{% endgeneration %}{% else %}{{ turn.content }}{% endif %}{% endfor %}"
     )
     path = write(tmp_path / "chat.jsonl", [conversation("Hi", "Yes."), conversation("Hi", "No.")])
-    rows, report = data.prepare(path, small(model_folder, path), tokenizer)
+    rows, report = tokenize.prepare(path, small(model_folder, path), tokenizer)
     assert (len(rows), report.dropped, report.unlearnable) == (1, 0, 1)
     assert "1 dropped, without a token in the loss" in "\n".join(report.lines("training", 128))
     path = write(tmp_path / "void.jsonl", [conversation("Hi", "No.")])
-    with pytest.raises(UserError, match="without a token that the loss could be computed on"):
-        data.prepare(path, small(model_folder, path), tokenizer)
+    with pytest.raises(UserError, match="without a token in the loss"):
+        tokenize.prepare(path, small(model_folder, path), tokenizer)
 
 
 def test_what_is_too_long_is_dropped_and_counted(tmp_path, model_folder, tokenizer):
     rows = [conversation("Hi", "Hello"), conversation("Hi", "Hello " * 100), conversation("Hi", "Bye")]
     path = write(tmp_path / "chat.jsonl", rows)
-    kept, report = data.prepare(path, small(model_folder, path, sequence_length=64), tokenizer)
+    kept, report = tokenize.prepare(path, small(model_folder, path, sequence_length=64), tokenizer)
     assert (len(kept), report.examples, report.dropped) == (2, 3, 1)
     assert "1 dropped, longer than sequence_length=64" in "\n".join(report.lines("training", 64))
     with pytest.raises(UserError, match="all 3 examples are longer than sequence_length=8"):
-        data.prepare(path, small(model_folder, path, sequence_length=8), tokenizer)
+        tokenize.prepare(path, small(model_folder, path, sequence_length=8), tokenizer)
 
 
 def test_packing_keeps_every_document_and_fills_the_rows(conversations, model_folder, tokenizer):
     recipe = small(model_folder, conversations)
-    alone, before = data.prepare(str(conversations), recipe, tokenizer)
-    packed, after = data.prepare(str(conversations), replace(recipe, packing=True), tokenizer)
+    alone, before = tokenize.prepare(str(conversations), recipe, tokenizer)
+    packed, after = tokenize.prepare(str(conversations), replace(recipe, packing=True), tokenizer)
     assert len(packed) < len(alone)
     assert (before.tokens, before.loss_tokens) == (after.tokens, after.loss_tokens)
     assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) <= 128 for row in packed)
@@ -125,7 +125,7 @@ def test_packing_keeps_every_document_and_fills_the_rows(conversations, model_fo
 
 def packed_batch(conversations, model_folder, tokenizer):
     recipe = small(model_folder, conversations, packing=True)
-    rows, _ = data.prepare(str(conversations), recipe, tokenizer)
+    rows, _ = tokenize.prepare(str(conversations), recipe, tokenizer)
     assert max(len(row["seq_lengths"]) for row in rows) > 1
     batch = Collator(tokenizer.pad_token_id)(list(rows))
     return rows, batch
@@ -164,7 +164,7 @@ def without_counts(batch):
 
 def test_the_loss_of_packed_rows_is_the_loss_of_their_documents(model, conversations, model_folder, tokenizer):
     _, batch = packed_batch(conversations, model_folder, tokenizer)
-    alone, report = data.prepare(str(conversations), small(model_folder, conversations), tokenizer)
+    alone, report = tokenize.prepare(str(conversations), small(model_folder, conversations), tokenizer)
     without_counts(batch)
     with torch.no_grad():
         packed = model(**batch, num_items_in_batch=torch.ones(())).loss
@@ -195,7 +195,7 @@ def test_a_tokenizer_without_a_marking_template_is_refused(tmp_path, model_folde
     recipe = small(model_folder, conversations)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(UserError, match="generation"):
-        data.prepare(str(conversations), recipe, tokenizer)
+        tokenize.prepare(str(conversations), recipe, tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
-        data.prepare(str(conversations), recipe, tokenizer)
+        tokenize.prepare(str(conversations), recipe, tokenizer)

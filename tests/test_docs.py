@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from recipes.commands import benchmark, check, doctor, export, generate, launch, plan, resolve
+from recipes.docs import documents
 from recipes.spec import pages
-from recipes.spec.pages import ROOT
-from scripts import benchmark, check_config, doctor, export, generate, launch, plan, resolve_config
-from scripts.benchmarks import overhead
+from recipes.spec.project import CHECKOUT as ROOT
 
 PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "runs"} & set(path.relative_to(ROOT).parts))
 README = ROOT / "README.md"
@@ -24,8 +24,8 @@ PARSERS = {
     "export.py": export,
     "generate.py": generate,
     "benchmark.py": benchmark,
-    "check_config.py": check_config,
-    "resolve_config.py": resolve_config,
+    "check_config.py": check,
+    "resolve_config.py": resolve,
     "doctor.py": doctor,
 }
 
@@ -35,7 +35,8 @@ EXAMPLES = {
     "FILE.jsonl": "recipes/samples/extract/train.jsonl",
     "HELD_OUT.jsonl": "recipes/samples/extract/held_out.jsonl",
 }
-"""What stands for the words in capitals that the documents use."""
+"""What the tests put in place of the words in capitals that the documents use."""
+OWN = re.compile(r"(?<=[=,])[A-Z_]+\w*(\.jsonl)?(?=,|$)")
 
 
 def commands(text: str) -> list[list[str]]:
@@ -56,7 +57,7 @@ def documentation(path: Path) -> str:
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTED = [
     (path.name, command)
-    for path in [*PAGES, *NOTEBOOKS, *(ROOT / "recipes").glob("*.py"), *(ROOT / "scripts").glob("*.py")]
+    for path in [*PAGES, *NOTEBOOKS, *(ROOT / "recipes").glob("*.py"), *(ROOT / "recipes" / "commands").glob("*.py")]
     for command in commands(documentation(path))
 ]
 
@@ -73,7 +74,7 @@ def test_documented_commands_are_accepted(page, command, tmp_path, capsys):
     if name == "launch.py" and not {"--list", "--resume"} & set(arguments):
         if any(word.isupper() for word in arguments):
             return  # a form, not a command: RECIPE[-SIZE] VARIANT
-        arguments = [re.sub(r"(?<==)[A-Z_]+\w*(\.jsonl)?$", lambda form: EXAMPLES[form[0]], word) for word in arguments]
+        arguments = [OWN.sub(lambda form: EXAMPLES[form[0]], word) for word in arguments]
         # The model that stands for a reader's own has fewer positions than theirs.
         short = ["sequence_length=512"] if f"model.path={EXAMPLES['MODEL']}" in arguments else []
         assert launch.main([*arguments, *short, "--dry-run"]) == 0, capsys.readouterr().err
@@ -109,9 +110,11 @@ def test_the_annotated_tree_names_what_exists():
         folder = place if not line.startswith(" ") else folder
 
 
-def test_the_readme_says_little_before_the_first_command():
-    before = README.read_text(encoding="utf-8").partition("    make demo")[0]
-    assert len(before.split()) < 250
+def test_the_readme_is_short_and_says_little_before_the_first_command():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    assert len(text.partition("    make demo")[0].split()) < 100
+    assert text.index("source .venv/bin/activate") < text.index("\n    python scripts/")
 
 
 def test_make_targets_of_the_documents_exist():
@@ -136,7 +139,8 @@ def test_nothing_names_what_the_project_must_not_name():
     assert not done.stdout
 
 
-def test_the_readme_shows_the_measured_overhead():
-    for stage in (2, 3):
-        measured = json.loads((ROOT / f"recipes/planning/measurements/overhead_zero{stage}_cpu.json").read_text())
-        assert overhead.table(measured) in README.read_text(encoding="utf-8")
+def test_generated_documents_are_what_the_code_says():
+    found = documents.documents()
+    assert len(found) >= 4 + len(pages.families())
+    for path, text in found.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run make docs"

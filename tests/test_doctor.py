@@ -1,4 +1,4 @@
-"""The doctor on the machine that runs the tests."""
+"""The doctor, on the machine that runs the tests."""
 
 import fcntl
 import json
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipes.machine import hardware, software
+from recipes.machine import software, system
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,10 +56,10 @@ def test_another_version_is_a_warning():
 
 
 def test_direct_io_is_measured_or_refused(tmp_path: Path):
-    write, read = hardware.nvme(tmp_path, megabytes=16)
+    write, read = system.nvme(tmp_path, megabytes=16)
     assert float(write.found.split()[0]) > 0
     assert float(read.found.split()[0]) > 0
-    (refused,) = hardware.nvme(Path("/proc/nowhere"))
+    (refused,) = system.nvme(Path("/proc/nowhere"))
     assert refused.state == "error"
 
 
@@ -70,8 +70,8 @@ def test_no_key_is_ever_shown(tmp_path: Path):
 
 
 def test_a_second_build_waits_for_the_first(tmp_path: Path):
-    """Held by us, the lock keeps a build from starting; nothing is compiled."""
-    with open(tmp_path / ".doctor.lock", "w") as lock:
+    """While the test holds the lock, no build starts; nothing is compiled."""
+    with open(tmp_path / ".build.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), "--build"]
         environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}

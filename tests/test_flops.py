@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.spec.gpus import BF16_TFLOPS, peak_flops
 from recipes.spec.recipe import Lora
-from recipes.training.adapters import add as add_adapters
-from recipes.training.flops import work_of
+from recipes.training.model.adapters import add as add_adapters
+from recipes.training.model.flops import training_flops
 
 SIZES = {
     "vocab_size": 512,
@@ -33,7 +33,7 @@ def test_work_is_what_torch_counts(tied: bool, adapters: bool):
     tokens = torch.randint(0, 512, (2, LENGTH))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    work = work_of(model)
+    work = training_flops(model)
     # Eager attention computes the half above the diagonal too.
     expected = work.of(2 * LENGTH, 2 * 2 * LENGTH**2)
     # torch also counts rotary tables; and adapters need no gradient of what goes into the first layer.
@@ -47,14 +47,14 @@ def test_a_token_uses_some_of_the_experts():
     model = AutoModelForCausalLM.from_config(config)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     config.num_experts_per_tok = 8
-    assert work_of(model).per_token - 6 * experts * 6 / 8 == pytest.approx(
+    assert training_flops(model).per_token - 6 * experts * 6 / 8 == pytest.approx(
         work_of_with(model, config, 2).per_token, rel=1e-6
     )
 
 
 def work_of_with(model, config, used):
     config.num_experts_per_tok = used
-    return work_of(model)
+    return training_flops(model)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from recipes.machine import room
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import (
@@ -20,8 +20,9 @@ from recipes.spec.run_folder import (
     step_of,
     write_recipe,
 )
-from recipes.training import guard, preflight, row_numbers
 from recipes.training import run as training_run
+from recipes.training.callbacks import loss_guard
+from recipes.training.data import example_numbers
 from tests.ranks import read_logs
 from tests.small import in_sub_groups, small
 from tests.spoiled import leave_out, spoil_data, spoil_model
@@ -68,12 +69,12 @@ def test_a_nan_stops_the_run_and_names_where_it_came_from(ranks, tmp_path, spoil
     statuses, said = train(ranks, run, recipe_of(spoiled, config, logging_steps=3, **changes), tmp_path / "log")
     assert statuses == [2, 2], said
     found = re.search(
-        r"step (\d+): the loss is not finite on rank ([\d, ]+), rows ([\d, ]+) of the training data", said
+        r"step (\d+): the loss is not finite on rank ([\d, ]+), sequences ([\d, ]+) of the training data", said
     )
-    step, bad_ranks, rows = int(found[1]), found[2].split(", "), [int(row) for row in found[3].split(", ")]
-    assert BAD in rows and said.count("is not finite") == 1
-    if "layout" not in changes:  # stages share one loss: it comes from any row of the step
-        assert rows == [BAD] and len(bad_ranks) == 1
+    step, bad_ranks, bad = int(found[1]), found[2].split(", "), [int(number) for number in found[3].split(", ")]
+    assert BAD in bad and said.count("is not finite") == 1
+    if "layout" not in changes:  # stages share one loss: it comes from any sequence of the step
+        assert bad == [BAD] and len(bad_ranks) == 1
     if not changes and config != "zero0.json":
         assert "gradients of group 0 of 2 (" in said
     assert "on_nan=rewind" in said
@@ -90,7 +91,7 @@ def test_skip_leaves_the_update_out(ranks, tmp_path, spoiled, config):
     recipe = recipe_of(spoiled, config, on_nan="skip", keep_checkpoints=8)
     statuses, said = train(ranks, run, recipe, tmp_path / "log")
     assert statuses == [0, 0], said
-    skipped = [int(step) for step in re.findall(r"step (\d+): the loss is not finite.*: this update is left out", said)]
+    skipped = [int(step) for step in re.findall(r"step (\d+): the loss is not finite.*: this update is skipped", said)]
     assert len(skipped) == 2  # eight steps of two rows are two epochs of eight
     for step in range(2, 9):
         before, after = (load_file(run.checkpoints / f"checkpoint-{at}/model.safetensors") for at in (step - 1, step))
@@ -107,13 +108,13 @@ def test_skip_is_refused_where_nobody_checks_before_the_update(ranks, tmp_path, 
 
 
 @pytest.mark.parametrize("left", [(BAD,), pytest.param((), marks=pytest.mark.every)], ids=["left out", "mutation"])
-def test_rewind_goes_on_without_the_row(ranks, tmp_path, spoiled, conversations, left, monkeypatch):
-    """As if the next row had stood in its place from the start; with the row still in, it goes back again."""
+def test_rewind_resumes_without_the_sequence(ranks, tmp_path, spoiled, conversations, left, monkeypatch):
+    """As if the next sequence had been in its place from the start; with the sequence still in, it rewinds again."""
     run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "other")
     recipe = recipe_of(spoiled, "zero2.json", on_nan="rewind")
     statuses, said = train(ranks, run, recipe, tmp_path / "log")
-    assert statuses == [REWIND, REWIND] and "going back to the newest checkpoint" in said, said
-    assert row_numbers.left_out(run) == [BAD] and not run.summary.exists()
+    assert statuses == [REWIND, REWIND] and "resuming from the newest checkpoint" in said, said
+    assert example_numbers.left_out(run) == [BAD] and not run.summary.exists()
     if not left:
         run.left_out.unlink()
         assert train(ranks, run, recipe, tmp_path / "again")[0] == [REWIND, REWIND]
@@ -127,29 +128,28 @@ def test_rewind_goes_on_without_the_row(ranks, tmp_path, spoiled, conversations,
     assert [row["loss"] for row in got] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
 
 
-def test_every_row_left_out_is_refused(tmp_path):
+def test_every_sequence_left_out_is_refused(tmp_path):
     run = RunFolder(tmp_path)
-    row_numbers.leave_out(run, [1, 0])
-    row_numbers.leave_out(run, [1])
-    assert row_numbers.left_out(run) == [0, 1]
-    trainer = SimpleNamespace(train_dataset=[{}, {}], data_collator=dict)
-    with pytest.raises(UserError, match="every row"):
-        row_numbers.add(trainer, run)
+    example_numbers.leave_out(run, [1, 0])
+    example_numbers.leave_out(run, [1])
+    assert example_numbers.left_out(run) == [0, 1]
+    with pytest.raises(UserError, match="every sequence"):
+        example_numbers.numbered([{}, {}], run)
 
 
-def test_the_next_row_stands_in_for_one_that_is_left_out():
-    rows = row_numbers.Numbered([{"at": at} for at in range(4)], frozenset({1, 2, 3}))
-    assert [rows[number]["at"] for number in range(4)] == [0, 0, 0, 0] and rows[1][row_numbers.KEY] == 0
-    rows = row_numbers.Numbered([{"at": at} for at in range(4)], frozenset({1}))
-    assert [rows[number]["at"] for number in range(4)] == [0, 2, 2, 3]
+def test_the_next_sequence_replaces_one_that_is_left_out():
+    sequences = example_numbers.Numbered([{"at": at} for at in range(4)], frozenset({1, 2, 3}))
+    assert [sequences[number]["at"] for number in range(4)] == [0, 0, 0, 0] and sequences[1][example_numbers.KEY] == 0
+    sequences = example_numbers.Numbered([{"at": at} for at in range(4)], frozenset({1}))
+    assert [sequences[number]["at"] for number in range(4)] == [0, 2, 2, 3]
 
 
 def test_a_spike_is_what_stands_six_deviations_out():
     flat = [2.0, 2.2] * 64  # mean 2.1, deviation 0.1
     deviation = torch.tensor(flat).std().item()
-    assert guard.is_spike(2.1 + 6.01 * deviation, flat) and not guard.is_spike(2.1 + 5.99 * deviation, flat)
-    assert not guard.is_spike(100.0, flat[:63]) and guard.is_spike(100.0, flat[:64])
-    assert not guard.is_spike(-100.0, flat)
+    assert loss_guard.is_spike(2.1 + 6.01 * deviation, flat) and not loss_guard.is_spike(2.1 + 5.99 * deviation, flat)
+    assert not loss_guard.is_spike(100.0, flat[:63]) and loss_guard.is_spike(100.0, flat[:64])
+    assert not loss_guard.is_spike(-100.0, flat)
 
 
 @pytest.mark.parametrize("on_spike", ["warn", "stop"])
@@ -160,7 +160,7 @@ def test_a_spike_is_told(ranks, tmp_path, model_folder, conversations, on_spike)
         append_jsonl(run.metrics, EARLIER)
     statuses = ranks.run(training_run.main, str(run.path), log=tmp_path / "log")
     said = read_logs(tmp_path / "log")[0]
-    assert "step 1: the loss jumped to" in said and "rows since the last log: 0, 1, 2, 3, 4, 5, 6, 7" in said
+    assert "step 1: the loss jumped to" in said and "sequences since the last log: 0, 1, 2, 3, 4, 5, 6, 7" in said
     assert statuses == ([0, 0] if on_spike == "warn" else [2, 2]), said
 
 
@@ -179,7 +179,7 @@ def test_what_makes_no_sense_is_refused(model_folder, conversations, changes, sa
 
 def test_rewind_wants_rows_with_numbers(model_folder, conversations):
     recipe = small(model_folder, conversations, save_steps=1)
-    with pytest.raises(UserError, match=r"needs rows with numbers"):
+    with pytest.raises(UserError, match=r"needs numbered examples"):
         replace(recipe, on_nan="rewind", data=replace(recipe.data, streaming=True))
 
 
@@ -196,11 +196,11 @@ def test_the_guard_reads_nothing_from_the_device(ranks, tmp_path, model_folder, 
 
 
 def test_memory_is_asked_for_before_a_save(monkeypatch):
-    assert preflight.gathered_bytes(100, 100, 2, 3) == 200 and preflight.gathered_bytes(100, 10, 2, 3) == 20
-    assert preflight.gathered_bytes(100, 100, 2, 2) == 0
-    free = preflight.free_memory()
+    assert room.gathered_bytes(100, 100, 2, 3) == 200 and room.gathered_bytes(100, 10, 2, 3) == 20
+    assert room.gathered_bytes(100, 100, 2, 2) == 0
+    free = room.free_memory()
     assert 2**26 < free < 2**45
-    preflight.check_memory(2**20, "a checkpoint")
-    monkeypatch.setattr(preflight, "free_memory", lambda: 2**30)
-    with pytest.raises(UserError, match=r"gathers 2\.00 GiB in host memory, and 1\.00 GiB is free"):
-        preflight.check_memory(2**31, "a checkpoint")
+    room.check_memory(2**20, "a checkpoint")
+    monkeypatch.setattr(room, "free_memory", lambda: 2**30)
+    with pytest.raises(UserError, match=r"gathers 2\.00 GiB in host memory, but only 1\.00 GiB is free"):
+        room.check_memory(2**31, "a checkpoint")

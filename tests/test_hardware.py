@@ -5,9 +5,11 @@ import types
 
 import pytest
 
-from recipes.planning import hardware
-from recipes.planning.hardware import GPUS, Cluster, cluster, find, this_machine
-from recipes.planning.instances import INSTANCES
+from recipes.planning.hardware import cluster as hardware
+from recipes.planning.hardware import gpus
+from recipes.planning.hardware.cluster import Cluster, cluster, this_machine
+from recipes.planning.hardware.gpus import GPUS, find
+from recipes.planning.hardware.instances import INSTANCES
 from recipes.spec.errors import UserError
 from recipes.spec.gpus import BF16_TFLOPS, peak_flops
 
@@ -135,4 +137,4 @@ def test_a_machine_without_a_gpu_asks_for_one(monkeypatch, torch):
 
 
 def test_torch_is_only_imported_to_look_at_this_machine():
-    assert "torch" not in vars(hardware)
+    assert "torch" not in vars(hardware) and "torch" not in vars(gpus)

@@ -1,4 +1,4 @@
-"""Several hosts: the hostfile by DeepSpeed's own rules, what is said to its launcher, and the pre-flight."""
+"""Several hosts: the hostfile by DeepSpeed's rules, the options of its launcher, the environment, and the checks."""
 
 import os
 import subprocess
@@ -10,19 +10,21 @@ from deepspeed.launcher import runner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.launching import hosts, probe, survey, variables
+from recipes.launching import variables
+from recipes.launching.ssh import host_checks, host_info, hostfile
+from recipes.launching.ssh.pdsh_environment import write_environment
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder
 from tests.test_launch import LAUNCH
 
 MISTAKES = {
-    "a 8\n": "`a 8` is no host",
-    "a slots=x\n": "no host",
-    "a slots=4 extra\n": "no host",
-    "a;reboot slots=4\n": "no host",
-    "-oProxyCommand=x slots=4\n": "no host",
+    "a 8\n": "`a 8` is not a valid hostfile line",
+    "a slots=x\n": "is not a valid hostfile line",
+    "a slots=4 extra\n": "is not a valid hostfile line",
+    "a;reboot slots=4\n": "is not a valid hostfile line",
+    "-oProxyCommand=x slots=4\n": "is not a valid hostfile line",
     "a slots=0\n": "slots=0",
-    "# two\na slots=2\n\na slots=2\n": ":4: a stands here a second time",
+    "# two\na slots=2\n\na slots=2\n": ":4: a is listed twice",
     "": "no hosts",
     "# nothing\n": "no hosts",
 }
@@ -36,7 +38,7 @@ FILTERS = {
 
 
 @pytest.fixture
-def hostfile(tmp_path):
+def two_hosts(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("a slots=4  # the first\n\nb slots=2\n")
     return path
@@ -52,25 +54,25 @@ def test_a_hostfile_with_a_mistake_is_refused_with_its_line(text, tmp_path):
 
 
 @pytest.mark.parametrize("asked", FILTERS)
-def test_a_filter_that_names_what_is_not_there_is_refused(asked, hostfile):
+def test_a_filter_that_names_what_is_not_there_is_refused(asked, two_hosts):
     for name in ("include", "exclude"):
         with pytest.raises(UserError, match=FILTERS[asked]):
-            hosts.read(hostfile, **{name: asked})
+            hostfile.read(two_hosts, **{name: asked})
 
 
-def test_more_than_there_is_and_contradictions_are_refused(hostfile, tmp_path):
+def test_more_than_there_is_and_contradictions_are_refused(two_hosts, tmp_path):
     for wanted, hint in (
         ({"nodes": 3}, "has 2 hosts"),
         ({"nodes": 0}, "has 2 hosts"),
         ({"gpus": 3}, "b has slots=2"),
         ({"include": "a", "exclude": "b"}, "not both"),
         ({"include": "a", "nodes": 1}, "leave out"),
-        ({"exclude": "a@b"}, "leaves no host"),
+        ({"exclude": "a@b"}, "no host of .* is left"),
     ):
         with pytest.raises(UserError, match=hint):
-            hosts.read(hostfile, **wanted)
+            hostfile.read(two_hosts, **wanted)
     with pytest.raises(UserError, match="No such file"):
-        hosts.read(tmp_path / "nowhere")
+        hostfile.read(tmp_path / "nowhere")
     alone = subprocess.run([*LAUNCH, "tiny", "full", "--nodes", "2"], capture_output=True, text=True)
     assert alone.returncode == 2 and "--nodes needs --hostfile" in alone.stderr
 
@@ -93,7 +95,7 @@ def test_what_is_left_of_a_hostfile_is_what_deepspeed_leaves(tmp_path_factory, c
     except ValueError:
         left = {}
     try:
-        ours = hosts.read(path, **asked).slots
+        ours = hostfile.read(path, **asked).slots
     except UserError:
         ours = {}
     # DeepSpeed takes the last mention of a host in both forms at once (`n1@n1:0`); ours takes them together.
@@ -101,19 +103,19 @@ def test_what_is_left_of_a_hostfile_is_what_deepspeed_leaves(tmp_path_factory, c
         assert list(ours.items()) == [(host, tuple(slots)) for host, slots in left.items()]
 
 
-def test_the_command_is_deepspeeds_own(hostfile, tmp_path, monkeypatch):
-    monkeypatch.setattr(hosts.shutil, "which", lambda name: name)
-    pool = hosts.read(hostfile, include="a:0,2@b")
-    options = hosts.launcher_options(pool, "10.0.0.1")
+def test_the_command_is_deepspeeds_own(two_hosts, tmp_path, monkeypatch):
+    monkeypatch.setattr(hostfile.shutil, "which", lambda name: name)
+    pool = hostfile.read(two_hosts, include="a:0,2@b")
+    options = hostfile.launcher_options(pool, "10.0.0.1")
     seen = runner.parse_args([*options, "script"])
-    assert (seen.hostfile, seen.include, seen.master_addr) == (str(hostfile), "a:0,2@b", "10.0.0.1")
-    assert seen.force_multi and pool.ranks == 4 and pool.widest == 2
-    counted = hosts.read(hostfile, nodes=2, gpus=2)
-    seen = runner.parse_args([*hosts.launcher_options(counted, "a"), "script"])
+    assert (seen.hostfile, seen.include, seen.master_addr) == (str(two_hosts), "a:0,2@b", "10.0.0.1")
+    assert seen.force_multi and pool.ranks == 4 and pool.most_ranks == 2
+    counted = hostfile.read(two_hosts, nodes=2, gpus=2)
+    seen = runner.parse_args([*hostfile.launcher_options(counted, "a"), "script"])
     assert (seen.num_nodes, seen.num_gpus, counted.ranks) == (2, 2, 4)
 
 
-def test_secrets_do_not_travel_and_are_named(tmp_path, monkeypatch, capsys):
+def test_secrets_are_not_forwarded_and_are_named(tmp_path, monkeypatch, capsys):
     token = "hf_" + "a1B2" * 8
     environment = {
         "NCCL_DEBUG": "INFO",
@@ -130,12 +132,12 @@ def test_secrets_do_not_travel_and_are_named(tmp_path, monkeypatch, capsys):
         "TORCH_EXTENSIONS_DIR": "/ops",
     }
     kept = {"NCCL_DEBUG", "HF_HOME", "WANDB_MODE", "https_proxy", "TOKENIZERS_PARALLELISM"}
-    assert set(variables.travelling(environment)) == kept
-    assert variables.staying(environment) == ["HF_ENDPOINT", "HF_TOKEN", "WANDB_API_KEY", "http_proxy"]
+    assert set(variables.forwarded(environment)) == kept
+    assert variables.withheld(environment) == ["HF_ENDPOINT", "HF_TOKEN", "WANDB_API_KEY", "http_proxy"]
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".deepspeed_env").write_text(f"MY_OWN=1\nNCCL_DEBUG=WARN\nMY_PASSWORD=x\nMINE={token}\n")
     (tmp_path / "run").mkdir()
-    lines = hosts.write_environment(RunFolder(tmp_path / "run"), environment).read_text().splitlines()
+    lines = write_environment(RunFolder(tmp_path / "run"), environment).read_text().splitlines()
     assert lines[:2] == ["MY_OWN=1", "NCCL_DEBUG=INFO"]
     assert "TORCH_EXTENSIONS_DIR=/ops" in lines and f"PATH={Path(sys.executable).parent}:$PATH" in lines
     assert "secret" not in "".join(lines) and token not in "".join(lines)
@@ -144,8 +146,8 @@ def test_secrets_do_not_travel_and_are_named(tmp_path, monkeypatch, capsys):
     assert "HF_ENDPOINT, HF_TOKEN, MINE, MY_PASSWORD, WANDB_API_KEY, http_proxy" in left
 
 
-def facts(**changes):
-    """Return what a host that can take part says."""
+def answer(**changes):
+    """Return the answer of a host that can take part."""
     return {
         "commit": "abc",
         "code": "1",
@@ -165,45 +167,47 @@ def facts(**changes):
 DIFFERENCES = {
     "failed": ("not reachable: x", "n2: not reachable: x"),
     "code": ("2", "git pull"),
-    "versions": ({"python": "3.11.2", "torch": "2.12.0", "deepspeed": "0.19.8"}, "torch 2.12.0, n1 has 2.13.0"),
+    "versions": ({"python": "3.11.2", "torch": "2.12.0", "deepspeed": "0.19.8"}, "torch 2.12.0, but n1 has 2.13.0"),
     "ops": ([], "cpu_adam not built"),
-    "gpus": (["H200"] * 4, "4 GPUs, the hostfile says slots=8"),
-    "clock": (7.0, "7 s off"),
+    "gpus": (["H200"] * 4, "4 GPUs, but the hostfile says slots=8"),
+    "clock": (7.0, "off by 7 s"),
     "interface": ("", "no route to n1"),
-    "shared": (False, "is another folder there"),
+    "shared": (False, "is a different folder there"),
 }
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_each_difference_between_hosts_is_a_reason_not_to_start(name, tmp_path):
-    pool = hosts.Pool({"n1": tuple(range(8)), "n2": tuple(range(8))}, tmp_path)
+    pool = hostfile.HostPool({"n1": tuple(range(8)), "n2": tuple(range(8))}, tmp_path)
     value, hint = DIFFERENCES[name]
-    other = facts(**{name: value})
-    assert survey.problems("n2", facts(), facts(), pool, tmp_path) == []
-    (line,) = survey.problems("n2", other, facts(), pool, tmp_path)
+    other = answer(**{name: value})
+    assert host_checks.problems("n2", answer(), answer(), pool, tmp_path) == []
+    (line,) = host_checks.problems("n2", other, answer(), pool, tmp_path)
     assert hint in line and line.startswith("n2: ")
-    head, *rows = survey.table([survey.row("n1", facts(), facts()), survey.row("n2", other, facts())]).splitlines()
+    head, *rows = host_checks.table(
+        [host_checks.table_row("n1", answer(), answer()), host_checks.table_row("n2", other, answer())]
+    ).splitlines()
     assert head.split()[0] == "host" and len(rows) == 2 and rows[0] != rows[1].replace("n2", "n1")
 
 
-def test_a_clock_is_off_by_what_lies_outside_the_question(monkeypatch):
-    answer = subprocess.CompletedProcess([], 0, 'welcome\n{"time": 100.0}\n', "")
+def test_a_clock_is_off_by_its_distance_from_question_and_answer(monkeypatch):
+    result = subprocess.CompletedProcess([], 0, 'welcome\n{"time": 100.0}\n', "")
     for asked, answered, off in ((99, 101, 0), (90, 95, 5), (103, 104, 3)):
-        assert survey.understood(answer, asked, answered)["clock"] == off
+        assert host_checks.parse_answer(result, asked, answered)["clock"] == off
 
 
 def test_two_checkouts_with_the_same_code_have_the_same_fingerprint(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name / "recipes").mkdir(parents=True)
         (tmp_path / name / "recipes" / "x.py").write_text("1")
-    assert probe.fingerprint(tmp_path / "a") == probe.fingerprint(tmp_path / "b")
+    assert host_info.fingerprint(tmp_path / "a") == host_info.fingerprint(tmp_path / "b")
     (tmp_path / "b" / "recipes" / "x.py").write_text("2")
-    assert probe.fingerprint(tmp_path / "a") != probe.fingerprint(tmp_path / "b")
+    assert host_info.fingerprint(tmp_path / "a") != host_info.fingerprint(tmp_path / "b")
 
 
-def test_the_launcher_without_pdsh_says_what_to_install(hostfile, tmp_path):
+def test_the_launcher_without_pdsh_says_what_to_install(two_hosts, tmp_path):
     done = subprocess.run(
-        [*LAUNCH, "tiny", "full", "--hostfile", hostfile, "--dry-run", "global_batch_size=24"],
+        [*LAUNCH, "tiny", "full", "--hostfile", two_hosts, "--dry-run", "global_batch_size=24"],
         capture_output=True,
         text=True,
         env=os.environ | {"PATH": "/nowhere"},

@@ -1,10 +1,11 @@
-"""Runs over ssh on two real hosts: undisturbed, stopped, with a rank that dies or hangs, with a host that is lost."""
+"""Runs over ssh on two real hosts: undisturbed, stopped, with a rank that fails or hangs, with a host that is lost."""
 
 import contextlib
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -12,14 +13,18 @@ import psutil
 import pytest
 
 from recipes.launching.ranks import SILENCE
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
+from tests import test_launch
 from tests.machines import Hosts, without_hosts
 from tests.small import small
 from tests.test_launch import LAUNCH, processes_of, ranks_of
 
-HERE = pytest.mark.skipif(bool(without_hosts()), reason=without_hosts() or "two hosts can be made here")
+wait_for_step = partial(test_launch.wait_for_step, seconds=240)
+wait_until = partial(test_launch.wait_until, seconds=240)
+
+HERE = pytest.mark.skipif(bool(without_hosts()), reason=without_hosts() or "two hosts can run here")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def test_two_hosts_train_what_two_ranks_on_one_host_train(two, shared, ranks, mo
     ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
     output = ended(launch(two, shared, "--hostfile", two.hostfile(), *overrides(recipe)))
     rows = [line for line in output.splitlines() if line.endswith("  shared")]
-    assert len(rows) == 2 and all("right" in row and "eth0" in row for row in rows), output
+    assert len(rows) == 2 and all("in sync" in row and "eth0" in row for row in rows), output
     ours, theirs = ([(row["loss"], row["grad_norm"]) for row in read_jsonl(run.metrics)] for run in (shared, one))
     assert len(ours) == recipe.max_steps and ours == theirs
     assert read_json(shared.environment)["world_size"] == 2
@@ -86,16 +91,16 @@ def test_a_host_that_cannot_take_part_is_named_and_nothing_starts(two, shared, t
     changed = tmp_path / "tiny.py"
     changed.write_text((ROOT / "recipes" / "tiny.py").read_text() + "\n")
     inside = Path(sys.executable).is_relative_to(ROOT)
-    nowhere = "the environment stands at the same path" if inside else "another checkout or environment"
+    nowhere = "the environment must be at the same path" if inside else "different checkout or environment"
     for before, hint in (
         (f"mount --bind {other} {name}", "deepspeed 0.18.0"),
         (f"mount --bind {changed} {ROOT}/recipes/tiny.py", "git pull"),
-        (f"mount -t tmpfs none {shared.path.parent}", "is another folder there"),
+        (f"mount -t tmpfs none {shared.path.parent}", "is a different folder there"),
         (f"mount -t tmpfs none {ROOT}", nowhere),
     ):
         two.change(1, before)
         output = ended(launch(two, shared, "--hostfile", two.hostfile()), 2)
-        assert f"launch.py: {two.addresses[1]}: " in output and hint in output, output
+        assert f"launch: {two.addresses[1]}: " in output and hint in output, output
         assert not shared.path.exists() and not list(shared.path.parent.iterdir()) and not processes_of(shared)
     two.change(1, "true")
 
@@ -116,7 +121,7 @@ def test_ctrl_c_writes_a_checkpoint_on_two_hosts_and_a_dead_rank_ends_both(two, 
     rank_of(shared, 0).kill()
     output, _ = process.communicate(timeout=60)
     assert process.returncode not in (0, 2) and not processes_of(shared)
-    assert f"rank 0 on {two.addresses[0]} was ended by SIGKILL; it said last:\n  | " in output
+    assert f"rank 0 on {two.addresses[0]} was killed by SIGKILL; the last lines of its log:\n  | " in output
 
 
 LONG = {"max_steps": 60, "save_steps": 10, "epochs": 99, "learning_rate": 1e-4}
@@ -146,8 +151,8 @@ def test_a_host_that_was_cut_off_is_named_and_the_others_go_on(two, shared, mode
         output = ended(process)
     lost = two.addresses[1]
     (restart,) = read_jsonl(shared.restarts)
-    assert restart["cause"].startswith(f"{lost}: does not answer any more") and restart["cause"] in output
-    assert restart["ranks"] == 1 and restart["from_step"] >= 30 and f"going on without {lost}" in output
+    assert restart["cause"].startswith(f"{lost} stopped answering") and restart["cause"] in output
+    assert restart["ranks"] == 1 and restart["from_step"] >= 30 and f"continuing without {lost}" in output
     ends_as(undisturbed, shared)
     wait_until_gone(shared, SILENCE + 10)
 
@@ -172,7 +177,7 @@ def test_a_host_that_is_back_takes_part_in_the_next_restart(two, shared, model_f
         output = ended(process)
     first, second = read_jsonl(shared.restarts)
     assert (first["ranks"], second["ranks"]) == (1, 2), output
-    assert second["cause"].startswith(f"rank 0 on {two.addresses[1]} was ended by SIGKILL"), second
+    assert second["cause"].startswith(f"rank 0 on {two.addresses[1]} was killed by SIGKILL"), second
     ends_as(undisturbed, shared)
     assert not processes_of(shared)
 
@@ -190,12 +195,14 @@ def test_a_stopped_rank_ends_both_hosts_and_without_a_host_nothing_restarts(
         rank_of(shared, 1).suspend()
         output, _ = process.communicate(timeout=0.3 * 60 + 30)
         assert process.returncode not in (0, 2) and not processes_of(shared)
-        assert "no step ended for 0.3 minutes" in output and "rank 1 wrote none: stopped, or cut off" in output, output
+        assert (
+            "no step finished for 0.3 minutes" in output and "none from rank 1, which was stopped or cut off" in output
+        ), output
         process = launch(two, shared, "--resume", "--hostfile", two.hostfile(), "--max-restarts", 1)
         wait_until(process, lambda: len(ranks_of(shared)) == 2)
         for index in range(2):
             two.switch_off(index)
-        assert f"nothing to restart on: {', '.join(two.addresses)} do not answer." in ended(process, 2)
+        assert f"cannot restart: {', '.join(two.addresses)} do not answer." in ended(process, 2)
     assert not processes_of(shared)
 
 
@@ -238,14 +245,3 @@ def wait_until_gone(run, seconds):
     while processes_of(run):
         assert time.monotonic() < deadline, [process.cmdline() for process in processes_of(run)]
         time.sleep(0.5)
-
-
-def wait_for_step(process, run, step):
-    wait_until(process, lambda: any(row["step"] >= step for row in read_jsonl(run.metrics)))
-
-
-def wait_until(process, reached):
-    deadline = time.monotonic() + 240
-    while not reached():
-        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
-        time.sleep(0.1)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from transformers import AutoConfig
 
+from recipes.commands import main
+from recipes.page_checks import hub
 from recipes.spec import pages
-from recipes.training import hub
 
 
 def test_a_page_that_says_what_the_model_says_has_no_differences(tmp_path):
@@ -24,7 +25,7 @@ def test_every_other_dimension_is_named(tmp_path):
 
 
 def test_without_a_network_it_says_so(capsys):
-    assert hub.main(["llama3-8b"]) == 2
+    assert main.run("page", ["compare", "llama3-8b"]) == 2
     assert "cannot be read" in capsys.readouterr().err
-    assert hub.main(["llama4-8b"]) == 2
+    assert main.run("page", ["compare", "llama4-8b"]) == 2
     assert "unknown recipe 'llama4'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Kubernetes manifests: valid by the published schemas, strictly, and made of parts that fit each other."""
+"""Kubernetes manifests: strictly valid by the published schemas, and consistent in themselves."""
 
 import copy
 import json
@@ -11,13 +11,13 @@ import jsonschema
 import pytest
 import yaml
 
-from recipes.launching import kubernetes, node
+from recipes.launching import node, paths
+from recipes.launching.kubernetes import manifests
 from recipes.spec import overrides, pages
 from recipes.spec.errors import UserError
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import from_dict
 from recipes.spec.run_folder import COMPLETE, RunFolder, read_jsonl, write_json
-from recipes.training import preflight
 from tests.test_launch import LAUNCH, launch
 
 SCHEMAS = Path(__file__).parent / "kubernetes_schemas"
@@ -68,16 +68,16 @@ def validators():
 
 
 def recipe_of(family, variant, changes):
-    return preflight.locate(overrides.apply(pages.find(family, variant), changes), kubernetes.MOUNT)
+    return paths.locate(overrides.apply(pages.find(family, variant), changes), manifests.MOUNT)
 
 
 def objects(name, variant, nodes, gpus, changes, environment=None):
     """Return every object of every file, as a reader of the YAML gets them."""
     recipe = recipe_of(name, variant, changes)
     options = {"image": "registry/recipes:1", "volume": "claim", "environment": environment or {"NCCL_DEBUG": "INFO"}}
-    asked = kubernetes.job(recipe.name, nodes, gpus)
-    found = kubernetes.manifests(asked, recipe, RunFolder(Path("/home/ada/20261121-120000")), options)
-    return {file: list(yaml.safe_load_all(text)) for file, text in kubernetes.texts(found).items()}
+    asked = manifests.allocation(recipe.name, nodes, gpus)
+    texts = manifests.manifests(asked, recipe, RunFolder(Path("/home/ada/20261121-120000")), options)
+    return {file: list(yaml.safe_load_all(text)) for file, text in texts.items()}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: "-".join(recipe[:2]))
@@ -192,7 +192,7 @@ def test_secrets_go_by_reference_and_this_machines_paths_do_not_go(validators):
     }
 
 
-def test_a_file_that_pods_do_not_see_is_refused(tmp_path):
+def test_a_file_that_pods_cannot_see_is_refused(tmp_path):
     mine = tmp_path / "mine.jsonl"
     mine.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
     done = launch("tiny", "full", "--kubernetes", f"data.path={mine}", "--output-dir", tmp_path / "run")
@@ -201,7 +201,7 @@ def test_a_file_that_pods_do_not_see_is_refused(tmp_path):
     for wrong, hint in (
         (["--nodes", 0], "at least 1"),
         (["--resume", "--output-dir", tmp_path], "nothing to resume"),
-        (["--slurm"], "one of them"),
+        (["--slurm"], "not both"),
         (["--partition", "p"], "needs --slurm"),
     ):
         done = launch("tiny", "full", "--kubernetes", *wrong)
@@ -224,9 +224,9 @@ def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path):
 
 def test_the_image_has_the_checkout_where_the_manifests_say():
     text = (ROOT / "Dockerfile").read_text()
-    assert f"WORKDIR {kubernetes.PROJECT}\n" in text and f"PYTHONPATH={kubernetes.PROJECT} " in text
+    assert f"WORKDIR {manifests.PROJECT}\n" in text and f"PYTHONPATH={manifests.PROJECT} " in text
     # It is set up as any machine is: by what `make install` does.
-    for step in ("-m venv", "-r constraints.txt", "-m recipes.training.ops"):
+    for step in ("-m venv", "-r constraints.txt", "-m recipes.machine.ops\n"):
         assert step in text and step in (ROOT / "Makefile").read_text()
 
 
@@ -244,12 +244,12 @@ def test_a_node_that_starts_again_forgets_what_was_lost(tmp_path):
     write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {})
     run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 9)))
     write_json(run.summary, {"stopped": True})
-    assert not node.has_ended(run)
+    assert not node.is_finished(run)
     node.prepare(run, None)
     assert [row["step"] for row in read_jsonl(run.metrics)] == [1, 2, 3, 4, 5]
     assert [path.name for path in run.checkpoints.iterdir()] == ["checkpoint-5"] and not run.summary.exists()
     write_json(run.summary, {"stopped": False})
-    assert node.has_ended(run)
+    assert node.is_finished(run)
     assert node.main([str(run.path), "--nodes", "2", "--gpus", "1", "--master-addr", "x", "--master-port", "1"]) == 0
 
 
@@ -261,6 +261,6 @@ def test_a_node_knows_its_number(variable, value, monkeypatch):
 
 
 def test_two_names_never_become_one_object():
-    assert kubernetes.object_name("Qwen3_MoE-30b.a3b-full") == "qwen3-moe-30b-a3b-full"
+    assert manifests.object_name("Qwen3_MoE-30b.a3b-full") == "qwen3-moe-30b-a3b-full"
     with pytest.raises(UserError, match="at least 1"):
-        kubernetes.job("x", 1, 0)
+        manifests.allocation("x", 1, 0)

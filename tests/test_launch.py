@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_jsonl, step_of
 from tests.conftest import shared_buffers
 
@@ -49,12 +49,12 @@ def start(command):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def wait_for_step(process, run, step):
-    wait_until(process, lambda: any(row["step"] >= step for row in read_jsonl(run.metrics)))
+def wait_for_step(process, run, step, seconds=180):
+    wait_until(process, lambda: any(row["step"] >= step for row in read_jsonl(run.metrics)), seconds)
 
 
-def wait_until(process, reached):
-    deadline = time.monotonic() + 180
+def wait_until(process, reached, seconds=180):
+    deadline = time.monotonic() + seconds
     while not reached():
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
         time.sleep(0.05)
@@ -72,7 +72,8 @@ def processes_of(run):
 
 def ranks_of(run):
     """Return the rank processes: those that run the module themselves, and not as a launcher's argument."""
-    return [process for process in processes_of(run) if process.cmdline()[2:4] == ["-m", "recipes.training.run"]]
+    # `info`, since a process may end between the search and a second look.
+    return [one for one in processes_of(run) if one.info["cmdline"][2:4] == ["-m", "recipes.training.run"]]
 
 
 def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_checkpoint(small_run):
@@ -93,7 +94,7 @@ def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_che
 
     newest = step_of(newest_checkpoint(run))
     process = start([*command, "--resume"])
-    # The killed run's own later steps stand in the file until the launcher has taken them out, before it starts ranks.
+    # The killed run's later steps are in the file until the launcher removes them, before it starts ranks.
     wait_until(process, lambda: ranks_of(run))
     wait_for_step(process, run, newest + 2)
     process.send_signal(signal.SIGTERM)
@@ -111,7 +112,7 @@ def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_che
     last = stopped["steps"] + 2
     other = launch("tiny", "full", "--output-dir", run.path, "--resume", "--gpus", 1, f"max_steps={last}")
     assert other.returncode == 0, other.stderr
-    assert f"{checkpoint} was written by 2 ranks: converting it for 1" in other.stdout
+    assert f"{checkpoint} was written by 2 ranks; converting it for 1" in other.stdout
     assert [row["step"] for row in read_jsonl(run.metrics)] == list(range(1, last + 1))
     summary = read_json(run.summary)
     nobody = {"gpu_allocated_gib": None, "gpu_reserved_gib": None}
@@ -169,8 +170,8 @@ MISTAKES = {
     "variant": (["tiny", "ful"], "full"),
     "no variant": (["qwen3-8b"], "qwen3-8b: name a variant too: full, lora,"),
     "long rows": (["tiny", "full", "sequence_length=2048"], "sequence_length=2048: the model has 1,024 positions"),
-    "no model": (["tiny", "full", f"model.path={ROOT / 'configs'}"], "no config.json in it"),
-    "no data": (["tiny", "full", f"data.path={ROOT / '.ci'}"], "no data file in it"),
+    "no model": (["tiny", "full", f"model.path={ROOT / 'configs'}"], "this folder has no config.json"),
+    "no data": (["tiny", "full", f"data.path={ROOT / '.ci'}"], "no data files in this folder"),
     "nothing": ([], "--list"),
     "key": (["tiny", "full", "learning_rat=1"], "learning_rate"),
     "another launcher's option": (["tiny", "full", "--learning_rate", "1e-4"], "learning_rate=VALUE"),

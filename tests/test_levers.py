@@ -15,16 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, masking_utils
 from trl.trainer import utils as trl_utils
 
-from recipes.spec import overrides, pages
+from recipes.benchmarks.device_reads import Reads
+from recipes.spec import deepspeed_file, overrides, pages
 from recipes.spec.errors import UserError
-from recipes.spec.logits import LARGE, PER_ENTRY, tiles_loss
+from recipes.spec.loss_tiles import LARGE, PER_ENTRY, tiles_loss
 from recipes.spec.recipe import Draft, Layout, Lora, Model
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
-from recipes.training import adapters, attention, draft, kernels, packing, tiling
 from recipes.training import run as training_run
 from recipes.training.arguments import loader_processes
-from recipes.training.data import Collator
-from recipes.training.reads import Reads
+from recipes.training.data.collate import Collator
+from recipes.training.model import adapters, attention, draft, kernels, packing_check, tiling
 from tests.small import small
 from tests.workers import scalar_reads
 
@@ -196,15 +196,15 @@ def masks_as_they_were(monkeypatch):
     monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE)
 
 
-ROWS = [
+SEQUENCES = [
     {"input_ids": list(range(5, 5 + sum(lengths))), "labels": list(range(5, 5 + sum(lengths))), "seq_lengths": lengths}
     for lengths in ([40, 24], [11, 30, 9])
 ]
-REFUSED = {"bloom": "see each other", "gpt_oss": "s_aux", "qwen3_5": "packed sequences"}
+REFUSED = {"bloom": "attend to each other", "gpt_oss": "s_aux", "qwen3_5": "packed sequences"}
 
 
-def passed(model: torch.nn.Module, tells: bool) -> list[torch.Tensor]:
-    batch = Collator(0, tells=tells)(ROWS)
+def passed(model: torch.nn.Module, boundaries: bool) -> list[torch.Tensor]:
+    batch = Collator(0, boundaries=boundaries)(SEQUENCES)
     inputs = {name: value for name, value in batch.items() if name not in ("tokens", "squared_lengths")}
     output = model.train()(**inputs)
     output.loss.backward()
@@ -225,37 +225,43 @@ def test_variable_length_attention_computes_what_a_dense_mask_does(tokenizer, fa
     for name in ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout"):
         if hasattr(config, name):
             setattr(config, name, 0.0)
-    masked = packing.draft_of(config, tokenizer, "sdpa", torch.float32)
-    told = packing.draft_of(config, tokenizer, "varlen", torch.float32)
-    assert attention.is_told(told) and not attention.is_told(masked)
-    expected = passed(masked, tells=False)
-    assert agree(passed(told, tells=True), expected)
+    masked = packing_check.draft_of(config, tokenizer, "sdpa", torch.float32)
+    told = packing_check.draft_of(config, tokenizer, "varlen", torch.float32)
+    assert attention.needs_boundaries(told) and not attention.needs_boundaries(masked)
+    expected = passed(masked, boundaries=False)
+    assert agree(passed(told, boundaries=True), expected)
     told.zero_grad()
-    assert agree(passed(told, tells=False), expected), "without being told it takes SDPA and its mask"
+    assert agree(passed(told, boundaries=False), expected), "without boundaries it uses SDPA and its mask"
 
 
 def test_documents_that_begin_elsewhere_are_noticed(tokenizer, monkeypatch):
-    expected = passed(packing.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32), tells=False)
-    begin = attention.documents
-    monkeypatch.setattr(attention, "documents", lambda lengths, width: begin([[sum(row)] for row in lengths], width))
-    assert not agree(passed(packing.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32), True), expected)
+    expected = passed(packing_check.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32), boundaries=False)
+    begin = attention.document_boundaries
+
+    def of_one_document(lengths, width):
+        return begin([[sum(one)] for one in lengths], width)
+
+    monkeypatch.setattr(attention, "document_boundaries", of_one_document)
+    assert not agree(
+        passed(packing_check.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32), True), expected
+    )
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_the_kernel_cannot_is_refused(tokenizer, family):
     try:
-        assert not packing.keeps_documents_apart(family_of(family), tokenizer, "varlen")
+        assert not packing_check.keeps_documents_apart(family_of(family), tokenizer, "varlen")
     except (ValueError, NotImplementedError) as error:
         assert REFUSED[family] in str(error)
 
 
 def test_generation_with_padding_on_the_left_takes_sdpa_and_its_mask(tokenizer):
-    told = packing.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32)
-    masked = packing.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32)
+    told = packing_check.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32)
+    masked = packing_check.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32)
     tokens = torch.arange(5, 25).view(2, 10)
     mask = torch.ones_like(tokens)
     mask[0, :4] = 0
-    passed(told, tells=True)
+    passed(told, boundaries=True)
     answers = [
         model.eval().generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False, use_cache=True)
         for model in (told, masked)
@@ -299,14 +305,13 @@ def test_runs_with_every_lever_on_and_all_off_are_the_same(
 
 
 @pytest.mark.every
-def test_compiled_layers_compute_the_same(model_folder, conversations):
-    recipe = small(model_folder, conversations, "zero2.json")
+def test_compiled_layers_compute_the_same(model_folder):
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     compiled = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    kernels.compile_layers(compiled, recipe)
+    kernels.compile_layers(compiled)
     assert sum(one._compiled_call_impl is not None for one in compiled.modules()) == 2
     assert list(compiled.state_dict()) == list(plain.state_dict())
-    assert agree(passed(compiled, tells=False), passed(plain, tells=False))
+    assert agree(passed(compiled, boundaries=False), passed(plain, boundaries=False))
 
 
 # When which is taken
@@ -354,7 +359,7 @@ def test_levers_are_typed_like_anything_else(model_folder, conversations):
     with pytest.raises(UserError, match="true, selective or false"):
         overrides.apply(recipe, ["gradient_checkpointing=half"])
     for known, answer in (("torch_compile", "compile"), ("use_liger_kernel", "liger_kernel")):
-        with pytest.raises(UserError, match=f"here it is '{answer}'"):
+        with pytest.raises(UserError, match=f"use '{answer}'"):
             overrides.apply(recipe, [f"{known}=true"])
 
 
@@ -363,7 +368,8 @@ def test_what_cannot_be_had_is_said(model_folder, conversations):
     with pytest.raises(UserError, match="pip install liger-kernel"):
         kernels.fuse(model)
     with pytest.raises(UserError, match=r"compile=regional: zero3.json is ZeRO-3"):
-        kernels.compile_layers(model, small(model_folder, conversations, "zero3.json"))
+        recipe = small(model_folder, conversations, "zero3.json", compile="regional")
+        kernels.check(recipe, deepspeed_file.read(recipe.deepspeed))
     mixture = AutoModelForCausalLM.from_config(draft.shrink(family_of("mixtral"), Draft(), load()))
     with pytest.raises(UserError, match="gradient_checkpointing=selective: not for mixtral"):
         tiling.recompute_feed_forward(mixture)

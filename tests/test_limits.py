@@ -1,4 +1,4 @@
-"""Which layouts are possible: what is accepted has a place for every rank, what is refused names what is accepted."""
+"""Which layouts can run: an accepted one gives every rank a position, and a refusal suggests one that is accepted."""
 
 import re
 from dataclasses import replace
@@ -7,17 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.spec import limits, overrides, pages
+from recipes.commands import launch
+from recipes.commands.main import run as run_command
+from recipes.spec import deepspeed_file, limits, overrides, pages
+from recipes.spec.deepspeed_file import DeepSpeedFile
 from recipes.spec.errors import UserError
-from recipes.spec.layout import bubble, data_parallel_size, place
-from recipes.spec.limits import Sharding
+from recipes.spec.layout import bubble, data_parallel_size, rank_position
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
-from recipes.zero_config.sharding import sharding
-from scripts import launch
+
+
+def zero(stage, partition_size=1):
+    """Return the DeepSpeed file of a ZeRO stage."""
+    return DeepSpeedFile(stage=stage, partition_size=partition_size)
+
 
 SIZES = st.integers(1, 8)
 LAYOUTS = st.builds(Layout, tensor=SIZES, pipeline=SIZES, sequence=SIZES, expert=SIZES)
-SHARDINGS = st.builds(Sharding, stage=st.integers(0, 3), partition_size=st.sampled_from([1, 2]))
+FILES = st.builds(DeepSpeedFile, stage=st.integers(0, 3), partition_size=st.sampled_from([1, 2]))
 MODELS = st.fixed_dictionaries(
     {
         "model_type": st.sampled_from(["llama", "qwen3_5_text", "mixtral", "gpt_oss"]),
@@ -44,40 +51,40 @@ def runs(draw):
     micro = draw(st.sampled_from([1, 2]))
     recipe = recipe_of(draw(LAYOUTS), draw(MODELS), method=method, lora=lora)
     recipe = replace(recipe, micro_batch_size=micro, global_batch_size=micro * draw(st.integers(1, 64)))
-    return recipe, draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])), draw(SHARDINGS)
+    return recipe, draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])), draw(FILES)
 
 
-def changed(run, way):
-    """Return the run after one of the ways out, typed as the message has it."""
+def changed(run, suggestion):
+    """Return the run with one suggestion applied, as the message words it."""
     recipe, world_size, file = run
-    if way.startswith("--gpus"):
-        return recipe, int(way.split()[1]), file
-    if way == "deepspeed=pipeline.json":
-        return recipe, world_size, sharding(pages.ROOT / "configs" / "pipeline.json")
-    return overrides.apply(recipe, way.split()), world_size, file
+    if suggestion.startswith("--gpus"):
+        return recipe, int(suggestion.split()[1]), file
+    if suggestion == "deepspeed=pipeline.json":
+        return recipe, world_size, deepspeed_file.read(ROOT / "configs" / "pipeline.json")
+    return overrides.apply(recipe, suggestion.split()), world_size, file
 
 
 @settings(max_examples=300, deadline=None)
 @given(runs())
-def test_what_is_accepted_has_a_place_for_every_rank(run):
+def test_an_accepted_layout_gives_every_rank_a_position(run):
     recipe, world_size, _ = run
     if limits.limit(*run) is not None:
         return
-    layout, rows = recipe.layout, data_parallel_size(recipe.layout, world_size)
-    places = {place(layout, rank, world_size) for rank in range(world_size)}
-    assert len(places) == world_size == layout.pipeline * rows * layout.sequence * layout.tensor
-    sizes = (layout.pipeline, rows, layout.sequence, layout.tensor)
+    layout, data = recipe.layout, data_parallel_size(recipe.layout, world_size)
+    positions = {rank_position(layout, rank, world_size) for rank in range(world_size)}
+    assert len(positions) == world_size == layout.pipeline * data * layout.sequence * layout.tensor
+    sizes = (layout.pipeline, data, layout.sequence, layout.tensor)
     assert all(
         0 <= number < size
-        for one in places
-        for number, size in zip((one.stage, one.row, one.sequence, one.tensor), sizes, strict=True)
+        for one in positions
+        for number, size in zip((one.stage, one.data, one.sequence, one.tensor), sizes, strict=True)
     )
-    assert sum(one.counts for one in places) == rows
+    assert sum(one.is_first_reader for one in positions) == data
 
 
 @settings(max_examples=300, deadline=None)
 @given(runs())
-def test_what_is_refused_names_what_is_accepted(run):
+def test_a_refusal_suggests_what_is_accepted(run):
     recipe, world_size, file = run
     try:
         limits.check(recipe, world_size, file)
@@ -90,10 +97,10 @@ def test_what_is_refused_names_what_is_accepted(run):
         for number in re.search(r"are: (.*)\.", message)[1].split(", "):
             limits.check(overrides.apply(recipe, [f"global_batch_size={number}"]), world_size, file)
         return
-    ways = message.rpartition("; use ")[2].removesuffix(".").split(" or ")
-    assert ways[0].startswith("layout.")
-    for way in ways:
-        assert limits.limit(*changed(run, way)) is None, (message, way)
+    suggestions = message.rpartition("; use ")[2].removesuffix(".").split(" or ")
+    assert suggestions[0].startswith("layout.")
+    for suggestion in suggestions:
+        assert limits.limit(*changed(run, suggestion)) is None, (message, suggestion)
 
 
 @settings(max_examples=100, deadline=None)
@@ -122,73 +129,129 @@ REFUSED = {
         QWEN3,
         {},
         6,
-        Sharding(1),
-        "takes 4 ranks.* 6 is no .*tensor=2 or --gpus 4 or --gpus 8",
+        zero(1),
+        "6 ranks are not divisible by 4 .*tensor=2 or --gpus 4 or --gpus 8",
     ),
-    "heads": (Layout(tensor=32), QWEN3, {}, 32, Sharding(1), "attention heads, .* 16; use layout.tensor=8"),
+    "heads": (
+        Layout(tensor=32),
+        QWEN3,
+        {},
+        32,
+        zero(1),
+        "16 attention heads are not divisible by 32; use layout.tensor=8",
+    ),
     "key/value heads": (
         Layout(tensor=16),
         QWEN3,
         {},
         16,
-        Sharding(1),
-        "key/value heads too, .* 8; use layout.tensor=8",
+        zero(1),
+        "8 key/value heads are not divisible by 16; use layout.tensor=8",
     ),
-    "tensor and dora": (Layout(tensor=2), QWEN3, {"lora": Lora(dora=True)}, 2, Sharding(1), "DoRA .*=1"),
-    "tensor and dpo": (Layout(tensor=2), QWEN3, {"method": "dpo"}, 2, Sharding(1), "DPO .*; use layout.tensor=1"),
-    "tensor and 4-bit": (Layout(tensor=2), QWEN3, NF4, 2, Sharding(1), "4-bit .*; use layout.tensor=1"),
-    "sequence heads": (Layout(sequence=32), QWEN3, {}, 32, Sharding(3), "heads, .* 16; use layout.sequence=16"),
-    "both share heads": (Layout(tensor=8, sequence=4), QWEN3, {}, 32, Sharding(1), r"sequence x tensor ranks\), .* 16"),
-    "dpo by parts": (Layout(sequence=2), QWEN3, {"method": "dpo"}, 2, Sharding(3), "DPO .*; use layout.sequence=1"),
-    "dpo by stages": (Layout(pipeline=2), QWEN3, {"method": "dpo"}, 2, Sharding(1), "DPO .*; use layout.pipeline=1"),
+    "tensor and dora": (Layout(tensor=2), QWEN3, {"lora": Lora(dora=True)}, 2, zero(1), "DoRA .*=1"),
+    "tensor and dpo": (Layout(tensor=2), QWEN3, {"method": "dpo"}, 2, zero(1), "DPO .*; use layout.tensor=1"),
+    "tensor and 4-bit": (Layout(tensor=2), QWEN3, NF4, 2, zero(1), "4-bit .*; use layout.tensor=1"),
+    "sequence heads": (
+        Layout(sequence=32),
+        QWEN3,
+        {},
+        32,
+        zero(3),
+        "16 attention heads are not divisible by 32; use layout.sequence=16",
+    ),
+    "both share heads": (
+        Layout(tensor=8, sequence=4),
+        QWEN3,
+        {},
+        32,
+        zero(1),
+        r"16 attention .* by 32 \(sequence x tensor\)",
+    ),
+    "dpo by parts": (Layout(sequence=2), QWEN3, {"method": "dpo"}, 2, zero(3), "DPO .*; use layout.sequence=1"),
+    "dpo by stages": (Layout(pipeline=2), QWEN3, {"method": "dpo"}, 2, zero(1), "DPO .*; use layout.pipeline=1"),
     "linear attention": (
         Layout(sequence=2),
         {"model_type": "qwen3_5_text"},
         {},
         2,
-        Sharding(3),
-        "not for qwen3_5_text",
+        zero(3),
+        "sequence parallelism does not support qwen3_5_text",
     ),
-    "layers": (Layout(pipeline=32), QWEN3, {}, 32, Sharding(1), "a layer, .* 28; use layout.pipeline=16"),
+    "layers": (Layout(pipeline=32), QWEN3, {}, 32, zero(1), "at least one layer, .* 28; use layout.pipeline=16"),
     "stage": (
         Layout(pipeline=2),
         QWEN3,
         {},
         2,
-        Sharding(3),
+        zero(3),
         "0 and 1 only; use layout.pipeline=1 or deepspeed=pipeline.json",
     ),
-    "stages of 4 bits": (Layout(pipeline=2), QWEN3, NF4, 2, Sharding(1), "4-bit .*; use layout.pipeline=1"),
-    "dense": (Layout(expert=2), QWEN3, {}, 2, Sharding(1), "qwen3 has no experts to spread; use layout.expert=1"),
-    "experts": (Layout(expert=16), MIXTRAL, {}, 16, Sharding(1), "the model has 8; use layout.expert=8"),
-    "data ranks": (Layout(expert=4), MIXTRAL, {}, 6, Sharding(1), "6 is no .*expert=2 or --gpus 4 or --gpus 8"),
-    "expert and tensor": (Layout(tensor=2, expert=2), MIXTRAL, {}, 4, Sharding(1), "no other parallelism"),
-    "expert and stages": (Layout(pipeline=2, expert=2), MIXTRAL, {}, 4, Sharding(1), "no other parallelism"),
-    "expert and parts": (Layout(sequence=2, expert=2), MIXTRAL, {}, 4, Sharding(1), "no other parallelism"),
-    "expert and lora": (Layout(expert=2), MIXTRAL, {"lora": Lora()}, 2, Sharding(1), "adapters and all"),
-    "expert and dpo": (Layout(expert=2), MIXTRAL, {"method": "dpo"}, 2, Sharding(1), "DPO has a second"),
-    "expert and no ZeRO": (Layout(expert=2), MIXTRAL, {}, 2, Sharding(0), "wrong gradient norm"),
+    "stages of 4 bits": (Layout(pipeline=2), QWEN3, NF4, 2, zero(1), "4-bit .*; use layout.pipeline=1"),
+    "dense": (Layout(expert=2), QWEN3, {}, 2, zero(1), "qwen3 has no experts; use layout.expert=1"),
+    "experts": (
+        Layout(expert=16),
+        MIXTRAL,
+        {},
+        16,
+        zero(1),
+        "8 experts are not divisible by 16; use layout.expert=8",
+    ),
+    "data ranks": (
+        Layout(expert=4),
+        MIXTRAL,
+        {},
+        6,
+        zero(1),
+        "6 data-parallel ranks are not divisible by 4 .*expert=2 or --gpus 4 or --gpus 8",
+    ),
+    "expert and tensor": (
+        Layout(tensor=2, expert=2),
+        MIXTRAL,
+        {},
+        4,
+        zero(1),
+        "cannot be combined with tensor, pipeline or sequence",
+    ),
+    "expert and stages": (
+        Layout(pipeline=2, expert=2),
+        MIXTRAL,
+        {},
+        4,
+        zero(1),
+        "cannot be combined with tensor, pipeline or sequence",
+    ),
+    "expert and parts": (
+        Layout(sequence=2, expert=2),
+        MIXTRAL,
+        {},
+        4,
+        zero(1),
+        "cannot be combined with tensor, pipeline or sequence",
+    ),
+    "expert and lora": (Layout(expert=2), MIXTRAL, {"lora": Lora()}, 2, zero(1), "together with their adapters"),
+    "expert and dpo": (Layout(expert=2), MIXTRAL, {"method": "dpo"}, 2, zero(1), "DPO has two"),
+    "expert and no ZeRO": (Layout(expert=2), MIXTRAL, {}, 2, zero(0), "wrong gradient norm"),
     "hpZ": (
         Layout(sequence=2),
         QWEN3,
         {},
         4,
-        Sharding(3, partition_size=2),
-        "zero_hpz_partition_size=2 goes with data",
+        zero(3, partition_size=2),
+        "zero_hpz_partition_size=2 works with data",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_each_limit_has_its_sentence(case):
+def test_each_limit_has_its_message(case):
     layout, config, changes, world_size, file, expected = REFUSED[case]
     recipe = replace(recipe_of(layout, config), global_batch_size=192, micro_batch_size=1, **changes)
     with pytest.raises(UserError, match=expected):
         limits.check(recipe, world_size, file)
 
 
-def test_what_is_not_known_is_not_judged():
-    assert limits.limit(recipe_of(Layout(tensor=4, pipeline=2, sequence=2), {}), 16, Sharding(1)) is None
+def test_unknown_dimensions_are_not_checked():
+    assert limits.limit(recipe_of(Layout(tensor=4, pipeline=2, sequence=2), {}), 16, zero(1)) is None
 
 
 def test_every_family_reason_is_of_a_technique_and_of_a_real_architecture():
@@ -201,30 +264,35 @@ def test_every_family_reason_is_of_a_technique_and_of_a_real_architecture():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("zero0", Sharding(0)),
-        ("zero2_offload", Sharding(2)),
-        ("zero3_nvme", Sharding(3)),
-        ("zero3_hpz", Sharding(3, partition_size=2)),
-        ("pipeline", Sharding(1)),
+        ("zero0", zero(0)),
+        ("zero2_offload", zero(2)),
+        ("zero3_nvme", zero(3)),
+        ("zero3_hpz", zero(3, partition_size=2)),
+        ("pipeline", zero(1)),
     ],
 )
 def test_the_stage_is_read_from_the_file(name, expected):
-    assert sharding(pages.ROOT / "configs" / f"{name}.json") == expected
+    file = deepspeed_file.read(ROOT / "configs" / f"{name}.json")
+    assert (file.stage, file.partition_size) == (expected.stage, expected.partition_size)
 
 
-def test_a_pipeline_that_waits_is_told_so(capsys):
+def test_the_old_spelling_of_a_stage_is_understood():
+    assert [deepspeed_file.parse({"zero_optimization": on}).stage for on in (False, True)] == [0, 1]
+
+
+def test_a_pipeline_bubble_is_reported(capsys):
     assert bubble(1, 8) == 0 and bubble(4, 1) == 0.75 and bubble(2, 8) == pytest.approx(1 / 9)
     command = ["tiny", "full", "deepspeed=pipeline.json", "layout.pipeline=2", "--gpus", "2", "--dry-run"]
     assert launch.main([*command, "global_batch_size=4", "micro_batch_size=1"]) == 0
-    assert "the stages wait 20% of the time; with 8" in capsys.readouterr().out
+    assert "stages idle 20% of the time; with 8" in capsys.readouterr().out
     assert launch.main([*command, "global_batch_size=8", "micro_batch_size=1"]) == 0
-    assert "stages wait" not in capsys.readouterr().out
+    assert "stages idle" not in capsys.readouterr().out
 
 
-def test_the_launcher_judges_the_model_that_will_be_trained(model_folder, capsys):
+def test_the_launcher_checks_the_model_that_will_be_trained(model_folder, capsys):
     command = ["tiny", "full", "deepspeed=zero1.json", "--gpus", "8", "--dry-run", "layout.tensor=4"]
     assert launch.main(command) == 0  # of 4 key/value heads on the page
-    assert launch.main([*command, f"model.path={model_folder}"]) == 2
-    assert "key/value heads too, and the model has 2; use layout.tensor=2" in capsys.readouterr().err
-    assert launch.main([*command, "--draft"]) == 2
-    assert "the model has 2; use layout.tensor=2" in capsys.readouterr().err
+    assert run_command("launch", [*command, f"model.path={model_folder}"]) == 2
+    assert "2 key/value heads are not divisible by 4; use layout.tensor=2" in capsys.readouterr().err
+    assert run_command("launch", [*command, "--draft"]) == 2
+    assert "2 key/value heads are not divisible by 4; use layout.tensor=2" in capsys.readouterr().err

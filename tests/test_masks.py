@@ -9,12 +9,13 @@ import pytest
 import trl
 from transformers import AutoTokenizer
 
+from recipes.commands import main
+from recipes.page_checks import chat_template
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Model
-from recipes.training import data, templates
-from recipes.training.draft import TINY_MODEL
-from recipes.training.model import load_tokenizer
-from recipes.training.templates import __main__ as command
+from recipes.training.data import chat_templates, tokenize
+from recipes.training.data.chat_templates import load_tokenizer
+from recipes.training.model.draft import TINY_MODEL
 from tests.small import small
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -65,7 +66,7 @@ def tokenizer_with(name):
     """Return the shipped tokenizer with the template, its control words as single tokens as in its own tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     if name == "chatml":
-        tokenizer.chat_template = templates.CHATML
+        tokenizer.chat_template = chat_templates.CHATML
         return tokenizer
     tokenizer.chat_template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     twin = FOLDER / f"{name}_training.jinja"
@@ -78,9 +79,9 @@ def learned(name, messages, tools=None, given=0):
     """Return the text of every stretch that is in the loss."""
     tokenizer = tokenizer_with(name)
     recipe = small(TINY_MODEL, "unread")
-    row = data._conversation(recipe, tokenizer)({"messages": messages, "tools": tools, "given": given})
-    marked = [label != data.IGNORED for label in row["labels"]]
-    assert all(label in (data.IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+    row = tokenize._conversation(recipe, tokenizer)({"messages": messages, "tools": tools, "given": given})
+    marked = [label != tokenize.IGNORED for label in row["labels"]]
+    assert all(label in (tokenize.IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
     edges = [index for index in range(1, len(marked)) if marked[index] != marked[index - 1]] + [len(marked)]
     spans = [slice(start, end) for start, end in pairwise(edges) if marked[start]]
     return [tokenizer.decode(row["input_ids"][span]) for span in spans]
@@ -124,7 +125,7 @@ def test_a_system_prompt_is_not_learned(name):
 @pytest.mark.parametrize("name", MARKED)
 def test_tool_calls_are_learned_and_their_results_are_not(name):
     if name in WITHOUT_TOOLS:
-        with pytest.raises(UserError, match="leaves tool calls out"):
+        with pytest.raises(UserError, match="drops tool calls"):
             learned(name, TOOL_TURNS, TOOLS)
         return
     call, answer = learned(name, TOOL_TURNS, TOOLS)
@@ -137,8 +138,8 @@ def test_tool_calls_are_learned_and_their_results_are_not(name):
 def test_rendering_turn_by_turn_gives_the_marks_that_the_template_has(name):
     tokenizer = tokenizer_with(name)
     for messages in (TURNS[:2], TURNS, TURNS[:3]):
-        by_template = templates._by_template(tokenizer, templates.marked(tokenizer), messages, None)
-        ids, assistant = templates._by_rendering(tokenizer, messages, None)
+        by_template = chat_templates._by_template(tokenizer, chat_templates.marked(tokenizer), messages, None)
+        ids, assistant = chat_templates._by_rendering(tokenizer, messages, None)
         assert ids == by_template[0]
         differ = {tokenizer.decode(ids[i]) for i, said in enumerate(assistant) if said != by_template[1][i]}
         assert differ <= {"\n"}, "ChatML here does not learn the line break after a turn's end"
@@ -150,7 +151,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         "{% for turn in messages %}{{ turn.role if loop.last else '' }}{{ turn.content + eos_token }}{% endfor %}"
     )
     with pytest.raises(UserError, match=r"differently once another follows.*\n.*generation"):
-        templates.marker(small(TINY_MODEL, "unread"), tokenizer)
+        chat_templates.marker(small(TINY_MODEL, "unread"), tokenizer)
 
 
 def test_a_base_models_tokenizer_gets_chatml_and_the_export_carries_it(tmp_path):
@@ -159,9 +160,9 @@ def test_a_base_models_tokenizer_gets_chatml_and_the_export_carries_it(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     recipe = small(tmp_path, "unread")
     chosen = load_tokenizer(recipe)
-    assert chosen.chat_template == templates.CHATML == templates.marker(recipe, chosen)[0]
+    assert chosen.chat_template == chat_templates.CHATML == chat_templates.marker(recipe, chosen)[0]
     chosen.save_pretrained(tmp_path / "export")
-    assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == templates.CHATML
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == chat_templates.CHATML
     assert load_tokenizer(replace(recipe, method="pretrain")).chat_template is None
 
 
@@ -193,12 +194,14 @@ def test_chatml_is_what_it_says():
 
 
 def test_the_command_says_how_a_model_marks_its_turns(capsys, monkeypatch):
-    assert command.main("tiny-3m") == 0
+    def say(name: str) -> int:
+        return main.run("page", ["template", name])
+
+    assert say("tiny-3m") == 0
     assert "marks the assistant's tokens itself" in capsys.readouterr().out
-    monkeypatch.setattr(command.model, "load_tokenizer", lambda recipe: tokenizer_with("qwen3"))
-    assert command.main("tiny-3m") == 0 and "is known to TRL" in capsys.readouterr().out
+    monkeypatch.setattr(chat_template.chat_templates, "load_tokenizer", lambda recipe: tokenizer_with("qwen3"))
+    assert say("tiny-3m") == 0 and "is known to TRL" in capsys.readouterr().out
     monkeypatch.undo()
-    away = Model(path="someone/model")
-    monkeypatch.setattr(command.pages.page("tiny"), "SIZES", {"3m": away})
-    assert command.main("tiny-3m") == 2 and "someone/model: cannot load the tokenizer" in capsys.readouterr().err
-    assert command.main("tyni") == 2 and "tiny" in capsys.readouterr().err
+    monkeypatch.setattr(chat_template.pages.page("tiny"), "SIZES", {"3m": Model(path="someone/model")})
+    assert say("tiny-3m") == 2 and "someone/model: cannot load the tokenizer" in capsys.readouterr().err
+    assert say("tyni") == 2 and "tiny" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """What training takes: the examples that everybody knows, and what has to hold for every way to train."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,13 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.planning import memory, trace
-from recipes.planning.hardware import Cluster, find
-from recipes.planning.memory import peak
-from recipes.planning.parts import parts
-from recipes.planning.setup import Setup, setup_of
-from recipes.planning.states import state_bytes
-from recipes.spec import pages
+from recipes.planning.cost import memory
+from recipes.planning.cost.memory import peak_memory
+from recipes.planning.cost.stage_shards import stage_shards
+from recipes.planning.cost.states import state_bytes
+from recipes.planning.cost.training_setup import TrainingSetup, training_setup
+from recipes.planning.hardware.cluster import Cluster
+from recipes.planning.hardware.gpus import find
+from recipes.planning.model_profile import lookup
+from recipes.spec import deepspeed_file, pages
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
 
 GIB = 2**30
@@ -23,17 +25,16 @@ NODE = Cluster(find("H100"), gpus_per_node=8)
 MODELS = {"llama3": "8b", "qwen3": "4b", "gemma3": "1b", "mistral": "24b", "qwen3_moe": "30b-a3b"}
 
 
-def anatomy_of(family, size, lora=None):
-    return trace.anatomy(pages.page(family).SIZES[size].config, lora)
+def profile_of(family, size, lora=None):
+    return lookup.profile_of(pages.page(family).SIZES[size].config, lora)
 
 
 def planned(name, variant, gpus, **changes):
     """Return what a recipe of the catalogue takes with its own DeepSpeed file."""
     recipe = replace(pages.find(name, variant), **changes)
-    config = json.loads((pages.ROOT / "configs" / recipe.deepspeed).read_text())
-    setup = setup_of(recipe, config, gpus)
+    setup = training_setup(recipe, deepspeed_file.read(ROOT / "configs" / recipe.deepspeed), gpus)
     cluster = replace(NODE, gpus_per_node=min(gpus, 8), nodes=max(1, gpus // 8))
-    return peak(trace.anatomy(recipe.model.config, recipe.lora), setup, cluster)
+    return peak_memory(lookup.profile_of(recipe.model.config, recipe.lora), setup, cluster)
 
 
 def test_seven_billion_parameters_in_mixed_precision_are_112_gb():
@@ -73,11 +74,11 @@ def test_what_is_known_not_to_fit_does_not(name, variant, gpus, limit, changes):
 
 def test_a_trillion_parameters_train_from_nvme():
     """ZeRO-Infinity's promise (arXiv:2104.07857): what does not fit is on NVMe, one layer at a time on the GPU."""
-    llama = anatomy_of("llama3", "70b")
-    large = replace(llama, order=llama.order * 15)
+    llama = profile_of("llama3", "70b")
+    large = replace(llama, layer_order=llama.layer_order * 15)
     assert large.parameters > 1e12
     offloaded = {"offload_optimizer": "nvme", "offload_parameters": "nvme", "reduce_bucket_size": 5 * 10**7}
-    found = peak(large, Setup(64, sequence_length=2048, **offloaded), replace(NODE, nodes=8))
+    found = peak_memory(large, TrainingSetup(64, sequence_length=2048, **offloaded), replace(NODE, nodes=8))
     assert found.worst.total < 80 * GIB
     assert found.nvme == pytest.approx(14 * large.parameters / 8)  # 12 bytes and the weights' 2, on 8 nodes
 
@@ -85,35 +86,35 @@ def test_a_trillion_parameters_train_from_nvme():
 def setups(**fixed):
     choices = {
         "world_size": st.sampled_from([2, 4, 8, 16, 64]),
-        "stage": st.sampled_from([1, 2, 3]),
+        "zero_stage": st.sampled_from([1, 2, 3]),
         "micro_batch_size": st.sampled_from([1, 2, 4]),
-        "accumulation": st.sampled_from([1, 4]),
+        "gradient_accumulation_steps": st.sampled_from([1, 4]),
         "sequence_length": st.sampled_from([512, 4096, 32768]),
         "packing": st.booleans(),
         "gradient_checkpointing": st.booleans(),
         "reduce_bucket_size": st.sampled_from([None, 5 * 10**7]),
         "fp32_accumulation": st.booleans(),
     }
-    return st.builds(Setup, **{name: choice for name, choice in choices.items() if name not in fixed}, **fixed)
+    return st.builds(TrainingSetup, **{name: choice for name, choice in choices.items() if name not in fixed}, **fixed)
 
 
-models = st.sampled_from(sorted(MODELS)).map(lambda family: anatomy_of(family, MODELS[family]))
-
-
-@settings(max_examples=150, deadline=None)
-@given(models, setups())
-def test_more_gpus_never_take_more_on_each(anatomy, setup):
-    more = peak(anatomy, replace(setup, world_size=2 * setup.world_size), NODE)
-    assert more.worst.total <= peak(anatomy, setup, NODE).worst.total
+models = st.sampled_from(sorted(MODELS)).map(lambda family: profile_of(family, MODELS[family]))
 
 
 @settings(max_examples=150, deadline=None)
 @given(models, setups())
-def test_checkpointing_never_takes_more(anatomy, setup):
+def test_more_gpus_never_take_more_on_each(profile, setup):
+    more = peak_memory(profile, replace(setup, world_size=2 * setup.world_size), NODE)
+    assert more.worst.total <= peak_memory(profile, setup, NODE).worst.total
+
+
+@settings(max_examples=150, deadline=None)
+@given(models, setups())
+def test_checkpointing_never_takes_more(profile, setup):
     """But for one layer's input, which is there beside what the layer keeps when it has been computed again."""
-    kept = peak(anatomy, replace(setup, gradient_checkpointing=False), NODE).worst.total
-    again = peak(anatomy, replace(setup, gradient_checkpointing=True), NODE).worst.total
-    one = anatomy.layers[0].checkpoint * setup.forward_rows * setup.sequence_length
+    kept = peak_memory(profile, replace(setup, gradient_checkpointing=False), NODE).worst.total
+    again = peak_memory(profile, replace(setup, gradient_checkpointing=True), NODE).worst.total
+    one = profile.layers[0].checkpoint_bytes * setup.sequences_per_pass * setup.sequence_length
     assert again <= kept + (1 + memory.FRAGMENTATION) * one + 1
 
 
@@ -121,50 +122,56 @@ def test_checkpointing_never_takes_more(anatomy, setup):
 @given(st.sampled_from(["llama3", "qwen3", "mistral"]), st.sampled_from([4, 16, 64]), setups())
 def test_adapters_never_take_more_than_all_weights(family, rank, setup):
     lora = Lora(rank=rank)
-    anatomy = anatomy_of(family, MODELS[family], lora)
-    full = peak(anatomy, setup, NODE)
-    assert peak(anatomy, replace(setup, lora=lora), NODE).worst.total <= full.worst.total
+    profile = profile_of(family, MODELS[family], lora)
+    full = peak_memory(profile, setup, NODE)
+    assert peak_memory(profile, replace(setup, lora=lora), NODE).worst.total <= full.worst.total
 
 
 @settings(max_examples=100, deadline=None)
 @given(models, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
-def test_all_ranks_together_hold_the_model(anatomy, pipeline, ranks):
-    setup = Setup(pipeline * ranks, layout=Layout(pipeline=pipeline), stage=3, accumulation=8)
-    stages = parts(anatomy, setup)
-    again = anatomy.vocabulary * anatomy.hidden if anatomy.tied and pipeline > 1 else 0
-    assert sum(part.parameters for part in stages) == anatomy.parameters + again
+def test_all_ranks_together_hold_the_model(profile, pipeline, ranks):
+    setup = TrainingSetup(
+        pipeline * ranks, layout=Layout(pipeline=pipeline), zero_stage=3, gradient_accumulation_steps=8
+    )
+    stages = stage_shards(profile, setup)
+    again = profile.vocab_size * profile.hidden_size if profile.tied_embeddings and pipeline > 1 else 0
+    assert sum(part.parameters for part in stages) == profile.parameters + again
     states = [memory.states(part, setup, "backward") for part in stages]
-    assert ranks * sum(one.total for one in states) == pytest.approx(16 * (anatomy.parameters + again))
+    assert ranks * sum(one.total for one in states) == pytest.approx(16 * (profile.parameters + again))
 
 
 @settings(max_examples=100, deadline=None)
 @given(models, setups(sequence_length=st.sampled_from([4096, 32768])))
-def test_nothing_is_negative_and_batches_add_up(anatomy, setup):
-    found = peak(anatomy, setup, NODE)
-    assert all(value >= 0 for moment in found.moments for value in moment.parts.values())
-    twice = peak(anatomy, replace(setup, micro_batch_size=2 * setup.micro_batch_size), NODE)
+def test_nothing_is_negative_and_batches_add_up(profile, setup):
+    found = peak_memory(profile, setup, NODE)
+    assert all(value >= 0 for moment in found.moments for value in moment.components.values())
+    twice = peak_memory(profile, replace(setup, micro_batch_size=2 * setup.micro_batch_size), NODE)
     for one, two in zip(found.moments, twice.moments, strict=True):
         if one.moment == "loss":
-            assert two.parts["logits"] == pytest.approx(2 * one.parts["logits"], rel=1e-3)
-            assert two.parts["activations"] == pytest.approx(2 * one.parts["activations"], rel=1e-3)
+            assert two.components["logits"] == pytest.approx(2 * one.components["logits"], rel=1e-3)
+            assert two.components["activations"] == pytest.approx(2 * one.components["activations"], rel=1e-3)
 
 
 def test_the_first_stage_of_a_pipeline_waits_for_the_others():
-    anatomy = anatomy_of("llama3", "8b")
-    setup = Setup(4, layout=Layout(pipeline=4), stage=1, accumulation=16, fp32_accumulation=True)
-    assert [part.in_flight for part in parts(anatomy, setup)] == [4, 3, 2, 1]
-    assert [part.in_flight for part in parts(anatomy, replace(setup, accumulation=2))] == [2, 2, 2, 1]
+    profile = profile_of("llama3", "8b")
+    setup = TrainingSetup(
+        4, layout=Layout(pipeline=4), zero_stage=1, gradient_accumulation_steps=16, fp32_accumulation=True
+    )
+    assert [shard.micro_batches_in_flight for shard in stage_shards(profile, setup)] == [4, 3, 2, 1]
+    assert [
+        shard.micro_batches_in_flight for shard in stage_shards(profile, replace(setup, gradient_accumulation_steps=2))
+    ] == [2, 2, 2, 1]
 
 
 def test_parallel_ranks_share_what_they_split():
-    anatomy = anatomy_of("llama3", "8b")
-    alone = Setup(8, stage=1, sequence_length=8192, packing=False)
-    worst = {moment.moment: moment for moment in peak(anatomy, alone, NODE).moments}
+    profile = profile_of("llama3", "8b")
+    alone = TrainingSetup(8, zero_stage=1, sequence_length=8192, packing=False)
+    worst = {moment.moment: moment for moment in peak_memory(profile, alone, NODE).moments}
     for layout in (Layout(tensor=8), Layout(sequence=8)):
-        shared = {moment.moment: moment for moment in peak(anatomy, replace(alone, layout=layout), NODE).moments}
-        assert shared["backward"].parts["activations"] < worst["backward"].parts["activations"]
-    tensor = peak(anatomy, replace(alone, layout=Layout(tensor=8)), NODE).moments[1]
-    assert tensor.parts["parameters"] < worst["loss"].parts["parameters"] / 4
+        shared = {moment.moment: moment for moment in peak_memory(profile, replace(alone, layout=layout), NODE).moments}
+        assert shared["backward"].components["activations"] < worst["backward"].components["activations"]
+    tensor = peak_memory(profile, replace(alone, layout=Layout(tensor=8)), NODE).moments[1]
+    assert tensor.components["parameters"] < worst["loss"].components["parameters"] / 4
 
 
 def test_experts_are_spread_before_they_reach_a_gpu():
@@ -172,30 +179,31 @@ def test_experts_are_spread_before_they_reach_a_gpu():
         ranks: planned("qwen3_moe-30b-a3b", "expert", 8, layout=Layout(expert=ranks)).moments[0] for ranks in (1, 8)
     }
     assert [moment.moment for moment in loading.values()] == ["loading", "loading"]
-    mixture = anatomy_of("qwen3_moe", "30b-a3b")
-    routed = 2 * sum(layer.routed for layer in mixture.layers)
-    saved = loading[1].parts["parameters"] - loading[8].parts["parameters"]
+    mixture = profile_of("qwen3_moe", "30b-a3b")
+    routed = 2 * sum(layer.expert_parameters for layer in mixture.layers)
+    saved = loading[1].components["parameters"] - loading[8].components["parameters"]
     assert saved == pytest.approx(routed * 7 / 8)
 
 
 def test_the_file_says_what_the_trainer_will_do():
     recipe = pages.find("llama3-8b", "full_offload")
-    config = json.loads((pages.ROOT / "configs" / recipe.deepspeed).read_text())
-    setup = setup_of(recipe, config, 8)
-    assert (setup.stage, setup.offload_optimizer, setup.accumulation) == (3, "cpu", 8)
+    file = deepspeed_file.read(ROOT / "configs" / recipe.deepspeed)
+    setup = training_setup(recipe, file, 8)
+    assert (setup.zero_stage, setup.offload_optimizer, setup.gradient_accumulation_steps) == (3, "cpu", 8)
     assert setup.reduce_bucket_size == 5 * 10**7 and setup.prefetch_bucket_size is None and setup.overlap_comm
-    bare = setup_of(recipe, {"zero_optimization": {"stage": 2}}, 8)
+    bare = training_setup(recipe, deepspeed_file.parse({"zero_optimization": {"stage": 2}}), 8)
     assert (bare.reduce_bucket_size, bare.overlap_comm, bare.offload_optimizer) == (5 * 10**8, False, "none")
-    assert setup_of(pages.find("llama3-8b", "dpo_lora"), config, 8).forward_rows == 2
+    assert training_setup(pages.find("llama3-8b", "dpo_lora"), file, 8).sequences_per_pass == 2
 
 
 def test_memory_is_computed_without_torch():
     code = (
         "import sys, time; start = time.perf_counter()\n"
-        "from recipes.planning import memory, trace\nfrom recipes.spec import pages\n"
-        "trace.anatomy(pages.page('llama3').SIZES['8b'].config)\n"
+        "from recipes.planning.cost import memory\nfrom recipes.planning.model_profile import lookup\n"
+        "from recipes.spec import pages\n"
+        "lookup.profile_of(pages.page('llama3').SIZES['8b'].config)\n"
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)\n"
         "print(time.perf_counter() - start)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=pages.ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 2

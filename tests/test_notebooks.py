@@ -12,7 +12,7 @@ from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXTRACT = ROOT / "recipes" / "samples" / "extract"
@@ -145,4 +145,4 @@ def test_every_switch_of_the_memory_shows_in_the_bar(execute):
     assert with_checkpointing < without and offload[1] < offload[0] and offload[4] < offload[3] < offload[2]
     full, lora, qlora = needs("methods")
     assert qlora < lora < full
-    assert needs("rows")[0] < needs("rows")[1] < needs("rows")[2] > needs("rows")[3]
+    assert needs("lengths")[0] < needs("lengths")[1] < needs("lengths")[2] > needs("lengths")[3]

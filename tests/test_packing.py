@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoTokenizer
 from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Model
-from recipes.training import draft, packing
+from recipes.training.model import draft, packing_check
 from tests.small import small
 
 SIZES = [(family, size) for family in pages.families() for size in pages.page(family).SIZES]
@@ -30,8 +30,8 @@ def test_families_are_found():
 def test_packed_documents_have_the_logits_of_each_alone_or_the_page_does_not_pack(tokenizer, family, size):
     recipe = pages.page(family).full(size)
     config = AutoConfig.for_model(**recipe.model.config)
-    model = packing.draft_of(config, tokenizer, recipe.model.attention, torch.float32)
-    crossing = packing.leak(model)
+    model = packing_check.draft_of(config, tokenizer, recipe.model.attention, torch.float32)
+    crossing = packing_check.leak(model)
     assert crossing < 1e-5 or crossing > 0.1, "no doubt is left either way"
     assert (crossing > 0.1) == (family in CROSSING)
     for variant in pages.variants(pages.page(family)):
@@ -41,9 +41,9 @@ def test_packed_documents_have_the_logits_of_each_alone_or_the_page_does_not_pac
 
 def test_a_cache_makes_documents_see_each_other_and_the_probe_says_so(tokenizer):
     config = AutoConfig.for_model(**pages.page("llama3").SIZES["1b"].config)
-    model = packing.draft_of(config, tokenizer, "sdpa", torch.float32)
+    model = packing_check.draft_of(config, tokenizer, "sdpa", torch.float32)
     model.config.use_cache = True
-    assert packing.leak(model) > 0.1
+    assert packing_check.leak(model) > 0.1
 
 
 def test_a_run_that_would_pack_what_leaks_is_refused(tmp_path, tokenizer, conversations):
@@ -51,13 +51,13 @@ def test_a_run_that_would_pack_what_leaks_is_refused(tmp_path, tokenizer, conver
     draft.write(recipe, tmp_path, torch.float32)
     asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="eager"))
     with pytest.raises(UserError, match=r"packing=true: bloom.*see each other; add packing=false"):
-        packing.check(asked, tokenizer)
-    packing.check(replace(asked, packing=False), tokenizer)
-    packing.check(replace(asked, method="dpo"), tokenizer)
+        packing_check.check(asked, tokenizer)
+    packing_check.check(replace(asked, packing=False), tokenizer)
+    packing_check.check(replace(asked, method="dpo"), tokenizer)
 
 
 def test_a_class_that_cannot_be_tried_out_is_refused_too(tmp_path, tokenizer, conversations):
     draft.write(pages.page("llama3").full("1b"), tmp_path, torch.float32)
     asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="nonsense"))
     with pytest.raises(UserError, match=r"cannot try it out on a draft of llama.*\nAdd packing=false"):
-        packing.check(asked, tokenizer)
+        packing_check.check(asked, tokenizer)

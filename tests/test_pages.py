@@ -2,21 +2,27 @@
 
 import copy
 import json
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.planning import index
-from recipes.planning.hardware import Cluster, find
-from recipes.planning.plans import TIERS
-from recipes.planning.strategies import cost, job, search
-from recipes.spec import overrides, pages
+from recipes.commands import launch, plan
+from recipes.commands.main import run as run_command
+from recipes.docs import index
+from recipes.launching import paths, preflight
+from recipes.page_checks import docstring
+from recipes.planning.search.strategies import evaluate, plan_request
+from recipes.spec import overrides, pages, run_folder
 from recipes.spec.errors import UserError
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import read_json
-from recipes.training import preflight
+from recipes.training import run as training_run
+from tests.conftest import conversation
 
 FAMILIES = [*pages.families(), pages.TEMPLATE]
 ALL = [(family, size) for family in FAMILIES for size in pages.page(family).SIZES]
@@ -28,42 +34,34 @@ def test_pages_are_found():
     assert not {"plain_loop", pages.TEMPLATE} & set(pages.families())
 
 
-def test_the_index_is_what_the_pages_give():
-    assert index.PATH.read_text(encoding="utf-8") == index.render(), "python -m recipes.planning.index"
-
-
-@pytest.mark.parametrize("family", pages.families())
-def test_pages_carry_what_is_predicted_and_measured(family):
-    text = (pages.ROOT / "recipes" / f"{family}.py").read_text(encoding="utf-8")
-    assert index.with_tables(text, family) == text, "python -m recipes.planning.index"
-
-
-def test_a_prediction_is_that_of_the_variant_on_the_fewest_gpus():
+def test_a_prediction_is_that_of_the_recipe_as_it_is_written_on_the_smallest_hardware():
     recipe = pages.find("llama3-70b", "lora")
     plan = index.smallest(recipe)
-    assert plan.fits and plan.recipe == recipe and plan.setup.world_size == 4
-    half = replace(plan.cluster, gpus_per_node=2)
-    assert not cost(job(recipe, half), recipe).fits
-    row = next(line for line in index.predicted("llama3") if line.split()[0] == "lora")
-    assert row.endswith(f"4 x {plan.gpu_gib:.0f}")
+    assert plan.fits and plan.recipe == recipe and (plan.setup.world_size, plan.cluster.gpu.name) == (4, "H100")
+    smaller = [*index._ladder(1)]
+    for cluster in smaller[: smaller.index(plan.cluster)]:
+        assert not evaluate(plan_request(recipe, cluster), recipe).fits
+    row = next(line for line in index.hardware().splitlines() if line.startswith("| llama3-70b |"))
+    assert row.split(" | ")[index.VARIANTS.index("lora") + 1] == f"4 x H100 ({plan.gpu_gib:.0f})"
     layout = index.smallest(pages.find("bloom-176b", "pipeline"))
     assert layout.setup.world_size % 36 == 0, "GPUs come in multiples of what the layout takes"
 
 
-def test_the_smallest_hardware_has_nothing_offloaded_and_the_next_smaller_does_not_do():
-    plan = index.least(pages.find("granite-8b", "full"))
-    assert (plan.setup.world_size, plan.cluster.gpu.name) == (2, "H100")
-    assert plan.setup.offload_optimizer == "none" and not plan.setup.bf16_states
-    alone = search(job(pages.find("granite-8b", "full"), Cluster(find("H200"))))
-    assert alone.best is None or alone.best.recipe.deepspeed not in TIERS[0]
+def test_offloading_is_shown_with_what_it_takes_of_the_host():
+    plan = index.smallest(pages.find("llama3-8b", "full_offload"))
+    row = next(line for line in index.hardware().splitlines() if line.startswith("| llama3-8b |"))
+    shown = f"1 x {plan.cluster.gpu.name} ({plan.gpu_gib:.0f}, host {plan.host_gib:,.0f})"
+    assert row.split(" | ")[index.VARIANTS.index("full_offload") + 1] == shown and plan.host_gib > 8 * 16
+    without = index.smallest(pages.find("llama3-8b", "full"))
+    assert without.setup.offload_optimizer == "none" and without.gpu_gib > plan.gpu_gib
 
 
-def test_another_prediction_would_be_noticed():
-    text = (pages.ROOT / "recipes" / "llama3.py").read_text(encoding="utf-8")
-    row = next(line for line in text.splitlines() if line.startswith("    qlora") and " x " in line)
-    assert index.with_tables(text.replace(row, row.replace("1 x", "2 x")), "llama3") == text
-    without = text.replace("\n".join(index.predicted("llama3")) + "\n\n", "")
-    assert without != text and index.with_tables(without, "llama3") == text
+def test_memory_is_predicted_in_one_place_and_measured_peaks_are_where_something_was_measured():
+    measured = index.benchmark_results.measured_recipes()
+    for family in pages.families():
+        text = pages.page(family).__doc__
+        assert "predicted" not in text and " x H100" not in text
+        assert (index.COLUMN in text) == any(name.startswith(f"{family}-") for name in measured)
 
 
 def test_a_size_that_does_not_exist_is_answered_with_the_nearest():
@@ -89,7 +87,7 @@ def test_every_variant_is_a_recipe_with_a_first_line(family, size, variant):
     assert recipe.name == f"{family}-{size}-{variant}"
     about = getattr(pages.page(family), variant).__doc__.splitlines()[0]
     assert about.endswith(".") and len(about) > 20
-    preflight.check_data(preflight.locate(recipe))
+    preflight.check_data(paths.locate(recipe))
 
 
 @pytest.mark.parametrize(("family", "size"), ALL)
@@ -110,15 +108,15 @@ def test_the_page_states_the_dimensions_and_the_published_size(family, size):
     assert int(stated["heads"]) == config.num_attention_heads
     assert stated["parameters"] == pages.human(model.parameters)
     assert stated["context"] == (f"{context:,}" if context else "-")
-    assert model.path in row
+    assert model.path.removeprefix(f"{ROOT}/") in row
 
 
 @pytest.mark.parametrize(("family", "size"), ALL)
 def test_the_docstring_lists_the_variants_with_their_configs(family, size):
     module = pages.page(family)
     for name in pages.variants(module):
-        recipe = getattr(module, name)(size)
-        stage = json.loads((pages.ROOT / "configs" / recipe.deepspeed).read_text())["zero_optimization"]["stage"]
+        recipe = pages.build(module, size, name)
+        stage = json.loads((ROOT / "configs" / recipe.deepspeed).read_text())["zero_optimization"]["stage"]
         row = next(line for line in module.__doc__.splitlines() if line.split()[:1] == [name])
         assert f"ZeRO-{stage}" in row and ("adapters" in row) == (recipe.lora is not None)
 
@@ -135,5 +133,186 @@ def test_the_run_and_change_lines_of_the_docstring_are_right(family):
 
 def test_the_shipped_model_has_the_dimensions_of_the_page():
     stated = pages.page("tiny").SIZES["3m"].config
-    shipped = read_json(pages.ROOT / "recipes" / "samples" / "tiny_model" / "config.json")
+    shipped = read_json(ROOT / "recipes" / "samples" / "tiny_model" / "config.json")
     assert stated.items() <= shipped.items()
+
+
+# What a page says of itself
+
+
+@pytest.mark.parametrize("family", pages.families())
+def test_a_page_says_of_itself_what_is_so(family):
+    assert docstring.problems(pages.page(family)) == []
+
+
+def test_the_template_is_short_and_has_nothing_wrong_but_what_is_to_be_replaced():
+    source = ROOT / "recipes" / "_template.py"
+    assert len(source.read_text(encoding="utf-8").splitlines()) < 90
+    assert pages.variants(pages.page(pages.TEMPLATE)) == ["full", "lora", "pretrain"]
+    found = docstring.problems(pages.page(pages.TEMPLATE))
+    assert len(found) >= 4 and all("replace the TODO" in problem for problem in found)
+
+
+def written(folder, **changes):
+    """Return the path of a page that somebody has made of the template, with some of its text changed."""
+    text = (ROOT / "recipes" / "_template.py").read_text(encoding="utf-8")
+    index_line = text.partition("\n")[0]
+    text = text.replace(index_line, '"""mine: a model of our own, made of the template.')
+    text = text.replace("_template-1b", "mine-1b").replace("TODO when to choose it", "for plenty of data")
+    text = text.replace("TODO/Model", "us/Model").replace("TODO     us", "MIT      us").replace("TODO", "Rates: said")
+    for before, after in changes.values():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    path = folder / "mine.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_page_made_of_the_template_is_right_once_everything_is_replaced(tmp_path):
+    assert docstring.problems(pages.known_page(str(written(tmp_path)))) == []
+    assert docstring.check_all([str(tmp_path / "mine.py")]) is False
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        ("    1b    16 ", "    1b    17 ", "layers 17, but it is 16"),
+        ("16      2048 ", "16      2049 ", "hidden 2049, but it is 2048"),
+        ("2048    32     1.24B", "2048    31     1.24B", "heads 31, but it is 32"),
+        ("1.24B       131", "1.64B       131", "parameters 1.64B, but it is 1.24B"),
+        ("131,072  MIT", "65,536   MIT", "context 65,536, but it is 131,072"),
+        ("MIT      us/Model-1B-Instruct", "MIT      us/Model-2B-Instruct", "weights us/Model-2B-Instruct, but it is"),
+        # A docstring and `parameters` that are still the template's.
+        (
+            '"intermediate_size": 8192',
+            '"intermediate_size": 12288',
+            "parameters=1,235,814,400, but its dimensions make",
+        ),
+        ("parameters=1_235_814_400", "parameters=1_640_000_000", "parameters 1.24B, but it is 1.64B"),
+        ("    1b    16      2048", "    2b    16      2048", "has 2b; the page has 1b"),
+        ("    lora      SFT       adapters     ZeRO-2\n", "", "has full, pretrain; the page has full, lora, pretrain"),
+        ("full      SFT       all weights  ZeRO-2", "full      SFT       all weights  ZeRO-3", "1b has ZeRO-2"),
+        ("lora      SFT       adapters   ", "lora      SFT       all weights", "trains 'all weights', but its recipe"),
+        ("lora      SFT ", "lora      DPO ", "'DPO', but its method is sft"),
+        ("a model of our own, made of the template.", "a model.", "--list shows, is no sentence"),
+        ('"""mine: ', '"""_template: ', "has to begin with the page's name"),
+        ("All weights: for plenty of data.", "All weights: TODO when to choose it.", "replace the TODO"),
+        ("python scripts/launch.py mine-1b lora --draft\n", "\n", "needs a command that runs the page"),
+        ("mine-1b lora --draft data.path", "llama3-1b lora --draft data.path", "names another page"),
+        ("--draft data.path=FILE lora.rank=8", "--draft lora.rnk=8", "lora.rank"),
+    ],
+)
+def test_a_page_that_says_what_is_not_so_is_noticed(tmp_path, capsys, before, after, what):
+    path = written(tmp_path, one=(before, after))
+    assert [problem for problem in docstring.problems(pages.known_page(str(path))) if what in problem]
+    assert docstring.check_all([str(path)]) is True and what in capsys.readouterr().out
+
+
+# A page outside the project
+
+
+def test_a_page_outside_the_project_is_launched_listed_and_planned_by_its_path(tmp_path, capsys):
+    path = written(tmp_path, one=('deepspeed="zero2.json"', 'deepspeed="zero3.json"'))
+    assert launch.main([f"{path}-1b", "lora", "--draft", "--dry-run", "max_steps=3"]) == 0
+    shown = json.loads(capsys.readouterr().out.partition("\n}")[0] + "}")
+    assert (shown["family"], shown["size"], shown["variant"]) == ("mine", "1b", "lora")
+    assert shown["page"] == str(path) and shown["max_steps"] == 3 and shown["deepspeed"].endswith("zero3.json")
+    assert launch.main([str(path), "full", "--draft", "--dry-run"]) == 0, "the size may be left out where there is one"
+    capsys.readouterr()
+
+    assert launch.main([str(path), "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.startswith("mine: a model of our own") and "  lora " in listed and "llama3" not in listed
+    assert launch.main([str(path), "--list", "--json"]) == 0
+    assert [one["recipe"] for one in json.loads(capsys.readouterr().out)] == [f"{path}-1b"] * 3
+
+    assert plan.main([str(path), "--gpu", "H100", "--method", "lora", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["model"]["recipe"] == f"{path}-1b" and answer["plans"][0]["fits"]
+    assert f"scripts/launch.py {path}-1b lora" in answer["plans"][0]["command"]
+    assert plan.main([str(path), "--gpu-memory", "9", "--host-memory", "6"]) == 1
+    assert "--method lora; --nodes 4" in capsys.readouterr().err, "what else would fit is looked for on the same page"
+
+
+def test_a_page_outside_may_have_the_name_of_one_inside(tmp_path, monkeypatch):
+    path = tmp_path / "llama3.py"
+    path.write_text((ROOT / "recipes" / "llama3.py").read_text().replace("rank=16, alpha=32", "rank=4, alpha=8"))
+    monkeypatch.chdir(tmp_path)
+    theirs, ours = pages.find("llama3.py-8b", "lora"), pages.find("llama3-8b", "lora")
+    assert theirs.lora.rank == 4 and ours.lora.rank == 16
+    assert replace(theirs, lora=ours.lora, page="") == ours
+    assert pages.find(str(ROOT / "recipes" / "llama3.py") + "-8b", "lora") == ours, (
+        "a path into the project is its page"
+    )
+
+
+def test_a_run_of_a_page_outside_is_found_again_and_its_folder_has_a_sane_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "runs", lambda: tmp_path / "runs")
+    folders = [tmp_path / "a", tmp_path / "b"]
+    made = []
+    for folder in folders:
+        folder.mkdir()
+        written(folder).rename(folder / "Our own-model.py")
+        recipe = pages.find(f"{folder / 'Our own-model.py'}-1b", "full")
+        assert recipe.name == "Our_own_model-1b-full"
+        run = run_folder.RunFolder(tmp_path / "runs" / recipe.name / f"2027010{len(made)}")
+        run_folder.write_recipe(run, recipe)
+        checkpoint = run.checkpoints / "checkpoint-1"
+        checkpoint.mkdir(parents=True)
+        run_folder.write_json(checkpoint / run_folder.COMPLETE, {})
+        made.append((recipe, run))
+    for recipe, run in made:
+        assert run_folder.to_resume(recipe, None) == run, "the newest of this page, not of another of the same name"
+        assert pages.page_of(recipe).__file__ == recipe.page
+
+
+BROKEN = {
+    "import nothing_of_that_name\nSIZES = {}\n": r":1: ModuleNotFoundError: No module named 'nothing_of_that_name'",
+    "from dataclasses import replace\nSIZES = {\n": r":2: SyntaxError: '\{' was never closed",
+    "X = 1\n": r": not a recipe page, since it defines no SIZES",
+    "SIZES = {}\n": r": a page needs at least one size",
+    "SIZES = {'1b': 1}\n\ndef full(size):\n    return {}[size]\n": r":4: KeyError: '1b' \(in full\('1b'\)\)",
+    "SIZES = {'1b': 1}\n\ndef full(size):\n    return 3\n": r": TypeError: a variant returns a Recipe, not int",
+}
+
+
+@pytest.mark.parametrize(("text", "answer"), BROKEN.items())
+def test_a_broken_page_is_answered_with_its_file_and_line(tmp_path, capsys, text, answer):
+    path = tmp_path / "page.py"
+    path.write_text(text)
+    for command, words in (("launch", ["full"]), ("plan", ["--gpu", "H100"])):
+        assert run_command(command, [str(path), *words]) == 2
+        said = capsys.readouterr().err
+        assert re.search(re.escape(str(path)) + answer, said) and said.count("\n") <= 2, said
+    with pytest.raises(UserError, match=r"nowhere\.py: no such file"):
+        pages.find(str(tmp_path / "nowhere.py"), "full")
+
+
+def test_sizes_and_variants_of_a_page_outside_are_answered_with_the_nearest(tmp_path):
+    path = written(tmp_path)
+    with pytest.raises(UserError, match=r"unknown size of .*mine\.py '2b'; did you mean '1b'"):
+        pages.find(f"{path}-2b", "full")
+    with pytest.raises(UserError, match=r"unknown variant of .*mine\.py 'loras'; did you mean 'lora'"):
+        pages.find(str(path), "loras")
+    assert pages.choices(str(path)) == f"{path}: name a variant too: full, lora, pretrain. Sizes: {path}-1b."
+
+
+def test_a_draft_of_a_page_outside_trains_and_resumes(ranks, tmp_path):
+    changes = ["max_steps=2", "save_steps=1", "logging_steps=1", "sequence_length=256", "global_batch_size=2"]
+    page = pages.find(f"{written(tmp_path)}-1b", "lora")
+    data = replace(page.data, path=str(tmp_path / "train.jsonl"), validation=None)
+    (tmp_path / "train.jsonl").write_text(4 * (json.dumps(conversation("1 + 1?", "2")) + "\n"))
+    recipe = overrides.apply(replace(page, data=data), [*changes, "wandb.mode=disabled", "packing=false"])
+    recipe = paths.locate(replace(recipe, draft=replace(recipe.draft, enabled=True)))
+    run = run_folder.RunFolder(tmp_path / "run")
+    run_folder.write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    assert [row["step"] for row in run_folder.read_jsonl(run.metrics)] == [1, 2] and run.export.is_dir()
+
+    for lost in (run.checkpoints / "checkpoint-2", run.export):
+        shutil.rmtree(lost)
+    run.summary.unlink()
+    assert run_folder.to_resume(page, run.path) == run and run_folder.read_recipe(run) == recipe
+    run_folder.forget_after(run, run.checkpoints / "checkpoint-1")
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "again.log")
+    assert [row["step"] for row in run_folder.read_jsonl(run.metrics)] == [1, 2] and run.export.is_dir()

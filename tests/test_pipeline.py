@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoTokenizer
 from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.layout import balanced
-from recipes.training import draft, packing, pipeline
+from recipes.training.model import draft, packing_check
+from recipes.training.parallel import stages
 
 FAMILIES = sorted({recipe.model.config["model_type"]: recipe for recipe in pages.listing() if recipe.model.config})
 NOT_LISTED = ["apertus", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma2", "gpt_bigcode", "mpt", "phi", "qwen2_moe"]
@@ -25,12 +26,12 @@ def tokenizer():
 def whole_model(model_type, tokenizer):
     known = [recipe.model.config for recipe in pages.listing() if recipe.model.config.get("model_type") == model_type]
     config = AutoConfig.for_model(**(known[0] if known else {"model_type": model_type}))
-    return packing.draft_of(config, tokenizer, "eager", torch.float32)
+    return packing_check.draft_of(config, tokenizer, "eager", torch.float32)
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, *NOT_LISTED])
 def test_stages_compute_what_the_whole_model_does(tokenizer, model_type):
-    assert pipeline.staged_difference(whole_model(model_type, tokenizer)) == 0
+    assert stages.staged_difference(whole_model(model_type, tokenizer)) == 0
 
 
 def test_every_family_was_tried():
@@ -39,17 +40,17 @@ def test_every_family_was_tried():
 
 def test_a_stage_that_is_cut_wrongly_is_noticed(tokenizer, monkeypatch):
     whole = whole_model("granite", tokenizer)
-    monkeypatch.setattr(pipeline, "_enter", lambda whole, layer: None)
-    assert pipeline.staged_difference(whole) > 0.1
+    monkeypatch.setattr(stages, "_enter", lambda whole, layer: None)
+    assert stages.staged_difference(whole) > 0.1
 
 
 def test_a_stage_holds_its_own_weights_by_their_own_names(tokenizer):
     whole = whole_model("qwen3", tokenizer)
     names = set(whole.state_dict())
     parts = []
-    for layers in pipeline.stages(whole.config, 3):
+    for layers in stages.stages(whole.config, 3):
         part = copy.deepcopy(whole)
-        pipeline.cut(part, layers)
+        stages.cut(part, layers)
         parts.append(set(part.state_dict()))
     assert set.union(*parts) == names
     tied = {"model.embed_tokens.weight", "lm_head.weight"}
@@ -60,7 +61,7 @@ def test_a_stage_holds_its_own_weights_by_their_own_names(tokenizer):
 def test_what_is_no_decoder_of_the_usual_shape_is_refused(tokenizer):
     config = AutoConfig.for_model("opt", num_hidden_layers=2, hidden_size=32, num_attention_heads=2, ffn_dim=32)
     with pytest.raises(UserError, match="not a decoder of the usual shape"):
-        pipeline.stages(config, 2)
+        stages.stages(config, 2)
 
 
 @pytest.mark.parametrize(
@@ -83,5 +84,5 @@ def test_the_head_counts(tokenizer):
     config = whole_model("llama", tokenizer).config
     config.vocab_size, config.tie_word_embeddings = 40_000, False
     config.num_hidden_layers = 12
-    sizes = [len(part) for part in pipeline.stages(config, 4)]
+    sizes = [len(part) for part in stages.stages(config, 4)]
     assert sizes[0] < sizes[1] and sizes[-1] < sizes[1]

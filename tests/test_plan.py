@@ -5,17 +5,19 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
-from recipes.planning import forecast
-from recipes.planning.hardware import cluster
+from recipes.commands import check, launch, plan
+from recipes.commands.main import run as run_command
+from recipes.planning.hardware.cluster import cluster
+from recipes.planning.search import forecast
 from recipes.spec import pages
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import read_json
-from scripts import check_config, launch, plan
 
 EIGHT = ("--gpu", "H100", "--gpus", "8")
 KEYS = {
@@ -72,22 +74,22 @@ def test_the_json_is_what_the_contract_says(answer):
         assert one["checkpoint_gib"] == pytest.approx(1.1 * (12 + 4) * 8_030_261_248 / 2**30, rel=0.001)
         assert sum(one["gpu_breakdown_gib"].values()) == pytest.approx(one["gpu_peak_gib"])
         assert one["fits"] == (one["gpu_peak_gib"] <= 0.95 * found["hardware"]["gpu_memory_gib"])
-        rows = one["layout"]["data"] * one["micro_batch_size"] * one["gradient_accumulation_steps"]
-        assert rows == found["model"]["global_batch_size"] == 64
-        tokens = rows * found["model"]["sequence_length"] / 8
+        batch = one["layout"]["data"] * one["micro_batch_size"] * one["gradient_accumulation_steps"]
+        assert batch == found["model"]["global_batch_size"] == 64
+        tokens = batch * found["model"]["sequence_length"] / 8
         assert one["tokens_per_second_per_gpu"] * one["step_seconds"] == pytest.approx(tokens)
         assert one["why"].endswith(".") and "\n" not in one["why"]
     fits = [one["fits"] for one in found["plans"]]
-    assert fits == sorted(fits, reverse=True), "what does not fit stands last"
+    assert fits == sorted(fits, reverse=True), "what does not fit comes last"
 
 
 def test_the_table_names_the_best_first_and_its_command(capsys):
     assert plan.main(["llama3-8b", *EIGHT, "--explain"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("llama3-8b (8.03B), full, rows of 4,096 tokens, on 8 x H100")
+    assert shown.startswith("llama3-8b (8.03B), full, sequences of 4,096 tokens, on 8 x H100")
     command = shown.strip().splitlines()[-1]
     assert command.startswith("python scripts/launch.py llama3-8b full --gpus 8")
-    assert "does not fit" in shown and "free" in shown and "a checkpoint takes 132 GiB" in shown
+    assert "does not fit" in shown and "free" in shown and "A checkpoint takes 132 GiB" in shown
     assert launch.main([*command.split()[2:], "--dry-run"]) == 0
 
 
@@ -109,7 +111,7 @@ def test_what_is_written_loads_lints_and_launches(tmp_path, capsys, words, layou
     file = tmp_path / "deepspeed.json"
     ranks = 8 * int(words[words.index("--nodes") + 1]) if "--nodes" in words else 8
     facts = [f"--{name}={size}" for name, size in {"world-size": ranks, **layout}.items()]
-    assert check_config.main([str(file), *facts, "--trainer", "plain"]) == 0, capsys.readouterr().out
+    assert check.main([str(file), *facts, "--trainer", "plain"]) == 0, capsys.readouterr().out
     config = read_json(file)
     assert '"auto"' not in file.read_text()
     command = started(tmp_path)
@@ -190,10 +192,13 @@ def test_a_hub_id_that_has_a_page_needs_no_network(answer):
 
 
 MISTAKES = {
-    ("lama3-8b", *EIGHT): "lama3-8b: no recipe, Hub id (OWNER/NAME) or path to a config.json; did you mean llama3-8b",
+    (
+        "lama3-8b",
+        *EIGHT,
+    ): "lama3-8b: not a recipe, Hub id (OWNER/NAME) or path to a config.json; did you mean llama3-8b",
     ("llama3-9b", *EIGHT): "unknown size of llama3 '9b'; did you mean '8b'",
     ("nobody/nothing", *EIGHT): "Without a network, get that one small file in any way and give its path",
-    ("no body/nothing", *EIGHT): "its config.json cannot be had (Repo id must use alphanumeric chars",
+    ("no body/nothing", *EIGHT): "cannot read its config.json (Repo id must use alphanumeric chars",
     ("no/such/config.json", *EIGHT): "no/such/config.json: no such file",
     ("./nowhere/", *EIGHT): "./nowhere/: no such file or folder; name a config.json",
     ("llama3-8b", "--gpu", "H900"): "--gpu H900: unknown; did you mean",
@@ -211,12 +216,12 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "--sequence-length", "4", "sequence_length=4"): "give one of them",
     ("llama3-8b", *EIGHT, "model.path=x"): "the model is the first word",
     ("llama3-8b", *EIGHT, "layout.tensr=2"): "unknown key 'layout.tensr'. Did you mean 'layout.tensor'",
-    ("llama3-8b", *EIGHT, "layout.tensor=3"): "layout.tensor=3: a copy of the model takes 3 ranks",
-    ("llama3-8b", *EIGHT, "layout.expert=8"): "layout.expert=8: llama has no experts to spread",
-    ("llama3-8b", *EIGHT, "deepspeed=zero3.json", "layout.pipeline=4"): "pipeline goes with ZeRO 0 and 1 only",
-    ("llama3-8b", *EIGHT, "lora.rank=8"): "--method full: what you set makes it lora; write --method lora",
+    ("llama3-8b", *EIGHT, "layout.tensor=3"): "layout.tensor=3: 8 ranks are not divisible by 3",
+    ("llama3-8b", *EIGHT, "layout.expert=8"): "layout.expert=8: llama has no experts",
+    ("llama3-8b", *EIGHT, "deepspeed=zero3.json", "layout.pipeline=4"): "pipeline supports ZeRO 0 and 1 only",
+    ("llama3-8b", *EIGHT, "lora.rank=8"): "--method full: your key=value make it lora; write --method lora",
     ("llama3-8b", "lora", *EIGHT): "lora: the method is an option here: --method lora",
-    ("llama3-8b", *EIGHT, "--figure", "plan.pdf"): "--figure plan.pdf: is drawn as PNG; name it plan.png",
+    ("llama3-8b", *EIGHT, "--figure", "plan.pdf"): "--figure plan.pdf: the format is PNG; name it plan.png",
     ("llama3-8b", *EIGHT, "--figure", "/proc/plan.png"): "--figure /proc/plan.png: cannot be written",
     ("llama3-8b", *EIGHT, "--write", "/etc/passwd"): "--write /etc/passwd: cannot be written",
     ("llama3-8b", "--gpu-memory", "nan"): "--gpu-memory nan: must be above 0",
@@ -243,15 +248,15 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "BertForMaskedLM is no decoder"),
-        ({"is_encoder_decoder": True, "model_type": "t5"}, "t5 is an encoder with a decoder"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "BertForMaskedLM is not a decoder"),
+        ({"is_encoder_decoder": True, "model_type": "t5"}, "t5 is an encoder-decoder"),
         ({"model_type": ...}, "has no model_type"),
         ({"model_type": "lllama", "architectures": ...}, "lllama"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be a whole number of at least 1"),
         ({"hidden_size": 4097, "head_dim": ...}, "hidden_size=4097 is not a multiple of num_attention_heads=32"),
         ({"vocab_size": "many"}, "vocab_size=many: must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True: must be a whole number"),
-        ({"num_hidden_layers": 10**5}, "num_hidden_layers=100000: no model has so much; at most 2,000"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers=100000: exceeds the maximum of 2,000"),
         ({"intermediate_size": -5}, "intermediate_size=-5: must be a whole number"),
         ({"max_position_embeddings": -1}, "max_position_embeddings=-1: must be a whole number"),
         ({"num_key_value_heads": 5}, "num_attention_heads=32 is not a multiple of num_key_value_heads=5"),
@@ -264,7 +269,7 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
         ),
         ({"model_type": "bert", "architectures": ...}, "BertLMHeadModel is not a decoder of the usual shape"),
         ({"model_type": "vit", "architectures": ...}, "vit: transformers knows no decoder like this"),
-        ({"model_type": "clip", "architectures": ["CLIPModel"], "text_config": {"a": 1}}, "CLIPModel is no decoder"),
+        ({"model_type": "clip", "architectures": ["CLIPModel"], "text_config": {"a": 1}}, "CLIPModel is not a decoder"),
         ({"text_config": {"hidden_size": 64}}, "its text_config has no model_type"),
         ({"text_config": [1]}, "its text_config has no model_type"),
         (
@@ -283,7 +288,7 @@ def test_a_config_that_is_no_decoders_is_refused(config_json, capsys, changes, s
 def test_what_cannot_go_together_is_said_of_what_was_set(capsys):
     given = ["deepspeed=expert_parallel.json", "layout.tensor=2"]
     assert plan.main(["llama3-8b", *EIGHT, *given]) == 1
-    assert f"plan.py: {' '.join(given)}: no way to train this model on 8 GPUs" in capsys.readouterr().err
+    assert f"plan.py: {' '.join(given)}: this model cannot train like this on 8 GPUs" in capsys.readouterr().err
 
 
 def test_auto_is_what_the_planner_does_anyway(answer):
@@ -297,7 +302,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_without_a_network_nobody_waits_for_six_tries(capsys, monkeypatch):
+def test_without_a_network_there_are_no_six_retries(capsys, monkeypatch):
     def nowhere(*_, **__):
         raise OSError("[Errno -2] Name or service not known")
 
@@ -305,7 +310,8 @@ def test_without_a_network_nobody_waits_for_six_tries(capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("this asks six times"))
     assert plan.main(["nobody/nothing", *EIGHT]) == 2
     said = capsys.readouterr().err
-    assert "cannot be had ([Errno -2] Name or service not known)" in said and len(said.strip().splitlines()) == 2
+    assert "cannot read its config.json ([Errno -2] Name or service not known)" in said
+    assert len(said.strip().splitlines()) == 2
 
 
 def test_a_machine_without_gpus_is_told_what_to_give(capsys):
@@ -322,11 +328,59 @@ def test_where_nothing_fits_the_answer_is_what_would(capsys):
 
 
 def test_a_recipe_costs_no_import_of_torch():
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom scripts import plan\n"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom recipes.commands import plan\n"
     code += f"assert plan.main(['llama3-8b', *{EIGHT!r}, '--json']) == 0\n"
     code += "assert not {'torch', 'transformers', 'deepspeed', 'matplotlib'} & set(sys.modules), 'heavy imports'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def without_the_stack(tmp_path):
+    """Return a function that runs plan.py with the standard library and rich alone: nothing else can be imported."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for name in ("rich", "pygments", "markdown_it", "mdurl"):
+        (site / name).symlink_to(Path(find_spec(name).origin).parent)
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(site)!r}]\nfrom recipes.commands import plan\n"
+    code += "sys.exit(plan.main(sys.argv[1:]))"
+
+    def run(*words):
+        environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+        command = [sys.executable, "-I", "-S", "-c", code, *words]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+
+    return run
+
+
+def test_the_planner_works_without_the_training_stack(without_the_stack, answer):
+    done = without_the_stack("llama3-8b", *EIGHT, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == answer("llama3-8b", *EIGHT)
+    for name in ("gpt2-124m", "deepseek-v2-lite", "gpt_oss-20b", "bloom-7b1"):
+        assert without_the_stack(name, *EIGHT, "--method", "lora").returncode == 0
+
+
+def test_what_needs_the_training_stack_is_answered_with_how_to_install_it(without_the_stack, config_json):
+    for words in (
+        [config_json(num_hidden_layers=5), *EIGHT],
+        ["llama3-8b", *EIGHT, "--method", "lora", "lora.target_modules=q_proj"],
+        ["nobody/nothing", *EIGHT],
+        ["llama3-8b", *EIGHT, "--figure", "plan.png"],
+    ):
+        done = without_the_stack(*words)
+        assert done.returncode == 2 and "pip install 'deepspeed-recipes[train]'" in done.stderr, done.stderr
+        assert len(done.stderr.strip().splitlines()) <= 2
+    assert "give --gpu NAME" in without_the_stack("llama3-8b").stderr, "without torch no GPU is seen"
+
+
+def test_selective_checkpointing_counts_as_none(answer):
+    selective, none = (answer("llama3-8b", *EIGHT, f"gradient_checkpointing={how}") for how in ("selective", "false"))
+    keep = ("config", "gpu_peak_gib", "micro_batch_size", "gradient_checkpointing")
+    assert [[plan[key] for key in keep] for plan in selective["plans"]] == [
+        [plan[key] for key in keep] for plan in none["plans"]
+    ]
+    assert "gradient_checkpointing=selective" in selective["plans"][0]["command"]
 
 
 @pytest.fixture
@@ -346,15 +400,15 @@ def test_the_forecast_of_several_hosts_is_that_of_all_their_gpus(one_a100, capsy
     assert launch.main(["llama3-8b", "full", "--hostfile", str(tmp_path / "hosts"), "--dry-run"]) == 0
     assert "forecast: " in capsys.readouterr().out
     alone = ["llama3-8b", "full", "--hostfile", str(tmp_path / "hosts"), "--nodes", "1", "--dry-run"]
-    assert launch.main(alone) == 2
+    assert run_command("launch", alone) == 2
     assert "this run needs" in capsys.readouterr().err
 
 
 def test_the_launcher_stops_what_cannot_fit(one_a100, capsys):
     too_much = ["llama3-8b", "lora", "micro_batch_size=64", "--dry-run"]
-    assert launch.main(too_much) == 2
+    assert run_command("launch", too_much) == 2
     said = capsys.readouterr().err
-    assert re.match(r"launch.py: this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+", said)
+    assert re.match(r"launch: this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+", said)
     fitting = re.search(r"What fits: (.*?);", said)[1].split()
     assert launch.main([*too_much[:3], *fitting, "--dry-run"]) == 0
     assert launch.main([*too_much, "--no-plan"]) == 0
@@ -365,7 +419,7 @@ def test_auto_lets_the_planner_choose(one_a100, capsys):
     assert launch.main(["llama3-8b", "lora", "deepspeed=auto", "lora.rank=8", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("deepspeed=auto: ") and '"rank": 8' in shown and "configs/zero" in shown
-    assert launch.main(["llama3-70b", "full", "deepspeed=auto", "--dry-run"]) == 2
+    assert run_command("launch", ["llama3-70b", "full", "deepspeed=auto", "--dry-run"]) == 2
     assert "deepspeed=auto: nothing fits" in capsys.readouterr().err
 
 
@@ -374,4 +428,4 @@ def test_on_cpu_ranks_the_planner_says_nothing(capsys):
     assert "forecast" not in capsys.readouterr().out
     assert launch.main(["tiny", "full", "deepspeed=auto", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("deepspeed=auto: the planner knows GPUs only; taking the recipe's own zero3.json\n")
+    assert shown.startswith("deepspeed=auto: the planner needs GPUs; using the recipe's own zero3.json\n")

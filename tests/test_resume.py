@@ -22,7 +22,7 @@ from recipes.spec.run_folder import (
     write_recipe,
 )
 from recipes.training import run as training_run
-from recipes.training.checkpoints import StopOnSignal
+from recipes.training.callbacks.stop_signal import StopOnSignal
 from tests.launching import BIN
 from tests.ranks import read_logs
 from tests.small import small

@@ -1,4 +1,4 @@
-"""A disk that is too small: noticed before training and before each save, and never at the cost of a checkpoint."""
+"""A disk that is too small: it is noticed before training and before each save, and costs no checkpoint."""
 
 import os
 import subprocess
@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from recipes.machine.room import GIB, check_disk
 from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_jsonl, step_of, write_recipe
 from recipes.training import run as training_run
-from recipes.training.preflight import GIB, check_disk
 from tests.ranks import read_logs
 from tests.small import small
 
@@ -66,5 +66,5 @@ def test_a_disk_that_fills_up_costs_no_checkpoint(ranks, small_disk, tmp_path, m
 
 def test_the_message_names_what_is_free_and_what_is_needed(tmp_path):
     check_disk(tmp_path / "not" / "there" / "yet", 1, "a checkpoint")
-    with pytest.raises(Exception, match=r"needs about 1048576\.00 GiB, and .* GiB is free"):
+    with pytest.raises(Exception, match=r"needs about 1048576\.00 GiB, but only .* GiB is free"):
         check_disk(tmp_path, 2**20 * GIB, "a checkpoint")

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from recipes.launching import paths, preflight
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Data
-from recipes.training import files, preflight, rows
+from recipes.training.data import formats, text_files
 from tests.small import small
 
 
@@ -91,7 +92,7 @@ CHATS = {
 @pytest.mark.parametrize("form", CHATS)
 def test_every_chat_becomes_messages(form):
     row, expected = CHATS[form]
-    assert list(rows.converted([("here", row)], "sft")) == [expected]
+    assert list(formats.converted([("here", row)], "sft")) == [expected]
 
 
 PAIR = {"prompt": [user("Hi?")], "chosen": [assistant("Yes.")], "rejected": [assistant("No.")], "tools": None}
@@ -109,14 +110,14 @@ PAIRS = {
 
 @pytest.mark.parametrize("form", PAIRS)
 def test_every_pair_becomes_prompt_chosen_rejected(form):
-    assert list(rows.converted([("here", PAIRS[form])], "dpo")) == [PAIR]
+    assert list(formats.converted([("here", PAIRS[form])], "dpo")) == [PAIR]
 
 
 def test_the_method_decides_between_fields_that_fit_several_forms():
     row = {"text": "Hi? Yes.", "prompt": "Hi?", "completion": "Yes.", "messages": SHORT}
-    assert rows.form_of("here", row, "sft") == "messages"
-    assert rows.form_of("here", row, "pretrain") == "text"
-    assert rows.form_of("here", row, "sft", "prompt_completion") == "prompt_completion"
+    assert formats.form_of("here", row, "sft") == "messages"
+    assert formats.form_of("here", row, "pretrain") == "text"
+    assert formats.form_of("here", row, "sft", "prompt_completion") == "prompt_completion"
 
 
 def line(**row):
@@ -145,7 +146,7 @@ MISTAKES = {
     "second row": (line(instruction="a", output="b") + "\n" + line(prompt="a"), "sft", ":2: the field 'instruction'"),
     "equal": (line(prompt="a", chosen="b", rejected="b"), "dpo", "'chosen' and 'rejected' are equal"),
     "no prompt": (line(chosen="a", rejected="b"), "dpo", "the field 'prompt' must be"),
-    "nothing shared": (line(chosen=SHORT, rejected=[user("c"), assistant("d")]), "dpo", "must go on from the prompt"),
+    "nothing shared": (line(chosen=SHORT, rejected=[user("c"), assistant("d")]), "dpo", "must continue the prompt"),
     "unknown fields": (line(question="a", answer="b"), "sft", "('question', 'answer') belong to no known form"),
     "other method": (line(text="a"), "sft", "form text, for the method pretrain; the method sft reads messages"),
     "chat for pretraining": (line(messages=SHORT), "pretrain", "the method pretrain reads text (text)"),
@@ -195,11 +196,11 @@ def test_text_files_keep_what_tables_and_loaders_change(tmp_path):
     path = tmp_path / "table.csv"
     with path.open("w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file).writerows([["prompt", "completion"], ["a\nb", "042"], ["c", "2024-01-01"], ["d", "NA"]])
-    assert [row["completion"] for _, row in files.read(path)] == ["042", "2024-01-01", "NA"]
-    assert [where for where, _ in files.read(path)] == [f"{path}:3", f"{path}:4", f"{path}:5"]
+    assert [row["completion"] for _, row in text_files.read(path)] == ["042", "2024-01-01", "NA"]
+    assert [where for where, _ in text_files.read(path)] == [f"{path}:3", f"{path}:4", f"{path}:5"]
     path = tmp_path / "array.json"
     path.write_text('\ufeff [{"text": "2024-01-01"}]', encoding="utf-8")
-    assert list(files.read(path)) == [(f"{path}: row 1", {"text": "2024-01-01"})]
+    assert list(text_files.read(path)) == [(f"{path}: row 1", {"text": "2024-01-01"})]
 
 
 OPTIONS = {
@@ -209,7 +210,7 @@ OPTIONS = {
     "share": (Data("a.jsonl", validation_share=1.0), {}, "must be below 1"),
     "stream without an end": (Data("a.jsonl", streaming=True), {"max_steps": None}, "add max_steps=1000"),
     "stream split": (Data("a.jsonl", streaming=True, validation_share=0.1), {}, "a stream cannot be split"),
-    "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "the method dpo reads its pairs"),
+    "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "DPO reads all pairs"),
     "form": (Data("a.jsonl", form="text"), {}, "data.form=text: serves the method pretrain"),
 }
 
@@ -232,8 +233,8 @@ def test_several_paths_are_located_one_by_one(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     recipe = small(tmp_path, "a.jsonl, someone/data")
     recipe = replace(recipe, model=replace(recipe.model, chat_template="template.jinja"))
-    found = preflight.locate(recipe)
+    found = paths.locate(recipe)
     assert found.data.path == f"{tmp_path / 'a.jsonl'},someone/data"
     assert found.model.chat_template == str(tmp_path / "template.jinja")
     with pytest.raises(UserError, match=r"data.path=b.jsonl: no such file"):
-        preflight.locate(small(tmp_path, "a.jsonl,b.jsonl"))
+        paths.locate(small(tmp_path, "a.jsonl,b.jsonl"))

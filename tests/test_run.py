@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes.commands import export as export_script
+from recipes.commands import generate as generate_script
+from recipes.launching.paths import locate
 from recipes.spec import pages
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Draft, Lora, Wandb, from_dict, to_dict
 from recipes.spec.run_folder import COMPLETE, RunFolder, checkpoint_bytes, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
-from recipes.training.preflight import locate
-from scripts import export as export_script
-from scripts import generate as generate_script
 from tests.ranks import read_logs
 
 LINES = 60
@@ -29,7 +30,7 @@ def samples(tmp_path_factory):
     folder = tmp_path_factory.mktemp("samples")
 
     def cut(path):
-        lines = (pages.ROOT / path).read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = (ROOT / path).read_text(encoding="utf-8").splitlines(keepends=True)
         short = folder / path.replace("/", "_")
         short.write_text("".join(lines[:LINES]), encoding="utf-8")
         return str(short)
@@ -109,7 +110,7 @@ def test_the_export_scores_the_same_in_plain_transformers(ranks, tmp_path, sampl
     write_recipe(run, locate(replace(recipe, micro_batch_size=1, global_batch_size=2, wandb=Wandb(mode="disabled"))))
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     ours = read_json(run.summary)["after"]
-    command = [sys.executable, str(pages.ROOT / "tests" / "workers" / "plain_score.py"), str(run.export), str(asked)]
+    command = [sys.executable, str(ROOT / "tests" / "workers" / "plain_score.py"), str(run.export), str(asked)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert 0 < ours < 1 and float(done.stdout) == ours
@@ -117,7 +118,7 @@ def test_the_export_scores_the_same_in_plain_transformers(ranks, tmp_path, sampl
 
 @pytest.mark.parametrize("config", ["zero2.json", "zero3.json"])
 def test_lora_gives_an_adapter_and_on_request_the_merged_model(ranks, tmp_path, samples, config, capsys):
-    config = str(pages.ROOT / "configs" / config)
+    config = str(ROOT / "configs" / config)
     run, screen = train(
         ranks, tmp_path, samples, "lora", deepspeed=config, learning_rate=1e-1, lora=Lora(rank=4, alpha=8)
     )
@@ -179,7 +180,7 @@ def test_a_draft_trains_a_shrunken_model_of_the_same_class(ranks, tmp_path, samp
     run, _ = train(ranks, tmp_path, samples, "lora", draft=draft)
     config = read_json(run.draft_model / "config.json")
     assert (config["num_hidden_layers"], config["hidden_size"]) == (3, 32)
-    assert config["architectures"] == read_json(pages.ROOT / "recipes/samples/tiny_model/config.json")["architectures"]
+    assert config["architectures"] == read_json(ROOT / "recipes/samples/tiny_model/config.json")["architectures"]
     assert read_json(run.export / "adapter_config.json")["base_model_name_or_path"] == str(run.draft_model)
 
 
@@ -187,7 +188,7 @@ def test_the_room_for_a_checkpoint_is_estimated_from_above_but_not_wildly(ranks,
     for variant, config in (("full", "zero3.json"), ("full", "zero1.json"), ("lora", "zero2.json")):
         folder = tmp_path / f"{variant}-{config}"
         folder.mkdir()
-        path = str(pages.ROOT / "configs" / config)
+        path = str(ROOT / "configs" / config)
         run, screen = train(ranks, folder, samples, variant, deepspeed=path, max_steps=2)
         total, trained = parameters(screen)
         written = sum(file.stat().st_size for file in (run.checkpoints / "checkpoint-2").rglob("*") if file.is_file())

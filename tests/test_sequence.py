@@ -9,12 +9,13 @@ from transformers import AutoTokenizer
 
 from recipes.spec import limits, pages
 from recipes.spec.errors import UserError
-from recipes.spec.layout import place
+from recipes.spec.layout import rank_position
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import RunFolder, write_recipe
-from recipes.training import draft, sequence, sequence_check
 from recipes.training import run as training_run
-from recipes.training.data import IGNORED
+from recipes.training.data.collate import IGNORED
+from recipes.training.model import draft
+from recipes.training.parallel import sequence, sequence_check
 from tests.ranks import read_logs
 from tests.small import small
 from tests.workers import sequence_families
@@ -57,7 +58,7 @@ def test_parts_are_the_row_and_no_label_is_lost():
     layout = Layout(tensor=2, sequence=4)
     tokens = torch.arange(2 * 64).view(2, 64)
     batch = {"input_ids": tokens, "labels": tokens, "position_ids": tokens, "tokens": 100}
-    parts = [sequence.cut(batch, place(layout, rank, 16), layout) for rank in range(8)]
+    parts = [sequence.cut(batch, rank_position(layout, rank, 16), layout) for rank in range(8)]
     for rank, part in enumerate(parts):
         assert part["tokens"] == 100
         assert all(part[name].equal(parts[rank - rank % 2][name]) for name in ("input_ids", "shift_labels"))
@@ -78,7 +79,7 @@ def unknown_to_the_list(folder):
 @pytest.mark.parametrize(
     ("main", "why"),
     [
-        (training_run.main, "not for bloom"),
+        (training_run.main, "sequence parallelism does not support bloom"),
         (unknown_to_the_list, "bloom with model.attention=eager computes something else"),
     ],
 )
@@ -95,5 +96,5 @@ def test_a_run_that_would_train_another_model_is_refused(ranks, tmp_path, conver
 
 def test_heads_that_cannot_be_shared_out_are_refused(model_folder, conversations):
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
-    with pytest.raises(UserError, match=r"layout\.sequence=3: attention is shared out by heads, and each rank has 4"):
+    with pytest.raises(UserError, match=r"layout\.sequence=3: each rank's 4 attention heads are not divisible by 3"):
         sequence_check.check(small(model_folder, conversations, layout=Layout(sequence=3)), tokenizer)

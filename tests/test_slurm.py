@@ -1,4 +1,4 @@
-"""SLURM: what a cluster is asked for, and a real one of two nodes on this machine: train, be preempted, go on."""
+"""SLURM: what a run asks for, the batch script, and a real cluster of two nodes that preempts and restarts runs."""
 
 import os
 import re
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.launching import slurm
+from recipes.launching.allocation import Allocation
+from recipes.launching.slurm import batch_job, partitions
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, step_of, write_recipe
 from recipes.training import run as training_run
@@ -43,32 +44,32 @@ HERE = pytest.mark.skipif(bool(without_slurm()), reason=without_slurm() or "a cl
 
 
 def test_a_clusters_partitions_are_read():
-    big, *others = slurm.partitions(SINFO)
+    big, *others = partitions.partitions(SINFO)
     assert (big.name, big.nodes, big.gpus) == ("big", 10, 4)
     assert {(one.name, one.nodes, one.gpus) for one in others} == {("cpu", 4, 0), ("mixed", 2, 0)}
 
 
 @pytest.mark.parametrize("text", ["30", "4:00:00", "1-12", "2-00:30", "90:30"])
-def test_a_time_limit_of_slurms_is_taken(text, monkeypatch):
-    monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
-    assert slurm.job("x", 2, 8, None, text, dry_run=True).time == text
+def test_slurms_forms_of_a_time_limit_are_accepted(text, monkeypatch):
+    monkeypatch.setattr(partitions.shutil, "which", lambda name: None)
+    assert partitions.allocation("x", 2, 8, None, text, dry_run=True).time == text
 
 
 def test_what_the_cluster_does_not_have_is_refused(monkeypatch):
-    monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
-    monkeypatch.setattr(slurm, "ask", lambda *command: SINFO)
+    monkeypatch.setattr(partitions.shutil, "which", lambda name: name)
+    monkeypatch.setattr(partitions, "ask", lambda *command: SINFO)
     for asked, hint in (
-        ({"partition": "gpu"}, "--partition gpu: this cluster has big, cpu, mixed"),
-        ({"nodes": 11}, "--nodes 11: partition big has 10"),
+        ({"partition": "gpu"}, "--partition gpu: no such partition; this cluster has big, cpu, mixed"),
+        ({"nodes": 11}, "--nodes 11: partition big has only 10"),
         ({"nodes": 0}, "at least 1"),
-        ({"ranks": 8}, "--gpus 8: the nodes of partition big have 4"),
-        ({"limit": "soon"}, "--time soon"),
+        ({"ranks": 8}, "--gpus 8: nodes in partition big have only 4"),
+        ({"limit": "soon"}, "--time: invalid time limit soon"),
     ):
         words = {"nodes": None, "ranks": None, "partition": None, "limit": None} | asked
         with pytest.raises(UserError, match=re.escape(hint)):
-            slurm.job("x", **words, dry_run=False)
-    assert slurm.job("x", 2, None, None, None, dry_run=False) == slurm.Job("x", 2, 4, True)
-    assert slurm.job("x", 2, None, "cpu", None, dry_run=False) == slurm.Job("x", 2, 2, False, "cpu")
+            partitions.allocation("x", **words, dry_run=False)
+    assert partitions.allocation("x", 2, None, None, None, dry_run=False) == Allocation("x", 2, 4, True)
+    assert partitions.allocation("x", 2, None, "cpu", None, dry_run=False) == Allocation("x", 2, 2, False, "cpu")
 
 
 def test_the_script_has_what_was_asked_and_no_secrets(tmp_path):
@@ -78,8 +79,8 @@ def test_the_script_has_what_was_asked_and_no_secrets(tmp_path):
         "TORCH_EXTENSIONS_DIR": "/o",
         "PYTHONPATH": "/p",
     }
-    job = slurm.Job("tiny-3m-full", 2, 8, True, "big", "4:00:00")
-    text = slurm.script(job, RunFolder(tmp_path / "a run"), environment)
+    asked = Allocation("tiny-3m-full", 2, 8, True, "big", "4:00:00")
+    text = batch_job.script(asked, RunFolder(tmp_path / "a run"), environment)
     for line in (
         "--nodes=2",
         "--gpus-per-node=8",
@@ -90,8 +91,19 @@ def test_the_script_has_what_was_asked_and_no_secrets(tmp_path):
     ):
         assert f"#SBATCH {line}\n" in text
     assert "hf_a1B2" not in text and "export NCCL_DEBUG='a b'\n" in text
+    assert f"#SBATCH --output='{tmp_path}/a run/slurm.log'\n" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-    assert "gpus-per-node" not in slurm.script(slurm.Job("x", 1, 2, False), RunFolder(tmp_path), environment)
+    assert "gpus-per-node" not in batch_job.script(Allocation("x", 1, 2, False), RunFolder(tmp_path), environment)
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="not installed: shellcheck")
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_shellcheck_has_nothing_to_say_about_the_script(restarts, tmp_path):
+    environment = {"NCCL_DEBUG": "a 'b' $c", "TORCH_EXTENSIONS_DIR": "/o", "PYTHONPATH": "/p q"}
+    asked = Allocation("tiny-3m-full", 2, 8, True, "big", "4:00:00", restarts)
+    text = batch_job.script(asked, RunFolder(tmp_path / "a run"), environment)
+    done = subprocess.run(["shellcheck", "--shell=bash", "-"], input=text, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_without_slurm_the_script_is_shown_and_nothing_submitted(tmp_path):
@@ -100,7 +112,7 @@ def test_without_slurm_the_script_is_shown_and_nothing_submitted(tmp_path):
     shown = subprocess.run([*LAUNCH, *words, "--dry-run"], capture_output=True, text=True, env=environment)
     assert shown.returncode == 0 and "#SBATCH --nodes=1\n" in shown.stdout, shown.stderr
     done = subprocess.run([*LAUNCH, *words], capture_output=True, text=True, env=environment)
-    assert done.returncode == 2 and "no sbatch here" in done.stderr and not (tmp_path / "run").exists()
+    assert done.returncode == 2 and "sbatch is not installed here" in done.stderr and not (tmp_path / "run").exists()
 
 
 class Cluster:
@@ -201,8 +213,8 @@ def cluster(tmp_path_factory):
 @HERE
 def test_a_real_cluster_says_what_it_does_not_have(cluster, tmp_path):
     for words, hint in (
-        (["--partition", "big"], "--partition big: this cluster has small"),
-        (["--nodes", "3"], "--nodes 3: partition small has 2"),
+        (["--partition", "big"], "--partition big: no such partition; this cluster has small"),
+        (["--nodes", "3"], "--nodes 3: partition small has only 2"),
         (["--time", "9-0"], "sbatch: error:"),
     ):
         command = [*LAUNCH, "tiny", "full", "--slurm", "--gpus", "1", "--output-dir", str(tmp_path / "run"), *words]
@@ -214,22 +226,22 @@ def test_a_real_cluster_says_what_it_does_not_have(cluster, tmp_path):
     assert not cluster.ask("squeue", "-h")
 
 
+def submitted(cluster, run, *words):
+    command = [*LAUNCH, "tiny", "full", "--slurm", "--gpus", "1", "--output-dir", str(run.path), *words]
+    return subprocess.Popen(
+        command, env=cluster.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
 @HERE
 @pytest.mark.every
 @pytest.mark.parametrize("ending", ["preemption", "time limit"])
-def test_a_job_that_is_stopped_goes_on_by_itself(ending, cluster, ranks, model_folder, conversations, tmp_path):
+def test_a_stopped_job_resumes_by_itself(ending, cluster, ranks, model_folder, conversations, tmp_path):
     recipe = small(model_folder, conversations, "zero3.json", max_steps=60, save_steps=50, learning_rate=1e-3)
     one, run = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "run")
     write_recipe(one, recipe)
     ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
-    command = [*LAUNCH, "tiny", "full", "--slurm", "--nodes", "2", "--gpus", "1", "--output-dir", str(run.path)]
-    process = subprocess.Popen(
-        [*command, *overrides(recipe)],
-        env=cluster.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = submitted(cluster, run, "--nodes", "2", *overrides(recipe))
     wait_for_step(process, run, 4)
     job = cluster.ask("squeue", "-h", "-o", "%i").strip()
     if ending == "preemption":
@@ -246,11 +258,11 @@ def test_a_job_that_is_stopped_goes_on_by_itself(ending, cluster, ranks, model_f
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert (
-        f"job {job}: pending" in output and f"going on from {run.checkpoints}/checkpoint-{stopped['steps']}" in output
+        f"job {job}: pending" in output and f"resuming from {run.checkpoints}/checkpoint-{stopped['steps']}" in output
     )
     ours, theirs = ([(row["step"], row["loss"]) for row in read_jsonl(each.metrics)] for each in (run, one))
     assert [step for step, _ in ours] == list(range(1, 61)) and ours == theirs
-    assert not read_json(run.summary)["stopped"] and slurm.path(run).exists()
+    assert not read_json(run.summary)["stopped"] and batch_job.path(run).exists()
     assert not cluster.ask("squeue", "-h")
 
 
@@ -259,14 +271,11 @@ def test_a_job_that_is_stopped_goes_on_by_itself(ending, cluster, ranks, model_f
 def test_ctrl_c_leaves_the_job_running_and_a_failed_job_fails(cluster, model_folder, conversations, tmp_path):
     run = RunFolder(tmp_path / "run")
     words = overrides(small(model_folder, conversations, "zero3.json", max_steps=400))
-    command = [*LAUNCH, "tiny", "full", "--slurm", "--gpus", "1", "--output-dir", str(run.path), *words]
-    process = subprocess.Popen(
-        command, env=cluster.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = submitted(cluster, run, *words)
     wait_for_step(process, run, 1)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
-    job = re.search(r"job (\d+);", output)[1]
+    job = re.search(r"job (\d+): log in", output)[1]
     assert process.returncode == 0 and cluster.ask("squeue", "-h", "-o", "%i %t").split() == [job, "R"]
     (rank,) = ranks_of(run)
     rank.kill()
@@ -281,19 +290,12 @@ def test_a_rank_that_dies_starts_the_nodes_again_in_the_same_job(cluster, ranks,
     one, run = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "run")
     write_recipe(one, recipe)
     ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
-    command = [*LAUNCH, "tiny", "full", "--slurm", "--nodes", "2", "--gpus", "1", "--output-dir", str(run.path)]
-    process = subprocess.Popen(
-        [*command, "--max-restarts", "1", *overrides(recipe)],
-        env=cluster.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = submitted(cluster, run, "--nodes", "2", "--max-restarts", "1", *overrides(recipe))
     wait_for_step(process, run, 15)
     next(rank for rank in ranks_of(run) if rank.environ()["RANK"] == "1").kill()
     output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and "was ended by SIGKILL" in output, output
-    assert re.search(r"starting again after exit status \d+; restarts left: 0\n", output)
-    assert f"going on from {run.checkpoints}/checkpoint-" in output
+    assert process.returncode == 0 and "was killed by SIGKILL" in output, output
+    assert re.search(r"restarting after exit status \d+; restarts left: 0\n", output)
+    assert f"resuming from {run.checkpoints}/checkpoint-" in output
     ours, theirs = ([(row["step"], row["loss"]) for row in read_jsonl(each.metrics)] for each in (run, one))
     assert [step for step, _ in ours] == list(range(1, 61)) and ours == theirs

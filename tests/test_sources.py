@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
 from recipes.spec.errors import UserError
-from recipes.training import sources
+from recipes.training.data import sources
 from tests.conftest import conversation
 from tests.small import small
 
@@ -85,7 +85,7 @@ WRITERS = {name.removeprefix("write_"): value for name, value in list(globals().
 def test_every_kind_of_source_gives_the_same_rows(kind, streaming, tmp_path):
     path = WRITERS[kind](tmp_path)
     [source] = sources.read(str(path), small(tmp_path, path), streaming)
-    assert [row["messages"] for row in source.rows] == [row["messages"] for row in CHATS]
+    assert [row["messages"] for row in source.examples] == [row["messages"] for row in CHATS]
     assert source.form == ("prompt_completion" if kind == "csv" else "messages")
     assert ("streamed" if streaming else "5 examples") in source.line() and source.form in source.line()
 
@@ -97,7 +97,7 @@ def test_tool_calls_keep_their_own_arguments(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(lines([{"messages": turns}, *CHATS]))
     [source] = sources.read(str(path), small(tmp_path, path))
-    found = [turn["tool_calls"][0]["function"] for turn in source.rows[0]["messages"][1:]]
+    found = [turn["tool_calls"][0]["function"] for turn in source.examples[0]["messages"][1:]]
     assert found == calls
 
 
@@ -110,9 +110,9 @@ def test_datasets_makes_dates_of_strings(tmp_path):
 
 def test_a_changed_file_is_read_again(tmp_path):
     path = write_jsonl(tmp_path)
-    assert len(sources.read(str(path), small(tmp_path, path))[0].rows) == 5
+    assert len(sources.read(str(path), small(tmp_path, path))[0].examples) == 5
     path.write_text(lines(CHATS[:3]))
-    assert len(sources.read(str(path), small(tmp_path, path))[0].rows) == 3
+    assert len(sources.read(str(path), small(tmp_path, path))[0].examples) == 3
 
 
 def corrupt(folder):
@@ -157,7 +157,7 @@ BAD = {
     corrupt: "a.parquet: cannot be read as parquet",
     wrong_type: "b.parquet: row 1: the field 'completion' must be a string or a list of turns; it is of type int",
     bad_row: "a.parquet: row 6: no assistant turn in 'messages'",
-    no_rows: "a.parquet: empty",
+    no_rows: "a.parquet: it holds no example",
     no_files: "void: no file of the split 'train'",
     no_such_split: "no file of the split 'train' in this folder",
     no_saved_split: "has the splits test",
@@ -173,7 +173,7 @@ def test_what_cannot_be_read_is_named(write, tmp_path):
 
 
 def test_the_hub_without_a_network_says_what_to_do(tmp_path):
-    with pytest.raises(UserError, match="Without a network: copy the data set here"):
+    with pytest.raises(UserError, match="Without a network: copy the dataset here"):
         sources.read("someone/data", small(tmp_path, "someone/data"))
 
 
@@ -240,5 +240,5 @@ def test_the_form_can_be_named(tmp_path):
     path.write_text(lines([{"messages": CHATS[0]["messages"], **TEXTS[1]}]))
     recipe = small(tmp_path, path)
     named = replace(recipe, data=replace(recipe.data, form="prompt_completion"))
-    assert sources.read(str(path), recipe)[0].rows[0]["messages"] == CHATS[0]["messages"]
-    assert sources.read(str(path), named)[0].rows[0]["messages"] == CHATS[1]["messages"]
+    assert sources.read(str(path), recipe)[0].examples[0]["messages"] == CHATS[0]["messages"]
+    assert sources.read(str(path), named)[0].examples[0]["messages"] == CHATS[1]["messages"]

@@ -1,4 +1,4 @@
-"""Recipes, overrides and layouts: what a command line makes of a page."""
+"""Recipes, overrides and layouts: what a command line makes of a recipe page."""
 
 import math
 from dataclasses import replace
@@ -11,6 +11,7 @@ from recipes.spec import overrides, pages
 from recipes.spec.errors import UserError, redact
 from recipes.spec.layout import gradient_accumulation_steps
 from recipes.spec.overrides import FOREIGN_NAMES, override_keys
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import from_dict, to_dict
 
 RELIED_ON = {
@@ -44,7 +45,7 @@ def test_foreign_names_lead_to_keys_that_exist(full):
 
 def test_foreign_names_lead_to_options_that_exist(full):
     for foreign, ours in overrides.FOREIGN_OPTIONS.items():
-        assert f'"{ours}"' in (pages.ROOT / "scripts" / "launch.py").read_text(encoding="utf-8")
+        assert f'"{ours}"' in (ROOT / "recipes" / "commands" / "launch.py").read_text(encoding="utf-8")
         with pytest.raises(UserError, match=f"launch.py's option {ours}"):
             overrides.apply(full, [f"{foreign}=1"])
 
@@ -124,6 +125,6 @@ def test_secrets_are_taken_out_of_texts():
 
 
 def test_every_override_key_is_documented_where_it_is_defined():
-    source = (pages.ROOT / "recipes" / "spec" / "recipe.py").read_text(encoding="utf-8")
+    source = (ROOT / "recipes" / "spec" / "recipe.py").read_text(encoding="utf-8")
     for key in override_keys():
         assert f"    {key.rpartition('.')[2]}: " in source, key

@@ -1,4 +1,4 @@
-"""What planning says of a model's states is what a rank holds, to 1 %: every tensor is weighed, storages once."""
+"""The planner's model states are what a rank holds, to 1 %: all its tensors are measured, each storage once."""
 
 import json
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from recipes.planning.states import WIDTH, held_parameters, mixture_bytes, state_bytes
-from recipes.spec.layout import balanced, place
+from recipes.planning.cost.states import WIDTH, held_parameters, mixture_bytes, state_bytes
+from recipes.spec.layout import balanced, rank_position
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import RunFolder, write_recipe
 from tests.ranks import read_logs
 from tests.small import small
-from tests.workers import weigh_layouts, weigh_states
+from tests.workers import measure_layouts, measure_states
 
-HALF = weigh_states.LAYERS // 2
+HALF = measure_states.LAYERS // 2
 MOMENTS = ("forward", "backward", "step")
 
 
@@ -44,7 +44,7 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
         dense = case["parameters"] - case["routed"]
         routed, spread = case["routed"], case["expert_ranks"]
         return mixture_bytes(dense, routed, case["stage"], case["ranks"], case["precision"], spread).total
-    last = weigh_states.WIDTH**2 * WIDTH[case["precision"]] if case["stage"] == 3 and moment == "forward" else 0
+    last = measure_states.WIDTH**2 * WIDTH[case["precision"]] if case["stage"] == 3 and moment == "forward" else 0
     options = ("offload", "fp32_accumulation", "bf16_states", "sub_group")
     return (
         state_bytes(
@@ -53,7 +53,7 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
             case["stage"],
             case["ranks"],
             case["precision"],
-            accumulation=case["accumulation"],
+            gradient_accumulation_steps=case["accumulation"],
             moment=moment,
             **{name: case[name] for name in options if name in case},
         ).total
@@ -62,20 +62,20 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
 
 
 @pytest.fixture(scope="module")
-def weighed(ranks, tmp_path_factory):
+def measured(ranks, tmp_path_factory):
     """Return every case with what each rank holds."""
     found = []
     for count in (1, 2, 4):
-        log = tmp_path_factory.mktemp("weighed") / "log"
-        ranks.check(weigh_states.main, cases(count), world_size=count, log=log, timeout=500)
+        log = tmp_path_factory.mktemp("measured") / "log"
+        ranks.check(measure_states.main, cases(count), world_size=count, log=log, timeout=500)
         lines = [line for text in read_logs(log) for line in text.splitlines() if line.startswith("{")]
         assert len(lines) == count * len(cases(count))
         found += [{**json.loads(line), "ranks": count} for line in lines]
     return found
 
 
-def test_what_each_rank_holds_is_what_is_predicted_to_one_percent(weighed):
-    for case in weighed:
+def test_what_each_rank_holds_is_what_is_predicted_to_one_percent(measured):
+    for case in measured:
         for moment in MOMENTS if not case.get("expert_ranks") else ("backward",):
             assert case["bytes"][moment] == pytest.approx(predicted(case, moment), rel=0.01), (moment, case)
 
@@ -89,10 +89,10 @@ def test_what_each_rank_holds_is_what_is_predicted_to_one_percent(weighed):
         {"ranks": lambda case: case["ranks"] * 2},
     ],
 )
-def test_another_stage_precision_or_share_is_noticed(weighed, wrong):
+def test_another_stage_precision_or_share_is_noticed(measured, wrong):
     ((key, change),) = wrong.items()
     special = ("offload", "expert_ranks", "rank", "bf16_states", "sub_group", "fp32_accumulation")
-    others = [case for case in weighed if case["ranks"] == 2 and not any(case.get(name) for name in special)]
+    others = [case for case in measured if case["ranks"] == 2 and not any(case.get(name) for name in special)]
     assert len(others) == 2 * 12
     for case in others:
         if key == "precision" and case["stage"] == 0 and case["parameters"] == case["trainable"]:
@@ -102,9 +102,9 @@ def test_another_stage_precision_or_share_is_noticed(weighed, wrong):
         assert case["bytes"]["backward"] != pytest.approx(predicted({**case, key: change(case)}), rel=0.01), case
 
 
-def test_another_moment_is_noticed(weighed):
-    same = ("expert_ranks", "offload", "fp32_accumulation")  # what is the same at each, or is not weighed
-    for case in [case for case in weighed if not any(case.get(name) for name in same)]:
+def test_another_moment_is_noticed(measured):
+    same = ("expert_ranks", "offload", "fp32_accumulation")  # what is the same at each, or is not measured
+    for case in [case for case in measured if not any(case.get(name) for name in same)]:
         if case["precision"] == "bf16" and case["stage"] != 1:
             assert case["bytes"]["step"] != pytest.approx(predicted(case, "forward"), rel=0.01), case
 
@@ -124,13 +124,13 @@ def test_what_a_rank_holds_of_a_spread_model_is_what_is_predicted(ranks, tmp_pat
     run = RunFolder(tmp_path / "run")
     recipe = small(model_folder, conversations, "zero1.json", layout=layout, max_steps=1, micro_batch_size=1)
     write_recipe(run, recipe)
-    ranks.check(weigh_layouts.main, str(run.path), world_size=world_size, log=tmp_path / "log")
+    ranks.check(measure_layouts.main, str(run.path), world_size=world_size, log=tmp_path / "log")
     logs = [text.splitlines() for text in read_logs(tmp_path / "log")]
-    weighed = [json.loads(line) for lines in logs for line in lines if line.startswith("{")]
-    assert len(weighed) == world_size
+    measured = [json.loads(line) for lines in logs for line in lines if line.startswith("{")]
+    assert len(measured) == world_size
     held = stages_of(model_folder, layout)
-    for rank, found in enumerate(weighed):
-        stage = place(layout, rank, world_size).stage
+    for rank, found in enumerate(measured):
+        stage = rank_position(layout, rank, world_size).stage
         states = state_bytes(held[stage], held[stage], 1, 2 * layout.sequence, "fp32")
         assert found["parameters"] == pytest.approx(states.parameters, rel=0.02)
         assert found["all"] == pytest.approx(states.parameters + states.optimizer, rel=0.02)

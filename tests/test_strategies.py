@@ -4,31 +4,30 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning import forecast, models, ways_out
-from recipes.planning.hardware import cluster
-from recipes.planning.memory import Memory, Peak
-from recipes.planning.plans import GIB, SIMPLICITY, TIERS, judge, ranked
-from recipes.planning.reasons import why
-from recipes.planning.report import changes
-from recipes.planning.strategies import cost, job, search
+from recipes.planning.cost.memory import GpuMoment, Memory
+from recipes.planning.hardware.cluster import cluster
+from recipes.planning.search import forecast, model_recipe, suggestions
+from recipes.planning.search.plans import GIB, SIMPLICITY, TIERS, ranked, shortfalls
+from recipes.planning.search.reasons import why
+from recipes.planning.search.strategies import evaluate, plan_request, search
 from recipes.spec import limits, overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.layout import bubble
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import RunFolder, read_json, write_json
 from tests.small import with_zero
 
 
 def asked(name, method="full", gpu="H100", gpus=8, nodes=1, host=1800, nvme=0, fixed=(), **changes):
-    recipe = replace(models.find(name, method), **changes)
-    return job(recipe, cluster(gpu, gpus, nodes, host_memory=host, nvme=nvme), fixed)
+    recipe = replace(model_recipe.find(name, method), **changes)
+    return plan_request(recipe, cluster(gpu, gpus, nodes, host_memory=host, nvme=nvme), fixed)
 
 
 def like_page(family, size, **changes):
     """Return the recipe for a model of other dimensions than a page's, as for a config.json from anywhere."""
     config = dict(pages.page(family).SIZES[size].config) | changes
-    return models.stand_in("a model", config, "full")
+    return model_recipe.borrowed_recipe("a model", config, "full")
 
 
 # What may be chosen.
@@ -53,18 +52,21 @@ def test_every_plan_can_be_launched_and_fits(wanted):
     gpu = question.cluster.gpu.memory_gib
     for plan in found.plans:
         recipe, setup = plan.recipe, plan.setup
-        assert limits.limit(recipe, setup.world_size, limits.Sharding(setup.stage, setup.partition_size)) is None
+        assert limits.limit(recipe, setup.world_size, plan.file) is None
         assert plan.fits and plan.share <= 0.95 and plan.tight == (plan.share > 0.80)
         assert recipe.layout.tensor <= question.cluster.gpus_per_node
-        assert recipe.global_batch_size == setup.rows * setup.micro_batch_size * setup.accumulation
+        assert (
+            recipe.global_batch_size
+            == setup.data_parallel_size * setup.micro_batch_size * setup.gradient_accumulation_steps
+        )
         assert (ROOT / "configs" / recipe.deepspeed).exists()
         # What is typed makes the plan of the page.
         page = pages.find(f"{recipe.family}-{recipe.size}", recipe.variant)
-        assert overrides.apply(page, changes(page, recipe)) == recipe
+        assert overrides.apply(page, overrides.differences(page, recipe)) == recipe
         # The plan's numbers are those of the recipe as it would be launched.
-        again = cost(question, recipe)
+        again = evaluate(question, recipe)
         assert (again.gpu_gib, again.speed) == (pytest.approx(plan.gpu_gib), pytest.approx(plan.speed))
-    assert all(not plan.fits and plan.gpu_gib > 0.95 * gpu for plan in found.misses)
+    assert all(not plan.fits and plan.gpu_gib > 0.95 * gpu for plan in found.rejected)
 
 
 def test_every_file_of_the_search_exists_once():
@@ -75,7 +77,7 @@ def test_every_file_of_the_search_exists_once():
 def test_pages_that_are_pinned_to_a_layout_are_costed_as_they_are():
     for variant in ("tensor", "sequence", "pipeline", "three_d"):
         recipe = pages.find("llama3-70b", variant)
-        plan = cost(job(recipe, cluster("H100", 8, 8)), recipe)
+        plan = evaluate(plan_request(recipe, cluster("H100", 8, 8)), recipe)
         assert plan.recipe == recipe and plan.setup.layout == recipe.layout and plan.gpu_gib > 0
 
 
@@ -103,7 +105,7 @@ def test_a_simpler_plan_is_kept_within_five_percent(plan):
     assert first(fast, like(plan, 0.96, "zero3.json")) == ("zero3.json", Layout())
     assert first(fast, like(plan, 0.94, "zero3.json")) == ("tensor_parallel.json", Layout(tensor=2))
     assert first(like(plan, 1.0, "zero2.json"), like(plan, 0.99, "zero0.json"))[0] == "zero0.json"
-    # One kind of split before two, rows before matrices before layers.
+    # One kind of split before two; sequences before matrices before layers.
     for simpler, other in (
         ({"sequence": 2}, {"tensor": 2}),
         ({"tensor": 2}, {"pipeline": 2}),
@@ -128,18 +130,18 @@ def test_the_limits_are_95_and_80_percent():
     hardware = cluster("H100", 8, 1, host_memory=100)
 
     def with_gpu(share):
-        return judge(memory(gpu=share * hardware.gpu.memory_gib), hardware)
+        return shortfalls(memory(gpu=share * hardware.gpu.memory_gib), hardware)
 
     assert with_gpu(0.79) == ((), False) and with_gpu(0.81) == ((), True)
     assert with_gpu(0.94) == ((), True) and with_gpu(0.96)[0] == ("76 GiB of 79 on a GPU",)
-    assert judge(memory(host=96), hardware)[0]
-    assert not judge(memory(host=96), cluster("H100", 8))[0], "unknown: not judged"
-    assert judge(memory(nvme=1), hardware)[0], "no NVMe is no room"
+    assert shortfalls(memory(host=96), hardware)[0]
+    assert not shortfalls(memory(host=96), cluster("H100", 8))[0], "unknown: not checked"
+    assert shortfalls(memory(nvme=1), hardware)[0], "without NVMe there is no room on it"
 
 
 def memory(gpu=0, host=0, nvme=0):
     """Return a memory of so many GiB."""
-    moments = (Peak("step", {"optimizer": gpu * GIB}), Peak("loss", {"activations": gpu * GIB / 2}))
+    moments = (GpuMoment("step", {"optimizer": gpu * GIB}), GpuMoment("loss", {"activations": gpu * GIB / 2}))
     return Memory(moments, 0, {"loading": host * GIB / 2, "training": host * GIB}, nvme * GIB, 0.0)
 
 
@@ -151,7 +153,7 @@ def test_offload_comes_last():
     assert no_host.best is None or no_host.best.setup.offload_optimizer != "cpu"
 
 
-def test_checkpointing_and_rows_follow_from_the_room():
+def test_checkpointing_and_micro_batch_follow_from_the_room():
     room = search(asked("llama3-1b", gpu="H200", fixed=["deepspeed"], deepspeed="zero2.json")).best
     none = search(asked("llama3-8b", gpu="A100 40GB", fixed=["deepspeed"], deepspeed="zero3.json")).best
     assert not room.recipe.gradient_checkpointing and none.recipe.gradient_checkpointing
@@ -162,7 +164,7 @@ def test_a_global_batch_that_ranks_cannot_share_out_is_raised():
     assert search(asked("llama3-8b", "lora", gpus=6)).best.recipe.global_batch_size == 66
     kept = asked("llama3-8b", "lora", gpus=6, fixed=["global_batch_size"])
     for plan in search(kept).plans:
-        assert plan.recipe.global_batch_size == 64 and 64 % plan.setup.rows == 0
+        assert plan.recipe.global_batch_size == 64 and 64 % plan.setup.data_parallel_size == 0
 
 
 # What the field's guides say (each is asked as a person would ask it).
@@ -173,15 +175,15 @@ def test_thirteen_billion_on_eight_80gb():
     sizes = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "vocab_size": 32000}
     recipe = like_page("llama3", "8b", **sizes, num_attention_heads=40, num_key_value_heads=40)
     assert recipe.model.parameters == 13_015_864_320
-    found = search(job(recipe, cluster("A100 80GB", 8)))
-    assert found.best.setup.stage in (2, 3) and found.best.recipe.layout == Layout()
-    assert "zero0.json" in {plan.recipe.deepspeed for plan in found.misses}
+    found = search(plan_request(recipe, cluster("A100 80GB", 8)))
+    assert found.best.setup.zero_stage in (2, 3) and found.best.recipe.layout == Layout()
+    assert "zero0.json" in {plan.recipe.deepspeed for plan in found.rejected}
 
 
 def test_seventy_billion_with_adapters_on_eight_80gb():
     found = search(asked("llama3-70b", "lora", gpu="A100 80GB"))
     assert found.best.setup.offload_optimizer == "none" and found.best.share < 0.95
-    assert {"zero0.json", "zero1.json", "zero2.json"} & {plan.recipe.deepspeed for plan in found.misses}
+    assert {"zero0.json", "zero1.json", "zero2.json"} & {plan.recipe.deepspeed for plan in found.rejected}
     assert search(asked("llama3-70b", "full", gpu="A100 80GB", host=0)).best.setup.offload_optimizer == "cpu"
 
 
@@ -191,14 +193,14 @@ def test_eight_billion_on_one_24gb_gpu_is_qlora():
         best = search(question).best
         assert bool(best and best.setup.offload_optimizer == "none") == fits, method
     lora = asked("llama3-8b", "full", gpu="RTX 4090", gpus=1, host=32)
-    assert "--method" in ways_out.sentence(lora, search(lora))
+    assert "--method" in suggestions.sentence(lora, search(lora))
 
 
 def test_eight_billion_with_all_states_on_one_h200_take_small_sub_groups(tmp_path):
     one = search(asked("llama3-8b", gpu="H200", gpus=1)).best
     assert one.recipe.deepspeed == "zero3.json" and one.setup.offload_optimizer == "none"
     default = with_zero(tmp_path, "zero3.json", sub_group_size=10**9)
-    large = cost(asked("llama3-8b", gpu="H200", gpus=1), replace(one.recipe, deepspeed=default))
+    large = evaluate(asked("llama3-8b", gpu="H200", gpus=1), replace(one.recipe, deepspeed=default))
     assert not large.fits and large.memory.worst.moment == "step"
 
 
@@ -207,22 +209,22 @@ def test_a_trillion_parameters_need_nvme():
     sizes = {"hidden_size": 25600, "intermediate_size": 102400, "num_hidden_layers": 128, "num_attention_heads": 256}
     recipe = replace(like_page("gpt_neox", "20b", **sizes), sequence_length=1024)
     assert recipe.model.parameters == pytest.approx(12 * 128 * 25600**2, rel=0.01)
-    question = job(recipe, cluster("A100 80GB", 16, host_memory=2100, nvme=28000))
+    question = plan_request(recipe, cluster("A100 80GB", 16, host_memory=2100, nvme=28000))
     best = search(question).best
     assert best.recipe.deepspeed == "zero3_nvme.json" and 12e12 / GIB < best.nvme_gib < 28000
     without = replace(question, cluster=replace(question.cluster, nvme_gib=0))
-    assert search(without).best is None and "--nvme" in ways_out.sentence(without, search(without))
+    assert search(without).best is None and "--nvme" in suggestions.sentence(without, search(without))
 
 
 def test_seventy_billion_at_32k_on_512_gpus():
     """The guides' layout where networks are slow: matrices inside the node, layers and context across.
 
-    With a 400 Gbit/s card per GPU, ZeRO-3 hides its gathers behind rows of that length, and rows over the GPUs of a
-    node are enough.
+    With a 400 Gbit/s card per GPU, ZeRO-3 hides its gathers behind sequences of that length, and it is enough to split
+    them over the GPUs of a node.
     """
     question = asked("llama3-70b", nodes=64, sequence_length=32768)
     fast = search(question).best
-    assert fast.setup.stage == 3 and fast.recipe.layout == Layout(sequence=8)
+    assert fast.setup.zero_stage == 3 and fast.recipe.layout == Layout(sequence=8)
     slow = replace(question, cluster=replace(question.cluster, network_gbs=25))
     best = search(slow).best
     assert 4 <= best.recipe.layout.tensor <= 8 and best.recipe.layout.pipeline > 1 and best.recipe.layout.sequence > 1
@@ -230,17 +232,17 @@ def test_seventy_billion_at_32k_on_512_gpus():
     assert f"tensor {best.recipe.layout.tensor} stays inside the node because its all-reduces run per layer" in reasons
     assert f"pipeline {best.recipe.layout.pipeline} goes across nodes because only activations pass" in reasons
     whole = replace(question.recipe, deepspeed="pipeline.json", layout=Layout(8, 4, 4))
-    assert cost(question, whole).fits and not cost(question, replace(whole, layout=Layout(8, 1, 1))).fits
-    # Rows before the network: what is gained by a split that the network pays for is gone where it is slow.
-    assert cost(slow, whole).speed < 0.6 * cost(question, whole).speed
+    assert evaluate(question, whole).fits and not evaluate(question, replace(whole, layout=Layout(8, 1, 1))).fits
+    # What a split gains is lost on a slow network that it has to cross.
+    assert evaluate(slow, whole).speed < 0.6 * evaluate(question, whole).speed
 
 
 def test_a_pipeline_of_four_with_sixteen_micro_batches_waits_three_nineteenths():
     assert bubble(4, 16) == pytest.approx(3 / 19)
     question = asked("llama3-70b", nodes=8, fixed=["layout.pipeline", "micro_batch_size"], layout=Layout(pipeline=4))
     recipe = replace(question.recipe, deepspeed="pipeline.json", layout=Layout(8, 4), global_batch_size=32)
-    plan = cost(question, recipe)
-    assert plan.setup.accumulation == 16
+    plan = evaluate(question, recipe)
+    assert plan.setup.gradient_accumulation_steps == 16
     assert "wait 16% of the time with 16 micro-batches" in why(question, plan)
     assert plan.time.bubble / (plan.time.seconds - plan.time.optimizer - plan.time.zero) == pytest.approx(
         3 / 19, rel=0.01
@@ -253,14 +255,14 @@ def test_a_pipeline_of_four_with_sixteen_micro_batches_waits_three_nineteenths()
 def test_each_reason_names_the_number_that_decided(plan):
     question = asked("llama3-70b", "lora")
     best = search(question).best
-    assert best.setup.stage != 3 or "unsharded a GPU would need" in why(question, best)
+    assert best.setup.zero_stage != 3 or "unsharded a GPU would need" in why(question, best)
     long = asked("llama3-8b", sequence_length=131072)
     found = search(long).best
     assert (
-        f"sequence {found.recipe.layout.sequence} because a row of 131,072 tokens would need"
+        f"sequence {found.recipe.layout.sequence} because a sequence of 131,072 tokens would need"
         in why(long, found).lower()
     )
-    miss = search(asked("llama3-70b")).misses[0]
+    miss = search(asked("llama3-70b")).rejected[0]
     assert why(question, miss).startswith("Does not fit: ")
 
 
@@ -291,7 +293,7 @@ def test_a_file_of_configs_is_not_named_as_a_change(one_gpu):
     assert str(ROOT) not in str(error.value)
 
 
-def test_what_nobody_can_forecast_is_not_judged(one_gpu):
+def test_what_cannot_be_planned_is_not_refused(one_gpu):
     recipe = pages.find("llama3-70b", "full")
     assert forecast.forecast(replace(recipe, draft=replace(recipe.draft, enabled=True)), one_gpu) is None
     for config in ({}, {"model_type": "of_its_own_code", "hidden_size": 64}):
@@ -316,16 +318,16 @@ def test_the_summary_holds_what_was_predicted_and_what_happened(tmp_path, one_gp
     assert read_json(run.summary) == {"stopped": True, "steps": 3}
     write_json(run.summary, {"stopped": False, "tokens_per_second": 90.0})
     forecast.compare(run, None)
-    nobody = {"gpu_allocated_gib": None, "gpu_reserved_gib": None}
-    assert read_json(run.summary)["predicted"] == {**nobody, "tokens_per_second": None}
-    assert read_json(run.summary)["measured"] == {**nobody, "tokens_per_second": 90.0}
+    unknown = {"gpu_allocated_gib": None, "gpu_reserved_gib": None}
+    assert read_json(run.summary)["predicted"] == {**unknown, "tokens_per_second": None}
+    assert read_json(run.summary)["measured"] == {**unknown, "tokens_per_second": 90.0}
     plan = forecast.forecast(pages.find("llama3-8b", "lora"), one_gpu)
     seen = {"gpu_peak_gib": 30.0, "gpu_reserved_gib": 31.0, "tokens_per_second": 90.0}
     write_json(run.summary, {"stopped": False, **seen})
     forecast.compare(run, plan)
     predicted, measured = read_json(run.summary)["predicted"], read_json(run.summary)["measured"]
     assert list(measured.values()) == list(seen.values())
-    inside = [size for part, size in plan.parts.items() if part not in ("runtime", "fragmentation")]
+    inside = [size for part, size in plan.components.items() if part not in ("runtime", "fragmentation")]
     assert predicted["gpu_allocated_gib"] == pytest.approx(sum(inside))
     assert predicted["gpu_allocated_gib"] < predicted["gpu_reserved_gib"] < plan.gpu_gib
     assert predicted["tokens_per_second"] == pytest.approx(plan.speed)

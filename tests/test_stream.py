@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Data
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_recipe
-from recipes.training import data, sources
 from recipes.training import run as training_run
-from recipes.training.draft import TINY_MODEL
+from recipes.training.data import collate, sources, tokenize
+from recipes.training.model.draft import TINY_MODEL
 from tests.conftest import conversation
 from tests.ranks import read_logs
 from tests.small import small
@@ -31,14 +31,14 @@ def tokenizer():
 def train_and_remember(folder):
     """Run as the launcher does, and write down which rows this rank has seen."""
     run = RunFolder(folder)
-    batches = data.Collator.__call__
+    batches = collate.Collator.__call__
 
     def remembered(collator, rows):
         with (run.path / f"seen-{dist.get_rank()}.jsonl").open("a") as file:
             file.writelines(json.dumps(row["input_ids"]) + "\n" for row in rows)
         return batches(collator, rows)
 
-    data.Collator.__call__ = remembered
+    collate.Collator.__call__ = remembered
     training_run.main(str(folder))
     assert read_recipe(run).data.streaming
 
@@ -53,13 +53,13 @@ def test_two_ranks_train_on_different_rows_of_a_stream(ranks, model_folder, tmp_
     ranks.check(train_and_remember, run.path, log=tmp_path / "log")
     assert [row["step"] for row in read_jsonl(run.metrics)] == [1, 2, 3] and read_json(run.summary)["steps"] == 3
 
-    repeated = {tuple(row["input_ids"]) for row in data.prepare(path.partition(",")[2], recipe, tokenizer())[0]}
+    repeated = {tuple(row["input_ids"]) for row in tokenize.prepare(path.partition(",")[2], recipe, tokenizer())[0]}
     seen = [(run.path / f"seen-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
     assert all(len(mine) >= 3 * recipe.global_batch_size / 2 for mine in seen) and len(seen[0]) == len(seen[1])
     once = [{tuple(json.loads(row)) for row in mine} - repeated for mine in seen]
     assert not once[0] & once[1] and all(len(mine) > len(seen[0]) / 2 for mine in once)
     screen = read_logs(tmp_path / "log")[0]
-    assert "/a.jsonl: streamed in the form messages" in screen and "tokenised while training" in screen
+    assert "/a.jsonl: streamed in the form messages" in screen and "tokenized while training" in screen
     assert screen.count("example: ") == 2
 
 
@@ -67,13 +67,13 @@ def test_a_stream_never_ends_and_never_repeats_its_order(model_folder, tmp_path)
     path = write(tmp_path / "a.jsonl", 5)
     recipe = small(model_folder, path)
     raw = sources.mix(sources.read(path, recipe, streaming=True), None, 1)
-    rows = iter(data.stream(raw, recipe, tokenizer()))
+    rows = iter(tokenize.stream(raw, recipe, tokenizer()))
     rounds = [[tuple(next(rows)["input_ids"]) for _ in range(5)] for _ in range(4)]
     assert all(set(found) == set(rounds[0]) for found in rounds)
     assert len(set(map(tuple, rounds))) > 1
-    again = iter(data.stream(raw, recipe, tokenizer()))
+    again = iter(tokenize.stream(raw, recipe, tokenizer()))
     assert [tuple(next(again)["input_ids"]) for _ in range(5)] == rounds[0], "a resumed run finds the same order"
-    whole, _ = data.prepare(path, recipe, tokenizer())
+    whole, _ = tokenize.prepare(path, recipe, tokenizer())
     assert {tuple(row["input_ids"]) for row in whole} == set(rounds[0])
 
 
@@ -82,7 +82,7 @@ def test_a_stream_of_nothing_ends(model_folder, tmp_path):
     recipe = small(model_folder, path, sequence_length=8)
     raw = sources.mix(sources.read(path, recipe, streaming=True), None, 1)
     with pytest.raises(UserError, match="longer than sequence_length=8"):
-        next(iter(data.stream(raw, recipe, tokenizer())))
+        next(iter(tokenize.stream(raw, recipe, tokenizer())))
 
 
 def test_a_run_says_what_its_data_is(ranks, model_folder, tmp_path):

@@ -11,18 +11,37 @@ from pathlib import Path
 
 import pytest
 
-from recipes.spec.pages import ROOT, families
+from recipes.spec.pages import families
+from recipes.spec.project import CHECKOUT as ROOT
 
 LAYERS = {
     "spec": set(),
     "zero_config": {"spec"},
-    "machine": set(),
+    "machine": {"spec"},
     "planning": {"spec"},
-    "training": {"spec"},
+    "training": {"spec", "machine"},
     "launching": {"spec", "machine", "training", "zero_config"},
+    "benchmarks": {"spec", "planning", "training", "launching"},
+    "docs": {"spec", "planning", "zero_config", "benchmarks"},
+    "page_checks": {"spec", "planning", "training"},
+    "commands": {
+        "spec",
+        "zero_config",
+        "machine",
+        "planning",
+        "training",
+        "launching",
+        "benchmarks",
+        "docs",
+        "page_checks",
+    },
     "samples": set(),
 }
 """What each package of `recipes` may import from the others."""
+PLANNING = ("hardware", "model_profile", "cost", "calibration", "search", "show")
+"""The packages of `recipes.planning`, each of which imports only from those before it."""
+MOST_MODULES = 14
+"""In one folder; the pages in `recipes/` and the tests do not count."""
 
 
 def imports(path: Path) -> set[str]:
@@ -35,8 +54,16 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {f"{absolute(path, node)}.{alias.name}" for alias in node.names}
     return found
+
+
+def absolute(path: Path, node: ast.ImportFrom) -> str:
+    """Return the dotted name of the module that a statement imports from."""
+    if not node.level:
+        return node.module
+    parents = path.relative_to(ROOT).parts[: -node.level]
+    return ".".join([*parents, *filter(None, [node.module])])
 
 
 def packages_of(names: set[str]) -> set[str]:
@@ -48,8 +75,79 @@ def test_imports_run_one_way(package):
     files = list((ROOT / "recipes" / package).rglob("*.py"))
     for file in files:
         used = imports(file)
+        assert all(name.split(".")[1] in LAYERS for name in used if name.startswith("recipes.")), file
         assert packages_of(used) <= LAYERS[package] | {package}, file
         assert not any(name.split(".")[0] in ("scripts", "tests") for name in used), file
+
+
+@pytest.mark.parametrize("package", PLANNING)
+def test_imports_inside_the_planner_run_one_way(package):
+    folders = {path.parent.name for path in (ROOT / "recipes" / "planning").glob("*/__init__.py")}
+    assert folders == set(PLANNING)
+    allowed = PLANNING[: PLANNING.index(package) + 1]
+    for file in (ROOT / "recipes" / "planning" / package).rglob("*.py"):
+        used = {name.split(".")[2] for name in imports(file) if name.startswith("recipes.planning.")}
+        assert used <= set(allowed), file
+
+
+def modules() -> dict[str, Path]:
+    """Return the file of every module of `recipes` by its dotted name."""
+    found = {}
+    for path in (ROOT / "recipes").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def graph(known: dict[str, Path]) -> dict[str, set[str]]:
+    """Return which modules each module imports, at its top or in a function."""
+    edges = {}
+    for module, path in known.items():
+        # `from a import b` imports a.b where that is a module, and a otherwise.
+        names = {name if name in known else name.rpartition(".")[0] for name in imports(path)}
+        edges[module] = {name for name in names if name in known and name != module}
+    return edges
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Return groups of modules each of which imports, directly or not, all others of its group."""
+
+    def reachable(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for name in edges[waiting.pop()] - found:
+                found.add(name)
+                waiting.append(name)
+        return found
+
+    reached = {module: reachable(module) for module in edges}
+    groups = {frozenset(other for other in reached[module] if module in reached[other]) for module in edges}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    edges = graph(modules())
+    assert len(edges) > 100 and "recipes.spec.recipe" in edges["recipes.llama3"]
+    assert cycles(edges) == []
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+
+
+def test_one_place_parses_a_deepspeed_file():
+    """Beside the linter, which judges every key, and `plain_loop.py`, which writes one."""
+    known = modules()
+    linter = {path for name, path in known.items() if name.startswith("recipes.zero_config")}
+    others = set(known.values()) - linter - {ROOT / "recipes" / "plain_loop.py"}
+    parsing = [path for path in others if '"zero_optimization"' in path.read_text(encoding="utf-8")]
+    assert parsing == [ROOT / "recipes" / "spec" / "deepspeed_file.py"]
+
+
+def test_no_folder_has_too_many_modules():
+    folders = {path.parent for path in modules().values()} - {ROOT / "recipes"}
+    assert len(folders) > 20
+    for folder in folders:
+        count = len([path for path in folder.glob("*.py") if path.name != "__init__.py"])
+        assert count <= MOST_MODULES, f"{folder.relative_to(ROOT)}: {count} modules"
 
 
 def test_notebooks_import_the_project_and_nothing_imports_them():
@@ -82,11 +180,39 @@ def test_a_forbidden_import_is_noticed(tmp_path):
     assert packages_of(imports(page)) == {"training"} and "torch" in imports(page)
 
 
+def pinned() -> dict[str, str]:
+    """Return the versions in constraints.txt."""
+    return dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+
+
+def test_hooks_run_the_tools_that_are_pinned():
+    hooks = dict(re.findall(r"([\w-]+)==([\w.]+)", (ROOT / ".pre-commit-config.yaml").read_text()))
+    assert {"ruff", "mypy"} <= set(hooks) and len(hooks) >= 5
+    assert {name: pinned()[name] for name in hooks if name in pinned()} == {
+        name: version for name, version in hooks.items() if name != "pre-commit-hooks"
+    }
+
+
+def test_workflows_call_targets_that_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    workflows = [*(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / ".ci" / "run"]
+    called = [re.findall(r"^(?:\s*- run: )?make ([a-z-]+)", path.read_text(), re.MULTILINE) for path in workflows]
+    assert len(workflows) == 3 and set().union(*called) >= {"check", "quick", "test", "test-all"}
+    assert set().union(*called) <= targets
+
+
+def test_the_changelog_has_this_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
+
+
 def test_every_requirement_is_pinned_and_installed_at_its_pin():
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pins = pinned()
     assert len(pins) > 80
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["test"]
+    extras = project["optional-dependencies"]
+    assert set(extras) == {"train", "test", "dev"}
+    wanted = [re.match(r"[\w.-]+", line)[0] for part in (project["dependencies"], *extras.values()) for line in part]
     assert set(wanted) <= set(pins)
     if Path(sys.prefix) == ROOT / ".venv":
         for name, pin in pins.items():
@@ -101,3 +227,47 @@ def test_no_file_is_larger_than_8_mb_and_lint_is_clean():
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
+
+
+ROOMS = ["run", "methods", "callbacks", "parallel", "data", "model", "distributed"]
+"""Of `recipes/training`, from the top: a room imports from those below it only."""
+
+
+def test_the_rooms_of_training_import_downwards():
+    for number, room in enumerate(ROOMS):
+        place = ROOT / "recipes" / "training" / room
+        for file in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+            names = {name.split(".")[2] for name in imports(file) if name.startswith("recipes.training.")}
+            assert not names & set(ROOMS[:number]), file
+
+
+CHANGED_BY_SUBCLASS = {"trainer", "engine", "accelerator", "deepspeed"}
+"""Objects of libraries whose attributes only `trainer.py`, by overriding, and `upstream.py` may set."""
+
+
+def assigned(path: Path) -> set[str]:
+    """Return the attributes of trainers, engines and accelerators that a file sets, as `engine.total_loss`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+            targets = [ast.Attribute(node.args[0], "set")]
+        for target in targets:
+            parts = ast.unparse(target).split(".")[:-1] if isinstance(target, ast.Attribute) else []
+            if CHANGED_BY_SUBCLASS & set(parts):
+                found.add(ast.unparse(target))
+    return found
+
+
+def test_trainers_and_engines_are_changed_in_two_files():
+    files = set((ROOT / "recipes").rglob("*.py")) - {ROOT / "recipes" / "plain_loop.py"}
+    changing = {file.name for file in files if assigned(file)}
+    assert changing <= {"upstream.py", "trainer.py"} and "upstream.py" in changing
+
+
+def test_an_assignment_to_an_engine_is_noticed(tmp_path):
+    page = tmp_path / "page.py"
+    page.write_text(
+        "trainer.deepspeed.total = 1\nself.engine = engine\nsetattr(engine.module, 'a', 2)\nx.trainer.y += 1"
+    )
+    assert assigned(page) == {"trainer.deepspeed.total", "engine.module.set", "x.trainer.y"}

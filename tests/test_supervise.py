@@ -1,4 +1,4 @@
-"""What is left of a run when one of its processes dies: nothing, and the reason."""
+"""What remains of a run when one of its processes dies: no process, and the reason."""
 
 import socket
 import sys
@@ -9,7 +9,7 @@ import pytest
 from recipes.launching import causes, supervise
 from recipes.spec.run_folder import REWIND, RunFolder, write_json, write_recipe
 from recipes.training import run as training_run
-from recipes.training import watchdog
+from recipes.training.callbacks import watchdog
 from tests.ranks import read_logs
 from tests.small import small
 from tests.workers.hang import hang
@@ -44,8 +44,8 @@ def attempt(tmp_path, monkeypatch):
 
     def of(*codes):
         begun = time.monotonic()
-        ended = supervise.supervise([sys.executable, "-c", FAKE, *codes], None, run, len(codes))
-        return ended, time.monotonic() - begun
+        outcome = supervise.supervise([sys.executable, "-c", FAKE, *codes], None, run, len(codes))
+        return outcome, time.monotonic() - begun
 
     return of
 
@@ -53,43 +53,43 @@ def attempt(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("last", "status", "said"),
     [
-        ("raise SystemExit(3)", 3, "ended with exit status 3"),
-        ("import os; os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
-        ("import os; os.kill(os.getpid(), 11)", 139, "was ended by SIGSEGV"),
+        ("raise SystemExit(3)", 3, "exited with status 3"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 11)", 139, "was killed by SIGSEGV"),
     ],
 )
 def test_the_first_rank_to_die_is_named_and_the_others_are_ended(attempt, tmp_path, last, status, said):
     (tmp_path / "ranks" / "rank-1.log").write_text("".join(f"line {at}\n" for at in range(20)))
-    ended, seconds = attempt(STUBBORN, AFTER + last, STUBBORN)
-    assert ended.status == status and not ended.asked
-    lines = ended.cause.splitlines()
-    assert lines[0] == f"rank 1 on {socket.gethostname()} {said}; it said last:"
+    outcome, seconds = attempt(STUBBORN, AFTER + last, STUBBORN)
+    assert outcome.status == status and not outcome.stopped
+    lines = outcome.cause.splitlines()
+    assert lines[0] == f"rank 1 on {socket.gethostname()} {said}; the last lines of its log:"
     assert lines[1:] == [f"  | line {at}" for at in range(12, 20)]
     assert seconds < 3 + 2 + 10
 
 
-def test_ranks_that_end_well_or_have_told_need_no_cause(attempt):
-    assert attempt(AFTER, AFTER)[0] == supervise.Ended(0, None, False)
+def test_ranks_that_succeed_or_have_printed_the_reason_need_no_cause(attempt):
+    assert attempt(AFTER, AFTER)[0] == supervise.Outcome(0, None, False)
     for status in (2, REWIND):
-        assert attempt(AFTER + f"raise SystemExit({status})", AFTER)[0] == supervise.Ended(status, None, False)
+        assert attempt(AFTER + f"raise SystemExit({status})", AFTER)[0] == supervise.Outcome(status, None, False)
 
 
 def test_secrets_stay_out_of_the_cause(attempt, tmp_path):
     (tmp_path / "ranks" / "rank-0.log").write_text("key " + "0123456789" * 4)
-    ended, _ = attempt(AFTER + "raise SystemExit(1)")
-    assert "key ***" in ended.cause
+    outcome, _ = attempt(AFTER + "raise SystemExit(1)")
+    assert "key ***" in outcome.cause
 
 
 def test_a_launcher_that_starts_nobody_is_named(tmp_path):
-    ended = supervise.supervise([sys.executable, "-c", "raise SystemExit(4)"], None, RunFolder(tmp_path), 2)
-    assert ended == supervise.Ended(4, "the DeepSpeed launcher ended with exit status 4", False)
+    outcome = supervise.supervise([sys.executable, "-c", "raise SystemExit(4)"], None, RunFolder(tmp_path), 2)
+    assert outcome == supervise.Outcome(4, "the DeepSpeed launcher exited with status 4", False)
 
 
 @pytest.mark.parametrize(
     ("code", "status", "said"), [(None, 247, "SIGKILL"), (None, 7, "status 7"), (-6, 1, "SIGABRT")]
 )
 def test_how_a_process_ended(code, status, said):
-    assert said in causes.how(code, status)
+    assert said in causes.ending(code, status)
 
 
 @pytest.mark.parametrize("how", ["asleep", "with the interpreter's lock"])
@@ -103,8 +103,8 @@ def test_a_run_in_which_nothing_happens_ends_and_shows_where(ranks, tmp_path, mo
     assert "hang_here" in (run.ranks / "rank-1.stack").read_text()
     assert "hang_here" not in (run.ranks / "rank-0.stack").read_text()
     assert "in all_reduce" in (run.ranks / "rank-0.stack").read_text()
-    assert causes.tell(run, [], 1, 2).startswith("no step ended for 0.1 minutes")
-    assert "rank 2 wrote none: stopped, or cut off" in causes.tell(run, [], 1, 3)
+    assert causes.explain(run, [], 1, 2).startswith("no step finished for 0.1 minutes")
+    assert "none from rank 2, which was stopped or cut off" in causes.explain(run, [], 1, 3)
     assert "step 3/6" not in read_logs(tmp_path / "log")[0]
 
 

@@ -2,12 +2,14 @@
 
 import pytest
 
+from recipes.commands.main import run as run_command
+from recipes.spec import deepspeed_file
 from recipes.spec.errors import UserError
-from recipes.spec.limits import SPLIT
+from recipes.spec.limits import TENSOR_PARALLEL_TYPES
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import read_json
 from recipes.training.arguments import deepspeed_config
-from scripts import launch
 from tests.small import small
 from tests.workers import split_layers
 
@@ -32,12 +34,12 @@ def sharded(ranks, tmp_path_factory):
 def test_every_model_type_is_split_rightly_or_refused(sharded):
     assert len(sharded) >= 18
     for kind, found in sharded.items():
-        if kind in SPLIT:
+        if kind in TENSOR_PARALLEL_TYPES:
             assert found.get("split", 0) >= 8 and found["weights"], (kind, found)
             assert found["logits"] < EXACT and found["gradient"] < EXACT, (kind, found)
         else:
             assert found["error"].startswith("ValueError") and "no plan, or unknown styles" in found["error"], kind
-    assert set(sharded) > set(SPLIT)
+    assert set(sharded) > set(TENSOR_PARALLEL_TYPES)
 
 
 def test_norms_of_local_heads_that_are_not_summed_are_noticed(ranks, tmp_path):
@@ -53,21 +55,22 @@ def by_deepspeed(ranks, tmp_path_factory):
 
 def test_deepspeed_splits_rightly_what_its_plan_allows_and_nothing_else(by_deepspeed):
     """AutoTP, which splits what `tensor.shard_where_autotp_cannot` leaves to it."""
-    assert set(by_deepspeed) > set(SPLIT)
+    assert set(by_deepspeed) > set(TENSOR_PARALLEL_TYPES)
     for kind, found in by_deepspeed.items():
         right = "error" not in found and found["split"] >= 8 and found["weights"]
         right = right and found["logits"] < ROUNDED and found["gradient"] < ROUNDED
-        assert right == (kind in SPLIT and kind not in REFUSED), (kind, found)
+        assert right == (kind in TENSOR_PARALLEL_TYPES and kind not in REFUSED), (kind, found)
         assert ("rowwise_split_input" in found.get("error", "")) == (kind in REFUSED)
 
 
 def test_the_launcher_refuses_before_anything_starts(capsys):
-    assert launch.main(["mixtral-8x7b", "full", "layout.tensor=2", "--gpus", "2", "--dry-run"]) == 2
-    assert "not for mixtral" in capsys.readouterr().err
+    assert run_command("launch", ["mixtral-8x7b", "full", "layout.tensor=2", "--gpus", "2", "--dry-run"]) == 2
+    assert "not mixtral" in capsys.readouterr().err
 
 
 def test_a_file_that_splits_wants_a_layout_that_does():
+    file = deepspeed_file.read(ROOT / "configs" / "tensor_parallel.json")
     with pytest.raises(UserError, match=r"tensor_parallel\.json splits layers over 2 ranks; add layout\.tensor=2"):
-        deepspeed_config(small("", "", "tensor_parallel.json"))
-    asked = deepspeed_config(small("", "", "tensor_parallel.json", layout=Layout(tensor=4)))
+        deepspeed_config(small("", "", "tensor_parallel.json"), file)
+    asked = deepspeed_config(small("", "", "tensor_parallel.json", layout=Layout(tensor=4)), file)
     assert asked["tensor_parallel"]["autotp_size"] == 4

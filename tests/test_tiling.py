@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Draft, Layout
-from recipes.training import draft, tiling
+from recipes.training.model import draft, tiling
 
 FAMILIES = [family for family in pages.families() if family != "tiny"]
 MIXTURES = {"deepseek", "gpt_oss", "mixtral", "qwen3_moe"}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from recipes.spec import pages
 from recipes.spec.errors import UserError
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Draft, Layout, Lora
 from recipes.spec.run_folder import (
     COMPLETE,
@@ -26,8 +26,8 @@ from recipes.spec.run_folder import (
     write_json,
     write_recipe,
 )
-from recipes.training import adapters, universal
 from recipes.training import run as training_run
+from recipes.training import universal_checkpoint, upstream
 from tests.launching import train_with
 from tests.parity import gate
 from tests.ranks import read_logs
@@ -36,7 +36,7 @@ from tests.workers import expert_norm, expert_routes, split_layers, staged_exper
 
 
 def test_deepspeed_forgets_the_fp32_gradient_norm():
-    """`report_grad_norm` in recipes/training/trainer.py can go when DeepSpeed keeps what `clip_grad_norm_` returns."""
+    """`remember_gradient_norm` in training/upstream.py can go when DeepSpeed keeps what `clip_grad_norm_` returns."""
     source = inspect.getsource(DeepSpeedEngine.clip_fp32_gradients)
     assert "clip_grad_norm_(" in source and "_global_grad_norm" not in source
 
@@ -49,7 +49,7 @@ def test_deepspeed_averages_the_norms_of_different_experts(ranks, tmp_path):
 
 
 def test_autoep_routes_deepseek_differently(ranks, tmp_path):
-    """`route_as_transformers` in recipes/training/experts.py can go when nothing differs before it."""
+    """`route_as_transformers` in training/upstream.py can go when nothing differs before it."""
     ranks.check(expert_routes.main, log=tmp_path / "log")
     said = re.findall(r"differences (\S+) (\S+)", read_logs(tmp_path / "log")[0])
     greedy, *others = [(float(before), float(after)) for before, after in said]
@@ -61,7 +61,7 @@ def test_autoep_routes_deepseek_differently(ranks, tmp_path):
 
 
 def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):
-    """`restore_rotary_frequencies` in recipes/training/model.py can go when `zero.Init` leaves buffers alone."""
+    """`restore_rotary_frequencies` in training/upstream.py can go when `zero.Init` leaves buffers alone."""
     ranks.check(zero_init.main, world_size=1, log=tmp_path / "log")
     said = read_logs(tmp_path / "log")[0]
     assert "rounded to torch.bfloat16" in said and "mended True" in said
@@ -69,13 +69,13 @@ def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):
 
 
 def test_autotp_loses_adapters(ranks, tmp_path):
-    """The adapters' half of `shard_where_autotp_cannot` in recipes/training/tensor.py can go when AutoTP keeps them."""
+    """The adapters' half of `shard_where_autotp_cannot` in parallel/tensor.py can go when AutoTP keeps them."""
     ranks.check(split_layers.lose_adapters, log=tmp_path / "log")
     assert "14 layers with adapters, 0 after AutoTP" in read_logs(tmp_path / "log")[0]
 
 
 def test_peft_imports_bitsandbytes():
-    """recipes/training/lean_peft.py can go when `import peft` leaves bitsandbytes alone."""
+    """training/peft_without_bitsandbytes.py can go when `import peft` leaves bitsandbytes alone."""
     for code, expected in (("import peft", True), ("import recipes.training.run", False)):
         code += f"; import sys; assert ('bitsandbytes' in sys.modules) is {expected}"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -83,22 +83,22 @@ def test_peft_imports_bitsandbytes():
 
 
 def test_bitsandbytes_repacks_on_the_cpu():
-    """`keep_layout` in recipes/training/adapters.py can go when 4-bit layers keep their bytes in evaluation."""
+    """`keep_4bit_layout` in training/upstream.py can go when 4-bit layers keep their bytes in evaluation."""
     source = inspect.getsource(Linear4bit.forward)
     assert "support_avx512bf16_for_cpu" in source and "_convert_weight_packed_for_cpu(" in source
     layer = Linear4bit(64, 48, bias=False, compute_dtype=torch.bfloat16)
-    adapters.keep_layout(layer)
+    upstream.keep_4bit_layout(layer)
     assert layer.support_avx512bf16_for_cpu is False
 
 
 def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, model_folder, conversations):
-    """`restore_groups` in recipes/training/checkpoints.py can go when a loaded group is what was saved."""
+    """`restore_parameter_groups` in training/upstream.py can go when a loaded group is what was saved."""
     run = RunFolder(tmp_path / "run")
     recipe = small(model_folder, conversations, "zero3.json", max_steps=1, save_steps=1)
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     write_recipe(run, replace(recipe, max_steps=2))
-    universal.convert(newest_checkpoint(run))
+    universal_checkpoint.convert(newest_checkpoint(run))
     ranks.check(universal_groups.main, str(run.path), world_size=1, log=tmp_path / "resumed")
     said = read_logs(tmp_path / "resumed")[0]
     assert "loaded: decays [0.1, 0.1], 1 counters for 2 states" in said, said
@@ -106,7 +106,7 @@ def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, mod
 
 
 def test_deepspeed_joins_split_matrices_wrongly(ranks, tmp_path, model_folder, conversations):
-    """`_not_convertible` in recipes/training/universal.py can let them pass when they are joined to what they were."""
+    """`_not_convertible` in universal_checkpoint.py can let them pass when they are joined to what they were."""
     folder = {}
     for config, lora in (("zero1.json", Lora(rank=4)), ("zero3.json", None)):
         run = RunFolder(tmp_path / config)
@@ -117,8 +117,8 @@ def test_deepspeed_joins_split_matrices_wrongly(ranks, tmp_path, model_folder, c
         complete = folder[config] / COMPLETE
         write_json(complete, read_json(complete) | {"layout": asdict(Layout())})  # so that it is tried
     with pytest.raises(UserError, match="exceeds dimension size"):
-        universal.convert(folder["zero3.json"])
-    universal.convert(folder["zero1.json"])
+        universal_checkpoint.convert(folder["zero3.json"])
+    universal_checkpoint.convert(folder["zero1.json"])
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A"
     joined = torch.load(folder["zero1.json"] / f"global_step1_universal/zero/{name}.default.weight/fp32.pt")["param"]
     whole = load_file(folder["zero1.json"] / "adapter_model.safetensors")[f"{name}.weight"]
@@ -136,7 +136,7 @@ def test_deepspeed_spreads_no_experts_in_a_pipeline(ranks, tmp_path, conversatio
 
 
 def test_zenflow_forgets_what_is_on_its_way(ranks, tmp_path, model_folder, conversations):
-    """`check` in recipes/training/universal.py can let it be resumed when the norms go on as they were."""
+    """`check` in universal_checkpoint.py can let it be resumed when the norms go on as they were."""
     run = RunFolder(tmp_path / "run")
     write_recipe(run, small(model_folder, conversations, "zenflow.json", save_steps=3))
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")

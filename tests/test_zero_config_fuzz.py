@@ -1,4 +1,4 @@
-"""Thousands of generated configs, judged by the linter alone and by DeepSpeed's own config class."""
+"""Thousands of generated configs: the linter and DeepSpeed's own config class agree about them."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ def config_class():
 
 
 def typed(kind: dict) -> st.SearchStrategy:
-    """Values that fit a typed field."""
+    """Return values that fit a typed field."""
     match kind["kind"]:
         case "bool":
             return st.booleans()
@@ -66,7 +66,7 @@ def typed(kind: dict) -> st.SearchStrategy:
 
 
 def recorded(entry: dict) -> st.SearchStrategy:
-    """Values that an untyped key loads with."""
+    """Return values that an untyped key accepts."""
     if "texts" in entry:
         return st.sampled_from(entry["texts"])
     kinds = entry.get("loads", list(schema.SAMPLES))
@@ -94,7 +94,7 @@ def section_of(draw, path: tuple[str, ...], node: dict) -> dict:
 
 
 def repaired(path: tuple[str, ...], section: dict) -> dict:
-    """Undo most of the combinations that a section of independent values breaks, so that many are valid."""
+    """Undo most of the combinations that independently drawn values break, so that many configs are valid."""
     if path == ("zero_optimization",):
         offload = section.get("offload_optimizer") or {}
         if section.get("compute_grad_norm") is False or offload.get("ratio", 1) < 1:
@@ -114,7 +114,7 @@ def repaired(path: tuple[str, ...], section: dict) -> dict:
 
 @st.composite
 def configs(draw) -> dict:
-    """Draw a config that is meant to be valid: batch numbers that agree, and up to six sections."""
+    """Draw a config that is meant to be valid: consistent batch sizes, and up to six sections."""
     micro, accumulation = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     batch = {
         "train_micro_batch_size_per_gpu": micro,
@@ -151,7 +151,7 @@ def parent(config: dict, path: tuple) -> dict:
 
 @st.composite
 def mutated(draw, base: st.SearchStrategy) -> dict:
-    """Rename, move, retype, drop or double keys of a config."""
+    """Rename, move, retype, drop or duplicate keys of a config."""
     config = json.loads(json.dumps(draw(base)))  # no object twice: a move could close a circle
     for _ in range(draw(st.integers(1, 2))):
         found = places(config)
@@ -185,7 +185,7 @@ def mutated(draw, base: st.SearchStrategy) -> dict:
 
 
 def test_linter_and_deepspeed_agree(config_class):
-    """What DeepSpeed rejects gets an error; what it loads gets errors only from rules that say it loads."""
+    """A config that DeepSpeed rejects gets an error; one that it loads gets them only from rules about such configs."""
     seen = {"all": 0, "valid": 0}
     started = time.monotonic()
 

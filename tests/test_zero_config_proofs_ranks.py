@@ -19,7 +19,7 @@ def template(name: str, drop: tuple[str, ...] = (), **zero: object) -> dict:
 
 @pytest.fixture
 def outcome(ranks, tmp_path):
-    """Return a function that trains with a config; its name begins with the template whose model and data it gets."""
+    """Return a function that trains with a config, whose name starts with the template that gives model and data."""
 
     def train(mode: str, name: str, config: dict) -> dict:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))

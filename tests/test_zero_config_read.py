@@ -1,4 +1,4 @@
-"""The strict reader: what it says, where, and that no input makes it stumble."""
+"""The strict parser: its messages and their positions, and that no input makes it crash."""
 
 import json
 import os
@@ -34,13 +34,13 @@ PROBLEMS = [
 UNREADABLE = [
     (b"", 1, 1, "empty"),
     (b" \n ", 1, 1, "empty"),
-    (b"[1]", 1, 1, "a config is an object"),
+    (b"[1]", 1, 1, "expected an object"),
     (b"{a: 1}", 1, 2, "double quotes"),
     (b"{'a': 1}", 1, 2, "double quotes"),
     (b'{"a" 1}', 1, 6, "colon"),
     (b'{"a": 1 "b": 2}', 1, 9, "comma"),
     (b'{"a": 1', 1, 8, "ends before the }"),
-    (b'{"a": yes}', 1, 7, "no JSON value"),
+    (b'{"a": yes}', 1, 7, "is not a JSON value"),
     (b'{"a": "x\ny"}', 1, 7, "not closed"),
     (b'{"a": "\\x"}', 1, 7, "escape"),
     (b'{"a": 01}', 1, 7, "expected a value"),
@@ -55,13 +55,13 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("text", "kind", "line", "column"), PROBLEMS)
-def test_a_spot_that_strict_json_forbids_is_named(text: str, kind: str, line: int, column: int):
+def test_what_strict_json_forbids_is_reported_with_its_position(text: str, kind: str, line: int, column: int):
     (problem,) = parse(text).problems
     assert (problem.kind, problem.line, problem.column) == (kind, line, column)
 
 
 @pytest.mark.parametrize(("data", "line", "column", "words"), UNREADABLE, ids=range(len(UNREADABLE)))
-def test_what_cannot_be_read_is_said(data: bytes, line: int, column: int, words: str):
+def test_unreadable_input_is_reported_with_its_position(data: bytes, line: int, column: int, words: str):
     with pytest.raises(Unreadable, match=words) as caught:
         parse(data)
     assert (caught.value.line, caught.value.column) == (line, column)
@@ -74,7 +74,7 @@ def test_a_mistake_does_not_hide_the_next():
     assert kinds == ["comment", "duplicate", "not-a-number", "trailing-comma"]
 
 
-def test_every_key_has_its_place():
+def test_every_key_has_its_position():
     places = parse('{\n "a": {"b": [1,\n {"c": 2}]}}').places
     assert places[("a",)] == (2, 2)
     assert places[("a", "b")] == (2, 8)
@@ -90,7 +90,7 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(), values))
-def test_reads_what_python_writes(config: dict):
+def test_it_reads_what_python_writes(config: dict):
     for indent in (None, 2):
         document = parse(json.dumps(config, indent=indent))
         assert document.value == config
@@ -111,7 +111,7 @@ def test_any_bytes_are_a_document_or_unreadable(data: bytes):
 
 @settings(max_examples=300)
 @given(st.dictionaries(st.text(), values))
-def test_the_linter_takes_any_object(config: dict):
+def test_the_linter_accepts_any_object(config: dict):
     for trainer in ("hf", "plain"):
         lint(config, trainer=trainer, world_size=4, gpu_memory_gib=24, model={"hidden_size": 8})
 
@@ -134,7 +134,7 @@ def check(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
 
 
-def test_the_script_reports_places_and_exit_statuses(tmp_path: Path):
+def test_the_command_reports_positions_and_exit_statuses(tmp_path: Path):
     good, bad, broken = (tmp_path / name for name in ("good.json", "bad.json", "broken.json"))
     good.write_text((ROOT / "configs" / "zero2.json").read_text())
     bad.write_text('{"train_batch_size": 8,\n  "gradient_cliping": 1.0}')
@@ -156,7 +156,7 @@ def test_the_script_reports_places_and_exit_statuses(tmp_path: Path):
     assert {"severity", "value", "what", "fix"} <= set(finding)
 
 
-def test_fix_changes_what_is_safe_and_shows_it(tmp_path: Path):
+def test_fix_applies_safe_fixes_and_shows_the_diff(tmp_path: Path):
     file = tmp_path / "old.json"
     file.write_text(
         '{"train_micro_batch_size_per_gpu": "8", // comment\n "amp": {"enabled": false},\n'
@@ -178,7 +178,7 @@ def test_fix_changes_what_is_safe_and_shows_it(tmp_path: Path):
     assert check(str(file)).returncode == 0
 
 
-def test_fix_leaves_a_file_whose_meaning_is_open(tmp_path: Path):
+def test_fix_leaves_an_ambiguous_file_alone(tmp_path: Path):
     file = tmp_path / "twice.json"
     text = '{"train_batch_size": 8, "train_batch_size": 16}'
     file.write_text(text)
@@ -188,7 +188,7 @@ def test_fix_leaves_a_file_whose_meaning_is_open(tmp_path: Path):
 
 def test_linting_is_fast_and_imports_no_torch():
     code = (
-        "import sys; sys.argv = ['check', 'configs/zero3.json']; sys.path.insert(0, '.');"
+        "import sys; sys.argv = ['check', 'configs/zero3.json']; sys.path.insert(0, 'scripts');"
         "import runpy\ntry: runpy.run_path('scripts/check_config.py', run_name='__main__')\n"
         "except SystemExit: pass\nassert not {'torch', 'deepspeed', 'pydantic'} & set(sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""The resolver against a real Trainer: what it hands to the engine, key by key."""
+"""The resolver compared with a real Trainer, key by key: what the engine gets."""
 
 import json
 import math
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.commands import resolve as resolve_config
 from recipes.zero_config.resolve import NEVER, Numbers, Unresolvable, dumps, hidden_size, resolve
 from recipes.zero_config.rules.kinds import FILLED
-from scripts import resolve_config
 from tests.launching import ROOT
 from tests.test_configs_run import LIBAIO, RUN
 
@@ -33,7 +33,7 @@ def template(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", [name for name in RUN if LIBAIO or name != "zero3_nvme"])
-def test_equals_what_the_trainer_hands_to_the_engine(used, name: str):
+def test_the_result_is_what_the_trainer_passes_to_the_engine(used, name: str):
     handed = used("trainer", ROOT / "configs" / f"{name}.json")["config"]
     width = 256 if name == "zero3_nvme" else 32
     numbers = replace(NUMBERS, hidden_size=width, sequence=2 if name == "sequence_parallel" else 1)
@@ -46,7 +46,7 @@ def test_equals_what_the_trainer_hands_to_the_engine(used, name: str):
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.json")))
-def test_result_loads_in_deepspeed(name: str):
+def test_the_result_loads_in_deepspeed(name: str):
     from recipes.zero_config.lint import ask_deepspeed
 
     numbers = Numbers(world_size=8, hidden_size=64, precision="fp16" if name == "fp16" else "bf16")
@@ -92,20 +92,28 @@ def test_every_key_that_the_trainer_fills_is_filled():
     ("config", "numbers", "words"),
     [
         ({"fp16": {"enabled": True}}, Numbers(precision="bf16"), "fp16.enabled is true"),
-        ({"train_batch_size": 7}, Numbers(), "train_batch_size is 7 in the template, and the run has 1"),
-        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, Numbers(), "hidden size is not known"),
-        ({"zero_optimization": {"sub_group_size": "auto"}}, Numbers(), "has nothing to put there"),
+        ({"train_batch_size": 7}, Numbers(), "train_batch_size is 7 in the template but 1 in the run"),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "auto"}},
+            Numbers(),
+            "hidden size is unknown; add --model or hidden_size=N",
+        ),
+        (
+            {"zero_optimization": {"sub_group_size": "auto"}},
+            Numbers(),
+            "the Trainer has no value for it; write a value",
+        ),
         ({"scheduler": {"params": {"total_num_steps": "auto"}}}, Numbers(), "max_steps=N"),
         ({}, Numbers(world_size=6, tensor=4), "layout.tensor=4 does not divide 6 ranks"),
-        ({}, Numbers(world_size=12, tensor=4, sequence=6), "12 ranks cannot be cut into groups of 24"),
+        ({}, Numbers(world_size=12, tensor=4, sequence=6), "12 ranks are not divisible by 24"),
     ],
 )
-def test_what_does_not_fit_is_said(config: dict, numbers: Numbers, words: str):
+def test_what_does_not_fit_is_named(config: dict, numbers: Numbers, words: str):
     with pytest.raises(Unresolvable, match=words):
         resolve(config, numbers)
 
 
-def test_what_the_linter_refuses_is_not_resolved(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_what_the_linter_rejects_is_not_resolved(tmp_path: Path, capsys: pytest.CaptureFixture):
     template = tmp_path / "template.json"
     template.write_text('{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 5}}')
     assert resolve_config.main([str(template)]) == 1

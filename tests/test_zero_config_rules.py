@@ -1,4 +1,4 @@
-"""Every rule: a config that it speaks about, and its neighbour that it leaves alone."""
+"""Every rule, with a config that breaks it and a similar one that does not."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from recipes.zero_config import derive, schema
 from recipes.zero_config.lint import ask_deepspeed, judge, lint
+from recipes.zero_config.pydantic_types import type_of
 from recipes.zero_config.read import parse
 from recipes.zero_config.rule import REJECTED, Facts
 from recipes.zero_config.rules import RULES
@@ -28,7 +29,7 @@ def own(name: str) -> dict:
     return {**zero(1), "optimizer": {"type": name, "params": {"lr": 0.1}}}
 
 
-# rule -> (facts, the config it speaks about, the one it does not). Texts are files.
+# rule -> (facts, a config that breaks it, one that does not). Strings are files.
 CASES: dict[str, tuple[Facts, object, object]] = {
     "duplicate-key": (HF, '{"a": 1, "a": 1}', '{"a": 1}'),
     "comment": (HF, '{"a": 1 // why\n}', '{"a": "// why"}'),
@@ -278,7 +279,7 @@ CASES: dict[str, tuple[Facts, object, object]] = {
     ),
 }
 
-# What depends on the installed versions, or on the machine's accelerator.
+# Rules that depend on the installed versions, or on the machine's accelerator.
 MACHINE = {"known-bad-versions", "gds-without-cuda"}
 
 
@@ -288,7 +289,7 @@ def found(config: object, facts: Facts) -> set[str]:
 
 
 @pytest.mark.parametrize("rule", CASES)
-def test_speaks_about_this_and_not_about_that(rule: str):
+def test_a_rule_reports_the_one_config_and_not_the_other(rule: str):
     facts, bad, good = CASES[rule]
     assert rule in found(bad, facts)
     assert rule not in found(good, facts)
@@ -300,7 +301,7 @@ def test_every_rule_has_its_two_configs():
 
 
 @pytest.mark.parametrize("rule", [rule.id for rule in RULES if rule.kind == REJECTED and rule.id in CASES])
-def test_deepspeed_refuses_what_is_said_to_be_rejected(rule: str):
+def test_deepspeed_rejects_what_the_rules_call_rejected(rule: str):
     facts, bad, _ = CASES[rule]
     if rule == "duplicate-key":  # only a file can have one; DeepSpeed's reader of files raises it
         return
@@ -309,7 +310,7 @@ def test_deepspeed_refuses_what_is_said_to_be_rejected(rule: str):
 
 
 @pytest.mark.parametrize("name", ["_comment", "comment", "//", "#why"])
-def test_a_comment_written_as_a_key_is_only_mentioned(name: str):
+def test_a_comment_written_as_a_key_is_only_a_warning(name: str):
     assert {"ignored-key"} == {item.rule for item in judge({**zero(1), name: "why"}, PLAIN)}
 
 
@@ -333,12 +334,12 @@ def test_messages_are_short_and_complete():
                 assert json.dumps(finding.as_json())
 
 
-def test_schema_is_what_deepspeed_says():
+def test_the_schema_is_what_deepspeed_reads():
     """schema.json is derived, never edited: `python -m recipes.zero_config.derive` writes it."""
     assert derive.derive() == json.loads(schema.SHIPPED.read_text())
 
 
-def test_what_cannot_be_derived_stands_in_the_source():
+def test_what_cannot_be_derived_is_in_deepspeeds_source():
     import deepspeed
 
     folder = Path(deepspeed.__file__).parent
@@ -347,7 +348,7 @@ def test_what_cannot_be_derived_stands_in_the_source():
 
 
 def test_no_pydantic_section_is_forgotten():
-    """Every config model that DeepSpeedConfig holds after reading is one whose fields the schema knows."""
+    """The schema knows the fields of every config model that DeepSpeedConfig holds after reading."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
@@ -361,7 +362,7 @@ def test_no_pydantic_section_is_forgotten():
 
 
 def test_values_fit_as_pydantic_says():
-    """The written-out type rules against pydantic itself, for every typed field of every section."""
+    """Compare the written-out type rules with pydantic itself, for every typed field of every section."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
     from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -390,7 +391,7 @@ def test_values_fit_as_pydantic_says():
     models = (DeepSpeedZeroConfig, DeepSpeedBF16Config, ZenFlowConfig, DeepSpeedZeroOffloadOptimizerConfig)
     for model in models:
         for field in model.model_fields.values():
-            kind = derive._type(field.annotation, field.metadata)
+            kind = type_of(field.annotation, field.metadata)
             if "section" in json.dumps(kind):
                 continue
             annotation = field.annotation
@@ -410,7 +411,7 @@ def test_values_fit_as_pydantic_says():
     assert compared > 1000
 
 
-def test_lint_takes_paths_dictionaries_and_models(tmp_path: Path):
+def test_lint_accepts_paths_dictionaries_and_models(tmp_path: Path):
     model = tmp_path / "config.json"
     model.write_text('{"d_model": 8}')
     config = zero(3, reduce_bucket_size="auto")

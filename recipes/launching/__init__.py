@@ -1,1 +1,1 @@
-"""How a run is started and kept going: processes, restarts, other hosts over ssh, SLURM, Kubernetes."""
+"""How a run is checked, started, watched and restarted: on this machine, over ssh, on SLURM and on Kubernetes."""

@@ -1,22 +1,23 @@
-"""The attempts of one run: each starts DeepSpeed's launcher with the machines that are left."""
+"""The attempts of one run: each starts DeepSpeed's launcher on this machine or on the hosts that still answer."""
 
-from recipes.launching import hosts, survey
-from recipes.launching.command import deepspeed_command, rank_environment, record, visible_gpus
-from recipes.launching.supervise import Ended, supervise
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import RunFolder
+from ..spec.errors import UserError
+from ..spec.run_folder import RunFolder
+from .command import deepspeed_command, rank_environment, record, visible_gpus
+from .ssh import host_checks, hostfile, remote, watchers
+from .ssh.hostfile import HostPool
+from .supervise import Outcome, supervise
 
 
-class OnThisMachine:
+class LocalAttempts:
     """Attempts on the machine that the launcher runs on."""
 
     def __init__(self, run: RunFolder, ranks: int, gpus: int) -> None:
-        """`ranks`: of the first attempt; `gpus`: how many there are, 0 for ranks on the CPU."""
+        """`ranks`: of the first attempt; `gpus`: how many the machine has, 0 for CPU ranks."""
         self.run = run
         self.ranks = ranks
         self.gpus = gpus
 
-    def start(self, ranks: int) -> Ended:
+    def start(self, ranks: int) -> Outcome:
         """Run that many ranks to their end."""
         command = deepspeed_command(self.run, ranks)
         record(self.run, command)
@@ -27,44 +28,44 @@ class OnThisMachine:
         return visible_gpus() if self.gpus else self.ranks
 
 
-class OverHosts:
-    """Attempts on the hosts of a pool, after the pre-flight has found that all of them can take part."""
+class HostAttempts:
+    """Attempts on several hosts, all of which have passed the checks."""
 
-    def __init__(self, pool: hosts.Pool, run: RunFolder, master: str | None) -> None:
-        """Ask the hosts; `master`: the address that was asked for.
+    def __init__(self, pool: HostPool, run: RunFolder, master: str | None) -> None:
+        """Check the hosts; `master`: the address where ranks meet, if the user has chosen one.
 
         Raises:
             UserError: a host cannot take part.
         """
-        environment = rank_environment(pool.widest, 0)
-        reports = survey.check(pool, run.path, master, environment["TORCH_EXTENSIONS_DIR"])
-        environment = rank_environment(pool.widest, len(reports[0]["gpus"]))
-        self.environment = environment | survey.interfaces(reports, environment)
-        self.addresses = {host: report["address"] for host, report in zip(pool.hosts, reports, strict=True)}
+        environment = rank_environment(pool.most_ranks, 0)
+        answers = host_checks.check(pool, run.path, master, environment["TORCH_EXTENSIONS_DIR"])
+        environment = rank_environment(pool.most_ranks, len(answers[0]["gpus"]))
+        self.environment = environment | host_checks.network_interfaces(answers, environment)
+        self.addresses = {host: answer["address"] for host, answer in zip(pool.hosts, answers, strict=True)}
         self.run = run
         self.pool = self.alive = pool
         self.master = master
 
-    def start(self, ranks: int) -> Ended:
-        """Run that many ranks to their end, on the first hosts that are left."""
-        taken = hosts.taking(self.alive, ranks)
-        first = taken.hosts[0]
-        # The address that was asked for is the first host's, and leads nowhere when that one is gone.
+    def start(self, ranks: int) -> Outcome:
+        """Run that many ranks to their end, on the first of the hosts that answer."""
+        pool = hostfile.first_slots(self.alive, ranks)
+        first = pool.hosts[0]
+        # The chosen address is the first host's, and leads nowhere when that host is gone.
         master = self.master if self.master and first == self.pool.hosts[0] else self.addresses[first]
-        command = deepspeed_command(self.run, ranks, taken, master)
+        command = deepspeed_command(self.run, ranks, pool, master)
         record(self.run, command)
-        return hosts.supervised(taken, self.run, command, self.environment)
+        return watchers.supervise_hosts(pool, self.run, command, self.environment)
 
     def available(self) -> int:
-        """Return how many ranks could be started now; a host that was gone may be back.
+        """Return how many ranks could be started now; a lost host may be back.
 
         Raises:
             UserError: no host answers.
         """
-        self.alive = hosts.reachable(self.pool, self.run)
+        self.alive = remote.reachable(self.pool, self.run)
         lost = [host for host in self.pool.hosts if host not in self.alive.hosts]
         if not self.alive.hosts:
-            raise UserError(f"nothing to restart on: {', '.join(lost)} {'do' if lost[1:] else 'does'} not answer.")
+            raise UserError(f"cannot restart: {', '.join(lost)} {'do' if lost[1:] else 'does'} not answer.")
         if lost:
-            print(f"going on without {', '.join(lost)}", flush=True)
+            print(f"continuing without {', '.join(lost)}", flush=True)
         return self.alive.ranks

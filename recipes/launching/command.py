@@ -1,21 +1,24 @@
-"""The ranks on a machine: how many, in which environment, and the command of DeepSpeed's launcher that starts them."""
+"""The ranks on a machine: their number, their environment, and the DeepSpeed launcher's command that starts them."""
 
 import os
 import shlex
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from recipes.launching import hosts
-from recipes.launching.supervise import RANK_MODULE
-from recipes.spec.errors import UserError, redact
-from recipes.spec.pages import ROOT
-from recipes.spec.run_folder import RunFolder
-from recipes.training import ops
+from ..machine import ops
+from ..spec import deepspeed_file
+from ..spec.errors import UserError, redact
+from ..spec.project import IMPORT_ROOT
+from ..spec.recipe import Recipe
+from ..spec.run_folder import RunFolder
+from .ssh import hostfile
+from .supervise import RANK_MODULE
 
 
 def visible_gpus() -> int:
-    """Return how many GPUs this process may use; torch, seconds of imports, is asked only where a driver is."""
+    """Return how many GPUs this process may use; torch, which takes seconds to import, is asked only if a driver is."""
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
         return 0
     import torch
@@ -32,22 +35,22 @@ def rank_count(asked: int | None, gpus: int) -> int:
     if asked is None:
         return gpus or 2
     if asked < 1:
-        raise UserError(f"--gpus {asked}: at least 1.")
+        raise UserError(f"--gpus {asked}: must be at least 1.")
     if gpus and asked > gpus:
         raise UserError(f"--gpus {asked}: this machine has {gpus}.")
     return asked
 
 
 def deepspeed_command(
-    folder: RunFolder, ranks: int, pool: hosts.Pool | None = None, master: str | None = None
+    folder: RunFolder, ranks: int, pool: hostfile.HostPool | None = None, master: str | None = None
 ) -> list[str]:
     """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool."""
-    # A port of our own: the launcher's default is often still held by a run that is dying.
+    # Not the launcher's default port: a run that is still ending often holds it.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
-    where = hosts.launcher_options(pool, master or pool.hosts[0]) if pool else ["--num_gpus", str(ranks)]
+    where = hostfile.launcher_options(pool, master or pool.hosts[0]) if pool else ["--num_gpus", str(ranks)]
     return [
         *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
         *("--quiet", "--no_local_rank", *where, "--master_port", str(port)),
@@ -57,7 +60,7 @@ def deepspeed_command(
 
 def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
     """Return the environment of the ranks."""
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     extra = {
         "PYTHONPATH": os.pathsep.join(path),
         "TOKENIZERS_PARALLELISM": "false",
@@ -76,8 +79,20 @@ def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
     return os.environ | extra
 
 
+def compile_ops(recipe: Recipe, ranks: int, gpus: int) -> None:
+    """Compile the DeepSpeed ops that a run needs and this machine lacks, before all ranks do it at once.
+
+    Raises:
+        UserError: an op does not compile.
+    """
+    file = deepspeed_file.read(recipe.deepspeed)
+    if recipe.layout.expert > 1:
+        file = replace(file, optimizer=None)  # as `training_arguments` does: the Trainer makes it
+    ops.prepare(file, gpus > 0, rank_environment(ranks, gpus))
+
+
 def record(folder: RunFolder, command: list[str] | None = None) -> None:
-    """Add to the run's command.txt what was typed, and show and add the DeepSpeed launcher's command."""
+    """Append the user's command to the run's command.txt, and print and append the DeepSpeed launcher's."""
     lines = [redact(shlex.join([sys.executable, *sys.argv]))]
     if command:
         lines.append(shlex.join(command))

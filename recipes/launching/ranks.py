@@ -1,10 +1,10 @@
-"""A run's ranks on one machine: found, heard of when they end, and signalled.
+"""A run's ranks on one machine: find their processes, report the ones that fail, and send them signals.
 
     python -m recipes.launching.ranks signal NUMBER RUN_FOLDER
     python -m recipes.launching.ranks watch EXPECTED RUN_FOLDER
 
-`watch` is the launcher's ear on another host. It prints one line of JSON for each rank that ends badly, and ends the
-ranks itself when it hears nothing from the launcher any more: a host that was cut off does not train on alone.
+The launcher runs `watch` on every other host. It prints one line of JSON for each rank that fails, and kills the ranks
+when it no longer hears from the launcher, so that a host that is cut off does not keep training alone.
 """
 
 import contextlib
@@ -19,19 +19,21 @@ from pathlib import Path
 
 import psutil
 
-RANK = ["-u", "-m", "recipes.training.run"]
+from ..spec.project import NAME
+
+RANK = ["-u", "-m", f"{NAME}.training.run"]
 LAUNCHER = ["-u", "-m", "deepspeed.launcher.launch"]
-"""How DeepSpeed starts a rank, and on other hosts its own launcher. `ssh` and `pdsh` have the same words later on."""
-WATCHER = ["-m", "recipes.launching.ranks", "watch"]
-"""How `hosts.Watchers` starts this module."""
+"""How DeepSpeed starts a rank, and its own launcher on other hosts. `ssh` and `pdsh` have these words further on."""
+WATCHER = ["-m", f"{NAME}.launching.ranks", "watch"]
+"""How `ssh.watchers` starts this module."""
 POLL = 0.5
-"""Seconds between two looks at whether there are more ranks; a rank's death is noticed at once."""
+"""Seconds between two searches for new ranks; the death of a known rank is noticed at once."""
 SILENCE = 90
-"""Seconds without a word from the launcher after which a host's ranks are ended: more than it may be busy with ssh."""
+"""Seconds without a word from the launcher after which a host's ranks are killed; longer than ssh keeps it busy."""
 
 
 def of_run(folder: str, *kinds: list[str]) -> Iterator[psutil.Process]:
-    """Yield the folder's processes of these kinds on this machine, kind by kind."""
+    """Yield this machine's processes for a run folder, kind by kind."""
     for kind in kinds:
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
@@ -40,15 +42,15 @@ def of_run(folder: str, *kinds: list[str]) -> Iterator[psutil.Process]:
 
 
 def _of_this_node(process: psutil.Process) -> bool:
-    """Return whether a rank is this SLURM node's: several slurmd may share a machine."""
+    """Return whether a rank belongs to this SLURM node: several slurmd may share a machine."""
     try:
         return process.environ().get("SLURM_NODEID") == os.environ.get("SLURM_NODEID")
-    except psutil.Error:  # it ended by itself
+    except psutil.Error:  # it has just ended
         return False
 
 
 def numbered(processes: Iterator[psutil.Process]) -> list[tuple[int, int]]:
-    """Return the ids of ranks' processes with the ranks' numbers."""
+    """Return the process id and the rank number of each rank."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error, KeyError):
@@ -56,22 +58,22 @@ def numbered(processes: Iterator[psutil.Process]) -> list[tuple[int, int]]:
     return found
 
 
-class Watched:
-    """The ranks of this machine, told of as they end."""
+class RankMonitor:
+    """Notices when ranks of this machine fail."""
 
     def __init__(self, find: Callable[[set[int]], list[tuple[int, int]]], expected: int) -> None:
-        """`find(known)` returns the process id and the number of each rank that is not known yet."""
+        """`find(known)` returns the process id and the number of each rank whose process id is not in `known`."""
         self.find = find
         self.expected = expected
-        self.found: dict[int, tuple[int, int]] = {}  # by a descriptor that tells of the process' end
+        self.found: dict[int, tuple[int, int]] = {}  # by a descriptor that becomes readable when the process ends
         self.poll = select.poll()
-        self.next_look = 0.0
+        self.next_search = 0.0
 
-    def fallen(self, seconds: float) -> list[tuple[int, int | None]]:
-        """Wait at most `seconds` and return the number and the exit code of each rank that has ended badly."""
+    def failed(self, seconds: float) -> list[tuple[int, int | None]]:
+        """Wait at most `seconds`, and return the number and the exit code of each rank that has failed meanwhile."""
         now = time.monotonic()
-        if len(self.found) < self.expected and now >= self.next_look:
-            self.next_look = now + 2 * POLL
+        if len(self.found) < self.expected and now >= self.next_search:
+            self.next_search = now + 2 * POLL
             for pid, rank in self.find({pid for pid, _ in self.found.values()}):
                 with contextlib.suppress(ProcessLookupError):
                     descriptor = os.pidfd_open(pid)
@@ -85,15 +87,15 @@ class Watched:
         return [(rank, code) for rank, code in ended if code != 0]
 
     def close(self) -> None:
-        """Let go of the processes."""
+        """Close the descriptors."""
         for descriptor in self.found:
             os.close(descriptor)
 
 
 def exit_code(pid: int) -> int | None:
-    """Return the exit code of a process that has just ended: negative for a signal, None where its parent was faster.
+    """Return the exit code of a process that has just ended, negative for a signal; None if it is already gone.
 
-    Only a parent may wait for it, and that is DeepSpeed's launcher; but until the parent does, /proc tells.
+    Only the parent, DeepSpeed's launcher, may wait for it; but until the parent does, /proc has the status.
     """
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
@@ -103,26 +105,26 @@ def exit_code(pid: int) -> int | None:
 
 
 def send(number: int, folder: str) -> int:
-    """Signal the run's ranks and return how many processes there were.
+    """Send a signal to the run's ranks, and return how many processes got it.
 
-    SIGKILL goes to their launchers too, and first: a launcher that sees its ranks die calls that a failure of theirs.
-    It also goes to who watches them for a launcher that this host was cut off from, lest that ends the next attempt.
+    SIGKILL also goes to their launchers, and first: a launcher that sees its ranks die reports that as their failure.
+    It also goes to watchers whose launcher was cut off from this host, since they would kill the next attempt.
     """
     kinds = (WATCHER, LAUNCHER, RANK) if number == signal.SIGKILL else (RANK,)
     found = [process for process in of_run(folder, *kinds) if process.pid != os.getpid()]
     for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             process.send_signal(number)
     return len(found)
 
 
 def watch(expected: int, folder: str) -> None:
-    """Print each rank's bad end, as long as something comes from standard input; then end what is left."""
-    watched = Watched(lambda known: numbered(one for one in of_run(folder, RANK) if one.pid not in known), expected)
+    """Print each rank that fails for as long as standard input keeps coming; then kill the remaining ranks."""
+    monitor = RankMonitor(lambda known: numbered(one for one in of_run(folder, RANK) if one.pid not in known), expected)
     heard = time.monotonic()
     with contextlib.suppress(BrokenPipeError):
         while time.monotonic() < heard + SILENCE:
-            for rank, code in watched.fallen(POLL):
+            for rank, code in monitor.failed(POLL):
                 print(json.dumps({"rank": rank, "code": code}), flush=True)
             if select.select([sys.stdin], [], [], 0)[0]:
                 if not os.read(sys.stdin.fileno(), 4096):

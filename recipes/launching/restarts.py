@@ -1,109 +1,117 @@
-"""A run that goes on by itself: from its newest whole checkpoint, with the ranks that are left.
+"""Restart a failed run from its newest complete checkpoint, on the remaining ranks.
 
-DeepSpeed's elasticity was removed in 0.19. This is smaller: the run ends, and starts again as `--resume` does, with a
-universal checkpoint in between where the number of ranks is another one. The global batch stays what it was.
+DeepSpeed removed its elasticity in 0.19. This is simpler: the run ends and starts again as with `--resume`, through a
+universal checkpoint if the number of ranks has changed. The global batch size stays the same.
 """
 
 import sys
 import time
 from collections.abc import Callable
 
-from recipes.launching.supervise import Ended
-from recipes.spec import limits, run_folder
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Recipe
-from recipes.spec.run_folder import COMPLETE, REWIND, RunFolder, append_jsonl
-from recipes.training import preflight, universal
-from recipes.zero_config.sharding import sharding
+from ..spec import deepspeed_file, limits, run_folder
+from ..spec.errors import UserError
+from ..spec.project import program
+from ..spec.recipe import Recipe
+from ..spec.run_folder import COMPLETE, REWIND, RunFolder, append_jsonl
+from ..training import universal_checkpoint
+from . import preflight
+from .supervise import Outcome
 
 REWINDS = 10
-"""How often a run may go back on its own wish; `--max-restarts` counts those that something else has ended."""
+"""How often a run may rewind by itself; `--max-restarts` counts only restarts after a failure."""
 
 
 def check(recipe: Recipe, most: int) -> None:
-    """Refuse restarts that would have nothing to start from.
+    """Refuse restarts that would have no checkpoint to start from.
 
     Raises:
-        UserError: names the key and the fix.
+        UserError: names the option, the key and the fix.
     """
     if most < 0:
-        raise UserError(f"--max-restarts {most}: at least 0.")
+        raise UserError(f"--max-restarts {most}: must be at least 0.")
     if most and not recipe.save_steps:
-        raise UserError(f"--max-restarts {most}: nothing to restart from with save_steps=0; add save_steps=100.")
+        raise UserError(
+            f"--max-restarts {most}: save_steps=0 writes no checkpoints to restart from; add save_steps=100."
+        )
 
 
-def keep_going(
-    recipe: Recipe, run: RunFolder, ranks: int, most: int, start: Callable[[int], Ended], available: Callable[[], int]
+def run_with_restarts(
+    recipe: Recipe,
+    run: RunFolder,
+    ranks: int,
+    most: int,
+    start: Callable[[int], Outcome],
+    available: Callable[[], int],
 ) -> int:
-    """Start the run, and again after each bad end, `most` times; return the last exit status.
+    """Run to the end, restarting after failures at most `most` times; return the last exit status.
 
     Args:
         recipe: as it runs.
-        run: its folder, made ready for the first start.
-        ranks: to start with.
-        most: how many restarts there may be.
-        start: runs that many ranks to their end.
-        available: says how many ranks could be started now.
+        run: its folder, prepared for the first start.
+        ranks: how many to start with.
+        most: number of restarts allowed.
+        start: runs an attempt with that many ranks to its end.
+        available: returns how many ranks could be started now.
 
     Raises:
-        UserError: there is no checkpoint to restart from, or no number of ranks that could.
+        UserError: there is no checkpoint to restart from, or no number of ranks that can resume it.
     """
     asked, restarts, rewinds = ranks, 0, 0
     while True:
-        ended = start(ranks)
-        if ended.cause:
-            print(f"launch.py: {ended.cause}", file=sys.stderr, flush=True)
-        if ended.asked or ended.status in (0, 2):
-            return ended.status
-        if ended.status == REWIND:
+        outcome = start(ranks)
+        if outcome.cause:
+            print(f"{program('launch')}: {outcome.cause}", file=sys.stderr, flush=True)
+        if outcome.stopped or outcome.status in (0, 2):
+            return outcome.status
+        if outcome.status == REWIND:
             rewinds += 1
             if rewinds > REWINDS:
-                raise UserError(f"gone back {REWINDS} times: the rows are not the cause; lower learning_rate.")
+                raise UserError(f"rewound {REWINDS} times, so single examples are not the cause; lower learning_rate.")
         elif restarts == most:
-            return ended.status
+            return outcome.status
         else:
             restarts += 1
         checkpoint = run_folder.newest_checkpoint(run)
         if checkpoint is None:
             raise UserError(
-                f"nothing to restart from: {run.checkpoints} holds no whole checkpoint yet; lower save_steps "
+                f"nothing to restart from: {run.checkpoints} has no complete checkpoint yet; lower save_steps "
                 f"(now {recipe.save_steps})."
             )
-        ranks = possible(recipe, run, min(asked, available()))  # more than before, when a host is back
-        make_ready(recipe, run, ranks)
-        count = f"restart {restarts} of {most}" if ended.status != REWIND else "going back"
-        print(f"{count}: from {checkpoint} with {ranks} ranks", flush=True)
+        ranks = largest_world_size(recipe, run, min(asked, available()))  # it may grow again when a host is back
+        prepare(recipe, run, ranks)
+        what = "rewinding" if outcome.status == REWIND else f"restart {restarts} of {most}"
+        print(f"{what}: resuming from {checkpoint} with {ranks} ranks", flush=True)
         step = run_folder.step_of(checkpoint)
-        append_jsonl(run.restarts, {"time": time.time(), "cause": ended.cause, "from_step": step, "ranks": ranks})
+        append_jsonl(run.restarts, {"time": time.time(), "cause": outcome.cause, "from_step": step, "ranks": ranks})
 
 
-def possible(recipe: Recipe, run: RunFolder, most: int) -> int:
-    """Return the largest number of ranks, at most `most`, that the run can go on with.
+def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
+    """Return the largest number of ranks, at most `most`, that can resume the run.
 
     Raises:
-        UserError: none can; with the reason for the largest.
+        UserError: none can; gives the reason for the largest.
     """
-    kind, reason = sharding(recipe.deepspeed), None
+    file, reason = deepspeed_file.read(recipe.deepspeed), None
     for ranks in range(most, 0, -1):
         try:
-            limits.check(preflight.with_dimensions(recipe), ranks, kind)
-            universal.check(recipe, run, kind, ranks)
+            limits.check(preflight.with_dimensions(recipe), ranks, file)
+            universal_checkpoint.check(recipe, run, file, ranks)
         except UserError as error:
             reason = reason or error
         else:
             return ranks
-    raise reason or UserError("nothing to restart on: no GPU is left.")
+    raise reason or UserError("cannot restart: no GPU is available.")
 
 
-def make_ready(recipe: Recipe, run: RunFolder, ranks: int) -> None:
-    """Give the newest checkpoint a form that these ranks can load, and forget the steps after it.
+def prepare(recipe: Recipe, run: RunFolder, ranks: int) -> None:
+    """Convert the newest checkpoint if these ranks need another form of it, and discard the steps after it.
 
     Raises:
         UserError: no room for the other form, or DeepSpeed cannot convert it.
     """
     checkpoint = run_folder.newest_checkpoint(run)
-    if universal.is_needed(recipe.layout, run, ranks):
+    if universal_checkpoint.is_needed(recipe.layout, run, ranks):
         written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
-        print(f"{checkpoint} was written by {written_by} ranks: converting it for {ranks}", flush=True)
-        universal.convert(checkpoint)
+        print(f"{checkpoint} was written by {written_by} ranks; converting it for {ranks}", flush=True)
+        universal_checkpoint.convert(checkpoint)
     run_folder.forget_after(run, checkpoint)

@@ -1,4 +1,4 @@
-"""The ranks' processes: started through the DeepSpeed launcher, told to stop, watched, and never left behind."""
+"""Run DeepSpeed's launcher and its ranks: forward signals, notice failures, and leave no process behind."""
 
 import contextlib
 import os
@@ -13,34 +13,36 @@ from typing import Any, Protocol
 
 import psutil
 
-from recipes.launching import causes
-from recipes.launching.causes import Fallen
-from recipes.launching.ranks import POLL, Watched, numbered
-from recipes.spec.run_folder import RunFolder
+from ..spec.project import NAME
+from ..spec.run_folder import RunFolder
+from . import causes
+from .causes import FailedRank
+from .ranks import POLL, RankMonitor, numbered
 
-RANK_MODULE = "recipes.training.run"
+RANK_MODULE = f"{NAME}.training.run"
 LAST_GRACE = 12
-"""Seconds that ranks get to end after a second Ctrl-C, after another rank has died, or when the DeepSpeed launcher is
-gone: the last two of them one after the other stay below 30, which is what DeepSpeed's launcher takes per rank."""
+"""Seconds that ranks get to end after a second Ctrl-C, after another rank has failed, or after the DeepSpeed launcher
+has ended. The last two can follow each other and still take less than the 30 s that DeepSpeed's launcher waits per
+rank."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class Outcome:
     """How an attempt ended."""
 
     status: int
-    """Exit status; 128 + the signal where one ended it."""
+    """Exit status; 128 plus the number of the signal that ended it."""
     cause: str | None
-    """Why, in lines to show; None where there is nothing to tell: it went well, was stopped, or has told already."""
-    asked: bool
-    """Whether somebody has stopped it."""
+    """Why, in lines to print; None if it succeeded, was stopped, or has printed the reason itself."""
+    stopped: bool
+    """Whether the user has stopped it."""
 
 
-class Place(Protocol):
-    """Where a launcher's ranks run."""
+class RankWatcher(Protocol):
+    """Watches a launcher's ranks, wherever they run."""
 
-    def fallen(self, seconds: float) -> list[Fallen]:
-        """Wait at most that long and return the ranks that ended badly meanwhile, and the hosts that were lost."""
+    def failed(self, seconds: float) -> list[FailedRank]:
+        """Wait at most that long, and return the ranks that have failed and the hosts that were lost meanwhile."""
 
     def signal(self, number: int) -> None:
         """Send a signal to the ranks."""
@@ -49,25 +51,25 @@ class Place(Protocol):
         """Stop watching."""
 
 
-class Here:
-    """On this machine, below the launcher."""
+class LocalWatcher:
+    """Watches the ranks that a launcher has started on this machine."""
 
     def __init__(self, expected: int, launcher: int) -> None:
-        """`launcher` is its process id, `expected` how many ranks there will be."""
+        """`launcher` is its process id, `expected` the number of ranks."""
         self.launcher = launcher
-        self.watched = Watched(lambda known: find(launcher, known), expected)
-        self.close = self.watched.close
+        self.monitor = RankMonitor(lambda known: find_ranks(launcher, known), expected)
+        self.close = self.monitor.close
 
-    def fallen(self, seconds: float) -> list[Fallen]:
-        """Wait at most that long and return the ranks that ended badly meanwhile."""
-        return [Fallen(rank, code, socket.gethostname()) for rank, code in self.watched.fallen(seconds)]
+    def failed(self, seconds: float) -> list[FailedRank]:
+        """Wait at most that long, and return the ranks that have failed meanwhile."""
+        return [FailedRank(rank, code, socket.gethostname()) for rank, code in self.monitor.failed(seconds)]
 
     def signal(self, number: int) -> None:
-        """Send a signal to the ranks, and to the launchers above them only when no rank runs yet."""
+        """Send a signal to the ranks, or to the launchers above them while no rank runs yet."""
         tree = psutil.Process(self.launcher).children(recursive=True)
         ranks = [process for process in tree if is_rank(process)]
         for process in ranks or [psutil.Process(self.launcher), *tree]:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
                 process.send_signal(number)
 
 
@@ -76,64 +78,65 @@ def supervise(
     environment: dict[str, str],
     run: RunFolder,
     ranks: int,
-    place: Callable[[int], Place] | None = None,
-) -> Ended:
-    """Run the command in a session of its own and say how it ended; nothing of it outlives this call.
+    watcher_of: Callable[[int], RankWatcher] | None = None,
+) -> Outcome:
+    """Run the command in a session of its own and return how it ended; none of its processes outlives this call.
 
-    SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second one ends them at once. When one of
-    the `ranks` dies, the others get `LAST_GRACE` seconds. `place(launcher)` is where the ranks run; without, here.
+    SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second signal ends them at once. When one of
+    the `ranks` fails, the others get `LAST_GRACE` seconds. `watcher_of(launcher)` watches ranks on other machines;
+    without it they run here.
     """
-    causes.forget_stacks(run)
+    causes.remove_stacks(run)
     launcher = subprocess.Popen(command, env=environment, start_new_session=True)
-    where = (place or partial(Here, ranks))(launcher.pid)
-    asked = 0
+    watcher = (watcher_of or partial(LocalWatcher, ranks))(launcher.pid)
+    signals = 0
 
     def forward(number: int, frame: Any) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            print("\nstopping: the ranks write a checkpoint first (again to end at once)", flush=True)
-            where.signal(number)
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            print("\nstopping: the ranks are writing a checkpoint (repeat to end at once)", flush=True)
+            watcher.signal(number)
         else:
             os.killpg(launcher.pid, signal.SIGKILL)
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        fallen, status = watch(launcher, where)
+        failed, status = wait(launcher, watcher)
     finally:
         end_session(launcher.pid)
-        where.close()
+        watcher.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    cause = None if asked else causes.tell(run, fallen, status, ranks)
-    return Ended(status, cause, bool(asked))
+    cause = None if signals else causes.explain(run, failed, status, ranks)
+    return Outcome(status, cause, bool(signals))
 
 
-def watch(launcher: subprocess.Popen, where: Place) -> tuple[list[Fallen], int]:
-    """Wait for the launcher; return the ranks that died, the first one first, and the exit status."""
-    fallen: list[Fallen] = []
+def wait(launcher: subprocess.Popen, watcher: RankWatcher) -> tuple[list[FailedRank], int]:
+    """Wait for the launcher; return the ranks that have failed, the first one first, and the exit status."""
+    failed: list[FailedRank] = []
     deadline = 0.0
     while launcher.poll() is None:
-        fallen += where.fallen(POLL)
-        if fallen:
+        failed += watcher.failed(POLL)
+        if failed:
             deadline = deadline or time.monotonic() + LAST_GRACE
-        # Of a lost host nobody waits for last words: to notice that it is gone has taken as long.
-        if deadline and (time.monotonic() > deadline or any(one.rank is None for one in fallen)):
+        # A lost host gets no grace: noticing that it is gone has taken long enough.
+        if deadline and (time.monotonic() > deadline or any(one.rank is None for one in failed)):
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
-    fallen += where.fallen(0)
-    if launcher.returncode < 0 and fallen and fallen[0].code:
-        return fallen, shell_status(fallen[0].code)  # it was us who ended the launcher
-    return fallen, shell_status(launcher.returncode)
+    failed += watcher.failed(0)
+    if launcher.returncode < 0 and failed and failed[0].code:
+        return failed, shell_status(failed[0].code)  # the launcher was killed here, after that rank had failed
+    return failed, shell_status(launcher.returncode)
 
 
 def shell_status(code: int) -> int:
-    """Return the exit status that a shell shows for one that may be the negative of a signal."""
+    """Return the exit status that a shell shows for an exit code, which is negative for a signal."""
     return code if code >= 0 else 128 - code
 
 
-def find(launcher: int, known: set[int]) -> list[tuple[int, int]]:
-    """Return the process and the number of every rank below the launcher that is not known yet."""
+def find_ranks(launcher: int, known: set[int]) -> list[tuple[int, int]]:
+    """Return the process id and the number of every rank below the launcher that is not `known`."""
     try:
         tree = psutil.Process(launcher).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -142,16 +145,16 @@ def find(launcher: int, known: set[int]) -> list[tuple[int, int]]:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Return whether a process is one of the run's ranks, and not a launcher that has their command in its own."""
+    """Return whether a process is a rank, and not a launcher whose command contains the rank's."""
     try:
         command = process.cmdline()
-    except psutil.NoSuchProcess:  # a zombie too
+    except psutil.NoSuchProcess:  # also for a zombie
         return False
     return RANK_MODULE in command and "deepspeed.launcher.launch" not in command
 
 
 def end_session(session: int) -> None:
-    """Wait for what is left of a session, and end what does not end by itself."""
+    """Wait for the remaining processes of a session, and kill those that do not end by themselves."""
     deadline = time.monotonic() + LAST_GRACE
     while session_alive(session) and time.monotonic() < deadline:
         time.sleep(0.1)

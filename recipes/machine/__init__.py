@@ -1,1 +1,1 @@
-"""Is this machine ready for a run: what `scripts/doctor.py` looks at."""
+"""Whether this machine is ready for a run: the checks of `scripts/doctor.py`, DeepSpeed's ops, room on the disk."""

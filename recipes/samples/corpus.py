@@ -8,7 +8,7 @@ here is about the contents of shelves.
 import random
 from collections.abc import Callable
 
-from recipes.samples import world
+from . import world
 
 Facts = dict[str, str]
 

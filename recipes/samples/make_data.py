@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from recipes.samples import corpus, world
+from . import corpus, world
 
 SEED = 2025
 COUNTS = {

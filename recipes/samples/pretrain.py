@@ -21,7 +21,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from recipes.samples import corpus, world
+from . import corpus, world
 
 HERE = Path(__file__).parent
 BOS, PAD, END, SYSTEM, USER, ASSISTANT = SPECIAL = (
@@ -272,11 +272,11 @@ def main(arguments: list[str] | None = None) -> None:
     if options.continue_from:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.continue_from)
         model = Qwen3ForCausalLM.from_pretrained(options.continue_from, dtype=torch.float32)
-        texts, learning_rate = (notices(options.notices, options.seed),), 0.8 * options.learning_rate
+        texts, learning_rate = [notices(options.notices, options.seed)], 0.8 * options.learning_rate
     else:
         tokenizer = train_tokenizer(committed_text())
         model = new_model(tokenizer)
-        texts = (primer(options.documents // 3, options.seed), documents(options.documents, options.seed))
+        texts = [primer(options.documents // 3, options.seed), documents(options.documents, options.seed)]
         learning_rate = options.learning_rate
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary", flush=True)
     data = [batch for part in texts for batch in batches(tokenizer, part, options.batch_tokens, options.seed)]

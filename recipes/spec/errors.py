@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake, and the rule that secrets are never written."""
+"""UserError, the base class of every error that the user can fix, and the rule that credentials are never written."""
 
 import os
 import re
@@ -10,27 +10,27 @@ _SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|wandb_v\d_\w{16,}|\b[0-9a-f]{40
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: one to three lines naming the file or key, the value and the fix.
+    """A mistake that the user can fix: one to three lines naming the file or key, the value and the fix.
 
-    Every script prints the text without a traceback and exits with status 2.
+    Every command prints the text without a traceback and exits with status 2.
     """
 
 
 def first_line(error: Exception) -> str:
-    """Return what a library's error says first; the rest of such messages is advice for programmers."""
+    """Return the first line of a library's error message; the rest is usually advice for programmers."""
     return str(error).strip().partition("\n")[0]
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether a variable's name or value looks like a credential's."""
+    """Return whether a variable's name or value looks like a credential."""
     return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` with everything that looks like a credential replaced by `***`.
 
-    Covers the known token shapes and the value of every environment variable whose name says that it
-    is a secret, so that `command.txt` and our own messages can be shown to anybody.
+    This covers the known token formats and the value of every environment variable whose name marks it as a secret,
+    so that `command.txt` and our own messages can be shared.
     """
     for name, value in environ.items():
         if _SECRET_NAME.search(name) and len(value) >= 8:

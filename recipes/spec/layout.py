@@ -1,74 +1,75 @@
-"""Which parallel layouts are possible, where each rank stands in them, and what they leave for data parallelism."""
+"""A rank's position in a parallel layout, the data-parallel size that a layout leaves, and the stages of a pipeline."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Layout, Recipe
+from .errors import UserError
+from .recipe import Layout, Recipe
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands; every number counts from zero."""
+class RankPosition:
+    """A rank's position along each dimension of a layout, counted from zero."""
 
     stage: int
-    """Of the pipeline."""
-    row: int
-    """Which share of the global batch's rows it reads."""
+    """Pipeline stage."""
+    data: int
+    """Data-parallel rank: which share of the global batch it reads."""
     sequence: int
-    """Which part of those rows it computes."""
+    """Which part of those sequences it computes."""
     tensor: int
-    """Which part of each matrix it holds."""
+    """Which part of each split matrix it holds."""
 
     @property
-    def counts(self) -> bool:
-        """Whether this is the one that counts, of all ranks that read the same rows."""
+    def is_first_reader(self) -> bool:
+        """Whether it is the first of the ranks that read the same sequences: the one whose tokens are counted."""
         return not (self.stage or self.sequence or self.tensor)
 
 
-def place(layout: Layout, rank: int, world_size: int) -> Place:
-    """Return where `rank` stands: tensor parallel ranks side by side, then sequence, rows, and stages furthest apart.
+def rank_position(layout: Layout, rank: int, world_size: int) -> RankPosition:
+    """Return the position of `rank`: tensor ranks are adjacent, then sequence, then data; stages are furthest apart.
 
-    What communicates most is nearest: tensor parallelism per layer, a pipeline once per stage. It is the order of
-    DeepSpeed's own groups too: AutoTP's, and `PipeModelDataParallelTopology` with sequence ranks as its data ranks.
+    Ranks that communicate most are closest together: tensor parallelism communicates in every layer, a pipeline once
+    per stage. DeepSpeed orders its own groups the same way: AutoTP's, and `PipeModelDataParallelTopology` with the
+    sequence ranks among its data ranks.
     """
     rank, tensor = divmod(rank, layout.tensor)
     rank, sequence = divmod(rank, layout.sequence)
-    stage, row = divmod(rank, data_parallel_size(layout, world_size))
-    return Place(stage, row, sequence, tensor)
+    stage, data = divmod(rank, data_parallel_size(layout, world_size))
+    return RankPosition(stage, data, sequence, tensor)
 
 
 def data_parallel_size(layout: Layout, world_size: int) -> int:
-    """Return how many ranks read different rows. Experts are spread over those ranks, and cost none of them."""
+    """Return how many ranks read different sequences. Experts are spread over these ranks and need no others."""
     return world_size // (layout.tensor * layout.pipeline * layout.sequence)
 
 
 def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
-    """Return the forward passes per rank and optimizer step that make up the global batch.
+    """Return how many forward passes per rank and optimizer step make up the global batch.
 
     Raises:
-        UserError: the global batch is not a multiple of what one pass over the world handles.
+        UserError: the global batch is not divisible by the sequences of one pass over all ranks.
     """
     per_pass = recipe.micro_batch_size * data_parallel_size(recipe.layout, world_size)
     steps, rest = divmod(recipe.global_batch_size, per_pass)
     if rest or not steps:
         below = max(per_pass, recipe.global_batch_size // per_pass * per_pass)
         raise UserError(
-            f"global_batch_size={recipe.global_batch_size} is not a multiple of micro_batch_size x data-parallel ranks "
-            f"= {per_pass}; the nearest that are: {below}, {below + per_pass}."
+            f"global_batch_size={recipe.global_batch_size} is not a multiple of {per_pass} (micro_batch_size x "
+            f"data-parallel size); the nearest multiples are: {below}, {below + per_pass}."
         )
     return steps
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Return the share of a step in which a pipeline's stages wait: (d-1)/(m+d-1), as in GPipe (arXiv:1811.06965)."""
+    """Return the share of a step that pipeline stages spend idle: (d-1)/(m+d-1), as in GPipe (arXiv:1811.06965)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def balanced(costs: Sequence[float], count: int) -> list[range]:
-    """Return `count` ranges of consecutive layers, none empty, whose dearest is as cheap as can be.
+    """Return `count` non-empty ranges of consecutive layers whose most expensive range is as cheap as possible.
 
     Args:
         costs: of each layer, for instance its parameters.
@@ -80,7 +81,7 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
     if len(costs) < count:
         raise UserError(f"layout.pipeline={count}: the model has {len(costs)} layers; use at most that many stages.")
     until = [0, *accumulate(costs)]
-    # By where the last stage ends: the dearest stage, the sum of squares (of equals, the evenest), and the stages.
+    # Keyed by where the last stage ends: the highest cost, the sum of squares (which breaks ties evenly), the stages.
     best: dict[int, tuple[float, float, list[range]]] = {0: (0, 0, [])}
     for stage in range(1, count + 1):
         best = {stop: _last_stage(best, until, stop) for stop in range(stage, len(costs) - (count - stage) + 1)}
@@ -90,15 +91,15 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
 def _last_stage(
     best: dict[int, tuple[float, float, list[range]]], until: Sequence[float], stop: int
 ) -> tuple[float, float, list[range]]:
-    """Return the best way to add a stage that ends at `stop` to the best ways to end before."""
+    """Return the best way to append a stage that ends at `stop` to the best splits that end before it."""
     found = (math.inf, math.inf, [])
     for start in range(stop - 1, min(best) - 1, -1):
         cost = until[stop] - until[start]
         if cost > found[0]:
-            break  # a longer stage is dearer still
+            break  # a longer stage costs even more
         if start in best:
-            dearest, squares, parts = best[start]
-            option = (max(dearest, cost), squares + cost**2)
+            highest, squares, stages = best[start]
+            option = (max(highest, cost), squares + cost**2)
             if option <= found[:2]:
-                found = (*option, [*parts, range(start, stop)])
+                found = (*option, [*stages, range(start, stop)])
     return found

@@ -1,31 +1,32 @@
-"""Which combinations of layout, model, method and ZeRO stage are possible; of the others: why not, and what is.
+"""Which combinations of layout, model, method and ZeRO stage can run; for the others, why not and what to use instead.
 
-The one place for it: the launcher asks before anything starts, and the table in configs/README.md is made of the
-answers. What a technique gets wrong for one family stands in `FAMILIES`.
+This is the only place that decides it: the launcher asks before it starts anything, and the table in configs/README.md
+is generated from the answers. `FAMILIES` lists the architectures that a technique trains incorrectly.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from recipes.spec.errors import UserError
-from recipes.spec.layout import gradient_accumulation_steps
-from recipes.spec.recipe import Layout, Recipe
+from .deepspeed_file import DeepSpeedFile
+from .errors import UserError
+from .layout import gradient_accumulation_steps
+from .recipe import Layout, Recipe
 
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "tensor": {},
     "sequence": {
-        "bloom": "its attention adds ALiBi's distances for the part of a row that a rank has",
-        "qwen3_5_text": "its linear attention carries a state along the row, of which each rank has a part",
-        "qwen3_5": "its linear attention carries a state along the row, of which each rank has a part",
+        "bloom": "its ALiBi attention measures distances within the part of a sequence that a rank holds",
+        "qwen3_5_text": "its linear attention carries a state along the sequence, of which each rank holds only a part",
+        "qwen3_5": "its linear attention carries a state along the sequence, of which each rank holds only a part",
     },
     "pipeline": {},
     "expert": {},
 }
-"""By the layout's field and `model_type`: why that kind of parallelism does not train that architecture right."""
+"""By the layout's field and `model_type`: why that kind of parallelism does not train that architecture correctly."""
 
-SPLIT = (
+TENSOR_PARALLEL_TYPES = (
     "gemma3_text",
     "glm4",
     "gpt_neox",
@@ -38,45 +39,31 @@ SPLIT = (
     "qwen3_5_text",
     "smollm3",
 )
-"""Model types whose matrices are split rightly; `tests/test_tensor.py` holds it against the whole catalogue."""
-SPREAD = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
-"""Model types whose spread experts train what plain PyTorch trains: `tests/parity/test_expert.py`."""
+"""Model types whose matrices are split correctly; `tests/test_tensor.py` checks this against every recipe."""
+EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
+"""Model types whose spread experts train like plain PyTorch: `tests/parity/test_expert.py`."""
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """What a DeepSpeed file says that a layout has to go with."""
-
-    stage: int = 0
-    """Of ZeRO."""
-    partition_size: int = 1
-    """`zero_hpz_partition_size`: ranks that hold a second copy of the parameters between them."""
-
-
-def check(recipe: Recipe, world_size: int, sharding: Sharding) -> None:
-    """Refuse what cannot run.
+def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
+    """Refuse a recipe that cannot run.
 
     Args:
-        recipe: `model.config` holds the architecture's dimensions; what it does not hold is not judged.
-        world_size: ranks, over all nodes.
-        sharding: of the recipe's DeepSpeed file.
+        recipe: `model.config` holds the architecture's dimensions; dimensions that are missing are not checked.
+        world_size: number of ranks over all nodes.
+        file: the recipe's DeepSpeed file.
 
     Raises:
-        UserError: the layout's sizes, the one reason why not, and the nearest that run; or rows that are too long.
+        UserError: names the layout's sizes, the first reason, and the nearest sizes that run; or the sequence length.
     """
-    check_length(recipe)
-    why = limit(recipe, world_size, sharding)
+    _check_length(recipe)
+    why = limit(recipe, world_size, file)
     if why:
-        raise UserError(f"{written(recipe.layout)}: {why}; use {' or '.join(ways_out(recipe, world_size, sharding))}.")
+        use = " or ".join(suggestions(recipe, world_size, file))
+        raise UserError(f"{as_overrides(recipe.layout)}: {why}; use {use}.")
     gradient_accumulation_steps(recipe, world_size)
 
 
-def check_length(recipe: Recipe) -> None:
-    """Refuse rows that are longer than what the model has positions for.
-
-    Raises:
-        UserError: names the length and the most there is.
-    """
+def _check_length(recipe: Recipe) -> None:
     most = positions(recipe.model.config)
     if recipe.sequence_length > most:
         raise UserError(
@@ -85,34 +72,35 @@ def check_length(recipe: Recipe) -> None:
 
 
 def positions(config: Mapping[str, Any]) -> float:
-    """Return how many tokens of a row a model can tell apart; infinity where its config does not say."""
+    """Return how many positions a model has; infinity where its config does not say."""
     return config.get("max_position_embeddings") or config.get("n_positions") or math.inf
 
 
-def limit(recipe: Recipe, world_size: int, sharding: Sharding) -> str | None:
-    """Return the first reason why `recipe` cannot run in this way, as a part of a sentence; None where it can."""
+def limit(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> str | None:
+    """Return the first reason why `recipe` cannot run like this, as a clause; None where it can."""
     rules = (_world, _expert, _tensor, _sequence, _pipeline)
-    return next((why for rule in rules for why in rule(recipe, world_size, sharding)), None)
+    return next((why for rule in rules for why in rule(recipe, world_size, file)), None)
 
 
-def ways_out(recipe: Recipe, world_size: int, sharding: Sharding) -> list[str]:
-    """Return the nearest changes with which `recipe` can run, each by itself and as it is typed.
+def suggestions(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> list[str]:
+    """Return the smallest changes with which `recipe` can run, as the user types them; each is enough by itself.
 
-    Sizes of the layout always; another number of ranks, or the pipeline's DeepSpeed file, where that is enough.
+    The first changes the layout; another number of ranks and the pipeline's DeepSpeed file follow where they help.
     """
-    ways = [written(nearest(recipe, world_size, sharding), recipe.layout)]
-    each = math.lcm(math.prod(_copy(recipe.layout)), recipe.layout.expert)
-    worlds = {max(1, world_size // each) * each, (world_size // each + 1) * each} - {world_size}
-    ways += [f"--gpus {world}" for world in sorted(worlds) if limit(recipe, world, sharding) is None]
-    if recipe.layout.pipeline > 1 and limit(recipe, world_size, Sharding(stage=1)) is None:
-        ways.append("deepspeed=pipeline.json")
-    return ways
+    found = [as_overrides(nearest(recipe, world_size, file), recipe.layout)]
+    multiple = math.lcm(_model_parallel_size(recipe.layout), recipe.layout.expert)
+    below = max(1, world_size // multiple) * multiple
+    world_sizes = {below, (world_size // multiple + 1) * multiple} - {world_size}
+    found += [f"--gpus {size}" for size in sorted(world_sizes) if limit(recipe, size, file) is None]
+    if recipe.layout.pipeline > 1 and limit(recipe, world_size, DeepSpeedFile(stage=1)) is None:
+        found.append("deepspeed=pipeline.json")
+    return found
 
 
-def nearest(recipe: Recipe, world_size: int, sharding: Sharding) -> Layout:
-    """Return the layout that can run and changes the sizes of the recipe's least, counted in doublings.
+def nearest(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Layout:
+    """Return the layout that can run and is closest to the recipe's, counted in doublings of its sizes.
 
-    The layout without any parallelism of the model always can.
+    There always is one: data parallelism alone can always run.
     """
     wanted = asdict(recipe.layout).values()
 
@@ -122,7 +110,7 @@ def nearest(recipe: Recipe, world_size: int, sharding: Sharding) -> Layout:
         return round(doublings, 9), -math.prod(sizes)
 
     for layout in sorted(_layouts(world_size), key=distance):
-        if limit(replace(recipe, layout=layout), world_size, sharding) is None:
+        if limit(replace(recipe, layout=layout), world_size, file) is None:
             return layout
     raise AssertionError("data parallelism alone is always possible")
 
@@ -136,18 +124,19 @@ def _layouts(world_size: int) -> Iterator[Layout]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the numbers that divide it, from 1."""
+    """Return the divisors of a number, in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def written(layout: Layout, before: Layout | None = None) -> str:
-    """Return the sizes as they are typed: those above 1, or those that are not as they were `before`."""
+def as_overrides(layout: Layout, before: Layout | None = None) -> str:
+    """Return the sizes as `key=value` words: those above 1, or those that differ from `before`."""
     old = asdict(before or Layout())
     return " ".join(f"layout.{name}={size}" for name, size in asdict(layout).items() if size != old[name])
 
 
-def _copy(layout: Layout) -> tuple[int, int, int]:
-    return layout.tensor, layout.pipeline, layout.sequence
+def _model_parallel_size(layout: Layout) -> int:
+    """Return how many ranks share one copy of the model."""
+    return layout.tensor * layout.pipeline * layout.sequence
 
 
 def _config(recipe: Recipe) -> Mapping[str, Any]:
@@ -156,7 +145,7 @@ def _config(recipe: Recipe) -> Mapping[str, Any]:
 
 
 def _size(recipe: Recipe, *keys: str) -> int | None:
-    """Return a dimension of the model by the first of its names that the configuration has."""
+    """Return a dimension of the model, under the first of its names that the configuration has."""
     config = _config(recipe)
     return next((config[key] for key in keys if config.get(key)), None)
 
@@ -172,78 +161,76 @@ def _kind(recipe: Recipe) -> str | None:
 def _family(recipe: Recipe, technique: str) -> Iterator[str]:
     kind = _kind(recipe)
     if kind in FAMILIES[technique]:
-        yield f"not for {kind}: {FAMILIES[technique][kind]}"
+        yield f"{technique} parallelism does not support {kind}: {FAMILIES[technique][kind]}"
 
 
-def _world(recipe: Recipe, world_size: int, sharding: Sharding) -> Iterator[str]:
-    copy = math.prod(_copy(recipe.layout))
-    if world_size % copy:
-        yield f"a copy of the model takes {copy} ranks (tensor x pipeline x sequence), and {world_size} is no multiple"
-    elif world_size // copy % recipe.layout.expert:
-        yield f"the experts are spread over data-parallel ranks, and {world_size // copy} is no multiple"
-    if sharding.partition_size > 1 and recipe.layout != Layout():
-        yield f"zero_hpz_partition_size={sharding.partition_size} goes with data parallelism only"
+def _world(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Iterator[str]:
+    size, expert = _model_parallel_size(recipe.layout), recipe.layout.expert
+    if world_size % size:
+        yield f"{world_size} ranks are not divisible by {size} (tensor x pipeline x sequence)"
+    elif world_size // size % expert:
+        yield f"{world_size // size} data-parallel ranks are not divisible by {expert} (expert)"
+    if file.partition_size > 1 and recipe.layout != Layout():
+        yield f"zero_hpz_partition_size={file.partition_size} works with data parallelism only"
 
 
-def _tensor(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
+def _tensor(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     size = recipe.layout.tensor
     if size == 1:
         return
     yield from _family(recipe, "tensor")
     kind = _kind(recipe)
-    if kind and kind not in SPLIT:
-        yield f"matrices are split for {', '.join(SPLIT)}, not for {kind}"
+    if kind and kind not in TENSOR_PARALLEL_TYPES:
+        yield f"tensor parallelism supports {', '.join(TENSOR_PARALLEL_TYPES)}, not {kind}"
     heads = _heads(recipe)
     shared = _size(recipe, "num_key_value_heads")
     if heads and heads % size:
-        yield f"tensor parallelism shares out attention heads, and the model has {heads}"
+        yield f"the model's {heads} attention heads are not divisible by {size}"
     if shared and shared % size:
-        yield f"tensor parallelism shares out key/value heads too, and the model has {shared}"
+        yield f"the model's {shared} key/value heads are not divisible by {size}"
     if recipe.model.quantization != "none":
-        yield "packed 4-bit weights cannot be cut into the parts of a matrix"
+        yield "packed 4-bit weights cannot be split by rows or columns"
     elif recipe.lora is not None and recipe.lora.dora:
-        yield "DoRA needs the norms of whole matrices"
+        yield "DoRA needs the norm of each whole matrix"
     if recipe.method == "dpo":
-        yield "TRL's DPO reads the output head whole"
+        yield "TRL's DPO needs the whole output head"
 
 
-def _sequence(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
+def _sequence(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     size = recipe.layout.sequence
     if size == 1:
         return
     yield from _family(recipe, "sequence")
     heads = _heads(recipe)
-    if heads and heads % (size * recipe.layout.tensor):
-        yield (
-            "attention over parts of a row shares out heads"
-            + (" (to sequence x tensor ranks)" if recipe.layout.tensor > 1 else "")
-            + f", and the model has {heads}"
-        )
+    sharing = size * recipe.layout.tensor
+    if heads and heads % sharing:
+        factors = " (sequence x tensor)" if recipe.layout.tensor > 1 else ""
+        yield f"the model's {heads} attention heads are not divisible by {sharing}{factors}"
     if recipe.method == "dpo":
-        yield "DPO compares whole answers, and each rank has the loss of a part of the tokens"
+        yield "DPO compares whole answers, and each rank has the loss of only some of the tokens"
     if recipe.router_aux_loss_coef:
-        yield "the load-balancing loss is one of whole rows, and each rank has the routers' choices for a part"
+        yield "the load-balancing loss covers whole sequences, and each rank sees the routing of only a part"
 
 
-def _pipeline(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
+def _pipeline(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     stages = recipe.layout.pipeline
     if stages == 1:
         return
     yield from _family(recipe, "pipeline")
     layers = _size(recipe, "num_hidden_layers", "n_layer")
     if layers and layers < stages:
-        yield f"every stage needs a layer, and the model has {layers}"
+        yield f"every stage needs at least one layer, and the model has {layers}"
     if recipe.method == "dpo":
-        yield "DPO needs two models' outputs at once, and a pipeline returns one model's loss"
+        yield "DPO needs the outputs of two models at once, and a pipeline returns the loss of one"
     if recipe.model.quantization != "none":
-        yield "4-bit weights are packed on a rank that holds the whole model, and a stage is a part"
+        yield "4-bit weights are packed on a rank that holds the whole model, and a stage holds only a part"
     if recipe.router_aux_loss_coef:
-        yield "the load-balancing loss is one of all routers, and a stage has those of its own layers"
-    if sharding.stage > 1:
-        yield "DeepSpeed's pipeline goes with ZeRO 0 and 1 only"
+        yield "the load-balancing loss covers all routers, and a stage has only those of its own layers"
+    if file.stage > 1:
+        yield "DeepSpeed's pipeline supports ZeRO 0 and 1 only"
 
 
-def _expert(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
+def _expert(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     size = recipe.layout.expert
     if size == 1:
         return
@@ -251,17 +238,17 @@ def _expert(recipe: Recipe, _: int, sharding: Sharding) -> Iterator[str]:
     kind = _kind(recipe)
     experts = _size(recipe, "num_experts", "num_local_experts", "n_routed_experts")
     if kind and not experts:
-        yield f"{kind} has no experts to spread"
-    elif kind and kind not in SPREAD:
-        yield f"experts are spread for {', '.join(SPREAD)}, not for {kind}"
+        yield f"{kind} has no experts"
+    elif kind and kind not in EXPERT_PARALLEL_TYPES:
+        yield f"expert parallelism supports {', '.join(EXPERT_PARALLEL_TYPES)}, not {kind}"
     if experts and experts % size:
-        yield f"each rank holds as many experts as the next, and the model has {experts}"
-    # In a pipeline AutoEP finds nothing to spread: `test_deepspeed_spreads_no_experts_in_a_pipeline`.
-    if math.prod(_copy(recipe.layout)) > 1:
-        yield "experts are spread over data-parallel ranks only, with no other parallelism of the model"
+        yield f"the model's {experts} experts are not divisible by {size}"
+    # AutoEP finds no experts in a pipeline's stages: `test_deepspeed_spreads_no_experts_in_a_pipeline`.
+    if _model_parallel_size(recipe.layout) > 1:
+        yield "expert parallelism cannot be combined with tensor, pipeline or sequence parallelism"
     if recipe.lora is not None:
-        yield "DeepSpeed's AutoEP replaces the layers of experts, adapters and all"
+        yield "DeepSpeed's AutoEP replaces the expert layers together with their adapters"
     if recipe.method == "dpo":
-        yield "DeepSpeed's AutoEP spreads one model, and DPO has a second"
-    if sharding.stage == 0:
-        yield "without ZeRO, DeepSpeed takes the wrong gradient norm of experts that are spread"
+        yield "DeepSpeed's AutoEP spreads the experts of one model, and DPO has two"
+    if file.stage == 0:
+        yield "without ZeRO, DeepSpeed computes a wrong gradient norm for spread experts"

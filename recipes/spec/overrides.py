@@ -1,4 +1,4 @@
-"""`learning_rate=5e-5 lora.rank=32` on a command line becomes a new Recipe."""
+"""Overrides: `learning_rate=5e-5 lora.rank=32` makes a new Recipe of one, and two recipes give their differences."""
 
 import dataclasses
 import difflib
@@ -8,10 +8,10 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from recipes.spec.errors import UserError, redact
-from recipes.spec.recipe import Lora, Recipe, dataclass_in, from_dict, to_dict
+from .errors import UserError, redact
+from .recipe import Lora, Recipe, dataclass_in, from_dict, to_dict
 
-# What the same thing is called in TrainingArguments, TRL, PEFT, LLaMA-Factory, Axolotl and torchtune.
+# Names in TrainingArguments, TRL, PEFT, LLaMA-Factory, Axolotl and torchtune -> our keys.
 FOREIGN_NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",
@@ -102,14 +102,14 @@ FOREIGN_OPTIONS = {
     "num_machines": "--nodes",
     "nnodes": "--nodes",
 }
-"""What is an option of launch.py, and a value of the recipe or of the launcher elsewhere."""
+"""Names from other tools -> the option of launch.py that does the same."""
 
-# A recipe's identity is chosen by its name on the command line, not by an override.
-_IDENTITY = {"family", "size", "variant", "method", "model.config", "model.parameters", "draft.enabled"}
+# What identifies a recipe is chosen by its name, not by an override.
+_IDENTITY = {"family", "size", "variant", "page", "method", "model.config", "model.parameters", "draft.enabled"}
 
 
 def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:
-    """Return every override key with its type, in the order of the dataclasses."""
+    """Return every override key with its type, in the order of the fields."""
     keys: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(kind).items():
         nested = dataclass_in(hint)
@@ -121,13 +121,13 @@ def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:
 
 
 def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
-    """Return `recipe` with every `key=value` of `assignments` applied, the last one winning.
+    """Return `recipe` with all `key=value` assignments applied; of several for one key the last one counts.
 
-    All of them are applied at once, so their order never makes a valid set invalid.
+    They are applied at once, so their order never makes a valid set invalid.
 
     Raises:
-        UserError: not of the form key=value, an unknown key (with the nearest right one), or a value
-            that does not fit the key's type.
+        UserError: not of the form key=value, an unknown key (names the nearest), or a value that does not fit the
+            key's type.
     """
     keys = override_keys()
     values = to_dict(recipe)
@@ -139,17 +139,38 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
             raise UserError(_unknown(key, list(keys)))
         section, _, name = key.rpartition(".")
         if section == "lora" and values["lora"] is None:
-            # Setting one of its numbers is asking for adapters.
+            # Setting one of its values asks for adapters.
             values["lora"] = dataclasses.asdict(Lora())
         (values[section] if section else values)[name] = parse(key, text, keys[key])
     return from_dict(values)
 
 
+def differences(before: Recipe, after: Recipe) -> list[str]:
+    """Return the overrides, as they are typed, that turn one recipe into another."""
+    return as_typed(after, [key for key in override_keys() if _get(after, key) != _get(before, key)])
+
+
+def as_typed(recipe: Recipe, keys: Iterable[str]) -> list[str]:
+    """Return a recipe's values of some keys as overrides: `key=value`."""
+    return [f"{key}={_as_text(_get(recipe, key))}" for key in keys]
+
+
+def _get(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def parse(key: str, text: str, hint: Any) -> Any:
-    """Read `text` as a value of type `hint`.
+    """Return `text` as a value of type `hint`.
 
     Raises:
-        UserError: names the key, the value and what would be right.
+        UserError: names the key, the value and what is expected.
     """
     options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     if type(None) in options and text.lower() in ("none", "null"):
@@ -184,7 +205,7 @@ def parse(key: str, text: str, hint: Any) -> Any:
     if kind is float and not math.isfinite(value):
         raise UserError(f"{key}={redact(text)}: must be a finite number.")
     if kind is str and not text:
-        raise UserError(f"{key}=: a value is missing.")
+        raise UserError(f"{key}=: the value is missing.")
     return value
 
 
@@ -194,13 +215,13 @@ _KIND_NAMES = {int: "a whole number, e.g. 8", float: "a number, e.g. 5e-5"}
 def _unknown(key: str, known: list[str]) -> str:
     if key in FOREIGN_NAMES:
         ours = FOREIGN_NAMES[key]
-        meaning = " (sequences per optimizer step over the whole world)" if ours == "global_batch_size" else ""
-        return f"unknown key {key!r}: here it is {ours!r}{meaning}."
+        meaning = " (sequences per optimizer step over all ranks)" if ours == "global_batch_size" else ""
+        return f"unknown key {key!r}; use {ours!r}{meaning}."
     if key in FOREIGN_OPTIONS:
-        return f"unknown key {key!r}: here it is launch.py's option {FOREIGN_OPTIONS[key]}."
+        return f"unknown key {key!r}; use launch.py's option {FOREIGN_OPTIONS[key]}."
     if key in _IDENTITY:
-        return f"{key!r} cannot be overridden: choose it by the recipe's name (launch.py --list)."
+        return f"{key!r} cannot be overridden; it follows from the recipe that you choose (launch.py --list)."
     short = {name.rpartition(".")[2]: name for name in known}
     near = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.6)
     hint = f" Did you mean {short.get(near[0], near[0])!r}?" if near else ""
-    return f"unknown key {key!r}.{hint} All keys: launch.py --help."
+    return f"unknown key {key!r}.{hint} launch.py --help lists all keys."

@@ -1,49 +1,126 @@
-"""Find and list the recipes: a page is a module in `recipes/` that defines `SIZES`, its functions are the variants."""
+"""Find and list the recipes: a page is a module that defines `SIZES`, and its functions are its variants.
+
+A page in `recipes/` is named by its family, one that lies anywhere else by its file: `llama3-8b`, `my/page.py-8b`.
+"""
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import re
+import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Recipe
+from .errors import UserError, first_line
+from .project import NAME, PACKAGE
+from .recipe import Recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "_template"
 """The page to copy: not listed, and a recipe like any other."""
 
 
 def families() -> list[str]:
-    """Return the names of all pages, found by their `SIZES`."""
-    modules = sorted(path.stem for path in (ROOT / "recipes").glob("[a-z]*.py"))
-    return [name for name in modules if _defines_sizes(name)]
+    """Return the names of all pages of the project, found by their `SIZES`."""
+    return [path.stem for path in sorted(PACKAGE.glob("[a-z]*.py")) if _defines_sizes(path)]
 
 
-def _defines_sizes(name: str) -> bool:
-    # Read as text: plain_loop.py stands beside the pages and imports torch.
-    return "\nSIZES = " in (ROOT / "recipes" / f"{name}.py").read_text(encoding="utf-8")
+def _defines_sizes(path: Path) -> bool:
+    # Read as text: plain_loop.py lies beside the pages and imports torch, and a page outside may not be one.
+    return re.search(r"^SIZES\b", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE) is not None
 
 
 def page(family: str) -> ModuleType:
-    """Import one page."""
-    return importlib.import_module(f"recipes.{family}")
+    """Import one page of the project."""
+    return importlib.import_module(f"{NAME}.{family}")
 
 
-def known_page(family: str) -> ModuleType:
-    """Import the page that a person has named.
+def split(recipe: str) -> tuple[str, str]:
+    """Return a page's name and the size, `""` where none is named: `llama3-8b`, `my/page.py-8b`.
+
+    A size may hold dashes (`30b-a3b`), a family never does, and a file ends in `.py`.
+    """
+    outside = re.fullmatch(r"(.+\.py)(?:-([^/]+))?", recipe)
+    if outside:
+        return outside[1], outside[2] or ""
+    family, _, size = recipe.partition("-")
+    return family, size
+
+
+def known_page(name: str) -> ModuleType:
+    """Import the page that a person has named, by its family or its file.
 
     Raises:
-        UserError: there is none, with the nearest that there is.
+        UserError: there is none, with the nearest that there is; or the file is not a page.
     """
+    if name.endswith(".py"):
+        path = Path(name).expanduser().resolve()
+        inside = path.parent == PACKAGE and path.stem in (*families(), TEMPLATE)
+        return page(path.stem) if inside else _outside(path)
     known = families()
-    if family not in (*known, TEMPLATE):
-        raise UserError(_unknown("recipe", family, known))
-    return page(family)
+    if name not in (*known, TEMPLATE):
+        raise UserError(_unknown("recipe", name, known))
+    return page(name)
+
+
+def _outside(path: Path) -> ModuleType:
+    """Import a page that lies outside the project, as if it lay in it, so that its relative imports work.
+
+    Raises:
+        UserError: no such file, no `SIZES` in it, or an error in it, with the line.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file.")
+    if not _defines_sizes(path):
+        raise UserError(f"{path}: not a recipe page, since it defines no SIZES; start from a copy of _template.py.")
+    family = re.sub(r"\W+", "_", path.stem).strip("_") or "page"  # of the run's folder: no dash, no blank
+    found = importlib.util.spec_from_file_location(f"{NAME}.{family}", path)
+    assert found is not None and found.loader is not None, path
+    module = importlib.util.module_from_spec(found)
+    try:
+        found.loader.exec_module(module)  # not in sys.modules: a page of the project may have the same name
+    except Exception as error:
+        raise UserError(_broken(path, error)) from error
+    if not isinstance(module.SIZES, dict) or not module.SIZES or not variants(module):
+        raise UserError(f"{path}: a page needs at least one size in SIZES, and one function that returns a Recipe.")
+    return module
+
+
+def _broken(path: Path, error: Exception) -> str:
+    """Return where a page outside the project failed, and of what."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else lines[-1:] and lines[-1]
+    what = first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+    return f"{path}{f':{line}' if line else ''}: {what}"
+
+
+def family_of(module: ModuleType) -> str:
+    """Return the family's name: the page's own, in letters, digits and underscores."""
+    return module.__name__.rpartition(".")[2]
+
+
+def _is_outside(module: ModuleType) -> bool:
+    return Path(str(module.__file__)).parent != PACKAGE
+
+
+def _name(module: ModuleType) -> str:
+    """Return what a person types for a page, without a size."""
+    return str(module.__file__) if _is_outside(module) else family_of(module)
+
+
+def page_of(recipe: Recipe) -> ModuleType:
+    """Import the page that a recipe is from."""
+    return known_page(recipe.page or recipe.family)
+
+
+def typed(recipe: Recipe) -> str:
+    """Return a recipe's name as it is typed for the launcher, without its variant."""
+    return f"{recipe.page or recipe.family}-{recipe.size}"
 
 
 def variants(module: ModuleType) -> list[str]:
-    """Return the names of a page's variants in the order in which they stand."""
+    """Return the names of a page's variants in the page's order."""
     return [
         name
         for name, value in vars(module).items()
@@ -51,56 +128,76 @@ def variants(module: ModuleType) -> list[str]:
     ]
 
 
+def build(module: ModuleType, size: str, variant: str) -> Recipe:
+    """Return one recipe of a page, with its identity filled in.
+
+    Raises:
+        UserError: a page outside the project fails at it, with the line.
+    """
+    outside = _is_outside(module)
+    try:
+        recipe = getattr(module, variant)(size)
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"a variant returns a Recipe, not {type(recipe).__name__}")
+        file = str(module.__file__) if outside else ""
+        return replace(recipe, family=family_of(module), size=size, variant=variant, page=file)
+    except Exception as error:
+        if not outside:
+            raise
+        path = Path(str(module.__file__))
+        raise UserError(f"{_broken(path, error)} (in {variant}({size!r}))") from error
+
+
 def find(recipe: str, variant: str) -> Recipe:
-    """Return the recipe for `FAMILY[-SIZE]` and a variant; the size may be left out where there is one.
+    """Return the recipe for `FAMILY[-SIZE]` or `PATH/TO/page.py[-SIZE]` and a variant.
+
+    The size may be left out where there is one.
 
     Raises:
         UserError: unknown family, size or variant, with the nearest right one.
     """
-    # A size may hold dashes (`30b-a3b`), a family never does.
-    if "/" in recipe:
+    name, size = split(recipe)
+    if "/" in recipe and not name.endswith(".py"):
         raise UserError(
             f"unknown recipe {recipe!r}: a Hub id or a path is given as launch.py's model.path={recipe}, with the "
             "recipe of a model like it (launch.py --list)."
         )
-    family, _, size = recipe.partition("-")
-    module = known_page(family)
+    module = known_page(name)
     if not size:
         if len(module.SIZES) > 1:
-            raise UserError(f"{family} comes in several sizes; choose one of: {_names(family, module)}.")
+            raise UserError(f"{name} comes in several sizes; choose one of: {_sizes(module)}.")
         size = next(iter(module.SIZES))
     if size not in module.SIZES:
-        raise UserError(_unknown(f"size of {family}", size, list(module.SIZES)))
+        raise UserError(_unknown(f"size of {name}", size, list(module.SIZES)))
     if variant not in variants(module):
-        raise UserError(_unknown(f"variant of {family}", variant, variants(module)))
-    return getattr(module, variant)(size)
+        raise UserError(_unknown(f"variant of {name}", variant, variants(module)))
+    return build(module, size, variant)
 
 
 def choices(recipe: str) -> str:
-    """Return what there is to choose from of the family that a person has named, as a sentence.
+    """Return the variants and sizes of the page that a person has named, as a sentence.
 
     Raises:
-        UserError: there is no such family.
+        UserError: there is no such page.
     """
-    family = recipe.partition("-")[0]
-    module = known_page(family)
-    return f"{recipe}: name a variant too: {', '.join(variants(module))}. Sizes: {_names(family, module)}."
+    module = known_page(split(recipe)[0])
+    return f"{recipe}: name a variant too: {', '.join(variants(module))}. Sizes: {_sizes(module)}."
+
+
+def recipes(module: ModuleType) -> list[Recipe]:
+    """Return every variant of each size of a page."""
+    return [build(module, size, variant) for size in module.SIZES for variant in variants(module)]
 
 
 def listing() -> list[Recipe]:
-    """Return every recipe there is: each variant of each size of each family, in the order of the pages."""
-    return [
-        getattr(module, variant)(size)
-        for module in map(page, families())
-        for size in module.SIZES
-        for variant in variants(module)
-    ]
+    """Return every recipe of the project, in the order of the pages."""
+    return [recipe for module in map(page, families()) for recipe in recipes(module)]
 
 
 def about(thing: object) -> str:
     """Return the first line of a page's or a variant's docstring, without the page's own name."""
     line = (inspect.getdoc(thing) or "").partition("\n")[0]
-    return line.removeprefix(f"{getattr(thing, '__name__', '').rpartition('.')[2]}: ")
+    return line.removeprefix(f"{Path(str(thing.__file__)).stem}: ") if isinstance(thing, ModuleType) else line
 
 
 def human(parameters: int) -> str:
@@ -108,8 +205,8 @@ def human(parameters: int) -> str:
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
 
 
-def _names(family: str, module: ModuleType) -> str:
-    return ", ".join(f"{family}-{size}" for size in module.SIZES)
+def _sizes(module: ModuleType) -> str:
+    return ", ".join(f"{_name(module)}-{size}" for size in module.SIZES)
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:

@@ -1,6 +1,6 @@
-"""What a recipe is: frozen data that says everything about a run before the run exists.
+"""What a recipe is: frozen data that describes a run completely before it exists.
 
-A variant is a delta on another: `replace(full(size), deepspeed="zero2.json", lora=Lora(rank=16))`.
+A variant is another one with a few fields changed: `replace(full(size), deepspeed="zero2.json", lora=Lora(rank=16))`.
 The field names are the override keys of the command line (`learning_rate=5e-5 lora.rank=32`).
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from recipes.spec.errors import UserError
+from .errors import UserError
 
 Method = Literal["sft", "dpo", "pretrain"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -24,7 +24,7 @@ class Model:
     path: str
     """A Hub id, or a folder in Hugging Face form with safetensors (relative paths: from the project's root)."""
     parameters: int = 0
-    """As published, in all: what the dimensions give on the meta device is within 1 % of it."""
+    """As published, in all; what the dimensions give on the meta device is within 1 % of it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """`AutoConfig.for_model(**config)`: `model_type` and the dimensions, for planning and drafts without a network."""
     quantization: Literal["none", "nf4"] = "none"
@@ -33,11 +33,11 @@ class Model:
     """`auto`: the tokenizer's own, or ChatML where it has none (base models); `chatml`; or a Jinja file."""
     attention: str = "auto"
     """Attention implementation, as `from_pretrained(attn_implementation=...)` names it, or `varlen`, torch's own for
-    packed rows. `auto`: on a GPU, for packed rows, the first of flash_attention_2 (where flash-attn is installed),
-    varlen and flex_attention with which a draft keeps documents apart; they need no mask of length times length, which
-    costs SDPA its flash kernel and computes all pairs of tokens of a row. Else `sdpa`."""
+    packed sequences. `auto`: on a GPU, for packed sequences, the first of flash_attention_2 (where flash-attn is
+    installed), varlen and flex_attention with which a draft keeps documents apart; they need no mask of length times
+    length, which costs SDPA its flash kernel and computes all pairs of tokens of a sequence. Otherwise `sdpa`."""
     trust_remote_code: bool = False
-    """Run Python code that the model's repository brings along. Off unless you have read that code."""
+    """Run Python code from the model's repository. Leave it off unless you have read that code."""
 
 
 @dataclass(frozen=True)
@@ -47,32 +47,32 @@ class Data:
     path: str
     """A file (.jsonl, .json, .parquet, .csv, .arrow), a folder of them, or a Hub name; several with commas."""
     weights: str | None = None
-    """In which shares several sources are mixed, with commas (`3,1`); None: every row of each once."""
+    """The proportions in which several sources are mixed, with commas (`3,1`); None: every example of each once."""
     form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = "auto"
-    """How a row is written; `auto` tells by its fields, and the run says which it found."""
+    """The form of an example; `auto` detects it by its fields, and the run says which it found."""
     split: str = "train"
-    """Which split of a Hub data set."""
+    """Which split of a Hub dataset."""
     streaming: bool = False
-    """Read while training instead of before it: for data that does not fit on the disk. Needs `max_steps`."""
+    """Read during training instead of before it: for data that does not fit on the disk. Needs `max_steps`."""
     validation: str | None = None
-    """The held-out examples in the same form; None: no evaluation, unless `validation_share` makes some."""
+    """The held-out examples, in the same form; None: no evaluation, unless `validation_share` is set."""
     validation_share: float = 0.0
     """Share of the examples that is held out where `validation` is None."""
     metric: Literal["loss", "exact_match", "preference_accuracy"] = "loss"
-    """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked rightly."""
+    """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked correctly."""
     max_new_tokens: int = 96
     """Longest answer that the exact-match metric generates, in tokens."""
     workers: int | None = None
-    """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, which would wait for the
-    rows of the next step; 0 without one, where they would take the cores that compute, and for streams."""
+    """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, so that it does not wait for
+    the next batch; 0 without a GPU, where they would take cores from the computation, and for streams."""
 
 
 @dataclass(frozen=True)
 class Lora:
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), applied by PEFT, in the recipe's precision.
 
-    PEFT's own choice, fp32, saves 73h instead of 45.5h bytes of activations per token and layer (h: hidden size), and
-    buys nothing here: DeepSpeed keeps fp32 master weights of what it trains.
+    PEFT's default, fp32, saves 73h instead of 45.5h bytes of activations per token and layer (h: hidden size) and has
+    no advantage here: DeepSpeed keeps fp32 master weights of what it trains.
     """
 
     rank: int = 16
@@ -82,15 +82,15 @@ class Lora:
     target_modules: str = "all-linear"
     """PEFT's `target_modules`: `all-linear`, or module names with commas (`q_proj,v_proj`)."""
     target_parameters: str | None = None
-    """PEFT's `target_parameters`, with commas: 3-D weights that no linear layer holds, as a mixture's fused experts
+    """PEFT's `target_parameters`, with commas: 3-D weights outside linear layers, such as a mixture's fused experts
     (`mlp.experts.gate_up_proj,mlp.experts.down_proj`)."""
     dora: bool = False
-    """Train each weight's magnitude too (DoRA, Liu et al. 2024, arXiv:2402.09353): slower, often better at low rank."""
+    """Also train each weight's magnitude (DoRA, Liu et al. 2024, arXiv:2402.09353): slower, better at low ranks."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks share one copy of the model, per kind of parallelism; the rest of the world is data parallel."""
+    """How many ranks share one copy of the model, by kind of parallelism; remaining ranks are data parallel."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -104,7 +104,7 @@ class Schedule:
 
     kind: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     warmup: float = 0.03
-    """Share of the steps during which the rate rises from zero (at 1 or more: a number of steps)."""
+    """Share of the steps during which the rate rises from zero; 1 or more: a number of steps."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Dpo:
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), run by TRL."""
 
     beta: float = 0.1
-    """How strongly the trained model is held to the reference model."""
+    """How strongly the trained model is kept close to the reference model."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,16 @@ class Wandb:
     project: str = "deepspeed-recipes"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One run: model, data, method, optimisation, DeepSpeed configuration and parallel layout."""
 
-    family: str
-    size: str
-    variant: str
+    family: str = ""
+    """With `size` and `variant` the recipe's identity: `pages.find` fills them in, a page never does."""
+    size: str = ""
+    variant: str = ""
+    page: str = ""
+    """The file of a page outside the project; empty for the project's own pages."""
     method: Method
     model: Model
     data: Data
@@ -161,50 +164,50 @@ class Recipe:
     max_steps: int | None = None
     """Optimizer steps; when set, `epochs` is ignored."""
     global_batch_size: int = 32
-    """Sequences per optimizer step over the whole world (packed rows, when packing)."""
+    """Sequences per optimizer step over all ranks; with packing, packed sequences."""
     micro_batch_size: int = 1
     """Sequences per forward pass and GPU."""
     sequence_length: int = 2048
-    """Longest row in tokens. Longer conversations are dropped, longer raw texts are split."""
+    """Longest sequence in tokens. Longer conversations are dropped, longer raw texts are split."""
     packing: bool = True
-    """Put several documents in a row, none of which sees another."""
+    """Put several documents into one sequence; they never attend to each other."""
     precision: Precision = "bf16"
     router_aux_loss_coef: float = 0.0
-    """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0, the usual choice for fine-tuning,
-    leaves it out."""
+    """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0 (usual for fine-tuning) leaves it
+    out."""
     gradient_checkpointing: bool | Literal["selective"] = True
     """Recompute activations in the backward pass: about a third more compute for much less memory. `selective`: of
-    the feed-forward layers only, which hold most of them; attention, the slower part of long rows, is kept."""
+    the feed-forward layers only, which hold most of them; attention, the slower part of long sequences, is kept."""
     tiled_loss: bool | None = None
     """Compute the loss for some tokens at a time, so that whole logits never exist. Costs one more product with the
     output matrix, on a GPU for labelled tokens alone. None: where whole logits would take a GiB or more."""
     tiled_mlp: bool = False
-    """Compute feed-forward layers for some tokens at a time: for rows so long that one layer's activations do not
+    """Compute feed-forward layers for some tokens at a time: for sequences so long that one layer's activations do not
     fit. Costs their forward pass once more."""
     compile: Literal["off", "regional"] = "off"
-    """`regional`: torch.compile each layer by itself, so that it is compiled once and not once per layer. Takes a
-    minute at the start, and again for every other length of a row; not under ZeRO-3, whose fetches break the graph."""
+    """`regional`: torch.compile each layer by itself, so that one is compiled and not each of them. Takes a
+    minute at the start, and again for every other sequence length; not under ZeRO-3, whose fetches break the graph."""
     liger_kernel: bool = False
     """Liger's fused RMSNorm, RoPE and SwiGLU on a GPU, where it is installed (pip install liger-kernel)."""
     seed: int = 42
     logging_steps: int = 10
     eval_steps: int | None = None
-    """Evaluate the held-out loss every so many steps; None: only before and after."""
+    """Evaluate the held-out loss every so many steps; None: only before and after training."""
     save_steps: int = 500
     """Write a checkpoint every so many steps; 0: only the final export."""
     keep_checkpoints: int = 2
     """How many checkpoints stay on disk. At least 2, so that one survives while the next is written."""
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
-    """Where the loss or the gradient norm is not finite: end the run; leave that update out, as DeepSpeed does; or go
-    back to the newest checkpoint and train without those rows (PaLM, Chowdhery et al. 2022, arXiv:2204.02311)."""
+    """If the loss or the gradient norm is not finite: end the run; skip that update, as DeepSpeed does; or go back to
+    the newest checkpoint and train without those examples (PaLM, Chowdhery et al. 2022, arXiv:2204.02311)."""
     on_spike: Literal["warn", "stop", "rewind"] = "warn"
-    """Where a logged loss is 6 standard deviations above the mean of the 128 before it (OLMo-core's skip-step rule)."""
+    """If a logged loss is 6 standard deviations above the mean of the 128 before it (OLMo-core's skip-step rule)."""
     hang_minutes: float = 25.0
-    """When no step ends for so long, write every rank's Python stack into the run folder and end the run; 0: never.
-    By default before the collectives' own limit of 30 minutes, which tells nothing."""
+    """If no step ends for so long, write every rank's Python stack into the run folder and end the run; 0: never.
+    The default is below the collectives' own timeout of 30 minutes, which gives no cause."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no run can have.
+        """Refuse impossible values.
 
         Raises:
             UserError: names the key, the value and what is allowed.
@@ -222,22 +225,20 @@ class Recipe:
         if self.model.quantization != "none" and self.lora is None:
             raise UserError(
                 f"model.quantization={self.model.quantization}: 4-bit weights cannot be trained; add adapters, e.g. "
-                "lora.rank=16, or take the variant qlora."
+                "lora.rank=16, or use the variant qlora."
             )
         if self.tiled_loss:
             for key, used, why in (
-                ("method", self.method == "dpo", "TRL's DPO computes it in tiles already"),
-                ("layout.pipeline", self.layout.pipeline > 1, "a pipeline's last stage hands whole logits over"),
-                ("router_aux_loss_coef", self.router_aux_loss_coef, "TRL's tiles take the model's own"),
+                ("method", self.method == "dpo", "TRL's DPO already computes it in tiles"),
+                ("layout.pipeline", self.layout.pipeline > 1, "a pipeline's last stage returns whole logits"),
+                ("router_aux_loss_coef", self.router_aux_loss_coef, "TRL's tiles use the model's own"),
             ):
                 if used:
                     raise UserError(f"tiled_loss=true with {key}={_get(self, key)}: {why}; leave tiled_loss out.")
         for key in ("on_nan", "on_spike"):
             if _get(self, key) == "rewind" and (not self.save_steps or self.data.streaming):
-                missing = (
-                    "rows with numbers, which data.streaming=true has not" if self.save_steps else "save_steps above 0"
-                )
-                raise UserError(f"{key}=rewind: needs {missing}; or take {key}=stop.")
+                missing = "numbered examples, so not data.streaming=true" if self.save_steps else "save_steps above 0"
+                raise UserError(f"{key}=rewind: needs {missing}; or use {key}=stop.")
         if self.global_batch_size % self.micro_batch_size:
             raise UserError(
                 f"global_batch_size={self.global_batch_size} is not a multiple of "
@@ -287,7 +288,7 @@ def _get(recipe: Recipe, key: str) -> Any:
 
 
 def names(text: str | None) -> list[str]:
-    """Return what a field holds that takes several with commas between them, such as `data.path`."""
+    """Return the values of a field that takes several, separated by commas, such as `data.path`."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
@@ -300,7 +301,7 @@ def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
     """Rebuild a recipe from `to_dict`'s form.
 
     Raises:
-        UserError: a field that this version does not know, or one that is missing.
+        UserError: a field is unknown to this version, or missing.
     """
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
@@ -320,4 +321,4 @@ def _rebuild(hint: Any, value: Any) -> Any:
 def dataclass_in(hint: Any) -> type | None:
     """Return the dataclass that a field's type names (`Lora` for `Lora | None`), or None."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)

@@ -1,4 +1,4 @@
-"""The run folder: where everything about one execution lies, and which of its checkpoints can be trusted."""
+"""The run folder: the paths of everything about one run, and which of its checkpoints are complete."""
 
 import json
 import os
@@ -8,31 +8,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from recipes.spec.errors import UserError
-from recipes.spec.pages import ROOT
-from recipes.spec.recipe import Recipe, from_dict, to_dict
+from .errors import UserError
+from .project import runs
+from .recipe import Recipe, from_dict, to_dict
 
 COMPLETE = "complete.json"
-"""Written into a checkpoint last of all, by rank 0 after every rank has finished: without it, it is half a one."""
+"""Written into a checkpoint last, by rank 0 after every rank has finished; without it the checkpoint is incomplete."""
 
 REWIND = 75
-"""Exit status of ranks that want to go on from the newest checkpoint (`EX_TEMPFAIL`: try again)."""
+"""Exit status of ranks that rewind: the run should resume from its newest checkpoint (`EX_TEMPFAIL`: try again)."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run; nothing is created before it is needed."""
+    """The paths of one run; nothing is created until it is needed."""
 
     path: Path
 
     @property
     def recipe(self) -> Path:
-        """The recipe as it runs, overrides included."""
+        """The recipe as it runs, including overrides."""
         return self.path / "recipe.json"
 
     @property
     def deepspeed(self) -> Path:
-        """The DeepSpeed configuration that the engine got, every value concrete."""
+        """The DeepSpeed configuration that the engine got, with every value resolved."""
         return self.path / "deepspeed.json"
 
     @property
@@ -62,27 +62,27 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Holds `checkpoint-STEP` folders, from which a run goes on."""
+        """Holds `checkpoint-STEP` folders, from which a run resumes."""
         return self.path / "checkpoints"
 
     @property
     def ranks(self) -> Path:
-        """Holds what each rank printed (`rank-N.log`), and its Python stack when the run hung (`rank-N.stack`)."""
+        """Holds each rank's output (`rank-N.log`) and, if the run hung, its Python stack (`rank-N.stack`)."""
         return self.path / "ranks"
 
     @property
     def restarts(self) -> Path:
-        """One JSON object per restart: why, from which step, with how many ranks."""
+        """One JSON object per restart: its cause, the step that it resumed from, and the number of ranks."""
         return self.path / "restarts.jsonl"
 
     @property
     def left_out(self) -> Path:
-        """The rows, by their numbers, that a rewind has found to be bad and that are not trained on again."""
+        """The examples, by number, that a rewind has found to be bad and that are skipped from then on."""
         return self.path / "left_out.json"
 
     @property
     def wandb_id(self) -> Path:
-        """What W&B knows the run by: its parts before and after a restart are one run there."""
+        """The run's id in W&B, where a run and its restarts are a single run."""
         return self.path / "wandb_id.txt"
 
     @property
@@ -97,15 +97,15 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """What came out; its presence says that the run has ended."""
+        """The result; it exists once the run has ended."""
         return self.path / "summary.json"
 
 
 def read_recipe(run: RunFolder) -> Recipe:
-    """Return the recipe that a run folder holds.
+    """Return the recipe in a run folder.
 
     Raises:
-        UserError: the folder is not a run folder, or its recipe.json cannot be read.
+        UserError: not a run folder, or its recipe.json cannot be read.
     """
     return from_dict(read_json(run.recipe))
 
@@ -114,7 +114,7 @@ def read_json(path: Path) -> Any:
     """Return a JSON file's content.
 
     Raises:
-        UserError: missing, or not JSON (with the line).
+        UserError: missing, or not JSON; names the line.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -127,7 +127,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` so that a reader sees either the old file or the whole new one."""
+    """Write `value` atomically: a reader sees either the old file or the complete new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
     draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -138,56 +138,58 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     """Return the folder for a new run: `output_dir`, or a dated one in `runs/`.
 
     Raises:
-        UserError: the folder holds something that a new run would spoil.
+        UserError: the folder has content that a new run would overwrite.
     """
     if output_dir is None:
-        return RunFolder(ROOT / "runs" / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
+        return RunFolder(runs() / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
     run = RunFolder(output_dir.resolve())
     if run.recipe.exists():
         held = read_recipe(run).name
         if held != recipe.name:
-            raise UserError(f"{output_dir} holds a run of {held}, not of {recipe.name}; choose another --output-dir.")
-        raise UserError(f"{output_dir} already holds a run of {held}; add --resume, or choose another --output-dir.")
+            raise UserError(f"{output_dir} has a run of {held}, not of {recipe.name}; choose another --output-dir.")
+        raise UserError(f"{output_dir} already has a run of {held}; add --resume, or choose another --output-dir.")
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise UserError(f"{output_dir} exists and is not a run folder; choose an empty or new --output-dir.")
+        raise UserError(f"{output_dir} exists and is not a run folder; choose a new or empty --output-dir.")
     return run
 
 
 def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
-    """Return the run to go on with: the one in `output_dir`, or this recipe's newest.
+    """Return the run to resume: the one in `output_dir`, or this recipe's newest.
 
     Raises:
-        UserError: there is none, it is another recipe's, or it has no whole checkpoint.
+        UserError: there is none, it is another recipe's, or it has no complete checkpoint.
     """
     if output_dir is None:
-        runs = sorted((ROOT / "runs" / recipe.name).glob("*/recipe.json"))
-        if not runs:
-            raise UserError(f"nothing to resume: no run of {recipe.name} in {ROOT / 'runs'}; name its --output-dir.")
-        run = RunFolder(runs[-1].parent)
+        found = sorted((runs() / recipe.name).glob("*/recipe.json"), reverse=True)
+        # Pages of one name in different folders have runs of one name.
+        same = (RunFolder(file.parent) for file in found if from_dict(read_json(file)).page == recipe.page)
+        run = next(same, None)
+        if run is None:
+            raise UserError(f"nothing to resume: no run of {recipe.name} in {runs()}; add --output-dir.")
     else:
         run = RunFolder(output_dir.resolve())
         if not run.recipe.exists():
-            raise UserError(f"nothing to resume: {output_dir} holds no recipe.json, so it is not a run folder.")
+            raise UserError(f"nothing to resume: {output_dir} has no recipe.json, so it is not a run folder.")
     held = read_recipe(run).name
     if held != recipe.name:
-        raise UserError(f"{run.path} holds a run of {held}, not of {recipe.name}; choose another --output-dir.")
+        raise UserError(f"{run.path} has a run of {held}, not of {recipe.name}; choose another --output-dir.")
     if run.summary.exists() and not read_json(run.summary).get("stopped"):
-        raise UserError(f"nothing to resume: the run in {run.path} has ended; start a new one without --resume.")
+        raise UserError(f"nothing to resume: the run in {run.path} has finished; start a new one without --resume.")
     if newest_checkpoint(run) is None:
-        raise UserError(f"nothing to resume: {run.checkpoints} holds no whole checkpoint; start without --resume.")
+        raise UserError(f"nothing to resume: {run.checkpoints} has no complete checkpoint; start without --resume.")
     return run
 
 
 def newest_checkpoint(run: RunFolder) -> Path | None:
-    """Return the whole checkpoint of the highest step, or None."""
+    """Return the complete checkpoint of the highest step, or None."""
     marked = [marker.parent for marker in run.checkpoints.glob(f"checkpoint-*/{COMPLETE}")]
-    return next(filter(is_whole, sorted(marked, key=step_of, reverse=True)), None)
+    return next(filter(is_complete, sorted(marked, key=step_of, reverse=True)), None)
 
 
-def is_whole(checkpoint: Path) -> bool:
-    """Return whether every file of a marked checkpoint still has the size that it was written with.
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether every file of a checkpoint that is marked complete still has the size with which it was written.
 
-    A machine that loses its power, or a disk that fills up, can cut off files that were written in full.
+    A power failure or a full disk can truncate files that were already written.
     """
     written = read_json(checkpoint / COMPLETE).get("files", {})
     return all(_size(checkpoint / name) == size for name, size in written.items())
@@ -201,18 +203,18 @@ def sizes(checkpoint: Path) -> dict[str, int]:
 
 def _size(path: Path) -> int | None:
     try:
-        with path.open("rb") as file:  # opened, since a network file system may tell an old size until then
+        with path.open("rb") as file:  # opened, because a network file system may report an old size until then
             return os.fstat(file.fileno()).st_size
     except OSError:
         return None
 
 
 def checkpoint_bytes(total: int, trainable: int, bytes_per_weight: int) -> int:
-    """Return what one checkpoint takes on disk, in bytes, for `total` and `trainable` parameters.
+    """Return the size of a checkpoint on disk, in bytes, for `total` and `trainable` parameters.
 
-    The engine's states are 12 bytes per trainable parameter (fp32 weight and two Adam moments, measured for
-    ZeRO 1-3); beside them lie the weights, once as the engine's module state and once in Hugging Face form.
-    With adapters only the trainable part is written. A tenth is added for everything else.
+    The engine's states take 12 bytes per trainable parameter (fp32 weight and two Adam moments, measured for ZeRO 1
+    to 3). The weights are written twice, as the engine's module state and in Hugging Face format. With adapters only
+    the trainable part is written. A tenth is added for everything else.
     """
     weights = trainable if trainable < total else total
     return int(1.1 * (12 * trainable + 2 * bytes_per_weight * weights)) + 2**20
@@ -224,7 +226,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def forget_after(run: RunFolder, checkpoint: Path) -> None:
-    """Remove what the lost steps left behind: half-written checkpoints and the metrics after `checkpoint`."""
+    """Remove what the lost steps have left: later and incomplete checkpoints, and the metrics after `checkpoint`."""
     for folder in run.checkpoints.glob("checkpoint-*"):
         if step_of(folder) > step_of(checkpoint) or not (folder / COMPLETE).exists():
             shutil.rmtree(folder)
@@ -235,13 +237,13 @@ def forget_after(run: RunFolder, checkpoint: Path) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a log of ours; a line that a kill cut off is left out."""
+    """Return the objects of a JSONL log; a last line that is cut off is left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
-    """Add one object to a log of ours."""
+    """Append one object to a JSONL log."""
     with path.open("a", encoding="utf-8") as log:
         log.write(json.dumps(row) + "\n")
 

@@ -1,27 +1,29 @@
-"""A recipe in the words of `transformers.TrainingArguments` and TRL's `DPOConfig`."""
+"""A recipe in the words of `transformers.TrainingArguments`, and its DeepSpeed file with the layout's sizes."""
 
-from pathlib import Path
+import copy
 from typing import Any
 
-from transformers import TrainingArguments
-
-from recipes.spec.errors import UserError
-from recipes.spec.layout import gradient_accumulation_steps
-from recipes.spec.recipe import Recipe
-from recipes.spec.run_folder import RunFolder, read_json
-from recipes.training import universal
+from ..spec.deepspeed_file import DeepSpeedFile
+from ..spec.errors import UserError
+from ..spec.layout import gradient_accumulation_steps
+from ..spec.recipe import Recipe
+from ..spec.run_folder import RunFolder
+from . import universal_checkpoint
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: bool) -> TrainingArguments:
-    """Return the Trainer's arguments; building them also makes `zero.Init` live, so build them before the model.
+def common_arguments(
+    recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int, on_gpu: bool
+) -> dict[str, Any]:
+    """Return the Trainer's arguments that do not depend on the method.
 
     The DeepSpeed file goes in as it is: the Trainer fills its `"auto"` values from these arguments.
     """
-    arguments: dict[str, Any] = {
+    config = deepspeed_config(recipe, file)
+    return {
         "output_dir": str(run.checkpoints),
-        "deepspeed": universal.loading(deepspeed_config(recipe), recipe.layout, run, world_size),
+        "deepspeed": universal_checkpoint.loading(config, recipe.layout, run, world_size),
         "use_cpu": not on_gpu,
         "per_device_train_batch_size": recipe.micro_batch_size,
         "per_device_eval_batch_size": recipe.micro_batch_size,
@@ -46,65 +48,59 @@ def training_arguments(recipe: Recipe, run: RunFolder, world_size: int, on_gpu: 
         "save_steps": recipe.save_steps or 1,
         "save_total_limit": recipe.keep_checkpoints,
         "dataloader_num_workers": loader_processes(recipe, on_gpu),
-        # For streams accelerate would read on rank 0 and send the rest, which needs rows of one length. From pinned
-        # memory rows are copied while the GPU computes.
+        # For streams accelerate would read on rank 0 and send the rest, which needs sequences of one length. From
+        # pinned memory sequences are copied while the GPU computes.
         "accelerator_config": {"dispatch_batches": False, "non_blocking": on_gpu},
         "dataloader_pin_memory": on_gpu,
         "disable_tqdm": True,  # our own progress bar says more
-        "report_to": "none",  # W&B gets the same numbers as metrics.jsonl, from tracking.py
+        "report_to": "none",  # W&B gets the same numbers as metrics.jsonl, from callbacks/trackers.py
         "remove_unused_columns": False,
         "logging_nan_inf_filter": False,  # it hides NaN losses, and costs a device synchronisation per step
         "ddp_timeout": 1800,
     }
-    if recipe.method == "dpo":
-        from trl import DPOConfig  # 20 MB and a second that other methods do not need
-
-        return DPOConfig(**arguments, beta=recipe.dpo.beta, max_length=recipe.sequence_length)
-    return TrainingArguments(**arguments)
 
 
 def loader_processes(recipe: Recipe, on_gpu: bool) -> int:
-    """Return how many processes load rows for a rank."""
+    """Return how many processes load data for a rank."""
     workers = recipe.data.workers if recipe.data.workers is not None else 2 * (on_gpu and not recipe.data.streaming)
     # Of several processes that read one stream, all but one would have nothing to read.
     return min(workers, 1) if recipe.data.streaming else workers
 
 
-def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's DeepSpeed file, with the layout's number of tensor- and expert-parallel ranks.
+def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
+    """Return the recipe's DeepSpeed configuration, with the layout's number of tensor- and expert-parallel ranks.
 
     Raises:
         UserError: the layout wants expert parallelism, and the file has no block for it, or the wrong stage; or the
             file wants tensor parallelism, and the layout does not.
     """
-    config = read_json(Path(recipe.deepspeed))
-    split = config.get("tensor_parallel", {})
-    if recipe.layout.tensor > 1 and recipe.layout.pipeline == 1:  # stages are split by `tensor.shard`
+    config, layout = copy.deepcopy(dict(file.content)), recipe.layout
+    if layout.tensor > 1 and layout.pipeline == 1:  # stages are split by `tensor.shard`
         # A head that keeps its logits apart saves memory, but evaluation and generation need them whole.
-        config["tensor_parallel"] = split | {"autotp_size": recipe.layout.tensor, "vocab_parallel_lm_head": False}
+        sizes = {"autotp_size": layout.tensor, "vocab_parallel_lm_head": False}
+        config["tensor_parallel"] = config.get("tensor_parallel", {}) | sizes
         # The Trainer and DeepSpeed count tensor-parallel ranks differently; each works it out from the rest.
         config.pop("train_batch_size", None)
-    elif split.get("autotp_size", 0) > 1:
+    elif file.tensor_size > 1:
         raise UserError(
-            f"deepspeed={Path(recipe.deepspeed).name} splits layers over {split['autotp_size']} ranks; "
-            f"add layout.tensor={split['autotp_size']}."
+            f"deepspeed={file.name} splits layers over {file.tensor_size} ranks; add layout.tensor={file.tensor_size}."
         )
-    if recipe.layout.expert > 1:
-        if "expert_parallel" not in config:
+    if layout.expert > 1:
+        if not file.has_expert_block:
             raise UserError(
-                f"layout.expert={recipe.layout.expert}: {Path(recipe.deepspeed).name} has no expert_parallel block; "
-                "take deepspeed=expert_parallel.json."
+                f"layout.expert={layout.expert}: {file.name} has no expert_parallel block; use "
+                "deepspeed=expert_parallel.json."
             )
-        if config["zero_optimization"]["stage"] == 0:
+        if file.stage == 0:
             # It clips at the mean of the ranks' norms: `test_deepspeed_averages_the_norms_of_different_experts`.
             raise UserError(
-                f"layout.expert={recipe.layout.expert}: without ZeRO, DeepSpeed takes the wrong gradient norm; "
-                f"set zero_optimization.stage to 1 in {Path(recipe.deepspeed).name}, which takes less memory too."
+                f"layout.expert={layout.expert}: without ZeRO, DeepSpeed computes the wrong gradient norm; set "
+                f"zero_optimization.stage to 1 in {file.name}, which takes less memory too."
             )
-        config["expert_parallel"]["autoep_size"] = recipe.layout.expert
+        config["expert_parallel"]["autoep_size"] = layout.expert
         config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and spares norms the decay
-    if recipe.layout.pipeline > 1:
+    if layout.pipeline > 1:
         config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank
-        # Sending a share per tensor rank keeps the first shape, and rows without packing have several.
+        # Sending a share per tensor rank keeps the first shape, and sequences without packing have several.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False, **config.get("pipeline", {})}
     return config

@@ -10,7 +10,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from recipes.spec.pages import ROOT
+from ..spec.project import CHECKOUT, INSTALLED
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "datasets", "wandb")
 
@@ -18,9 +18,10 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "
 def describe() -> dict[str, Any]:
     """Return the facts that a measurement needs beside it."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    own = ["deepspeed-recipes"] if INSTALLED else []
     return {
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: version(name) for name in (*PACKAGES, *own)},
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "cpu": platform.processor() or platform.machine(),
@@ -33,7 +34,9 @@ def describe() -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Return the checkout's commit, with `+changes` when files differ from it; None outside git."""
+    """Return the checkout's commit, with `+changes` when files differ from it; None without a checkout or git."""
+    if CHECKOUT is None:
+        return None  # git would answer for the repository that the environment lies in
     try:
         commit = _git("rev-parse", "HEAD")
         return commit + ("+changes" if _git("status", "--porcelain") else "")
@@ -42,4 +45,4 @@ def git_commit() -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(["git", *arguments], cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.strip()

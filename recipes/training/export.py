@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.pipe import PipelineModule
 from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
@@ -15,76 +14,33 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from recipes.spec.errors import UserError, first_line
-from recipes.spec.run_folder import read_json, write_json
-from recipes.training import experts, pipeline_engine, tensor, world
-from recipes.training.adapters import keep_layout
+from ..spec.errors import UserError, first_line
+from ..spec.run_folder import read_json
+from . import distributed, upstream
+from .parallel.whole import QUANTIZATION
 
 ADAPTER = "adapter_config.json"
-QUANTIZATION = "base_quantization.json"
-"""Beside an adapter that was trained on a quantised base model: how to quantise it again."""
 
 
-def save(trainer: Trainer, folder: Path) -> None:
-    """Write the trained model, or its adapter, to `folder`; a collective, since ranks hold parts of the weights.
+def save(trainer: Any, folder: Path) -> None:
+    """Write the trained model, or its adapter, to `folder`, which appears once it is complete; a collective.
 
-    Not `Trainer.save_model`: that clones the whole state on every rank below ZeRO-3, and stores tied weights twice.
+    Args:
+        trainer: with `RunHooks`.
+        folder: replaced if it exists.
     """
-    draft = folder.with_name(folder.name + ".part")
-    if world.is_first():
-        shutil.rmtree(draft, ignore_errors=True)
+    part = folder.with_name(folder.name + ".part")
+    if distributed.is_first():
+        shutil.rmtree(part, ignore_errors=True)
     torch.distributed.barrier()
-    _write(trainer, draft)
-    if world.is_first():
+    trainer.context.way.save(trainer, part)
+    if distributed.is_first():
         shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
+        part.rename(folder)
     torch.distributed.barrier()
-
-
-def save_with_checkpoints(trainer: Trainer) -> None:
-    """Make the Trainer's checkpoints hold the same ordinary weights, where the DeepSpeed file does not decline them.
-
-    Below ZeRO-3 the Trainer's own way stores tied weights twice; of split models it would store one rank's part; and
-    without `stage3_gather_16bit_weights_on_model_save` it writes DeepSpeed's checkpoint a second time instead. Set that
-    key to false, and ZeRO-3's checkpoints hold no weights besides DeepSpeed's own.
-    """
-
-    def save_model(output_dir: str, _internal_call: bool = False) -> None:
-        engine = trainer.deepspeed
-        zero = engine._config._param_dict["zero_optimization"]
-        wanted = zero.get("stage3_gather_16bit_weights_on_model_save", True)
-        if wanted or not engine.zero_optimization_partition_weights():
-            _write(trainer, Path(output_dir))
-
-    trainer.save_model = save_model
-
-
-def _write(trainer: Trainer, folder: Path) -> None:
-    if isinstance(trainer.deepspeed.module, PipelineModule):
-        pipeline_engine.save(trainer.deepspeed.module, trainer.processing_class, folder)
-    else:
-        _save_whole(trainer, folder)
-
-
-def _save_whole(trainer: Trainer, folder: Path) -> None:
-    engine, model = trainer.deepspeed, trainer.model
-    state = None
-    if experts.layers(model):
-        state = experts.whole_state(model)
-    elif engine.zero_optimization_partition_weights():
-        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=isinstance(model, PeftModel))
-    elif tensor.layers(model):
-        state = tensor.whole_state(model, world.is_first(), frozen=not isinstance(model, PeftModel))
-    if world.is_first():
-        model.save_pretrained(folder, state_dict=state)
-        trainer.processing_class.save_pretrained(folder)
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card: a page of blanks
-        if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
-            write_json(folder / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
 
 
 @torch.no_grad()
@@ -98,21 +54,21 @@ def verify(
             collective.
         dtype: the trained model's.
         folder: what `save` wrote.
-        tokens: one row of token ids to compare on.
+        tokens: one sequence of token ids to compare on.
 
     Raises:
         RuntimeError: the reloaded model computes something else, so the export is not the model that was trained.
     """
-    inputs = torch.tensor([tokens], device=world.device())
+    inputs = torch.tensor([tokens], device=distributed.device())
     trained = forward(inputs).float().cpu()
     difference = 0.0
-    if world.is_first():
+    if distributed.is_first():
         unset_hf_deepspeed_config()  # or transformers would shard what it loads
         # On the host, unless it is quantised: a GPU that still holds the engine's states has no room for a whole model.
         reloaded = load(folder, dtype=dtype).eval()
         logits = reloaded(input_ids=inputs.to(reloaded.device)).logits.float().cpu()
         difference = ((logits - trained).abs().max() / trained.abs().max()).item()
-    difference = world.total(difference)[0]
+    difference = distributed.total(difference)[0]
     allowed = 1e-4 if dtype == torch.float32 else 3e-2
     if not difference <= allowed:
         raise RuntimeError(
@@ -168,7 +124,7 @@ def load_whole(folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot load the model: {first_line(error)}") from error
-    keep_layout(model)
+    upstream.keep_4bit_layout(model)
     return model
 
 
@@ -217,21 +173,21 @@ def write(source: Path, output: Path, merge: bool) -> str:
             f"{source}: no .safetensors file. A ZeRO-3 checkpoint has one when the DeepSpeed config says\n"
             '"stage3_gather_16bit_weights_on_model_save": true.'
         )
-    draft = output.with_name(output.name + ".part")
-    shutil.rmtree(draft, ignore_errors=True)
+    part = output.with_name(output.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
     if is_adapter and merge:
-        load_merged(source).save_pretrained(draft)
-        load_tokenizer(source).save_pretrained(draft)
+        load_merged(source).save_pretrained(part)
+        load_tokenizer(source).save_pretrained(part)
         kind = "a whole model, the adapter merged into it"
     else:
-        draft.mkdir(parents=True)
+        part.mkdir(parents=True)
         for file in sorted(source.iterdir()):
             if file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt") and file.name not in _OF_THE_RUN:
-                shutil.copy2(file, draft)
+                shutil.copy2(file, part)
         kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
     if output.exists():
         output.rmdir()
-    draft.rename(output)
+    part.rename(output)
     return kind
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-from recipes.spec.run_folder import RunFolder
+from ..spec.run_folder import RunFolder
 
 
 def keep(run: RunFolder) -> None:

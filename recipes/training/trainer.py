@@ -1,134 +1,235 @@
-"""The Hugging Face trainer of a recipe, under DeepSpeed."""
+"""The Trainer of a run: every override of transformers' Trainer, in one class, in the order in which they apply.
 
-from collections.abc import Callable, Sequence
-from typing import Any
+`RunHooks` goes before transformers' or TRL's class: `class RunTrainer(RunHooks, Trainer)`. Nothing else in the project
+changes a trainer (`upstream.py` works around defects of the engine).
+"""
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
 from accelerate.data_loader import prepare_data_loader
-from datasets import Dataset
-from deepspeed.runtime.utils import clip_grad_norm_
 from torch import distributed as dist
-from torch.utils.data import DataLoader
-from transformers import (
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import seed_worker
 
-from recipes.spec.layout import data_parallel_size
-from recipes.spec.recipe import Layout, Method
-from recipes.training import world
-from recipes.training.attention import is_told
-from recipes.training.data import Collator
+from ..spec.deepspeed_file import DeepSpeedFile
+from ..spec.layout import data_parallel_size
+from ..spec.recipe import Recipe
+from ..spec.run_folder import RunFolder, write_json
+from . import distributed, upstream
+from .callbacks.checkpoints import Checkpoints
+from .callbacks.evaluation import Evaluation
+from .callbacks.loss_guard import LossGuard
+from .callbacks.metrics import Metrics
+from .callbacks.progress import Progress
+from .callbacks.routing import Routing
+from .callbacks.stop_signal import StopOnSignal
+from .callbacks.trackers import Tracker
+from .callbacks.watchdog import Watchdog
+from .data import example_numbers
+from .environment import describe
+from .parallel import expert
+
+if TYPE_CHECKING:
+    Hooked: TypeAlias = Trainer  # what the hooks are put before, for the type checker
+else:
+    Hooked = object
 
 INFINITY = 2147483647
-"""Written for infinity, which strict JSON has no word for: what nobody reaches."""
+"""Written for infinity, which strict JSON cannot express: a number that no run reaches."""
 
 
-class EngineReady(TrainerCallback):
-    """Calls `action` once the DeepSpeed engine exists, before the first step."""
+@dataclass(frozen=True)
+class RunContext:
+    """What the trainer of a run works with."""
+
+    recipe: Recipe
+    run: RunFolder
+    file: DeepSpeedFile
+    way: ModuleType
+    """How the ranks hold the model: `parallel.whole` or `parallel.pipeline`."""
+    checkpoint: Path | None
+    """The one to resume from."""
+    tracker: Tracker
+    metrics: Metrics
+    guard: LossGuard
+    checkpoints: Checkpoints
+    stop: StopOnSignal
+    watchdog: Watchdog
+    evaluation: Evaluation | None
+    """None: there is no held-out data."""
+
+
+class OnTrainBegin(TrainerCallback):
+    """Calls `action` when the engine exists, before the first step."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Call it."""
+        """Call `action`."""
         self.action()
 
 
-def build(
-    method: Method,
-    model: Any,
-    arguments: TrainingArguments,
-    rows: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    callbacks: Sequence[TrainerCallback],
-) -> Trainer:
-    """Return the trainer for the method: TRL's for preferences, transformers' own for the rest.
+class RunHooks(Hooked):
+    """What a run changes in transformers' Trainer; put it before the trainer's own class."""
 
-    SFT takes transformers' Trainer on rows that `data.prepare` has packed and masked: TRL's SFTTrainer computes
-    entropy and accuracy and gathers them over all ranks at every step, which costs more than it tells.
-    """
-    shared: dict[str, Any] = {
-        "model": model,
-        "args": arguments,
-        "train_dataset": rows,
-        "processing_class": tokenizer,
-        "callbacks": list(callbacks),
-    }
-    if method == "dpo":
-        from trl import DPOTrainer
+    control: TrainerControl
 
-        trainer = DPOTrainer(**shared)
-    else:
-        trainer = Trainer(**shared, data_collator=Collator(tokenizer.pad_token_id, tells=is_told(model)))
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    def __init__(self, context: RunContext, **options: Any) -> None:
+        """`options`: those of the trainer's own class."""
+        self.context = context
+        self.micro_batches: list[dict[str, Any]] = []  # that a pipeline has not trained on yet
+        super().__init__(**options)
+        self.remove_callback(PrinterCallback)
+        for callback in self._callbacks():
+            self.add_callback(callback)
 
+    def _callbacks(self) -> Iterator[TrainerCallback]:
+        """Yield the run's callbacks in the order in which each event reaches them."""
+        context = self.context
+        yield OnTrainBegin(self.on_engine_ready)
+        yield context.guard  # reads a log before Metrics writes it
+        yield context.checkpoints
+        yield Progress()
+        yield context.stop
+        if context.recipe.layout.pipeline == 1:
+            yield Routing()  # adds to what Metrics writes
+        yield context.metrics
+        if context.evaluation:
+            yield OnTrainBegin(self.evaluate_at_start)
+            yield context.evaluation
+        yield context.watchdog  # its clock starts after everything else
 
-def share_rows(trainer: Trainer, layout: Layout) -> None:
-    """Make all ranks that hold parts of one copy of the model read the same rows; accelerate knows data ranks only."""
-    accelerator = trainer.accelerator
-    size = dist.get_world_size()
+    # Before the first step
 
-    def prepare(loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
-        prepared = prepare_data_loader(
+    def get_train_dataloader(self) -> DataLoader:
+        """Return a loader that gives all ranks that share a copy of the model the same sequences.
+
+        accelerate's own preparation, which the Trainer calls, knows data-parallel ranks only.
+        """
+        arguments, accelerator, layout = self.args, self.accelerator, self.context.recipe.layout
+        dataset = example_numbers.numbered(self.train_dataset, self.context.run)
+        options: dict[str, Any] = {}
+        if not isinstance(dataset, IterableDataset):
+            options = {"sampler": self._get_train_sampler(dataset), "drop_last": arguments.dataloader_drop_last}
+        loader = DataLoader(
+            dataset,
+            batch_size=self._train_batch_size,
+            collate_fn=example_numbers.WithNumbers(self.data_collator),
+            num_workers=arguments.dataloader_num_workers,
+            pin_memory=arguments.dataloader_pin_memory,
+            worker_init_fn=partial(
+                seed_worker, num_workers=arguments.dataloader_num_workers, rank=arguments.process_index
+            ),
+            **options,
+        )
+        return prepare_data_loader(
             loader,
             accelerator.device,
-            num_processes=data_parallel_size(layout, size),
-            process_index=world.place(layout).row,
+            num_processes=data_parallel_size(layout, dist.get_world_size()),
+            process_index=distributed.place(layout).data,
             put_on_device=True,
             rng_types=accelerator.rng_types.copy(),
             dispatch_batches=False,
             use_seedable_sampler=accelerator.use_seedable_sampler,
             non_blocking=accelerator.non_blocking,
         )
-        accelerator._dataloaders.append(prepared)
-        return prepared
 
-    accelerator.prepare_data_loader = prepare
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return the Trainer's optimizer, with spread experts in a group of their own."""
+        optimizer = super().create_optimizer(model)
+        size = self.context.recipe.layout.expert
+        if size > 1:
+            expert.separate_parameters(optimizer, self.model, size)
+        return optimizer
+
+    def on_engine_ready(self) -> None:
+        """Mend what the engine gets wrong, and write down what it is."""
+        engine, context = self.deepspeed, self.context
+        upstream.remember_gradient_norm(engine)
+        if context.checkpoint:
+            upstream.restore_parameter_groups(engine, context.checkpoint)
+            upstream.reshard_small_parameters(engine)
+        if expert.layers(self.model):
+            upstream.route_as_transformers(self.model)
+        context.guard.watch(engine)
+        config = resolved_config(engine)
+        if distributed.is_first():
+            write_json(context.run.deepspeed, config)
+            write_json(context.run.environment, describe())
+        context.tracker.begin(config)
+
+    # In a step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """Return the micro-batches of a step and how many tokens they learn, counted and timed for the metrics."""
+        metrics = self.context.metrics
+        with metrics.waiting():
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        metrics.count(batches)
+        return batches, items
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Return the loss of a micro-batch, as `context.way` computes it and the guard wants it logged."""
+        numbers = inputs.pop(example_numbers.KEY)
+        ordinary = partial(super().training_step, model)
+        loss = self.context.way.step(self, ordinary, inputs, num_items_in_batch)
+        return self.context.guard.keep(self.state.global_step + 1, numbers, loss)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        """Return the loss, with the routers' load-balancing loss where the recipe has it (`whole.load` scales it)."""
+        if self.context.recipe.router_aux_loss_coef:
+            inputs = {**inputs, "output_router_logits": True}
+        return super().compute_loss(model, inputs, *arguments, **options)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Return the norm that the engine has computed, still on the device; it clips by itself.
+
+        The Trainer and accelerate read it at every step. A read waits until the device has done everything before it,
+        and the device then waits for the next launch. `test_levers.py` tells when this can go.
+        """
+        return self.deepspeed.get_global_grad_norm()
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return the same; it is read when it is logged."""
+        return self.deepspeed.get_global_grad_norm()
+
+    # Between steps, and at the end
+
+    def evaluate_at_start(self) -> None:
+        """Measure the model before its first step."""
+        if self.context.evaluation and self.state.global_step == 0:
+            self.context.evaluation.measure(self, with_metric=True)
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """Measure the held-out data by `Evaluation`, in the Trainer's place."""
+        assert self.context.evaluation, "only Evaluation asks for it"
+        measured = self.context.evaluation.measure(self, with_metric=False)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, measured)
+        return measured
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write an ordinary Hugging Face folder, where the DeepSpeed file does not decline it; a collective.
+
+        Below ZeRO-3 the Trainer's own way stores tied weights twice; of split models it would store one rank's part;
+        and without `stage3_gather_16bit_weights_on_model_save` it writes DeepSpeed's checkpoint a second time instead.
+        Set that key to false, and ZeRO-3's checkpoints hold no weights besides DeepSpeed's own.
+        """
+        if self.context.file.gathers_weights:
+            self.context.way.save(self, Path(output_dir or self.args.output_dir))
 
 
-def report_grad_norm(engine: Any) -> None:
-    """Make the engine report its gradient norm in fp32 without ZeRO too, where DeepSpeed computes and forgets it.
-
-    DeepSpeed 0.19.8, engine.py, `clip_fp32_gradients`: the return value of `clip_grad_norm_` is dropped.
-    `test_deepspeed_forgets_the_fp32_gradient_norm` tells when this can go.
-    """
-
-    def clip_and_remember() -> None:
-        engine._global_grad_norm = clip_grad_norm_(
-            parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
-        )
-
-    engine.clip_fp32_gradients = clip_and_remember
-
-
-def read_norms_when_logging(trainer: Trainer) -> None:
-    """Leave the gradient norm on the device until it is logged; the Trainer and accelerate read it at every step.
-
-    A read waits until the device has done everything before it, and the device then waits for the next launch.
-    """
-
-    def norm(*_: Any, **__: Any) -> Any:
-        return trainer.deepspeed.get_global_grad_norm()
-
-    trainer._clip_grad_norm = trainer._get_grad_norm = norm
-
-
-def as_never_loaded(engine: Any) -> None:
-    """Under ZeRO-3, put small weights back into shards after a checkpoint was loaded, as a fresh engine has them.
-
-    DeepSpeed 0.19.8 gathers them at the end of a load and releases each after its module's first forward pass; DoRA,
-    which reads an adapter's weight from outside its module, then finds it empty. A fresh engine gathers at the first
-    forward pass, and keeps them. `test_catalogue.py` resumes DoRA under ZeRO-3.
-    """
-    small = getattr(engine.optimizer, "persistent_parameters", [])
-    if small:
-        small[0].partition(small)
+class RunTrainer(RunHooks, Trainer):
+    """transformers' Trainer with the run's hooks."""
 
 
 def resolved_config(engine: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Read, resolve and lint DeepSpeed JSON: no torch, and DeepSpeed only where it is asked for."""
+"""Read, resolve and lint DeepSpeed JSON, without torch; DeepSpeed is imported only on request."""

@@ -1,4 +1,4 @@
-"""Lint a DeepSpeed config: what stops a run, what silently does something else, and the fix for each.
+"""Lint a DeepSpeed config: find what stops a run and what is silently ignored, and suggest a fix for each.
 
 Needs neither torch nor DeepSpeed (about 0.1 s); `ask_deepspeed` adds DeepSpeed's own verdict (about 4 s).
 """
@@ -7,9 +7,9 @@ import copy
 import os
 from pathlib import Path
 
-from recipes.zero_config.read import Document, read
-from recipes.zero_config.rule import Config, Edit, Facts, Finding, Hit, Rule, dotted, model_config, shown
-from recipes.zero_config.rules import RULES
+from .read import Document, read
+from .rule import Config, Edit, Facts, Finding, Hit, Rule, dotted, model_config, shown
+from .rules import RULES
 
 
 def lint(
@@ -23,12 +23,22 @@ def lint(
     sequence_parallel_size: int = 1,
     pipeline_stages: int = 1,
 ) -> list[Finding]:
-    """All findings, errors first, in the order of the file.
+    """Return all findings, errors first, in the order of the file.
 
-    `trainer` is "hf" (transformers' Trainer, TRL, accelerate: they fill "auto") or "plain"
-    (deepspeed.initialize). `model` is a `config.json`, its folder or its content. What is not given is not
-    judged. Raises `read.Unreadable` for a file that is no JSON object, OSError or ValueError for a model that
-    cannot be read.
+    Args:
+        path_or_dict: the config.
+        world_size: number of ranks.
+        model: a `config.json`, its folder or its content.
+        gpu_memory_gib: memory of one GPU.
+        trainer: "hf" (transformers' Trainer, TRL, accelerate: they fill "auto") or "plain" (deepspeed.initialize).
+        lora: whether adapters are trained.
+        sequence_parallel_size: ranks that share a sequence.
+        pipeline_stages: stages of a pipeline.
+
+    What is None is not checked.
+
+    Raises:
+        UserError: the config is not a JSON object (`read.Unreadable`), or the model's config cannot be read.
     """
     facts = Facts(
         trainer="plain" if trainer == "plain" else "hf",
@@ -44,7 +54,7 @@ def lint(
 
 
 def judge(config: Document | dict, facts: Facts) -> list[Finding]:
-    """`lint` for a parsed file, or for a dictionary (which has no lines)."""
+    """Return the findings for a parsed file, or for a dictionary, which has no line numbers."""
     seen = Config.of(config) if isinstance(config, Document) else Config(config)
     findings = [_finding(rule, hit, seen) for rule in RULES for hit in rule.check(seen, facts)]
     return sorted(findings, key=lambda finding: (finding.severity != "error", finding.line or 0))
@@ -58,7 +68,7 @@ def _finding(rule: Rule, hit: Hit, config: Config) -> Finding:
 
 
 def _place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
-    """Where a hit stands: a problem's own spot, else its key, else the nearest enclosing key."""
+    """Return the line and column of a hit: the problem's own, or its key's, or the nearest enclosing key's."""
     for problem in config.problems:
         if problem.key == hit.path and problem.what == hit.what:
             return problem.line, problem.column
@@ -71,7 +81,7 @@ def _place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
 
 
 def fix(config: dict, findings: list[Finding]) -> dict:
-    """Return a copy of `config` with the findings' safe edits applied; what needs a decision stays."""
+    """Return a copy of `config` with the findings' safe edits applied; what needs a decision is left alone."""
     fixed = copy.deepcopy(config)
     for finding in findings:
         for edit in finding.edits:
@@ -93,14 +103,14 @@ def _apply(config: dict, edit: Edit) -> None:
     elif name in node and edit.value not in node:
         items = [(edit.value if key == name else key, value) for key, value in node.items()]
         node.clear()
-        node.update(items)  # in place, so that the key keeps its position and the diff is one line
+        node.update(items)  # in place: the key keeps its position, and the diff is one line
 
 
 def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:
-    """DeepSpeed's own verdict on a config without "auto": the first line of its objection, or None.
+    """Return the first lines of DeepSpeed's objection to a config without "auto", or None if it accepts the config.
 
-    Imports DeepSpeed and torch. The config class asks torch.distributed for the ranks, which is not running
-    here, so the batch numbers are checked for one rank: `train_batch_size` is divided by `world_size` first.
+    Imports DeepSpeed and torch. The config class asks torch.distributed for the number of ranks, which is not
+    initialised here, so batch sizes are checked for one rank: `train_batch_size` is divided by `world_size` first.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -111,16 +121,23 @@ def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:
         config["train_batch_size"] = train // world_size
     try:
         DeepSpeedConfig(config)
-    except Exception as error:  # its verdict is whatever it raises
+    except Exception as error:  # any exception is a rejection
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"{type(error).__name__}: {' '.join(lines[:3])}"
     return None
 
 
 def describe(finding: Finding, file: str = "") -> str:
-    """Return one finding as two lines of text, ready for a terminal."""
+    """Return one finding as two lines of text for a terminal."""
     place = ":".join(str(part) for part in (file, finding.line, finding.column) if part not in ("", None))
     value = "" if finding.value is None else shown(finding.value)
     what = " = ".join(part for part in (finding.key, value) if part)
     head = ": ".join(part for part in (place, finding.severity, what, finding.what) if part)
     return f"{head} [{finding.rule}]\n    fix: {finding.fix}"
+
+
+def first_error(findings: list[Finding], file: str = "") -> str | None:
+    """Return the first error as text with the number of others, or None if there is none."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    more = f"\n({len(errors) - 1} more; check_config.py shows them)" if len(errors) > 1 else ""
+    return describe(errors[0], file) + more if errors else None

@@ -1,11 +1,11 @@
-"""The names that DeepSpeed and torch look up in a config: optimizers, schedules, presets, words."""
+"""The names that a config may use, collected from DeepSpeed and torch: optimizers, schedules, presets, keywords."""
 
 import importlib
 import inspect
 
 
 def texts() -> tuple[str, ...]:
-    """Words that DeepSpeed's own constants hold: candidates for keys that take only certain words."""
+    """Return the strings in DeepSpeed's constants: candidates for keys that accept only certain words."""
     from deepspeed.runtime import config, constants
     from deepspeed.runtime.model_checkpointing import constants as checkpointing
 
@@ -37,7 +37,7 @@ def schedulers() -> dict[str, list[str]]:
 
 
 def torch_names(module: str, base: str) -> list[str]:
-    """Classes that DeepSpeed looks up in torch by the name in the config."""
+    """Return the classes that DeepSpeed looks up in torch by the name in the config."""
     found = importlib.import_module(f"torch.{module}")
     parent = getattr(found, base)
     return sorted(
@@ -48,7 +48,7 @@ def torch_names(module: str, base: str) -> list[str]:
 
 
 def expert_presets() -> list[str]:
-    """Return the models whose experts AutoEP knows."""
+    """Return the models whose experts AutoEP supports."""
     from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
 
     return sorted(available_preset_names())

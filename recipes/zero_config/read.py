@@ -1,9 +1,9 @@
-"""Strict JSON with positions, for files that people wrote by hand.
+"""A strict JSON parser that knows the line and column of everything, for configs that people write by hand.
 
-Python's own parser keeps the last of two equal keys, takes NaN, and stops at the first mistake without saying
-which key it was in. DeepSpeed (hjson) and the Trainer (json) also disagree about comments and duplicate keys,
-so a file that loads in one fails in the other. This parser names every such spot with its line and column,
-goes on where it can, and never recurses: 10,000 nested brackets are one message, not a stack overflow.
+Python's own parser keeps the last of two equal keys, accepts NaN, and stops at the first mistake without naming the
+key. DeepSpeed (hjson) and the Trainer (json) also disagree about comments and duplicate keys, so a file that loads in
+one fails in the other. This parser reports each such problem with its line and column, continues where it can, and
+never recurses: 10,000 nested brackets are one message, not a stack overflow.
 """
 
 import json
@@ -11,7 +11,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-SHIPPED = Path(__file__).resolve().parents[2] / "configs"
+from ..spec.errors import UserError
+from ..spec.project import CONFIGS
+
 MAX_DEPTH = 64  # the deepest real config has six levels
 MAX_BYTES = 4 * 1024 * 1024  # the largest real config is under 10 kB; more is not a config
 
@@ -27,17 +29,20 @@ _NOT_NUMBERS = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 _FOREIGN_WORDS = {"True": True, "False": False, "None": None}
 
 
-class Unreadable(Exception):
-    """The file is no JSON object; the message says where and why in one line."""
+class Unreadable(UserError):
+    """The file is not a JSON object; the message says where and why in one line."""
 
-    def __init__(self, what: str, line: int = 1, column: int = 1):
+    def __init__(self, what: str, line: int = 1, column: int = 1, file: str = ""):
         super().__init__(what)
-        self.what, self.line, self.column = what, line, column
+        self.what, self.line, self.column, self.file = what, line, column, file
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}: {self.what}" if self.file else self.what
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A spot that strict JSON forbids but that can be understood: parsing went on behind it."""
+    """Something that strict JSON forbids but that can be understood, so that parsing continued after it."""
 
     kind: str
     """`duplicate`, `comment`, `not-a-number`, `trailing-comma`, `missing-comma` or `python-word`."""
@@ -50,7 +55,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file: its value, where each key stands, and what strict JSON would not have taken."""
+    """A parsed file: its value, the position of each key, and what strict JSON would have rejected."""
 
     value: dict
     places: dict[Key, tuple[int, int]]
@@ -59,25 +64,35 @@ class Document:
 
 
 def located(name: str) -> Path:
-    """Return the file at a path or, where there is none, the one of that name in configs/, with or without .json."""
-    shipped = SHIPPED / (name if name.endswith(".json") else f"{name}.json")
+    """Return the path itself or, if no such file exists, the file of that name in configs/, with or without .json."""
+    shipped = CONFIGS / (name if name.endswith(".json") else f"{name}.json")
     return shipped if shipped.is_file() and not Path(name).exists() else Path(name)
 
 
 def read(path: str | Path) -> Document:
-    """Parse the file at `path`. Raises Unreadable for all that is no JSON object, no file included."""
+    """Parse the file at `path`.
+
+    Raises:
+        Unreadable: no such file, or a file that is not a JSON object.
+    """
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
+        return parse(data)
     except (OSError, ValueError) as error:
-        raise Unreadable(getattr(error, "strerror", None) or str(error)) from None
-    return parse(data)
+        raise Unreadable(getattr(error, "strerror", None) or str(error), file=str(path)) from None
+    except Unreadable as error:
+        raise Unreadable(error.what, error.line, error.column, str(path)) from None
 
 
 def parse(data: bytes | str) -> Document:
-    """Parse `data` (UTF-8). Raises Unreadable with a line and a column."""
+    """Parse `data`, which is UTF-8.
+
+    Raises:
+        Unreadable: with the line and the column.
+    """
     if len(data) > MAX_BYTES:
-        raise Unreadable(f"larger than {MAX_BYTES // 2**20} MiB: this is not a DeepSpeed config")
+        raise Unreadable(f"larger than {MAX_BYTES // 2**20} MiB, which no DeepSpeed config is")
     return _Parser(_decode(data)).document()
 
 
@@ -91,9 +106,9 @@ def _decode(data: bytes | str) -> str:
             byte = data[error.start]
             raise Unreadable(f"byte 0x{byte:02x} is not UTF-8 text", line, column) from None
     if data.startswith("\ufeff"):
-        raise Unreadable("starts with a byte order mark: save it as UTF-8 without BOM")
+        raise Unreadable("the file starts with a byte order mark; save it as UTF-8 without BOM")
     if not data.strip():
-        raise Unreadable("is empty")
+        raise Unreadable("the file is empty")
     return data
 
 
@@ -113,11 +128,11 @@ class _Parser:
         if self.at < len(self.text):
             raise self._stop("text after the end of the config", self.at)
         if not isinstance(value, dict):
-            raise Unreadable(f"a config is an object in braces; this is {_name(value)}")
+            raise Unreadable(f"expected an object in braces, found {_name(value)}")
         return Document(value, self.places, tuple(self.problems))
 
     def _value(self) -> object:
-        """Parse one value; containers are kept on `stack` as (container, its key, its opening place)."""
+        """Parse one value; open containers are kept on `stack` as (container, its key, where it was opened)."""
         stack: list[tuple[dict | list, Key, int]] = []
         key: Key = ()
         while True:
@@ -131,7 +146,7 @@ class _Parser:
                 value, done = None, False
             else:
                 value, done = self._scalar(key), True
-            # Hand finished values to their containers until one of them expects another item.
+            # Store finished values in their containers until one of them expects another item.
             while True:
                 if not stack:
                     return value
@@ -152,7 +167,7 @@ class _Parser:
             container[key[-1]] = value
 
     def _next_key(self, container: dict | list, base: Key, opened: int, first: bool) -> Key | None:
-        """Move to the next item of `container` and return its key; None when the container is closed."""
+        """Move to the next item of `container` and return its key; None if the container is closed."""
         closer, end = "}" if isinstance(container, dict) else "]", self.at
         self._skip(base)
         if self._take(closer):
@@ -164,9 +179,9 @@ class _Parser:
                 raise self._expected("a comma", closer, opened)
             self._skip(base)
             if not taken:
-                self._note("missing-comma", base, end, None, "no comma between this item and the next line")
+                self._note("missing-comma", base, end, None, "missing comma between this item and the next line")
             elif self._take(closer):
-                self._note("trailing-comma", base, comma, None, f"comma before the closing {closer}")
+                self._note("trailing-comma", base, comma, None, f"trailing comma before {closer}")
                 return None
         if isinstance(container, list):
             key = (*base, len(container))
@@ -175,7 +190,7 @@ class _Parser:
         return self._name(container, base, opened)
 
     def _new_line_since(self, start: int) -> bool:
-        """Return whether the next item stands on another line: hjson, which DeepSpeed reads, needs no comma there."""
+        """Return whether the next item is on another line, where hjson, which DeepSpeed reads, needs no comma."""
         return "\n" in self.text[start : self.at] and self.text[self.at : self.at + 1] not in ("", "}", "]", ":")
 
     def _name(self, container: dict, base: Key, opened: int) -> Key:
@@ -189,8 +204,8 @@ class _Parser:
         self.at = found.end()
         if key[-1] in container:
             first = self.places[key][0]
-            what = f"`{_short(key[-1])}` is given twice (first on line {first}): DeepSpeed refuses it, "
-            self._note("duplicate", key, start, container[key[-1]], what + "the Trainer takes the last one")
+            what = f"`{_short(key[-1])}` appears twice (first on line {first}): DeepSpeed rejects the file, "
+            self._note("duplicate", key, start, container[key[-1]], what + "the Trainer uses the last value")
         self.places[key] = self._place(start)
         self._skip(key)
         if not self._take(":"):
@@ -206,7 +221,7 @@ class _Parser:
             self.at = found.end()
             number = json.loads(found.group())
             if number in (float("inf"), float("-inf")):
-                self._note("not-a-number", key, start, found.group(), "is too large for a number")
+                self._note("not-a-number", key, start, found.group(), "too large for a number")
             return number
         if found := _WORD.match(text, start):
             word = found.group()
@@ -214,27 +229,27 @@ class _Parser:
             if word in _WORDS:
                 return _WORDS[word]
             if word in _NOT_NUMBERS:
-                self._note("not-a-number", key, start, word, f"{word} is not JSON: write a finite number")
+                self._note("not-a-number", key, start, word, f"{word} is not valid JSON; write a finite number")
                 return float(_NOT_NUMBERS[word])
             if word in _FOREIGN_WORDS:
                 right = json.dumps(_FOREIGN_WORDS[word])
-                self._note("python-word", key, start, word, f"{word} is Python, not JSON: write {right}")
+                self._note("python-word", key, start, word, f"{word} is Python, not JSON; write {right}")
                 return _FOREIGN_WORDS[word]
-            raise self._stop(f"`{_short(word)}` is no JSON value: strings stand in double quotes", start)
+            raise self._stop(f"`{_short(word)}` is not a JSON value; put strings in double quotes", start)
         if start >= len(text):
-            raise self._stop("the file ends where a value should stand", start)
+            raise self._stop("the file ends where a value is expected", start)
         if text[start] == '"':
             raise self._bad_string()
         raise self._stop(f"expected a value, found {_show(text[start])}", start)
 
     def _skip(self, key: Key) -> None:
-        """Pass white space, and comments with a note."""
+        """Skip white space, and report comments."""
         while True:
             self.at = _SPACE.match(self.text, self.at).end()
             found = _COMMENT.match(self.text, self.at)
             if not found:
                 return
-            what = "comments are not JSON: DeepSpeed reads them, the Trainer and accelerate do not"
+            what = "comments are not valid JSON: DeepSpeed accepts them, the Trainer and accelerate do not"
             self._note("comment", key, self.at, _short(found.group()), what)
             self.at = found.end()
 
@@ -245,7 +260,7 @@ class _Parser:
         return False
 
     def _note(self, kind: str, key: Key, at: int, value: object, what: str) -> None:
-        if len(self.problems) < 200:  # a file of nothing but comments needs no 100,000 messages
+        if len(self.problems) < 200:  # a file full of comments does not need 100,000 messages
             self.problems.append(Problem(kind, key, *self._place(at), value, what))
 
     def _place(self, at: int) -> tuple[int, int]:
@@ -267,7 +282,7 @@ class _Parser:
     def _bad_string(self) -> Unreadable:
         end = self.text.find("\n", self.at)
         line = self.text[self.at : end if end >= 0 else len(self.text)]
-        why = "has an escape that JSON does not know" if line.count('"') > 1 else "is not closed on its line"
+        why = "has an invalid escape" if line.count('"') > 1 else "is not closed on its line"
         return self._stop(f"the string {_show(line[:20])} {why}", self.at)
 
 

@@ -1,7 +1,7 @@
-"""Fill a template: every "auto" replaced by the number that the Hugging Face Trainer would put there.
+"""Fill a template: replace every "auto" with the value that the Hugging Face Trainer would use.
 
-The formulas are those of `HfTrainerDeepSpeedConfig` (transformers) and `Accelerator._prepare_deepspeed`; a
-test compares the result with what a real Trainer hands to `deepspeed.initialize`, key by key.
+The formulas are those of `HfTrainerDeepSpeedConfig` (transformers) and `Accelerator._prepare_deepspeed`; a test
+compares the result, key by key, with what a real Trainer passes to `deepspeed.initialize`.
 """
 
 import copy
@@ -10,31 +10,32 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from recipes.zero_config.read import Key
-from recipes.zero_config.rule import dotted, shown
+from ..spec.errors import UserError
+from .read import Key
+from .rule import dotted, shown
 
 NEVER = 2147483647
-"""Stands for infinity, which strict JSON does not have: the Trainer sets `steps_per_print` to it."""
+"""Written for infinity, which strict JSON lacks: the Trainer sets `steps_per_print` to infinity."""
 
 
-class Unresolvable(ValueError):
-    """The template does not fit the numbers; each line of the message names a key, its value and the fix."""
+class Unresolvable(UserError):
+    """The template contradicts the numbers; each line of the message names a key, its value and the fix."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the Trainer knows and a template leaves open. The defaults are TrainingArguments' own."""
+    """What the Trainer knows and a template leaves open. The defaults are those of TrainingArguments."""
 
     micro_batch_size: int = 1
     """Sequences per forward pass and rank."""
     gradient_accumulation_steps: int = 1
     world_size: int = 1
-    """Ranks, whatever they do."""
+    """All ranks."""
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
     hidden_size: int | None = None
-    """Width of the model; bucket sizes follow from it."""
+    """Width of the model, from which bucket sizes are computed."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     gradient_clipping: float = 1.0
     learning_rate: float = 5e-5
@@ -44,21 +45,21 @@ class Numbers:
     weight_decay: float = 0.0
     warmup_steps: int = 0
     total_steps: int | None = None
-    """Optimizer steps of the whole run; only a `scheduler` block needs them."""
+    """Optimizer steps of the whole run, needed only by a `scheduler` block."""
 
     @property
     def train_batch_size(self) -> int:
-        """The global batch that makes DeepSpeed's identity hold.
+        """The global batch size that satisfies DeepSpeed's check.
 
-        Pipeline and sequence ranks share their micro batch; DeepSpeed counts tensor ranks as if each had its
-        own, so they are not divided away.
+        Pipeline and sequence ranks share a micro-batch. DeepSpeed counts tensor ranks as if each had its own, so the
+        world size is not divided by them.
         """
         sharing = self.world_size // (self.pipeline * self.sequence)
         return self.micro_batch_size * self.gradient_accumulation_steps * sharing
 
 
 def hidden_size(model: dict) -> int | None:
-    """Return the width that the Trainer finds in a model's config: the largest of several."""
+    """Return the hidden size that the Trainer finds in a model's config, the largest if there are several."""
     inner = model.get("text_config") if isinstance(model.get("text_config"), dict) else {}
     for config in (model, inner):
         if isinstance(config.get("hidden_size"), int):
@@ -69,10 +70,11 @@ def hidden_size(model: dict) -> int | None:
 
 
 def resolve(template: dict, numbers: Numbers) -> dict:
-    """Return a copy of `template` without "auto", as the engine gets it; the template stays as it is.
+    """Return a copy of `template` without "auto", as the engine gets it; the template is not changed.
 
-    Raises Unresolvable for a value that contradicts the numbers (the Trainer would stop with "mismatch"), for
-    an "auto" that nobody fills, and for a layout that does not divide the ranks.
+    Raises:
+        Unresolvable: a value contradicts the numbers (the Trainer would report a mismatch), the Trainer has no value
+            for an "auto", or the ranks are not divisible by the layout.
     """
     _check_layout(numbers)
     config = copy.deepcopy(template)
@@ -90,7 +92,7 @@ def resolve(template: dict, numbers: Numbers) -> dict:
 
 
 def dumps(config: dict) -> str:
-    """Return a resolved config as strict JSON; infinity as NEVER."""
+    """Return a resolved config as strict JSON, with infinity written as NEVER."""
     return json.dumps(_finite(config), indent=2, allow_nan=False) + "\n"
 
 
@@ -107,15 +109,17 @@ def _check_layout(numbers: Numbers) -> None:
         size = getattr(numbers, name)
         if size < 1 or numbers.world_size % size:
             raise Unresolvable(
-                f"layout.{name}={size} does not divide {numbers.world_size} ranks: choose a size that does"
+                f"layout.{name}={size} does not divide {numbers.world_size} ranks; choose a size that does"
             )
     share = numbers.tensor * numbers.pipeline * numbers.sequence
     if numbers.world_size % share:
-        raise Unresolvable(f"{numbers.world_size} ranks cannot be cut into groups of {share}: use a multiple")
+        raise Unresolvable(
+            f"{numbers.world_size} ranks are not divisible by {share} (tensor x pipeline x sequence); use a multiple"
+        )
 
 
 def _matched(numbers: Numbers) -> dict[str, object]:
-    """Return the keys whose value, where it is not "auto", the Trainer compares with its arguments."""
+    """Return the keys whose values the Trainer compares with its arguments unless they are "auto"."""
     matched: dict[str, object] = {
         "train_micro_batch_size_per_gpu": numbers.micro_batch_size,
         "gradient_accumulation_steps": numbers.gradient_accumulation_steps,
@@ -161,8 +165,7 @@ def _mismatch(config: dict, path: str, value: object, fillings: dict) -> str | N
         node = node.get(name) if isinstance(node, dict) else None
     if node is None or node == "auto" or node == value:
         return None
-    run = f"the run has {shown(value)}"
-    return f'{path} is {shown(node)} in the template, and {run}: write "auto" or change the run'
+    return f'{path} is {shown(node)} in the template but {shown(value)} in the run; write "auto" or change the run'
 
 
 def _fill(node: dict | list, fillings: dict[str, object], path: Key = ()) -> None:
@@ -179,14 +182,14 @@ def _fill(node: dict | list, fillings: dict[str, object], path: Key = ()) -> Non
 
 def _unfilled(key: str) -> str:
     if key.endswith(("bucket_size", "persistence_threshold")):
-        return f'{key} is "auto" and the model\'s hidden size is not known: give --model, or hidden_size=N'
+        return f'{key} is "auto", and the model\'s hidden size is unknown; add --model or hidden_size=N'
     if key == "scheduler.params.total_num_steps":
-        return f'{key} is "auto" and the number of steps is not known: give max_steps=N'
-    return f'{key} is "auto" and the Trainer has nothing to put there: write the value'
+        return f'{key} is "auto", and the number of steps is unknown; add max_steps=N'
+    return f'{key} is "auto", but the Trainer has no value for it; write a value'
 
 
 def _add(config: dict, numbers: Numbers) -> None:
-    """Add what accelerate adds on the way to the engine."""
+    """Add what accelerate adds before the engine gets the config."""
     config.setdefault("gradient_accumulation_steps", 1)
     if numbers.sequence > 1:
         config["train_batch_size"] = numbers.train_batch_size

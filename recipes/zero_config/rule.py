@@ -1,4 +1,4 @@
-"""What a rule is, what it looks at, and what it finds."""
+"""What a rule of the linter is, what it reads, and what it reports."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -6,18 +6,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from recipes.zero_config.read import Document, Key, Problem
+from ..spec.errors import UserError
+from .read import Document, Key, Problem
 
 Severity = Literal["error", "warning"]
 
 REJECTED = "rejected"
 """DeepSpeedConfig raises."""
 FAILS_LATER = "fails later"
-"""DeepSpeedConfig takes it; the engine or the Trainer stops in front of, or during, the first steps."""
+"""DeepSpeedConfig accepts it; the engine or the Trainer stops before or during the first steps."""
 WRONG = "loads but wrong"
-"""It runs, and does something else than the file says."""
+"""It runs but does something other than what the file says."""
 COSTS = "costs"
-"""It runs and does what it says, for more memory, time or disk than needed."""
+"""It runs and does what the file says, but takes more memory, time or disk than it needs to."""
 
 _TRUE_TEXTS = {"1", "on", "t", "true", "y", "yes"}
 
@@ -33,22 +34,22 @@ class Edit:
 
 @dataclass(frozen=True)
 class Hit:
-    """A place where a rule applies."""
+    """A place in the config where a rule applies."""
 
     path: Key
     value: object
     what: str
-    """One sentence: what happens here, with the value."""
+    """One sentence: what happens here."""
     fix: str = ""
-    """What to do here; the rule's general fix where empty."""
+    """How to fix it here; if empty, the rule's general fix."""
     edits: tuple[Edit, ...] = ()
     severity: Severity | None = None
-    """Where it differs from the rule's."""
+    """Set where it differs from the rule's."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about the run beside the config; what is None is not known, and not judged."""
+    """What is known about the run besides the config; what is None is unknown and not checked."""
 
     trainer: Literal["hf", "plain"] = "hf"
     world_size: int | None = None
@@ -61,7 +62,7 @@ class Facts:
 
     @property
     def text_model(self) -> dict:
-        """The part of the model's config that has the language model's sizes."""
+        """The part of the model's config that holds the sizes of the language model."""
         model = self.model or {}
         inner = model.get("text_config")
         return inner if isinstance(inner, dict) else model
@@ -69,7 +70,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Config:
-    """A parsed config with forgiving look-ups: any value may be of any type."""
+    """A parsed config whose values may have any type: look-ups never fail."""
 
     value: dict
     problems: tuple[Problem, ...] = ()
@@ -77,11 +78,11 @@ class Config:
 
     @classmethod
     def of(cls, document: Document) -> "Config":
-        """Return a config with the positions that its file gave."""
+        """Return a config with the positions from its file."""
         return cls(document.value, document.problems, document.places)
 
     def get(self, *path: str, default: object = None) -> object:
-        """Return the value at `path`; `default` where a part is missing or no object."""
+        """Return the value at `path`; `default` if a part is missing or not an object."""
         node: object = self.value
         for name in path:
             if not isinstance(node, dict) or name not in node:
@@ -90,34 +91,34 @@ class Config:
         return node
 
     def has(self, *path: str) -> bool:
-        """Return whether there is a value, null included, at `path`."""
+        """Return whether `path` has a value; null is one."""
         return self.get(*path, default=_NOTHING) is not _NOTHING
 
     def on(self, *path: str, default: bool = False) -> bool:
-        """Return the truth at `path` as typed sections read it; "auto" and a wrong type give `default`."""
+        """Return the switch at `path` as typed sections read it; "auto" and a wrong type give `default`."""
         value = self.get(*path, default=default)
         if isinstance(value, str) and value != "auto":
             return value.lower() in _TRUE_TEXTS
         return bool(value) if isinstance(value, (bool, int, float)) else default
 
     def number(self, *path: str) -> float | int | None:
-        """Return the number at `path`; None where there is none (true and false are no numbers)."""
+        """Return the number at `path`, or None; true and false do not count as numbers."""
         value = self.get(*path)
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
     def text(self, *path: str) -> str | None:
-        """Return the text at `path`; None where there is none."""
+        """Return the string at `path`, or None."""
         value = self.get(*path)
         return value if isinstance(value, str) else None
 
     def section(self, *path: str) -> dict:
-        """Return the object at `path`; empty where there is none."""
+        """Return the object at `path`, or an empty one."""
         value = self.get(*path)
         return value if isinstance(value, dict) else {}
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage; None where it is "auto" or no stage."""
+        """The ZeRO stage; None if it is "auto" or not a stage."""
         zero = self.get("zero_optimization", default={})
         if isinstance(zero, bool):
             return int(zero)
@@ -125,7 +126,7 @@ class Config:
             return None
         stage = zero.get("stage", 0)
         if isinstance(stage, str) and stage in ("0", "1", "2", "3"):
-            return int(stage)  # a typed section takes a number in quotes
+            return int(stage)  # a typed section accepts a number in quotes
         return int(stage) if isinstance(stage, (int, float)) and stage in (0, 1, 2, 3) else None
 
     def zero(self, *path: str) -> object:
@@ -133,7 +134,7 @@ class Config:
         return self.get("zero_optimization", *path)
 
     def offload_device(self, what: str) -> str | None:
-        """Return the device of `offload_optimizer` or `offload_param`; None where it is not offloaded."""
+        """Return the device of `offload_optimizer` or `offload_param`; None if it is not offloaded."""
         device = self.text("zero_optimization", what, "device")
         if device is None and what == "offload_optimizer" and self.on("zero_optimization", "cpu_offload"):
             return "cpu"
@@ -142,13 +143,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Rule:
-    """A named fact about configs. The texts are what TROUBLESHOOTING.md shows."""
+    """One kind of mistake in a config. TROUBLESHOOTING.md shows the texts."""
 
     id: str
     severity: Severity
     kind: str
     symptom: str
-    """What one sees: the error text that one would search for, in quotes, or the silent effect."""
+    """What the user sees: the error message that they would search for, in quotes, or the silent effect."""
     cause: str
     fix: str
     check: Callable[[Config, Facts], Iterable[Hit]]
@@ -156,7 +157,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the linter says about one place."""
+    """What the linter reports about one place in the config."""
 
     rule: str
     severity: Severity
@@ -184,18 +185,26 @@ def dotted(path: Key) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: JSON, cut to 60 characters."""
+    """Return a value as JSON for a message, cut to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def model_config(path: str | Path) -> dict:
-    """Return the `config.json` at `path`, or in the folder `path`. Raises OSError and ValueError."""
+    """Return the `config.json` at `path`, or in the folder `path`.
+
+    Raises:
+        UserError: it cannot be read, or is not a JSON object.
+    """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
-    config = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{file}: cannot be read as a model's config.json ({reason}).") from None
     if not isinstance(config, dict):
-        raise ValueError("is no JSON object")
+        raise UserError(f"{file}: a model's config.json is a JSON object.")
     return config
 
 

@@ -1,14 +1,13 @@
-"""What the installed DeepSpeed reads from its JSON, taken from DeepSpeed itself.
+"""The keys and values that the installed DeepSpeed accepts in its JSON, derived from DeepSpeed itself.
 
 `derive` imports DeepSpeed (about 3 s) and learns the schema in two ways:
 
-- sections that DeepSpeed reads with pydantic say themselves which keys and types they have;
-- all other keys are found by handing `DeepSpeedConfig` a dictionary that writes down what is looked up in it,
-  and what they accept is found by trying one value of each kind.
+- sections that DeepSpeed reads with pydantic declare their keys and types;
+- all other keys are found by passing `DeepSpeedConfig` a dictionary that records what is looked up in it, and what
+  they accept is found by trying one value of each kind.
 
-`load` is what the linter uses: the result for the version the project is tested with lies in `schema.json`
-beside this file (a test derives it again and compares); for any other version it is derived once and kept in
-the user's cache folder under that version's name.
+The linter uses `load`. The schema of the tested DeepSpeed version is in `schema.json` beside this file (a test derives
+it again and compares); for any other version it is derived once and kept in the user's cache folder.
 """
 
 import json
@@ -17,32 +16,12 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-SHIPPED = Path(__file__).with_name("schema.json")
-FORMAT = 1
-
-# One value of each kind that JSON has, falsy and truthy apart: DeepSpeed often asks only "is it empty".
-SAMPLES = {
-    "null": None,
-    "false": False,
-    "true": True,
-    "zero": 0,
-    "one": 1,
-    "integer": 3,
-    "zero point": 0.0,
-    "fraction": 2.5,
-    "empty text": "",
-    "text": "x",
-    "auto": "auto",
-    "empty list": [],
-    "list of text": ["x"],
-    "list": [[1]],
-    "empty object": {},
-    "object": {"x": 1},
-}
+from .schema_format import FORMAT, SHIPPED
+from .schema_format import SAMPLES as SAMPLES
 
 
 def installed_version() -> str | None:
-    """Return the installed DeepSpeed's version without importing it; None when it is not installed."""
+    """Return the installed DeepSpeed's version without importing it; None if it is not installed."""
     try:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
@@ -51,7 +30,7 @@ def installed_version() -> str | None:
 
 @cache
 def load() -> dict:
-    """Return the schema of the installed DeepSpeed (of the shipped version when none is installed)."""
+    """Return the schema of the installed DeepSpeed, or of the tested version if none is installed."""
     shipped = json.loads(SHIPPED.read_text())
     version = installed_version()
     if version is None or version == shipped["deepspeed"]:
@@ -60,7 +39,7 @@ def load() -> dict:
     try:
         return json.loads(kept.read_text())
     except (OSError, ValueError):
-        from recipes.zero_config.derive import derive
+        from .derive import derive
 
         schema = derive()
         _keep(kept, schema)
@@ -68,7 +47,7 @@ def load() -> dict:
 
 
 def kind_of(value: object) -> str:
-    """Return the name in SAMPLES of the kind that `value` is of."""
+    """Return which of the kinds in SAMPLES `value` is."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -106,6 +85,6 @@ def _keep(path: Path, schema: dict) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         temporary.write_text(json.dumps(schema))
-        temporary.replace(path)  # two ranks may write at once: a reader never sees half a file
+        temporary.replace(path)  # atomic: two ranks may write at once
     except OSError:
-        pass  # a read-only home costs 3 s per run, nothing else
+        pass  # a read-only home costs only 3 s per run

@@ -1,6 +1,6 @@
-"""Does a JSON value fit a field? The rules by which pydantic, in its lax mode, reads DeepSpeed's typed sections.
+"""Whether a JSON value fits a field's type, by the rules of pydantic's lax mode, which DeepSpeed's typed sections use.
 
-Written out so that linting needs neither pydantic nor DeepSpeed; a test compares every kind with pydantic.
+Written out so that the linter needs neither pydantic nor DeepSpeed; a test compares every kind with pydantic.
 """
 
 import math
@@ -12,17 +12,17 @@ _NAMES = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
-    "str": "text",
+    "str": "a string",
     "null": "null",
     "section": "an object",
     "object": "an object",
     "anything": "anything",
-    "nothing": "nothing that JSON can write",
+    "nothing": "a value that JSON cannot express",
 }
 
 
 def fits(kind: dict, value: object) -> bool:
-    """Return whether pydantic takes `value` for this type; the content of a section is not looked at."""
+    """Return whether pydantic accepts `value` for this type; the content of a section is not checked."""
     match kind["kind"]:
         case "union":
             return any(fits(inner, value) for inner in kind["of"])

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from recipes.spec import deepspeed_file
 from recipes.spec.errors import UserError
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Recipe
 from recipes.spec.run_folder import (
     RunFolder,
@@ -24,9 +25,9 @@ from recipes.spec.run_folder import (
     write_recipe,
 )
 from recipes.training import run as training_run
-from recipes.training import universal
+from recipes.training import universal_checkpoint
 from recipes.training.arguments import deepspeed_config
-from recipes.training.draft import TINY_MODEL
+from recipes.training.model.draft import TINY_MODEL
 from tests.parity import gate, plain
 
 SETTINGS = plain.Settings()
@@ -172,8 +173,8 @@ def test_resumed_run_logs_what_the_uninterrupted_one_logs(
     forget_after(run, newest_checkpoint(run))
     layout = Layout(expert=spread)
     write_recipe(run, replace(recipe, layout=layout))
-    if universal.is_needed(layout, run, world_size):
-        universal.convert(newest_checkpoint(run))
+    if universal_checkpoint.is_needed(layout, run, world_size):
+        universal_checkpoint.convert(newest_checkpoint(run))
     ranks.check(training_run.main, str(run.path), world_size=world_size, log=tmp_path / "again")
     resumed = read_jsonl(run.metrics)
     assert [row["step"] for row in resumed] == list(range(1, 7))
@@ -260,4 +261,5 @@ def test_the_norm_counts_and_clips_experts(mixture, conversations, reference):
 
 def test_without_zero_is_refused(tmp_path, conversations):
     with pytest.raises(UserError, match=r"set zero_optimization\.stage to 1"):
-        deepspeed_config(lesson(tmp_path, conversations, tmp_path, 0))
+        recipe = lesson(tmp_path, conversations, tmp_path, 0)
+        deepspeed_config(recipe, deepspeed_file.read(recipe.deepspeed))

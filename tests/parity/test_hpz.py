@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Lora, Recipe
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.spec.pages import ROOT
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import RunFolder, read_json, write_json, write_recipe
 from recipes.training import run as training_run
 from tests.parity import gate, plain

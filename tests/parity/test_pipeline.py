@@ -11,9 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from recipes.spec import pages
 from recipes.spec.recipe import Draft, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
-from recipes.training import draft, export
+from recipes.training import export
 from recipes.training import run as training_run
-from recipes.training.adapters import add
+from recipes.training.model import draft
+from recipes.training.model.adapters import add
 from tests.parity import gate, plain
 from tests.workers import pipeline_mistakes
 

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from recipes.commands import launch
+from recipes.commands.main import run as run_command
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout, Lora, Schedule
 from recipes.spec.run_folder import (
@@ -20,8 +22,7 @@ from recipes.spec.run_folder import (
     write_recipe,
 )
 from recipes.training import run as training_run
-from recipes.training import universal
-from scripts import launch
+from recipes.training import universal_checkpoint, upstream
 from tests.small import in_sub_groups, small
 
 STEPS = 6
@@ -110,15 +111,15 @@ def test_same_losses_in_another_layout(ranks, tmp_path, whole, case, converted):
     """Ranks of a sequence are data ranks to DeepSpeed: as many as before take their states as they are."""
     run = stopped_after_three(whole(case, 2), tmp_path)
     write_recipe(run, replace(read_recipe(run), layout=Layout()))
-    assert universal.is_needed(Layout(), run, 2) == converted
+    assert universal_checkpoint.is_needed(Layout(), run, 2) == converted
     resume(ranks, run, 2, tmp_path / "log")
     agree(run, whole(case, 2))
 
 
 def resume(ranks, run, world_size, log):
     """Go on with a run as the launcher does."""
-    if universal.is_needed(read_recipe(run).layout, run, world_size):
-        universal.convert(newest_checkpoint(run))
+    if universal_checkpoint.is_needed(read_recipe(run).layout, run, world_size):
+        universal_checkpoint.convert(newest_checkpoint(run))
     ranks.check(training_run.main, str(run.path), world_size=world_size, log=log)
 
 
@@ -134,7 +135,7 @@ def agree(run, whole):
 
 def forgetful(folder):
     """Run without what mends DeepSpeed's loading; executed on every rank."""
-    training_run.restore_groups = lambda engine, checkpoint: None
+    upstream.restore_parameter_groups = lambda engine, checkpoint: None
     training_run.main(folder)
 
 
@@ -149,7 +150,7 @@ def reordered(folder):
 @pytest.mark.parametrize("mistake", [forgetful, reordered])
 def test_a_wrong_resume_is_noticed(ranks, tmp_path, whole, mistake):
     run = stopped_after_three(whole("zero3", 2), tmp_path)
-    universal.convert(newest_checkpoint(run))
+    universal_checkpoint.convert(newest_checkpoint(run))
     ranks.check(mistake, str(run.path), world_size=1, log=tmp_path / "log")
     expected, got = read_jsonl(whole("zero3", 2).metrics)[-1], read_jsonl(run.metrics)[-1]
     assert abs(got["loss"] / expected["loss"] - 1) > 1e-3
@@ -158,7 +159,7 @@ def test_a_wrong_resume_is_noticed(ranks, tmp_path, whole, mistake):
 def refusal(run, capsys, *arguments):
     """Return what the launcher answers to a resume, and check that it has changed nothing."""
     before = sorted((path, path.stat().st_mtime_ns) for path in run.path.rglob("*"))
-    assert launch.main(["tiny", "full", "--resume", "--output-dir", str(run.path), *arguments]) == 2
+    assert run_command("launch", ["tiny", "full", "--resume", "--output-dir", str(run.path), *arguments]) == 2
     assert sorted((path, path.stat().st_mtime_ns) for path in run.path.rglob("*")) == before
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -172,7 +173,7 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whol
     shutil.copytree(read_recipe(run).model.path, wider)
     write_json(wider / "config.json", read_json(wider / "config.json") | {"hidden_size": 128})
     assert "its hidden_size is 128, and" in refusal(run, capsys, f"model.path={wider}", "--gpus", "2")
-    assert "take a file with stage 2" in refusal(run, capsys, "deepspeed=zero3.json", "--gpus", "1")
+    assert "use a file with stage 2" in refusal(run, capsys, "deepspeed=zero3.json", "--gpus", "1")
     assert "lora.rank=8" in refusal(run, capsys, "lora.rank=8", "--gpus", "2")
     assert "draft" in refusal(run, capsys, "--draft", "--gpus", "2")
     assert "use layout.tensor=1" in refusal(run, capsys, "layout.tensor=2", "--gpus", "2")
@@ -202,16 +203,16 @@ def test_room_is_asked_for_before_the_conversion_and_suffices(tmp_path, whole, m
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     checkpoint = newest_checkpoint(run)
     source = checkpoint / "global_step3"
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=universal.room(source) - 1))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=universal_checkpoint.room(source) - 1))
     with pytest.raises(UserError, match="another number of ranks needs about"):
-        universal.convert(checkpoint)
-    assert not (checkpoint / universal.MARKER).exists()
+        universal_checkpoint.convert(checkpoint)
+    assert not (checkpoint / universal_checkpoint.MARKER).exists()
     monkeypatch.undo()
     # What an interrupted conversion has left is in nobody's way.
     (checkpoint / "global_step3_universal").mkdir()
-    universal.convert(checkpoint)
+    universal_checkpoint.convert(checkpoint)
     written = sum(path.stat().st_size for path in (checkpoint / "global_step3_universal").rglob("*"))
-    assert universal.room(source) / 4 < written < universal.room(source)
+    assert universal_checkpoint.room(source) / 4 < written < universal_checkpoint.room(source)
 
 
 def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsys):

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from recipes.spec import pages
 from recipes.spec.recipe import Data, Draft, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import draft
 from recipes.training import run as training_run
+from recipes.training.model import draft
 from tests.parity import gate, plain
 from tests.workers import split_layers
 

@@ -5,7 +5,7 @@ import torch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from recipes.spec.run_folder import RunFolder, write_json
-from recipes.training import export, run, world
+from recipes.training import distributed, export, run
 
 
 def main(folder: str) -> None:
@@ -15,7 +15,7 @@ def main(folder: str) -> None:
     def save_and_look(trainer, exported):
         save(trainer, exported)
         weights = whole_parameters(trainer.model)
-        if world.is_first():
+        if distributed.is_first():
             unset_hf_deepspeed_config()  # or transformers would shard what it loads
             base = export.load_base(export.base_of(exported), exported, dtype=trainer.model.dtype)
             write_json(exported.parent / "changes.json", changes(weights, base))

@@ -4,15 +4,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_
 
-from recipes.training import world
+from recipes.training import distributed
 
 
 def main() -> None:
     """Say the norm of both gradients together, and DeepSpeed's."""
-    world.start()
+    distributed.start()
     expert = torch.nn.Parameter(torch.zeros(1))
     expert.grad = torch.tensor([3.0 + dist.get_rank()])
     expert.allreduce = False  # DeepSpeed's mark: each rank has another one
-    whole = world.total(expert.grad.item() ** 2)[0] ** 0.5
+    whole = distributed.total(expert.grad.item() ** 2)[0] ** 0.5
     print(f"the whole {whole:.1f}, DeepSpeed {clip_grad_norm_([expert], max_norm=10.0).item():.1f}", flush=True)
-    world.stop()
+    distributed.stop()

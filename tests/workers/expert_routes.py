@@ -4,7 +4,7 @@ import deepspeed
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from recipes.training import experts, world
+from recipes.training import distributed, upstream
 
 WIDTHS = {
     "vocab_size": 300,
@@ -38,7 +38,7 @@ CASES = (
 
 def main() -> None:
     """Say for every case the largest difference of logits, relative to the largest, before and after."""
-    world.start()
+    distributed.start()
     tokens = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
     for family, dtype, changes in CASES:
         expected = build(family, dtype, changes)(tokens).logits
@@ -53,12 +53,12 @@ def main() -> None:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         engine.eval()
         before = engine(tokens).logits
-        experts.route_as_transformers(engine.module)
+        upstream.route_as_transformers(engine.module)
         after = engine(tokens).logits
         largest = expected.abs().max()
         differences = [((logits - expected).abs().max() / largest).item() for logits in (before, after)]
         print("differences {:.1e} {:.1e}".format(*differences), flush=True)
-    world.stop()
+    distributed.stop()
 
 
 def build(family: str, dtype: torch.dtype, changes: dict) -> PreTrainedModel:

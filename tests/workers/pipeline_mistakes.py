@@ -2,8 +2,8 @@
 
 from deepspeed.pipe import PipelineModule
 
-from recipes.spec.recipe import Layout
-from recipes.training import pipeline_engine, run, tensor
+from recipes.training import run
+from recipes.training.parallel import pipeline, tensor
 
 
 def main(folder: str, mistake: str) -> None:
@@ -14,8 +14,13 @@ def main(folder: str, mistake: str) -> None:
 
 def every_stage_counted() -> None:
     """Take the tokens that the Trainer counts on every stage for as many tokens more."""
-    drive = pipeline_engine.drive
-    pipeline_engine.drive = lambda trainer, layout: drive(trainer, Layout())
+    step = pipeline.step
+
+    def counted(trainer, ordinary, inputs, items):
+        layout = trainer.context.recipe.layout
+        return step(trainer, ordinary, inputs, layout.pipeline * layout.tensor * items)
+
+    pipeline.step = counted
 
 
 def tied_weights_apart() -> None:
@@ -25,7 +30,7 @@ def tied_weights_apart() -> None:
 
 def norm_of_the_first_stage() -> None:
     """Leave it to DeepSpeed which parameters count in the norm."""
-    pipeline_engine._count_once = lambda module: None
+    pipeline._count_once = lambda module: None
 
 
 def own_heads_only() -> None:

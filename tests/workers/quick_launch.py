@@ -1,7 +1,6 @@
-"""The launcher as a fork of a process that has imported the stack, and below it ranks that are forks too.
+"""The launcher as a fork of a process that has imported the stack, with ranks that are forks too.
 
-Everything is the launcher's own but DeepSpeed's per-machine launcher, in whose place stands `be_launcher`, and whose
-imports cost half a minute of CPU for four ranks.
+Only DeepSpeed's per-machine launcher is replaced, by `be_launcher`: its imports take half a minute of CPU.
 """
 
 import os
@@ -12,14 +11,14 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
+from recipes.commands import main
 from recipes.launching import attempts, supervise
 from recipes.spec.run_folder import append_jsonl, read_jsonl
 from recipes.training import run as training_run
-from scripts import launch
 from tests.ranks import free_port
 
-TOLD = "processes.jsonl"
-"""In the run folder, one line per attempt: forks do not show what they are, so it is written down."""
+PROCESSES = "processes.jsonl"
+"""In the run folder, one line per attempt: forks do not show what they are, so it is recorded."""
 GRACE = 30
 """Seconds that DeepSpeed's launcher gives the other ranks."""
 
@@ -31,15 +30,15 @@ def quick_launch(arguments: list[str], log: str) -> None:
     os.dup2(output, 2)
     sys.argv = ["launch.py", *arguments]
     attempts.deepspeed_command = lambda run, ranks, *_: [str(ranks), str(free_port()), str(run.path)]
-    supervise.subprocess, supervise.find = SimpleNamespace(Popen=Forked), find
-    status = launch.main(arguments)
+    supervise.subprocess, supervise.find_ranks = SimpleNamespace(Popen=Forked), find_ranks
+    status = main.run("launch", arguments)
     sys.stdout.flush()
     os._exit(status)
 
 
-def find(launcher: int, known: set[int]) -> list[tuple[int, int]]:
+def find_ranks(launcher: int, known: set[int]) -> list[tuple[int, int]]:
     run = Path(sys.argv[sys.argv.index("--output-dir") + 1])
-    attempts = [one for one in read_jsonl(run / TOLD) if one["launcher"] == launcher]
+    attempts = [one for one in read_jsonl(run / PROCESSES) if one["launcher"] == launcher]
     return [(pid, rank) for one in attempts for rank, pid in enumerate(one["ranks"]) if pid not in known]
 
 
@@ -71,7 +70,7 @@ class Forked:
 def be_launcher(size: str, port: str, folder: str) -> int:
     """Start the ranks; when one fails, end the others and return its status, as DeepSpeed's launcher does."""
     pids = [os.fork() or be_rank(rank, size, port, folder) for rank in range(int(size))]
-    append_jsonl(Path(folder, TOLD), {"launcher": os.getpid(), "ranks": pids})
+    append_jsonl(Path(folder, PROCESSES), {"launcher": os.getpid(), "ranks": pids})
     while pids:
         time.sleep(1)
         for pid in list(pids):

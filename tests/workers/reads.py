@@ -6,8 +6,8 @@ from pathlib import Path
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.spec.run_folder import write_json
-from recipes.training import guard
 from recipes.training import run as training_run
+from recipes.training.callbacks import loss_guard
 
 
 class Reads(TorchDispatchMode):
@@ -25,18 +25,21 @@ class Reads(TorchDispatchMode):
 def count_reads(folder: str, mode: str) -> None:
     """Train `with` or `without` the guard, or with one that is `curious` about every loss."""
     if mode == "without":
-        guard.Guard = Unguarded
+        training_run.LossGuard = Unguarded
     elif mode == "curious":
-        guard.Guard.on_step_end = lambda self, *_, **__: print(self.seen[-1].loss.item())
+        loss_guard.LossGuard.on_step_end = lambda self, *_, **__: print(self.seen[-1].loss.item())
     with Reads() as reads:
         training_run.main(folder)
     if os.environ["RANK"] == "0":
         write_json(Path(folder, "reads.json"), reads.count)
 
 
-class Unguarded(guard.TrainerCallback):
+class Unguarded(loss_guard.TrainerCallback):
     def __init__(self, *_):
         pass
 
-    def watch(self, trainer):
+    def watch(self, engine):
         pass
+
+    def keep(self, step, numbers, loss):
+        return loss

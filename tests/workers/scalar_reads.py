@@ -11,9 +11,12 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 
+from recipes.benchmarks.device_reads import Reads
 from recipes.spec.run_folder import RunFolder, read_json, read_recipe
-from recipes.training import data, model, run, world
-from recipes.training.reads import Reads
+from recipes.training import distributed, run
+from recipes.training.data import chat_templates, tokenize
+from recipes.training.methods import sft
+from recipes.training.model import load
 
 STEADY = 3
 """The step that is counted, after DeepSpeed has made its buffers and ZeRO-3 has traced: nothing is logged in it, and no
@@ -43,14 +46,14 @@ class Count(TrainerCallback):
 
 def of_a_run(folder: str, mistake: str | None) -> None:
     """Train what `folder`/recipe.json says."""
-    build = run.build
+    build = sft.trainer
 
     def with_count(*arguments: Any) -> Any:
         trainer = build(*arguments)
         trainer.add_callback(Count(Path(folder), (lambda _: MISTAKES[mistake](trainer)) if mistake else None))
         return trainer
 
-    run.build = with_count
+    sft.trainer = with_count
     run.main(folder)
 
 
@@ -58,9 +61,9 @@ def of_deepspeed(folder: str) -> None:
     """Train the same model on the same rows by the same configuration, with nothing but DeepSpeed's engine."""
     recipe = read_recipe(RunFolder(Path(folder)))
     config = read_json(RunFolder(Path(folder)).deepspeed)
-    world.start()
-    module = model.load_model(recipe)
-    rows, _ = data.prepare(recipe.data.path, recipe, model.load_tokenizer(recipe))
+    distributed.start()
+    module = load.load_model(recipe)
+    rows, _ = tokenize.prepare(recipe.data.path, recipe, chat_templates.load_tokenizer(recipe))
     masking_utils.find_packed_sequence_indices = lambda _: None  # transformers', not DeepSpeed's
     # The groups and the optimizer that the Trainer takes: DeepSpeed reads something of every group, and AdamW its step
     # of every weight unless it is fused.
@@ -77,7 +80,7 @@ def of_deepspeed(folder: str) -> None:
                 engine.step()
         if step == STEADY:
             write(Path(folder), reads)
-    world.stop()
+    distributed.stop()
 
 
 def write(folder: Path, reads: Reads) -> None:

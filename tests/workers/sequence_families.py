@@ -10,12 +10,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from recipes.spec import pages
 from recipes.spec.errors import first_line
-from recipes.training import draft, sequence, sequence_check, world
+from recipes.training import distributed
+from recipes.training.model import draft
+from recipes.training.parallel import sequence, sequence_check
 
 
 def main(answers: str) -> None:
     """Write for every size of every family how far its draft is off, or what it failed with; and some cases more."""
-    world.start()
+    distributed.start()
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     group = dist.new_group([0, 1])
 
@@ -37,9 +39,9 @@ def main(answers: str) -> None:
     found["masked by position ids"] = {"off": off(llama, "by_positions")}
     sequence._whole_rotary = lambda module, group: None
     found["short on one rank, long on the other"] = {"off": off(long_and_short(), "sdpa")}
-    if world.is_first():
+    if distributed.is_first():
         Path(answers).write_text(json.dumps(found))
-    world.stop()
+    distributed.stop()
 
 
 def long_and_short() -> PreTrainedConfig:

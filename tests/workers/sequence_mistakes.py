@@ -5,8 +5,9 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from recipes.spec.recipe import Layout
-from recipes.training import run, sequence
-from recipes.training.data import IGNORED
+from recipes.training import run
+from recipes.training.data.collate import IGNORED
+from recipes.training.parallel import sequence
 
 
 def main(folder: str, mistake: str) -> None:

@@ -14,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 from recipes.spec import pages
 from recipes.spec.recipe import Draft, Lora
 from recipes.spec.run_folder import write_json
-from recipes.training import adapters, attention, draft, export, run, tensor, world
+from recipes.training import distributed, export, run
+from recipes.training.model import adapters, attention, draft
+from recipes.training.parallel import tensor
 
 ROW = 48
 """Tokens, more than a draft's sliding window."""
@@ -34,11 +36,11 @@ def shard_wrongly(output: str) -> None:
 
 def say(output: str, split, configs: dict[str, object], dtype=torch.float64) -> None:
     """Compare each, and write down what differs."""
-    world.start()
+    distributed.start()
     found = {kind: attempt(config, split, dtype) for kind, config in configs.items()}
-    if world.is_first():
+    if distributed.is_first():
         write_json(Path(output), found)
-    world.stop()
+    distributed.stop()
 
 
 def kinds() -> dict[str, object]:
@@ -52,7 +54,7 @@ def kinds() -> dict[str, object]:
             config.use_cache = False
             if getattr(config, "num_key_value_heads", None):
                 config.num_key_value_heads = max(2, config.num_key_value_heads)
-            config.attn_implementation = attention.named(recipe.model.attention)
+            config.attn_implementation = attention.loadable(recipe.model.attention)
             found.setdefault(config.model_type, config)
     return found
 
@@ -163,13 +165,13 @@ def parts_of_norms(folder: str) -> None:
 
 def lose_adapters() -> None:
     """Say how many layers with adapters AutoTP leaves of a model's."""
-    world.start()
+    distributed.start()
     model = adapters.add(build(kinds()["llama"], torch.float32), Lora())
     before = adapted(model)
     with contextlib.suppress(Exception):  # what the engine says about it changes with the ZeRO stage
         autotp(model)
     print(f"{before} layers with adapters, {adapted(model)} after AutoTP", flush=True)
-    world.stop()
+    distributed.stop()
 
 
 def adapted(model: torch.nn.Module) -> int:

@@ -1,17 +1,18 @@
 """Run what `limits` refuses, experts spread in a pipeline, and say how many of them a rank holds."""
 
-from recipes.training import experts, run
+from recipes.training import run, upstream
+from recipes.training.parallel import expert
 
 
 def main(folder: str) -> None:
     """Run `folder`; executed on every rank."""
-    ready = run.report_grad_norm
+    ready = upstream.remember_gradient_norm
 
     def told(engine):
         held = [len(p) for name, p in engine.module.named_parameters() if name.endswith("experts.down_proj")]
-        print(f"AutoEP's layers {len(experts.layers(engine.module))}, experts in each of the others {held}", flush=True)
+        print(f"AutoEP's layers {len(expert.layers(engine.module))}, experts in each of the others {held}", flush=True)
         ready(engine)
 
-    run.report_grad_norm = told
+    upstream.remember_gradient_norm = told
     run.limits.check = lambda *_: None
     run.main(folder)

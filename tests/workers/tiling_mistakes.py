@@ -2,7 +2,8 @@
 
 import torch
 
-from recipes.training import run, tiling
+from recipes.training import run
+from recipes.training.model import tiling
 
 
 def main(folder: str, mistake: str) -> None:

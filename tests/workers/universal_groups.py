@@ -2,19 +2,19 @@
 
 import torch
 
-from recipes.training import run
+from recipes.training import run, upstream
 
 
 def main(folder: str) -> None:
     """Run `folder`; executed on every rank."""
-    mend = run.restore_groups
+    mend = upstream.restore_parameter_groups
 
     def watched(engine, checkpoint):
         print("loaded:", groups(engine), flush=True)
         mend(engine, checkpoint)
         print("mended:", groups(engine), flush=True)
 
-    run.restore_groups = watched
+    upstream.restore_parameter_groups = watched
     run.main(folder)
 
 

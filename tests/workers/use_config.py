@@ -16,10 +16,12 @@ sys.path.insert(0, str(ROOT))
 
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
+from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: E402
+from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from recipes.training.world import release_shared_memory  # noqa: E402
+from recipes.training.upstream import release_shared_memory  # noqa: E402
 
 SETTINGS = {
     "per_device_train_batch_size": 2,
@@ -282,11 +284,28 @@ def group_size(group) -> int:
     return 1 if group is None else deepspeed.comm.get_world_size(group=group)
 
 
+def record_ops() -> set[str]:
+    """Return a set that holds, from now on, the names of the C++ ops that DeepSpeed has asked for."""
+    asked: set[str] = set()
+
+    def recorded(load):
+        def ask(builder: OpBuilder, *arguments, **options):
+            asked.add(builder.name)
+            return load(builder, *arguments, **options)
+
+        return ask
+
+    for kind in (OpBuilder, PinMemoryBuilder):
+        kind.load = recorded(kind.load)
+    return asked
+
+
 def use(mode: str, template: str, folder: str) -> None:
     """Train in `folder` with the template; `mode` is trainer, sft, accelerate or plain.
 
     What follows one run in a process is not a new beginning (groups, patches, singletons), so this is called once.
     """
+    asked = record_ops()
     path, rank = Path(template).resolve(), int(os.environ["RANK"])
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
@@ -307,6 +326,7 @@ def use(mode: str, template: str, folder: str) -> None:
         else:
             seen = with_trainer(name, path, mode)
         seen["finite"] = math.isfinite(seen["loss"])
+        seen["ops"] = sorted(asked)
     except Exception as error:
         seen = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-1500:]}
     if rank == 0:

@@ -5,13 +5,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.spec import pages
-from recipes.training import world
-from recipes.training.model import restore_rotary_frequencies
+from recipes.training import distributed, upstream
 
 
 def main() -> None:
     """Build a small model in bf16 under zero.Init, say what became of its rotary frequencies, and mend them."""
-    world.start()
+    distributed.start()
     config = AutoConfig.for_model(**pages.page("tiny").SIZES["3m"].config)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).model.rotary_emb.inv_freq
     settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
@@ -19,7 +18,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     rounded = model.model.rotary_emb.inv_freq
     error = ((rounded.float() - plain) / plain).abs().max().item()
-    restore_rotary_frequencies(model)
+    upstream.restore_rotary_frequencies(model)
     mended = torch.equal(model.model.rotary_emb.inv_freq, plain)
     print(f"rounded to {rounded.dtype}, off by {error:.4f}, mended {mended}", flush=True)
-    world.stop()
+    distributed.stop()

@@ -1,19 +1,7 @@
-"""The linter's rules: one tuple per topic, and all of them here in the order in which findings are shown."""
+"""The linter's rules: one module per topic, and here all of them, in the order of their findings."""
 
-from recipes.zero_config.rule import Rule
-from recipes.zero_config.rules import (
-    batch,
-    keys,
-    kinds,
-    machine,
-    offload,
-    optimizer,
-    parallel,
-    precision,
-    syntax,
-    trainer,
-    zero,
-)
+from ..rule import Rule
+from . import batch, hf_trainer, keys, kinds, machine, offload, optimizer, parallel, precision, syntax, zero
 
 RULES: tuple[Rule, ...] = (
     *syntax.RULES,
@@ -25,6 +13,6 @@ RULES: tuple[Rule, ...] = (
     *optimizer.RULES,
     *precision.RULES,
     *parallel.RULES,
-    *trainer.RULES,
+    *hf_trainer.RULES,
     *machine.RULES,
 )

@@ -1,16 +1,16 @@
-"""Batch sizes: DeepSpeed's own arithmetic, and what the Trainer adds to it."""
+"""Rules about batch sizes: DeepSpeed's arithmetic, and what the Trainer adds to it."""
 
 from collections.abc import Iterator
 
-from recipes.zero_config.rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
-from recipes.zero_config.rules.kinds import BATCH_KEYS
+from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
+from .kinds import BATCH_KEYS
 
 _TRAIN, _MICRO, _ACCUMULATION = BATCH_KEYS
-_MISSING = "neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is given"
+_MISSING = "neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is set"
 
 
 def _given(config: Config, facts: Facts) -> dict[str, object]:
-    """Return those of the three batch keys that are given; null counts as left out, as for DeepSpeed."""
+    """Return the batch keys that are set; null counts as not set, as it does for DeepSpeed."""
     values = {name: config.get(name) for name in BATCH_KEYS}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -27,20 +27,20 @@ def _not_positive(config: Config, facts: Facts) -> Iterator[Hit]:
             text = isinstance(value, str) and value.isdigit() and int(value) > 0
             edits = (Edit("set", (name,), int(value)),) if text else ()
             fix = f"write {value} without quotes" if text else "write a whole number above 0"
-            yield Hit((name,), value, f"{shown(value)} is no batch size", fix, edits)
+            yield Hit((name,), value, f"{shown(value)} is not a batch size", fix, edits)
 
 
 def _fraction(config: Config, facts: Facts) -> Iterator[Hit]:
     for name, value in _given(config, facts).items():
         if isinstance(value, bool) or (isinstance(value, float) and value > 0 and not value.is_integer()):
-            yield Hit((name,), value, f"{shown(value)} is calculated with as if it were a batch size")
+            yield Hit((name,), value, f"{shown(value)} is not a whole number, but DeepSpeed calculates with it")
 
 
 def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
     given = _given(config, facts)
     if _TRAIN not in given and _MICRO not in given:
         edits = (Edit("set", (_MICRO,), "auto"),) if facts.trainer == "hf" else ()
-        value = '"auto"' if facts.trainer == "hf" else "1, or what fits"
+        value = '"auto"' if facts.trainer == "hf" else "1, or as much as fits"
         yield Hit((_MICRO,), None, _MISSING, f'add "{_MICRO}": {value}', edits)
 
 
@@ -55,7 +55,7 @@ def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
         step = (micro or 1) * (accumulation or 1)
         if train % step:
             product = f"{micro or 1} x {accumulation or 1}"
-            yield Hit((_TRAIN,), train, f"{train} is no multiple of micro batch x accumulation ({product})")
+            yield Hit((_TRAIN,), train, f"{train} is not a multiple of micro batch x accumulation ({product})")
         return
     derived_micro, derived_accumulation = _derive(train, micro, accumulation, ranks)
     if train == derived_micro * derived_accumulation * ranks and derived_micro and derived_accumulation:
@@ -67,7 +67,7 @@ def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _derive(train: float, micro: float | None, accumulation: float | None, ranks: int) -> tuple[float, float]:
-    """Return micro batch and accumulation as DeepSpeed derives the missing ones (`DeepSpeedConfig`)."""
+    """Return micro-batch and accumulation, with missing ones derived as `DeepSpeedConfig` does."""
     if micro is None and accumulation is None:
         return train // ranks, 1
     if micro is None:
@@ -82,7 +82,7 @@ def _on(ranks: int) -> str:
 
 
 def _ranks(config: Config, facts: Facts) -> int | None:
-    """Return the ranks that share a batch: tensor parallel ranks count, pipeline and sequence do not."""
+    """Return the ranks that DeepSpeed divides a batch by: tensor ranks count, pipeline and sequence ranks do not."""
     if facts.world_size is None:
         return None
     return max(1, facts.world_size // facts.sequence_parallel_size // facts.pipeline_stages)
@@ -90,7 +90,7 @@ def _ranks(config: Config, facts: Facts) -> int | None:
 
 def _accumulation_missing(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and not config.has(_ACCUMULATION):
-        what = "without this key the engine accumulates over 1 step, whatever TrainingArguments say"
+        what = "without this key the engine accumulates over 1 step, whatever TrainingArguments says"
         edits = (Edit("set", (_ACCUMULATION,), "auto"),)
         yield Hit((_ACCUMULATION,), None, what, 'add "gradient_accumulation_steps": "auto"', edits)
 
@@ -100,7 +100,7 @@ def _fixed_batch(config: Config, facts: Facts) -> Iterator[Hit]:
         return
     given = _given(config, facts)
     if given.get(_TRAIN) not in (None, "auto") and given.get(_MICRO) == "auto":
-        what = "a fixed global batch fits one number of ranks: on any other the Trainer stops with a mismatch"
+        what = "a fixed global batch fits only one number of ranks; with any other the Trainer reports a mismatch"
         yield Hit((_TRAIN,), given[_TRAIN], what, 'write "auto"', (Edit("set", (_TRAIN,), "auto"),))
 
 
@@ -110,7 +110,7 @@ RULES = (
         "error",
         REJECTED,
         '"Train batch size: 0 has to be greater than 0", or a TypeError between str and int',
-        "A batch size is a whole number above 0, not text.",
+        "A batch size is a whole number above 0, not a string.",
         "Write a whole number above 0.",
         _not_positive,
     ),
@@ -119,7 +119,7 @@ RULES = (
         "warning",
         WRONG,
         "steps that never reach, or never leave, the accumulation boundary",
-        "DeepSpeed multiplies and divides whatever number it is given.",
+        "DeepSpeed multiplies and divides any number that it is given.",
         "Write a whole number.",
         _fraction,
     ),
@@ -128,7 +128,7 @@ RULES = (
         "error",
         REJECTED,
         '"Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"',
-        "DeepSpeed derives two of its three batch numbers from one; the Trainer fills only keys that are there.",
+        "DeepSpeed derives two of its three batch sizes from the third; the Trainer fills only keys that are present.",
         'Add "train_micro_batch_size_per_gpu".',
         _missing,
     ),
@@ -138,8 +138,8 @@ RULES = (
         REJECTED,
         '"Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * '
         'gradient_acc_step * world_size 4 != 1 * 1 * 2"',
-        "train_batch_size = micro batch x accumulation x ranks must hold exactly. On a CPU the same message "
-        "means that `use_cpu=True` is missing and every rank believes it is alone.",
+        "train_batch_size must equal micro batch x accumulation x ranks. On CPUs the same message means that "
+        "`use_cpu=True` is missing, so that every rank believes it is alone.",
         "Leave `train_batch_size` out and let DeepSpeed compute it.",
         _identity,
     ),
@@ -147,8 +147,8 @@ RULES = (
         "accumulation-missing",
         "warning",
         WRONG,
-        "gradient accumulation set in TrainingArguments has no effect in the engine",
-        "The Trainer fills only keys that are there; accelerate adds this one with the value 1.",
+        "gradient accumulation from TrainingArguments has no effect in the engine",
+        "The Trainer fills only keys that are present; accelerate adds this one with the value 1.",
         'Add "gradient_accumulation_steps": "auto".',
         _accumulation_missing,
     ),

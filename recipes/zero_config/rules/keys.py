@@ -1,13 +1,13 @@
-"""Keys: unknown, misspelt, misplaced, removed, renamed, given twice."""
+"""Rules about keys: unknown, misspelt, misplaced, removed, renamed or duplicate ones."""
 
 import difflib
 from collections.abc import Iterator
 
-from recipes.zero_config import schema
-from recipes.zero_config.read import Key
-from recipes.zero_config.rule import REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted
+from .. import schema
+from ..read import Key
+from ..rule import REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted
 
-# Word for word what old guides use, too far from the right name for a spelling match.
+# Names from old guides that are too different from the current ones for a spelling match.
 _OLD_NAMES = {
     ("aio", "thread_count"): "intra_op_parallelism",
     ("aio", "num_threads"): "intra_op_parallelism",  # what ds_nvme_tune prints
@@ -15,7 +15,7 @@ _OLD_NAMES = {
 
 
 def _walk(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, object, dict]]:
-    """Every key of the config with the schema node of the section it stands in."""
+    """Yield every key of the config with the schema node of its section."""
     for name, inner in value.items():
         yield (*path, name), inner, node
         section = node["keys"].get(name, {}).get("section")
@@ -24,9 +24,9 @@ def _walk(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, object
 
 
 def _unknown(config: Config, refused: bool) -> Iterator[tuple[Key, object, dict]]:
-    """Yield the keys that no section knows: those that DeepSpeed refuses, or those that it ignores.
+    """Yield the unknown keys: those that DeepSpeed rejects, or those that it ignores.
 
-    A section with types refuses a key, unless its value is "auto": such keys are dropped before it looks.
+    A typed section rejects an unknown key, unless its value is "auto": such keys are dropped before it is read.
     """
     removed = schema.load()["removed"]
     removed_zero = schema.load()["removed_zero"]
@@ -35,7 +35,7 @@ def _unknown(config: Config, refused: bool) -> Iterator[tuple[Key, object, dict]
         if path[-1] in node["keys"] or node["unknown"] == "open" or gone:
             continue
         if path[0] == "bfloat16" and config.get("bf16") is not None:
-            continue  # not looked at: `bf16-twice` says so
+            continue  # ignored as a whole; `bf16-twice` reports it
         if refused == (node["unknown"] == "rejected" and value != "auto"):
             yield path, value, node
 
@@ -51,7 +51,7 @@ def _nearest(name: str, known: dict) -> str | None:
 
 
 def _home(name: str) -> Key | None:
-    """Return the one other section that has a key of this name; None for names that several have."""
+    """Return the key of this name in another section; None if no section or several sections have one."""
     homes = []
     pending: list[tuple[Key, dict]] = [((), schema.load()["root"])]
     while pending:
@@ -76,11 +76,11 @@ def _rejected(config: Config, facts: Facts) -> Iterator[Hit]:
         if nearest:
             fix = f"did you mean `{nearest}`?"
         elif home:
-            fix = f"move it: the key is `{dotted(home)}`"
+            fix = f"move it; the key is `{dotted(home)}`"
         else:
-            fix = f"remove it: `{section}` has no such key"
+            fix = f"remove it; `{section}` has no such key"
         edits = _rename(path, nearest, config.section(*path[:-1])) if nearest else ()
-        yield Hit(path, value, f"`{section}` refuses unknown keys", fix, edits)
+        yield Hit(path, value, f"`{section}` rejects unknown keys", fix, edits)
 
 
 def _misspelt(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -89,14 +89,14 @@ def _misspelt(config: Config, facts: Facts) -> Iterator[Hit]:
             continue
         if nearest := _nearest(path[-1], node["keys"]):
             edits = _rename(path, nearest, config.section(*path[:-1]) if path[:-1] else config.value)
-            yield Hit(path, value, f"`{path[-1]}` is ignored in silence", f"did you mean `{nearest}`?", edits)
+            yield Hit(path, value, f"`{path[-1]}` is silently ignored", f"did you mean `{nearest}`?", edits)
 
 
 def _misplaced(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, value, node in _unknown(config, refused=False):
         home = _home(path[-1])
         if home and not _nearest(path[-1], node["keys"]):
-            yield Hit(path, value, f"`{dotted(path)}` is ignored in silence", f"move it to `{dotted(home)}`")
+            yield Hit(path, value, f"`{dotted(path)}` is silently ignored", f"move it to `{dotted(home)}`")
 
 
 def _ignored(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -109,7 +109,7 @@ def _old_name(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, right in _OLD_NAMES.items():
         if config.has(*path):
             edits = _rename(path, right, config.section(*path[:-1]))
-            what = f"`{path[-1]}` is ignored since DeepSpeed 0.16"
+            what = f"DeepSpeed ignores `{path[-1]}` since 0.16"
             yield Hit(path, config.get(*path), what, f"rename it to `{right}`", edits)
 
 
@@ -121,8 +121,8 @@ def _removed(config: Config, facts: Facts) -> Iterator[Hit]:
                 off = isinstance(value, dict) and value.get("enabled") is False
                 edits = (Edit("remove", (*path, name)),) if off or value is False else ()
                 what = message.split(". ")[0].rstrip(".")
-                even = ", even when it is switched off" if off else ""
-                yield Hit((*path, name), value, f"{what}; the key itself stops the start{even}", "", edits)
+                even = ", even with the feature switched off" if off else ""
+                yield Hit((*path, name), value, f"{what}; DeepSpeed rejects the key{even}", "", edits)
 
 
 def _deprecated(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -143,7 +143,7 @@ def _deprecated_and_new(config: Config, facts: Facts) -> Iterator[Hit]:
         names = [right, *(name for name, other in node["keys"].items() if other.get("alias_of") == name)]
         names.append(_public(node, right))
         if any(name in siblings and siblings[name] != "auto" for name in names):
-            what = f"`{path[-1]}` and `{_public(node, right)}` cannot be given together"
+            what = f"`{path[-1]}` and `{_public(node, right)}` cannot both be set"
             yield Hit(path, value, what, f"remove `{path[-1]}`", (Edit("remove", path),))
 
 
@@ -152,12 +152,12 @@ def _both_spellings(config: Config, facts: Facts) -> Iterator[Hit]:
         alias = node["keys"].get(path[-1], {}).get("alias_of")
         siblings = config.section(*path[:-1])
         if alias and value != "auto" and siblings.get(alias, "auto") != "auto":
-            what = f"`{path[-1]}` and `{alias}` are one field: the second spelling is refused"
+            what = f"`{path[-1]}` and `{alias}` are the same field; DeepSpeed rejects the second spelling"
             yield Hit(path, value, what, f"remove `{path[-1]}`", (Edit("remove", path),))
 
 
 def _public(node: dict, name: str) -> str:
-    """Return the spelling of a field that documentation uses (`stage3_...`)."""
+    """Return a field's spelling in the documentation (`stage3_...`)."""
     return node["keys"].get(name, {}).get("alias_of", name)
 
 
@@ -167,8 +167,8 @@ def _bf16_twice(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(
             ("bfloat16",),
             config.get("bfloat16"),
-            "`bf16` and `bfloat16` are both given: `bfloat16` is not looked at",
-            "keep `bf16` alone",
+            "`bf16` and `bfloat16` are both set; `bfloat16` is ignored",
+            "keep only `bf16`",
             () if differ else (Edit("remove", ("bfloat16",)),),
             "error" if differ else "warning",
         )
@@ -180,7 +180,7 @@ RULES = (
         "error",
         REJECTED,
         '"Extra inputs are not permitted [type=extra_forbidden]"',
-        "The section is read by a pydantic model that forbids unknown keys.",
+        "A pydantic model that forbids unknown keys reads this section.",
         "Correct the spelling, or move the key to its section.",
         _rejected,
     ),
@@ -189,7 +189,7 @@ RULES = (
         "error",
         WRONG,
         "a setting has no effect; no message",
-        "DeepSpeed reads the keys it knows and never looks at others: at the top level and in a dozen sections.",
+        "At the top level and in a dozen sections, DeepSpeed reads the keys that it knows and ignores all others.",
         "Correct the spelling.",
         _misspelt,
     ),
@@ -198,7 +198,7 @@ RULES = (
         "error",
         WRONG,
         "a setting has no effect; no message",
-        "The key exists, but in another section; here it is ignored.",
+        "The key belongs to another section; here it is ignored.",
         "Move the key to its section.",
         _misplaced,
     ),
@@ -215,8 +215,8 @@ RULES = (
         "renamed-key",
         "warning",
         WRONG,
-        "NVMe is read by one thread however many are asked for",
-        "`aio.thread_count`, which most guides show, was renamed and is ignored now.",
+        "one thread reads NVMe, however many are requested",
+        "`aio.thread_count`, which most guides show, has been renamed and is now ignored.",
         "Rename it to `intra_op_parallelism`.",
         _old_name,
     ),
@@ -225,8 +225,8 @@ RULES = (
         "error",
         REJECTED,
         '"... has been removed. See https://github.com/deepspeedai/DeepSpeed/issues/8489"',
-        "The feature left DeepSpeed, and its key is refused so that nobody believes it still works.",
-        "Remove the block; the message says what replaced it.",
+        "The feature has been removed, and its key is rejected so that nobody relies on it.",
+        "Remove the block; the message names the replacement.",
         _removed,
     ),
     Rule(
@@ -234,7 +234,7 @@ RULES = (
         "warning",
         "costs",
         '"Config parameter ... is deprecated use ... instead"',
-        "An old name that DeepSpeed still translates.",
+        "DeepSpeed still translates the old name.",
         "Use the new name.",
         _deprecated,
     ),
@@ -243,8 +243,8 @@ RULES = (
         "error",
         REJECTED,
         "\"Cannot provide deprecated parameter 'cpu_offload' and replacing parameter 'offload_optimizer'\"",
-        "A deprecated key and the key that replaced it are both given.",
-        "Remove the deprecated one.",
+        "A deprecated key and its replacement are both set.",
+        "Remove the deprecated key.",
         _deprecated_and_new,
     ),
     Rule(
@@ -252,7 +252,7 @@ RULES = (
         "error",
         REJECTED,
         '"Extra inputs are not permitted [type=extra_forbidden]"',
-        "A field has a public name (`stage3_...`) and a short one; each is accepted, both together are not.",
+        "The field has a public name (`stage3_...`) and a short one; either is accepted, but not both.",
         "Keep the public name.",
         _both_spellings,
     ),
@@ -260,9 +260,9 @@ RULES = (
         "bf16-twice",
         "error",
         WRONG,
-        "training runs in fp32, or with other bf16 settings than written; no message",
-        "`bfloat16` is the old name of `bf16` and is read only where `bf16` is missing.",
-        "Keep `bf16` alone.",
+        "training runs in fp32, or with other bf16 settings than those in the file; no message",
+        "`bfloat16` is the old name of `bf16` and is read only if `bf16` is missing.",
+        "Keep only `bf16`.",
         _bf16_twice,
     ),
 )

@@ -1,28 +1,17 @@
-"""Values: wrong type, wrong word, "auto" where nobody fills it in."""
+"""Rules about values: wrong types, unknown words, and "auto" that nobody fills."""
 
 import difflib
 from collections.abc import Iterator
 
-from recipes.zero_config import schema
-from recipes.zero_config.read import Key
-from recipes.zero_config.rule import (
-    FAILS_LATER,
-    REJECTED,
-    WRONG,
-    Config,
-    Edit,
-    Facts,
-    Hit,
-    Rule,
-    dotted,
-    shown,
-)
-from recipes.zero_config.values import describe, fits
+from .. import schema
+from ..read import Key
+from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted, shown
+from ..values import describe, fits
 
-# Batch sizes follow from each other by arithmetic: rules/batch.py says everything about them.
+# Batch sizes depend on each other; rules/batch.py covers them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-# What the Trainer (and accelerate under it) fills in; a test compares this with a real Trainer.
+# What the Trainer (through accelerate) fills; a test compares this with a real Trainer.
 FILLED = (
     *BATCH_KEYS,
     "gradient_clipping",
@@ -49,7 +38,7 @@ FILLED = (
 
 
 def _entries(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, object, dict]]:
-    """Every known key of the config with its schema entry; sections after their own entry."""
+    """Yield every known key of the config with its schema entry, each section before its keys."""
     for name, inner in value.items():
         entry = node["keys"].get(name)
         if entry is None or (path == () and name in BATCH_KEYS):
@@ -60,7 +49,7 @@ def _entries(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, obj
 
 
 def _all(config: Config) -> Iterator[tuple[Key, object, dict]]:
-    """Yield the known keys that DeepSpeed looks at."""
+    """Yield the known keys that DeepSpeed reads."""
     unread = set()
     if config.get("bf16") is not None:
         unread.add(("bfloat16",))
@@ -72,7 +61,7 @@ def _all(config: Config) -> Iterator[tuple[Key, object, dict]]:
 
 
 def _is_typed(path: Key) -> bool:
-    """Is this a field of a section that pydantic reads? There "auto" means "the default"."""
+    """Return whether pydantic reads this field, in which case "auto" means the default."""
     node = schema.section(*path[:-1])
     return bool(node) and "type" in node["keys"].get(path[-1], {})
 
@@ -86,14 +75,14 @@ def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
             fix = f"did you mean {shown(nearest)}?" if nearest else f"write {describe(entry['type'])}"
             yield Hit(path, value, f"{shown(value)} is not {describe(entry['type'])}", fix)
         elif "loads" in entry and not _loads(entry, value):
-            yield Hit(path, value, f"DeepSpeed does not take {shown(value)} here", f"write {_accepted(entry)}")
+            yield Hit(path, value, f"DeepSpeed does not accept {shown(value)} here", f"write {_accepted(entry)}")
 
 
 def _loads(entry: dict, value: object) -> bool:
     if schema.kind_of(value) in entry["loads"]:
         return True
     if isinstance(value, dict) and "section" in entry and "empty object" in entry["loads"]:
-        return True  # its content is judged key by key
+        return True  # its content is checked key by key
     if isinstance(value, str) and "texts" in entry:
         return value in entry["texts"] or (entry["any_case"] and value.lower() in entry["texts"])
     return False
@@ -105,13 +94,13 @@ def _accepted(entry: dict) -> str:
     if "section" in entry or "object" in entry["loads"]:
         return "an object"
     kinds = {
-        "a list of text": "list of text",
+        "a list of strings": "list of text",
         "true or false": "true",
         "a number": "fraction",
-        "text": "text",
+        "a string": "text",
         "null": "null",
     }
-    return next((words for words, kind in kinds.items() if kind in entry["loads"]), "nothing: remove the key")
+    return next((words for words, kind in kinds.items() if kind in entry["loads"]), "nothing; remove the key")
 
 
 def _nearest_value(kind: dict, value: object) -> object:
@@ -131,7 +120,9 @@ def _text_for_number(config: Config, facts: Facts) -> Iterator[Hit]:
         number = _as_number(value)
         edits = () if number is None else (Edit("set", path, number),)
         fix = f"write {number if number is not None else default}"
-        yield Hit(path, value, f"{shown(value)} is taken as it is and fails where a number is needed", fix, edits)
+        yield Hit(
+            path, value, f"{shown(value)} is accepted as it is and fails later, where a number is needed", fix, edits
+        )
 
 
 def _as_number(value: object) -> int | float | None:
@@ -149,7 +140,7 @@ def _text_for_truth(config: Config, facts: Facts) -> Iterator[Hit]:
         if "type" in entry or not isinstance(entry.get("default"), bool) or not isinstance(value, str):
             continue
         if value.lower() in ("false", "no", "off", "0") and _loads({"loads": schema.SAMPLES, **entry}, value):
-            what = f"the text {shown(value)} counts as true: every text that is not empty does"
+            what = f"the string {shown(value)} counts as true, like every string that is not empty"
             yield Hit(path, value, what, "write false", (Edit("set", path, False),))
 
 
@@ -171,11 +162,11 @@ def _dtype(config: Config, facts: Facts) -> Iterator[Hit]:
         value = config.get("data_types", name)
         if value is not None and value != "auto" and value not in words:
             short = [word for word in words if "." not in word]
-            yield Hit(("data_types", name), value, f"{shown(value)} is no dtype", f"write {' | '.join(short)}")
+            yield Hit(("data_types", name), value, f"{shown(value)} is not a dtype", f"write {' | '.join(short)}")
 
 
 def _auto_paths(config: Config) -> Iterator[tuple[Key, bool]]:
-    """Return the path of every "auto" and whether it stands in a typed section."""
+    """Yield the path of every "auto", and whether it is in a typed section."""
     pending: list[tuple[Key, object]] = [((), config.value)]
     while pending:
         path, value = pending.pop()
@@ -194,9 +185,9 @@ def _auto_plain(config: Config, facts: Facts) -> Iterator[Hit]:
         if default == "auto" or dotted(path) in ("datastates_ckpt", "scheduler.type", "optimizer.type"):
             continue
         if path[-1] in BATCH_KEYS:
-            continue  # rejected: rules/batch.py
-        effect = f"is read as {shown(default)}" if typed else "is kept as the text `auto`, which nothing can use"
-        yield Hit(path, "auto", f'"auto" means nothing outside the Hugging Face Trainer: it {effect}')
+            continue  # DeepSpeed rejects it: rules/batch.py
+        effect = f"is read as {shown(default)}" if typed else "stays the string `auto`, which nothing can use"
+        yield Hit(path, "auto", f'"auto" has a meaning only for the Hugging Face Trainer; here it {effect}')
 
 
 def _auto_unfilled(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -206,9 +197,9 @@ def _auto_unfilled(config: Config, facts: Facts) -> Iterator[Hit]:
         if dotted(path) not in FILLED:
             node = schema.section(*path[:-1]) or {"keys": {}}
             own = node["keys"].get(path[-1], {}).get("default") == "auto"
-            fix = "remove it: it is the default" if own else "write the value"
+            fix = "remove it; it is the default" if own else "write the value"
             edits = (Edit("remove", path),) if own else ()
-            yield Hit(path, "auto", f"the Trainer has nothing to fill `{dotted(path)}` with and stops", fix, edits)
+            yield Hit(path, "auto", f"the Trainer has no value for `{dotted(path)}` and stops", fix, edits)
 
 
 RULES = (
@@ -217,8 +208,8 @@ RULES = (
         "error",
         REJECTED,
         '"pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig"',
-        "The value is of a type, or outside the range, that the key takes.",
-        "Write a value of the key's type.",
+        "The value has the wrong type, or is out of range.",
+        "Write a value that the key accepts.",
         _wrong_type,
     ),
     Rule(
@@ -226,7 +217,7 @@ RULES = (
         "error",
         FAILS_LATER,
         "\"'>' not supported between instances of 'str' and 'float'\" in the first optimizer step",
-        "A number in quotes. Sections without types keep it as text until it is used.",
+        "The number is in quotes; sections without types keep it as a string until it is used.",
         "Remove the quotes.",
         _text_for_number,
     ),
@@ -234,8 +225,8 @@ RULES = (
         "text-for-truth",
         "error",
         WRONG,
-        'a switch written "false" is on',
-        "Keys outside the typed sections are tested for emptiness, and no text but the empty one is empty.",
+        'a switch set to the string "false" is on',
+        "Outside the typed sections DeepSpeed tests values for emptiness, and only the empty string is empty.",
         "Write false without quotes.",
         _text_for_truth,
     ),
@@ -244,8 +235,8 @@ RULES = (
         "error",
         REJECTED,
         '"AssertionError: Curriculum learning is enabled, curriculum_metrics must be specified"',
-        "A part of data efficiency is switched on without the key that says what it should do.",
-        "Add the key, or switch the part off.",
+        "A data efficiency feature is switched on without the key that configures it.",
+        "Add the key, or switch the feature off.",
         _switched_on_empty,
     ),
     Rule(
@@ -253,7 +244,7 @@ RULES = (
         "error",
         FAILS_LATER,
         "\"ValueError: 'fp8' is not a valid DtypeEnum\" in deepspeed.initialize",
-        "`data_types` is read without a check; the word is looked up when the engine is built.",
+        "`data_types` is not validated; the name is looked up when the engine is built.",
         "Write fp32, fp16 or bf16.",
         _dtype,
     ),
@@ -262,7 +253,7 @@ RULES = (
         "error",
         WRONG,
         '"auto" trains with ZeRO stage 0, in fp32, without offload; or "\'<=\' not supported between ..."',
-        'Typed sections drop every "auto" and use their default; other keys keep the text.',
+        'Typed sections drop every "auto" and use their defaults; other keys keep the string.',
         "Fill the template: `python scripts/resolve_config.py TEMPLATE`.",
         _auto_plain,
     ),
@@ -271,7 +262,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"`...` not found in kwargs. Please specify `...` without `auto` (set to correct value)"',
-        'accelerate visits every "auto" in the config and stops at one that it has no value for.',
+        'accelerate fills every "auto" in the config and stops at one that it has no value for.',
         "Write the value.",
         _auto_unfilled,
     ),

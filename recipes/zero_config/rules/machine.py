@@ -1,19 +1,19 @@
-"""The config against the machine: GPU memory, NVMe folders, MoE layers, GPUDirect."""
+"""Rules about the machine: GPU memory, NVMe folders, swap buffers, GPUDirect."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.zero_config.rule import COSTS, FAILS_LATER, REJECTED, Config, Facts, Hit, Rule
+from ..rule import COSTS, FAILS_LATER, REJECTED, Config, Facts, Hit, Rule
 
 _ZERO = "zero_optimization"
-_DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's default of reduce_bucket_size and allgather_bucket_size
+_DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's default for reduce_bucket_size and allgather_bucket_size
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "lustre", "ceph", "fuse.sshfs", "9p", "glusterfs")
 
 
 def _buckets(config: Config, facts: Facts) -> Iterator[Hit]:
-    """Reduce buckets: 2 bytes per element in bf16, 4 in fp32, and two of them with overlap_comm."""
+    """Check the reduce buckets: 2 bytes per element in bf16, 4 in fp32, and two buckets with overlap_comm."""
     if facts.gpu_memory_gib is None or config.stage not in (1, 2, 3):
         return
     path = (_ZERO, "reduce_bucket_size")
@@ -25,16 +25,16 @@ def _buckets(config: Config, facts: Facts) -> Iterator[Hit]:
     copies = 2 if overlap or config.stage == 3 else 1
     gib = value * width * copies / 2**30
     if gib > facts.gpu_memory_gib:
-        what = f"buckets of {gib:.1f} GiB on a GPU of {facts.gpu_memory_gib:g} GiB"
+        what = f"the buckets take {gib:.1f} GiB, and the GPU has {facts.gpu_memory_gib:g} GiB"
         yield Hit(path, config.get(*path), what, _smaller(facts), severity="error")
     elif gib > facts.gpu_memory_gib / 8:
         share = gib / facts.gpu_memory_gib
-        what = f"buckets take {gib:.1f} GiB, {share:.0%} of the GPU"
+        what = f"the buckets take {gib:.1f} GiB, {share:.0%} of the GPU"
         yield Hit(path, config.get(*path), what, _smaller(facts))
 
 
 def _smaller(facts: Facts) -> str:
-    return 'write "auto"' if facts.trainer == "hf" else "write hidden size squared, or 5e7"
+    return 'write "auto"' if facts.trainer == "hf" else "write the square of the hidden size, or 5e7"
 
 
 def _nvme_folder(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -52,31 +52,34 @@ def _nvme_folder(config: Config, facts: Facts) -> Iterator[Hit]:
 def _trouble(folder: str) -> tuple[str, str] | None:
     """Return what is wrong with a swap folder on this machine, and the fix."""
     if "\0" in folder:
-        return "is no path", "write a folder"
+        return "not a path", "write a folder"
     existing = Path(os.path.abspath(folder))
     while not _exists(existing) and existing != existing.parent:
         existing = existing.parent
     if not os.path.isdir(existing):
         return f"{existing} is a file", "write a folder"
     if not os.access(existing, os.W_OK):
-        return f"cannot be made here: no permission to write in {existing}", "choose a folder of yours"
+        return f"cannot be created: no permission to write in {existing}", "choose a folder that you may write"
     kind = _file_system(str(existing))
     if kind in _MEMORY_FILE_SYSTEMS:
-        return f"lies on {kind}, which is memory: nothing is saved by swapping", "choose a folder on a drive"
+        return f"is on {kind}, which is memory, so swapping there saves none", "choose a folder on a drive"
     if kind in _NETWORK_FILE_SYSTEMS:
-        return f"lies on {kind}: every step reads and writes all states over the network", "use a local drive"
+        return (
+            f"is on {kind}: every step reads and writes all states over the network",
+            "choose a folder on a local drive",
+        )
     return None
 
 
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a name that is too long
+    except OSError:  # the name is too long
         return False
 
 
 def _file_system(path: str) -> str:
-    """Return the type of the file system that `path` lies on; empty where /proc/mounts does not exist."""
+    """Return the type of the file system of `path`; empty if there is no /proc/mounts."""
     best, kind = "", ""
     try:
         lines = Path("/proc/mounts").read_text(errors="replace").splitlines()
@@ -93,7 +96,7 @@ def _file_system(path: str) -> str:
 
 def _gds(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.get("aio") and config.get("aio", "use_gds") and not _has_cuda():
-        yield Hit(("aio", "use_gds"), True, "GPUDirect Storage needs CUDA, and this machine has none")
+        yield Hit(("aio", "use_gds"), True, "GPUDirect Storage needs CUDA, which this machine lacks")
 
 
 def _has_cuda() -> bool:
@@ -102,7 +105,7 @@ def _has_cuda() -> bool:
 
 
 def _swap_buffer(config: Config, facts: Facts) -> Iterator[Hit]:
-    """Compare the largest parameter's shard with one buffer of the NVMe swapper (elements, default 1e8)."""
+    """Compare the largest parameter's shard with a buffer of the NVMe swapper (elements, default 1e8)."""
     model = facts.text_model
     vocabulary, hidden = model.get("vocab_size"), model.get("hidden_size")
     if config.offload_device("offload_param") != "nvme" or not isinstance(vocabulary, int):
@@ -112,7 +115,7 @@ def _swap_buffer(config: Config, facts: Facts) -> Iterator[Hit]:
     if isinstance(hidden, int) and facts.world_size and vocabulary * hidden // facts.world_size > size:
         shard = vocabulary * hidden // facts.world_size
         path = (_ZERO, "offload_param", "buffer_size")
-        what = f"the embedding's shard has {shard:,} elements and a buffer only {int(size):,}"
+        what = f"the embedding's shard has {shard:,} elements, but a buffer only {int(size):,}"
         yield Hit(path, config.get(*path), what, f"write at least {shard + shard // 100}")
 
 
@@ -122,7 +125,7 @@ RULES = (
         "warning",
         COSTS,
         '"torch.OutOfMemoryError: CUDA out of memory" in the first backward',
-        "Reduce buckets are allocated whole, twice with `overlap_comm`; the default is 5e8 elements, 1 GB in bf16.",
+        "Reduce buckets are allocated in full, twice with `overlap_comm`; the default is 5e8 elements, 1 GB in bf16.",
         'Write "auto".',
         _buckets,
     ),
@@ -130,8 +133,8 @@ RULES = (
         "nvme-folder",
         "warning",
         FAILS_LATER,
-        '"PermissionError: [Errno 13]", "OSError: [Errno 22] Invalid argument", or steps of minutes',
-        "The swap folder must be writable and lie on a local drive that takes direct I/O.",
+        '"PermissionError: [Errno 13]", "OSError: [Errno 22] Invalid argument", or steps that take minutes',
+        "The swap folder must be writable and on a local drive that supports direct I/O.",
         "Choose a folder on a local NVMe drive.",
         _nvme_folder,
     ),
@@ -140,7 +143,7 @@ RULES = (
         "error",
         REJECTED,
         '"GDS currently only supported for CUDA accelerator"',
-        "GPUDirect Storage moves data between the drive and a CUDA GPU.",
+        "GPUDirect Storage moves data directly between a drive and a CUDA GPU.",
         "Remove `use_gds`.",
         _gds,
     ),
@@ -149,8 +152,8 @@ RULES = (
         "error",
         FAILS_LATER,
         '"AssertionError: More elements ... than buffer size ..."',
-        "Each parameter's shard is read into one buffer of the pool.",
-        "Make `buffer_size` as large as the largest shard; `buffer_count` buffers are pinned.",
+        "Each parameter's shard is read into a single buffer.",
+        "Set `buffer_size` to at least the largest shard; `buffer_count` such buffers are pinned.",
         _swap_buffer,
     ),
 )

@@ -1,24 +1,15 @@
-"""Offload of optimizer states and parameters to the CPU and to NVMe, ZenFlow and SuperOffload."""
+"""Rules about offload to the CPU and to NVMe, ZenFlow and SuperOffload."""
 
 from collections.abc import Iterator
 
-from recipes.zero_config.rule import (
-    FAILS_LATER,
-    REJECTED,
-    WRONG,
-    Config,
-    Facts,
-    Hit,
-    Rule,
-    shown,
-)
+from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Facts, Hit, Rule, shown
 
 _ZERO = "zero_optimization"
 
 
 def _offload_param(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage in (0, 1, 2) and config.offload_device("offload_param"):
-        what = f"stage {config.stage} keeps every parameter on the GPU: `offload_param` is not looked at"
+        what = f"stage {config.stage} keeps all parameters on the GPU and ignores `offload_param`"
         path = (_ZERO, "offload_param")
         yield Hit(path, config.get(*path), what, "set the stage to 3, or remove `offload_param`")
 
@@ -26,14 +17,14 @@ def _offload_param(config: Config, facts: Facts) -> Iterator[Hit]:
 def _offload_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage == 0 and config.offload_device("offload_optimizer"):
         path = (_ZERO, "offload_optimizer")
-        what = "stage 0 has no ZeRO optimizer: the states stay on the GPU"
+        what = "stage 0 has no ZeRO optimizer, so the states stay on the GPU"
         yield Hit(path, config.get(*path), what, "set the stage to 1, 2 or 3, or remove `offload_optimizer`")
 
 
 def _super_offload(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "offload_optimizer", "super_offload")
     if config.stage in (0, 1, 2) and config.on(*path):
-        what = f"SuperOffload exists at stage 3 only: stage {config.stage} offloads the ordinary way"
+        what = f"SuperOffload works only at stage 3; stage {config.stage} offloads the ordinary way"
         yield Hit(path, config.get(*path), what, "set the stage to 3, or remove it")
 
 
@@ -41,14 +32,14 @@ def _nvme_path(config: Config, facts: Facts) -> Iterator[Hit]:
     for what in ("offload_optimizer", "offload_param"):
         path = (_ZERO, what, "nvme_path")
         if config.offload_device(what) == "nvme" and not config.get(*path):
-            message = 'the device is "nvme" and no folder is given'
-            yield Hit(path, config.get(*path), message, "add `nvme_path`: a folder on a local NVMe drive")
+            message = 'the device is "nvme", but there is no folder'
+            yield Hit(path, config.get(*path), message, "set `nvme_path` to a folder on a local NVMe drive")
 
 
 def _nvme_stage(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "offload_optimizer", "device")
     if config.stage in (1, 2) and config.offload_device("offload_optimizer") == "nvme":
-        what = f"stage {config.stage} cannot swap to NVMe: the states are kept in CPU memory instead"
+        what = f"stage {config.stage} cannot swap to NVMe and keeps the states in CPU memory"
         yield Hit(path, "nvme", what, 'set the stage to 3, or the device to "cpu"')
 
 
@@ -57,7 +48,7 @@ def _ratio(config: Config, facts: Facts) -> Iterator[Hit]:
     ratio = config.number(*path)
     stage = 0 if config.stage is None else config.stage
     if ratio is not None and 0 <= ratio < 1 and stage != 3:
-        what = f"a partial offload ({shown(ratio)}) exists at stage 3 only"
+        what = f"partial offload ({shown(ratio)}) works only at stage 3"
         yield Hit(path, ratio, what, "remove `ratio`, or set the stage to 3")
 
 
@@ -66,7 +57,7 @@ def _zenflow(config: Config, facts: Facts) -> Iterator[Hit]:
         return
     path = (_ZERO, "zenflow")
     if config.stage in (1, 2, 3) and config.offload_device("offload_optimizer") != "cpu":
-        yield Hit(path, config.get(*path), "ZenFlow works on an optimizer that is offloaded to the CPU")
+        yield Hit(path, config.get(*path), "ZenFlow needs an optimizer that is offloaded to the CPU")
     elif config.stage == 0:
         yield Hit(path, config.get(*path), "ZenFlow needs ZeRO stage 1, 2 or 3", "set the stage to 2")
 
@@ -76,8 +67,8 @@ RULES = (
         "offload-param-below-stage-3",
         "error",
         WRONG,
-        "out of memory although parameters are offloaded; no message",
-        "Only stage 3 partitions parameters, so only it can offload them. Stage 2 accepts the block and ignores it.",
+        "out of memory even though parameters are offloaded; no message",
+        "Only stage 3 partitions parameters and can offload them; stage 2 accepts the block and ignores it.",
         "Set the stage to 3, or remove `offload_param`.",
         _offload_param,
     ),
@@ -85,8 +76,8 @@ RULES = (
         "offload-optimizer-at-stage-0",
         "error",
         WRONG,
-        "out of memory although the optimizer is offloaded; or only a slower optimizer",
-        "Stage 0 is plain data parallelism: there is no ZeRO optimizer whose states could be offloaded.",
+        "out of memory even though the optimizer is offloaded; or just a slower optimizer",
+        "Stage 0 is plain data parallelism, without a ZeRO optimizer whose states could be offloaded.",
         "Set the stage to 1, 2 or 3.",
         _offload_optimizer,
     ),
@@ -94,8 +85,8 @@ RULES = (
         "super-offload-below-stage-3",
         "error",
         WRONG,
-        "SuperOffload brings no speed; no message",
-        "`super_offload` is read at stage 3 only.",
+        "SuperOffload brings no speed-up; no message",
+        "Only stage 3 reads `super_offload`.",
         "Set the stage to 3.",
         _super_offload,
     ),
@@ -104,7 +95,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"TypeError: unsupported operand type(s)", "expected str, bytes or os.PathLike object, not NoneType"',
-        "The config class takes NVMe without a folder; the swapper fails when it wants to make one.",
+        "The config class accepts NVMe without a folder; the swapper fails when it creates its files.",
         "Add `nvme_path`.",
         _nvme_path,
     ),
@@ -112,8 +103,8 @@ RULES = (
         "nvme-below-stage-3",
         "error",
         WRONG,
-        "host memory runs out although the optimizer is on NVMe; no message",
-        "Only stage 3 swaps optimizer states. Stages 1 and 2 read every offload device as CPU.",
+        "host memory runs out even though the optimizer is on NVMe; no message",
+        "Only stage 3 swaps optimizer states; stages 1 and 2 treat every offload device as the CPU.",
         "Set the stage to 3.",
         _nvme_stage,
     ),
@@ -122,7 +113,7 @@ RULES = (
         "error",
         REJECTED,
         '"Partial offloading only supported for ZeRO Stage 3."',
-        "Partial offload (Twin-Flow) belongs to stage 3.",
+        "Partial offload (Twin-Flow) works only at stage 3.",
         "Remove `ratio`.",
         _ratio,
     ),
@@ -131,7 +122,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"Zenflow must be used with cpu offload"',
-        "ZenFlow splits the work between a GPU optimizer and one that is offloaded.",
+        "ZenFlow splits the update between a GPU optimizer and an offloaded one.",
         'Add "offload_optimizer": {"device": "cpu"}.',
         _zenflow,
     ),

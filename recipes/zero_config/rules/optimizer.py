@@ -1,16 +1,9 @@
-"""The `optimizer` and `scheduler` blocks: what DeepSpeed can build, and with what it can be combined."""
+"""Rules about the `optimizer` and `scheduler` blocks: what DeepSpeed can build, and what it can be combined with."""
 
 from collections.abc import Iterator
 
-from recipes.zero_config import schema
-from recipes.zero_config.rule import (
-    FAILS_LATER,
-    Config,
-    Edit,
-    Facts,
-    Hit,
-    Rule,
-)
+from .. import schema
+from ..rule import FAILS_LATER, Config, Edit, Facts, Hit, Rule
 
 _ZERO = "zero_optimization"
 
@@ -22,7 +15,7 @@ def _optimizer_names(config: Config, facts: Facts) -> Iterator[Hit]:
         return
     if name not in known["torch_optimizers"]:
         gone = "1-bit optimizers were removed; " if "bit" in name.lower() or "zeroone" in name.lower() else ""
-        what = f"{gone}`{name}` is an optimizer of neither DeepSpeed nor torch.optim"
+        what = f"{gone}neither DeepSpeed nor torch.optim has an optimizer `{name}`"
         yield Hit(("optimizer", "type"), name, what, "write AdamW, Adam, Lion, Adagrad, Lamb, Muon or SGD")
 
 
@@ -44,7 +37,7 @@ def _untested(config: Config, facts: Facts) -> Iterator[Hit]:
     if not name or name.lower() in tested or name not in schema.load()["torch_optimizers"]:
         return
     if config.stage in (1, 2, 3) and not config.get("zero_allow_untested_optimizer"):
-        what = f"ZeRO refuses `{name}` until it is allowed to"
+        what = f"ZeRO refuses `{name}` unless it is explicitly allowed"
         edit = Edit("set", ("zero_allow_untested_optimizer",), True)
         yield Hit(("optimizer", "type"), name, what, 'add "zero_allow_untested_optimizer": true', (edit,))
 
@@ -52,8 +45,8 @@ def _untested(config: Config, facts: Facts) -> Iterator[Hit]:
 def _max_grad_norm(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("optimizer", "params", "max_grad_norm")
     if config.has(*path) and config.text("optimizer", "type"):
-        what = "DeepSpeed clips by `gradient_clipping` and refuses this key"
-        yield Hit(path, config.get(*path), what, "move the number to `gradient_clipping`")
+        what = "DeepSpeed clips by `gradient_clipping` and rejects this key"
+        yield Hit(path, config.get(*path), what, "move the value to `gradient_clipping`")
 
 
 def _muon(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -71,13 +64,13 @@ def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
     if not name or name in known["torch_schedulers"]:
         return
     if name not in known["schedulers"]:
-        what = f"`{name}` is a schedule of neither DeepSpeed nor torch"
+        what = f"neither DeepSpeed nor torch has a schedule `{name}`"
         yield Hit(("scheduler", "type"), name, what, f"write {', '.join(known['schedulers'])}")
         return
     for parameter, value in config.section("scheduler", "params").items():
         if parameter not in known["schedulers"][name]:
             path = ("scheduler", "params", parameter)
-            yield Hit(path, value, f"{name} takes no `{parameter}`", f"it takes {_list(known, name)}")
+            yield Hit(path, value, f"{name} has no parameter `{parameter}`", f"use {_list(known, name)}")
 
 
 def _list(known: dict, name: str) -> str:
@@ -90,8 +83,8 @@ RULES = (
         "error",
         FAILS_LATER,
         '"OneBitAdam is not a supported DeepSpeed Optimizer"',
-        "The name is looked up when the engine is built: in DeepSpeed's list, then in torch.optim.",
-        "Write a name that exists.",
+        "The name is looked up when the engine is built, first in DeepSpeed's list, then in torch.optim.",
+        "Use the name of an existing optimizer.",
         _optimizer_names,
     ),
     Rule(
@@ -99,7 +92,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"You are using an untested ZeRO Optimizer. Please add <"zero_allow_untested_optimizer": true>"',
-        "ZeRO was tested with DeepSpeed's own optimizers and Adam; others have to be allowed.",
+        "ZeRO is tested with DeepSpeed's own optimizers and Adam; others have to be allowed.",
         'Add "zero_allow_untested_optimizer": true.',
         _untested,
     ),
@@ -108,7 +101,7 @@ RULES = (
         "error",
         FAILS_LATER,
         "\"'max_grad_norm' is not supported as an optimizer parameter\"",
-        "Clipping is the engine's task.",
+        "The engine does the clipping, not the optimizer.",
         "Use `gradient_clipping`.",
         _max_grad_norm,
     ),
@@ -117,7 +110,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"Muon and reduce scatter cannot be used together"',
-        "Muon orthogonalises whole matrices, so a rank needs the whole gradient.",
+        "Muon orthogonalises whole matrices, so a rank needs whole gradients.",
         'Add "reduce_scatter": false.',
         _muon,
     ),
@@ -126,8 +119,8 @@ RULES = (
         "error",
         FAILS_LATER,
         '"DeepSpeed does not recognize LR scheduler ...", "got an unexpected keyword argument"',
-        "The schedule is built by name, with `params` as its arguments.",
-        "Use a schedule and parameters that exist.",
+        "DeepSpeed builds the schedule by name, with `params` as its arguments.",
+        "Use an existing schedule and its parameters.",
         _scheduler,
     ),
 )

@@ -1,10 +1,10 @@
-"""Tensor, sequence, pipeline and expert parallelism, DeepCompile."""
+"""Rules about tensor, sequence, pipeline and expert parallelism, DeepCompile and universal checkpoints."""
 
 from collections.abc import Iterator
 from importlib import metadata
 
-from recipes.zero_config import schema
-from recipes.zero_config.rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule
+from .. import schema
+from ..rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule
 
 _TENSOR = ("tensor_parallel", "autotp_size")
 _SEQUENCE = ("sequence_parallel_size",)
@@ -27,27 +27,27 @@ def _expert(config: Config) -> int:
 def _sequence_stage(config: Config, facts: Facts) -> Iterator[Hit]:
     size = _sequence(config, facts)
     if size > 1 and config.stage in (0, 1, 2):
-        what = f"with {size} sequence ranks, stage {config.stage} makes every gradient {size} times too large"
+        what = f"with {size} sequence ranks, every gradient at stage {config.stage} is {size} times too large"
         yield Hit(("zero_optimization", "stage"), config.stage, what, "set the stage to 3")
 
 
 def _sequence_scatter(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("zero_optimization", "reduce_scatter")
     if _sequence(config, facts) > 1 and config.stage == 3 and not config.on(*path, default=True):
-        what = f"gradients come out up to {_sequence(config, facts)} times too large"
+        what = f"gradients are up to {_sequence(config, facts)} times too large"
         yield Hit(path, False, what, "remove it", (Edit("remove", path),))
 
 
 def _sequence_alone(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.has(*_SEQUENCE) and not config.has("data_parallel_size"):
-        what = "without `data_parallel_size` no sequence groups are made: only the batch is counted differently"
-        fix = "use the Trainer's ParallelismConfig, or pass `mpu` to initialize, or add `data_parallel_size`"
+        what = "without `data_parallel_size` DeepSpeed creates no sequence groups and only counts the batch differently"
+        fix = "use the Trainer's ParallelismConfig, pass `mpu` to initialize, or add `data_parallel_size`"
         yield Hit(_SEQUENCE, config.get(*_SEQUENCE), what, fix)
 
 
 def _tensor_lora(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.lora and _tensor(config) > 1:
-        what = "AutoTP replaces the adapters' layers and breaks them"
+        what = "AutoTP replaces the adapters' layers, which breaks them"
         yield Hit(_TENSOR, _tensor(config), what, "use ZeRO-3 for LoRA, or train without adapters")
 
 
@@ -61,7 +61,7 @@ def _tensor_preset(config: Config, facts: Facts) -> Iterator[Hit]:
     name = config.text("tensor_parallel", "preset_model")
     presets = schema.load()["tensor_presets"]
     if name is not None and name != "auto" and name.lower() not in presets:
-        what = f"there is no tensor-parallel preset `{name}`: it is skipped"
+        what = f"AutoTP has no preset `{name}` and skips it"
         yield Hit(("tensor_parallel", "preset_model"), name, what, f"write {', '.join(presets)}, or remove it")
 
 
@@ -78,7 +78,7 @@ def _divides(config: Config, facts: Facts) -> Iterator[Hit]:
     )
     for path, size in sizes:
         if size > 1 and world % size:
-            yield Hit(path, size, f"{world} ranks cannot be divided into groups of {size}")
+            yield Hit(path, size, f"{world} ranks are not divisible by {size}")
 
 
 def _heads(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -86,26 +86,26 @@ def _heads(config: Config, facts: Facts) -> Iterator[Hit]:
     heads = facts.text_model.get("num_attention_heads")
     shared = facts.text_model.get("num_key_value_heads") or heads
     if size > 1 and isinstance(heads, int) and heads % size:
-        yield Hit(_TENSOR, size, f"the model has {heads} attention heads", "choose a size that divides them")
+        yield Hit(_TENSOR, size, f"the model's {heads} attention heads are not divisible by {size}", "choose a divisor")
     elif size > 1 and isinstance(shared, int) and shared < size:
-        what = f"the model has {shared} key/value heads: the other ranks' share is empty"
+        what = f"the model has only {shared} key/value heads, so some ranks get none"
         yield Hit(_TENSOR, size, what, f"use at most {shared}", severity="warning")
     size = _sequence(config, facts)
     if size > 1 and isinstance(heads, int) and heads % size:
-        what = f"the model has {heads} attention heads, which {size} sequence ranks cannot share"
-        yield Hit(_SEQUENCE, size, what, "choose a size that divides them")
+        what = f"the model's {heads} attention heads are not divisible by {size} sequence ranks"
+        yield Hit(_SEQUENCE, size, what, "choose a divisor")
 
 
 def _pipeline(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.pipeline_stages > 1 and config.stage in (2, 3):
-        what = f"the pipeline engine refuses ZeRO stage {config.stage}"
+        what = f"the pipeline engine rejects ZeRO stage {config.stage}"
         yield Hit(("zero_optimization", "stage"), config.stage, what, "set the stage to 1")
 
 
 def _pipeline_tensor(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.pipeline_stages > 1 and _tensor(config) > 1:
-        what = "AutoTP on a pipeline broadcasts over the wrong groups"
-        fix = "remove the block and shard the layers over the pipeline grid's slice-parallel group"
+        what = "in a pipeline, AutoTP broadcasts over the wrong groups"
+        fix = "remove the block, and shard the layers over the pipeline grid's slice-parallel group"
         yield Hit(_TENSOR, _tensor(config), what, fix)
 
 
@@ -113,7 +113,7 @@ def _expert_preset(config: Config, facts: Facts) -> Iterator[Hit]:
     presets = schema.load()["expert_presets"]
     name = config.get("expert_parallel", "preset_model")
     if _expert(config) and name is not None and name not in presets:
-        what = f"there is no expert-parallel preset {name!r}"
+        what = f"AutoEP has no preset {name!r}"
         yield Hit(("expert_parallel", "preset_model"), name, what, f"write {', '.join(presets)}")
 
 
@@ -130,7 +130,7 @@ def _expert_version(config: Config, facts: Facts) -> Iterator[Hit]:
     version = _version("transformers")
     if version and version >= (5, 23) and schema.installed_version() == _TESTED_DEEPSPEED:
         text = ".".join(map(str, version))
-        what = f"DeepSpeed {_TESTED_DEEPSPEED} cannot replace experts of transformers {text}"
+        what = f"DeepSpeed {_TESTED_DEEPSPEED} cannot replace the experts of transformers {text}"
         yield Hit(_EXPERT, _expert(config), what, "install transformers 5.22")
 
 
@@ -145,13 +145,13 @@ def _version(package: str) -> tuple[int, ...] | None:
 def _deepcompile(config: Config, facts: Facts) -> Iterator[Hit]:
     passes = config.get("compile", "passes")
     if config.on("compile", "deepcompile") and config.stage == 0 and not passes:
-        what = "DeepCompile has passes for ZeRO stages 1, 2 and 3; at stage 0 it is plain torch.compile"
+        what = "DeepCompile has passes only for ZeRO stages 1, 2 and 3; at stage 0 it is plain torch.compile"
         yield Hit(("compile", "deepcompile"), True, what, "set the stage to 1, 2 or 3")
 
 
 def _universal(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.get("checkpoint", "load_universal") and config.stage == 3:
-        what = "the universal load gives every parameter group the settings of the first one"
+        what = "loading a universal checkpoint gives every parameter group the settings of the first"
         fix = "set the groups' weight decay again after loading"
         yield Hit(("checkpoint", "load_universal"), True, what, fix)
 
@@ -161,8 +161,8 @@ RULES = (
         "sequence-parallel-below-stage-3",
         "error",
         WRONG,
-        "grad_norm is as many times larger as there are sequence ranks; clipping bites too early",
-        "The Trainer's loss sums gradients over the sequence ranks; stages 0 to 2 do not divide by them again.",
+        "grad_norm is too large by a factor of the sequence ranks, so gradients are clipped too much",
+        "The Trainer's loss sums gradients over the sequence ranks, and stages 0 to 2 do not divide by their number.",
         "Use stage 3.",
         _sequence_stage,
     ),
@@ -170,17 +170,17 @@ RULES = (
         "sequence-parallel-without-scatter",
         "error",
         WRONG,
-        "grad_norm is larger, up to as many times as there are sequence ranks",
-        "Stage 3 divides by the whole world only when it reduces by scatter.",
-        "Remove `reduce_scatter`: true is the default.",
+        "grad_norm is too large, by up to a factor of the sequence ranks",
+        "Stage 3 divides by the world size only if it uses reduce-scatter.",
+        "Remove `reduce_scatter`; the default is true.",
         _sequence_scatter,
     ),
     Rule(
         "sequence-parallel-alone",
         "warning",
         WRONG,
-        "every rank sees whole sequences; the batch identity is off",
-        "`sequence_parallel_size` makes groups only together with `data_parallel_size`.",
+        "every rank gets whole sequences; the batch sizes do not add up",
+        "`sequence_parallel_size` creates groups only together with `data_parallel_size`.",
         "Use accelerate's ParallelismConfig.",
         _sequence_alone,
     ),
@@ -190,7 +190,7 @@ RULES = (
         FAILS_LATER,
         '"KeyError: Parameter containing:", "loss must be a scalar tensor", '
         "\"'Parameter' object has no attribute 'partition_numel'\"",
-        "AutoTP replaces every linear layer it knows, lora_A and lora_B among them.",
+        "AutoTP replaces every linear layer that it knows, including lora_A and lora_B.",
         "Use ZeRO-3 with LoRA.",
         _tensor_lora,
     ),
@@ -200,8 +200,8 @@ RULES = (
         FAILS_LATER,
         '"NotImplementedError: Weight conversions (e.g., MoE expert fusion) with DeepSpeed Tensor Parallelism are not '
         'yet implemented"',
-        "transformers' ZeRO-3 loader converts weights while it shards them, and cannot with tensor parallelism. A "
-        "model built from its config trains.",
+        "transformers' ZeRO-3 loader converts weights while it shards them, which it cannot do with tensor "
+        "parallelism. A model that is built from its config does train.",
         "Use stage 1 or 2 with tensor parallelism.",
         _tensor_stage,
     ),
@@ -209,9 +209,9 @@ RULES = (
         "unknown-tensor-preset",
         "warning",
         WRONG,
-        "the model is split by guessing, or not at all",
-        "An unknown preset is skipped without a message.",
-        "Remove it: Hugging Face models bring their own plan.",
+        "the model is split by heuristics, or not at all",
+        "AutoTP skips an unknown preset without a message.",
+        "Remove it; Hugging Face models bring their own plan.",
         _tensor_preset,
     ),
     Rule(
@@ -219,7 +219,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"world size ... is not divisible by ..."',
-        "Ranks are cut into groups of equal size.",
+        "Ranks are divided into groups of equal size.",
         "Choose a size that divides the number of ranks.",
         _divides,
     ),
@@ -228,8 +228,8 @@ RULES = (
         "error",
         FAILS_LATER,
         '"num_attention_heads ... is not divisible by ..."',
-        "Heads are the unit that tensor and sequence parallelism share out.",
-        "Choose a size that divides the heads.",
+        "Tensor and sequence parallelism divide whole attention heads between ranks.",
+        "Choose a size that divides the number of heads.",
         _heads,
     ),
     Rule(
@@ -245,8 +245,8 @@ RULES = (
         "pipeline-with-autotp",
         "error",
         WRONG,
-        "the loss differs from the data-parallel run; or a hang",
-        "AutoTP makes its groups without knowing the pipeline's.",
+        "the loss differs from that of a data-parallel run; or the run hangs",
+        "AutoTP creates its groups without regard to the pipeline's.",
         "Shard the layers before deepspeed.initialize.",
         _pipeline_tensor,
     ),
@@ -255,8 +255,8 @@ RULES = (
         "error",
         FAILS_LATER,
         "\"Unknown preset_model '...'. Available presets: [...]\"",
-        "Presets name the layers of the model families that AutoEP knows.",
-        "Use one that exists.",
+        "A preset names the layers of a model family that AutoEP supports.",
+        "Use an existing preset.",
         _expert_preset,
     ),
     Rule(
@@ -264,8 +264,8 @@ RULES = (
         "error",
         FAILS_LATER,
         '"None of the param groups are marked as MoE"',
-        "Only an optimizer that DeepSpeed builds puts experts into groups of their own.",
-        "Add an `optimizer` block; it drops the Trainer's no-decay groups.",
+        "Only an optimizer that DeepSpeed builds has parameter groups of its own for experts.",
+        "Add an `optimizer` block; weight decay then also applies to norms and biases.",
         _expert_optimizer,
     ),
     Rule(
@@ -282,7 +282,7 @@ RULES = (
         "warning",
         WRONG,
         "no speed-up",
-        "DeepCompile's passes schedule ZeRO's communication.",
+        "DeepCompile's passes schedule the communication of ZeRO.",
         "Set the stage to 1, 2 or 3.",
         _deepcompile,
     ),
@@ -291,7 +291,7 @@ RULES = (
         "warning",
         WRONG,
         "after resuming, weight decay also applies to norms and biases",
-        "Stage 3 copies the hyper-parameters of group 0 to all groups while loading a universal checkpoint.",
+        "While loading a universal checkpoint, stage 3 copies the hyperparameters of group 0 to all groups.",
         "Set them again after loading.",
         _universal,
     ),

@@ -1,9 +1,9 @@
-"""Precision: bf16, fp16, master weights, the loss scale, activation checkpointing."""
+"""Rules about precision: bf16, fp16, master weights, loss scale; and activation checkpointing."""
 
 import math
 from collections.abc import Iterator
 
-from recipes.zero_config.rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
+from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
 
 
 def _bf16(config: Config) -> str:
@@ -30,7 +30,7 @@ def _master_weights(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, config.get(*path), "needs ZeRO stage 1, 2 or 3", "set the stage, or remove it")
     path = (name, "bf16_optimizer_states")
     if config.on(*path) and not config.on(name, "bf16_master_weights_and_grads"):
-        what = "bf16 states need bf16 master weights"
+        what = "bf16 optimizer states need bf16 master weights"
         yield Hit(path, config.get(*path), what, 'add "bf16_master_weights_and_grads": true')
 
 
@@ -50,7 +50,7 @@ def _master_weights_offload(config: Config, facts: Facts) -> Iterator[Hit]:
 def _overflow(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_bf16(config), "check_grad_overflow")
     if config.has(*path) and config.get(*path) != "auto" and not config.on(*path, default=True):
-        what = "a step with infinite gradients is applied, and Adam's states stay NaN"
+        what = "a step with infinite gradients is applied, and Adam's states become NaN for good"
         yield Hit(path, config.get(*path), what, "remove it", (Edit("remove", path),))
 
 
@@ -58,12 +58,17 @@ def _loss_scale(config: Config, facts: Facts) -> Iterator[Hit]:
     scale = config.get("fp16", "loss_scale", default=0)
     number = _number(scale)
     if scale != "auto" and (isinstance(scale, bool) or number is None or number < 0 or not math.isfinite(number)):
-        yield Hit(("fp16", "loss_scale"), scale, f"{shown(scale)} is no loss scale", "0 is dynamic; else above 0")
+        yield Hit(
+            ("fp16", "loss_scale"),
+            scale,
+            f"{shown(scale)} is not a loss scale",
+            "write 0 for a dynamic scale, or a number above 0",
+        )
         return
     for name in ("loss_scale_window", "min_loss_scale"):
         value = config.get("fp16", name, default=1)
         if isinstance(value, bool):
-            yield Hit(("fp16", name), value, f"{shown(value)} is no number", "write a whole number above 0")
+            yield Hit(("fp16", name), value, f"{shown(value)} is not a number", "write a whole number above 0")
         dynamic = config.on("fp16", "enabled") and number in (0, None)
         size = _number(value)
         if dynamic and not isinstance(value, bool) and size is not None and size < 1:
@@ -81,7 +86,7 @@ def _accumulate(config: Config, facts: Facts) -> Iterator[Hit]:
     dtype = config.get("data_types", "grad_accum_dtype")
     low = config.on(_bf16(config), "enabled") or config.on("fp16", "enabled")
     if config.stage == 0 and low and isinstance(dtype, str) and dtype in ("fp32", "float32", "float"):
-        what = "stage 0 accumulates gradients in the parameters' own precision"
+        what = "stage 0 accumulates gradients in the precision of the parameters"
         path = ("data_types", "grad_accum_dtype")
         yield Hit(path, dtype, what, "set the stage to 1, or remove it")
 
@@ -89,7 +94,7 @@ def _accumulate(config: Config, facts: Facts) -> Iterator[Hit]:
 def _checkpointing(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and any(config.section("activation_checkpointing").values()):
         path = ("activation_checkpointing",)
-        what = "the section serves models that call deepspeed.checkpointing; Hugging Face models do not"
+        what = "the section affects only models that call deepspeed.checkpointing; Hugging Face models do not"
         yield Hit(path, config.get(*path), what, "set gradient_checkpointing=True in TrainingArguments")
 
 
@@ -99,7 +104,7 @@ RULES = (
         "error",
         REJECTED,
         '"bfloat16 and fp16 modes cannot be simultaneously enabled"',
-        "A model has one precision.",
+        "A model has a single precision.",
         'Switch one of them off; with the Trainer write "auto" in both.',
         _both,
     ),
@@ -108,8 +113,8 @@ RULES = (
         "error",
         REJECTED,
         '"bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."',
-        "Low-precision master weights are kept by ZeRO's optimizer, and states cannot be lower than weights.",
-        "Set a stage; add `bf16_master_weights_and_grads`.",
+        "ZeRO's optimizer keeps low-precision master weights, and its states cannot be less precise than the weights.",
+        "Set a stage, or add `bf16_master_weights_and_grads`.",
         _master_weights,
     ),
     Rule(
@@ -117,7 +122,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"Master weights feature requires ZeRO-2 Offload with DeepSpeedCPUAdam"',
-        "Without offload only the combination with bf16 states exists.",
+        "Without offload, low-precision master weights work only with bf16 states.",
         "Add `bf16_optimizer_states`, or offload the optimizer.",
         _master_weights_offload,
     ),
@@ -126,8 +131,8 @@ RULES = (
         "warning",
         WRONG,
         "the loss becomes NaN and stays NaN",
-        "One infinite gradient reaches Adam's running averages.",
-        "Remove `check_grad_overflow`: it is on by default.",
+        "A single infinite gradient reaches Adam's running averages.",
+        "Remove `check_grad_overflow`; it is on by default.",
         _overflow,
     ),
     Rule(
@@ -135,8 +140,8 @@ RULES = (
         "error",
         REJECTED,
         '"fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled (loss_scale=0)"',
-        "The loss scale multiplies every gradient.",
-        "Leave the fp16 section to its defaults.",
+        "The loss scale multiplies every gradient, so it must be positive.",
+        "Use the defaults of the fp16 section.",
         _loss_scale,
     ),
     Rule(
@@ -144,7 +149,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"NotImplementedError: unsupported mix of model_dtype=torch.bfloat16 and grad_accum_dtype=torch.float32"',
-        "Only ZeRO's optimizers keep gradients in another precision than parameters.",
+        "Only ZeRO's optimizers keep gradients in a different precision from the parameters.",
         "Set the stage to 1.",
         _accumulate,
     ),
@@ -152,8 +157,8 @@ RULES = (
         "activation-checkpointing-unused",
         "warning",
         WRONG,
-        "activations take as much memory as before; no message",
-        "Hugging Face models checkpoint with torch, switched on by TrainingArguments.",
+        "activations take as much memory as without it; no message",
+        "Hugging Face models checkpoint activations with torch, which TrainingArguments switches on.",
         "Set `gradient_checkpointing=True`; remove the section.",
         _checkpointing,
     ),

@@ -1,15 +1,15 @@
-"""Spots where the file is no strict JSON, though it can be understood."""
+"""Rules about syntax: files that are not strict JSON but can still be understood."""
 
 from collections.abc import Callable, Iterator
 
-from recipes.zero_config.rule import FAILS_LATER, REJECTED, Config, Facts, Hit, Rule
+from ..rule import FAILS_LATER, REJECTED, Config, Facts, Hit, Rule
 
 
 def _problems(kind: str) -> Callable[[Config, Facts], Iterator[Hit]]:
     def check(config: Config, facts: Facts) -> Iterator[Hit]:
         for problem in config.problems:
             if problem.kind == kind:
-                # DeepSpeed itself reads hjson, where these are no mistakes.
+                # DeepSpeed itself reads hjson, which allows these.
                 mild = facts.trainer == "plain" and kind in ("comment", "trailing-comma", "missing-comma")
                 yield Hit(problem.key, problem.value, problem.what, severity="warning" if mild else None)
 
@@ -21,9 +21,9 @@ RULES = (
         "duplicate-key",
         "error",
         REJECTED,
-        "\"Duplicate keys in DeepSpeed config: ['...']\"; with the Trainer no message, the last one counts",
-        "A key stands twice in one object.",
-        "Remove one of the two.",
+        "\"Duplicate keys in DeepSpeed config: ['...']\"; with the Trainer no message, and the last one counts",
+        "A key appears twice in one object.",
+        "Remove one of them.",
         _problems("duplicate"),
     ),
     Rule(
@@ -32,7 +32,7 @@ RULES = (
         FAILS_LATER,
         '"json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes"',
         "The Trainer and accelerate read strict JSON, which has no comments.",
-        "Remove the comments (`--fix` does), or keep them in a file beside it.",
+        "Remove the comments (`--fix` does), or move them to another file.",
         _problems("comment"),
     ),
     Rule(
@@ -49,7 +49,7 @@ RULES = (
         "error",
         FAILS_LATER,
         "\"json.decoder.JSONDecodeError: Expecting ',' delimiter\"",
-        "The Trainer and accelerate read strict JSON. DeepSpeed itself takes the end of a line for a comma.",
+        "The Trainer and accelerate read strict JSON; for DeepSpeed itself the end of a line is as good as a comma.",
         "Add the comma (`--fix` does).",
         _problems("missing-comma"),
     ),
@@ -57,9 +57,9 @@ RULES = (
         "not-a-number",
         "error",
         FAILS_LATER,
-        "NaN or Infinity in the file; readers disagree about it",
-        "JSON has finite numbers only.",
-        'Write a finite number ("never" is 2147483647).',
+        "NaN or Infinity in the file; readers treat it differently",
+        "JSON has only finite numbers.",
+        'Write a finite number (2147483647 for "never").',
         _problems("not-a-number"),
     ),
     Rule(
@@ -67,7 +67,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"json.decoder.JSONDecodeError: Expecting value"',
-        "True, False and None are Python.",
+        "True, False and None are Python, not JSON.",
         "Write true, false, null (`--fix` does).",
         _problems("python-word"),
     ),

@@ -1,19 +1,8 @@
-"""ZeRO stages: what a stage ignores, what it refuses, what it makes slow."""
+"""Rules about ZeRO stages: what a stage ignores, what it rejects, what makes it slow."""
 
 from collections.abc import Iterator
 
-from recipes.zero_config.rule import (
-    COSTS,
-    FAILS_LATER,
-    REJECTED,
-    WRONG,
-    Config,
-    Edit,
-    Facts,
-    Hit,
-    Rule,
-    shown,
-)
+from ..rule import COSTS, FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
 
 _ZERO = "zero_optimization"
 _NEEDS_STAGE_3 = (
@@ -31,7 +20,7 @@ def _stage_3_only(config: Config, facts: Facts) -> Iterator[Hit]:
     if (config.number(_ZERO, "zero_hpz_partition_size") or 1) > 1:
         on.append("zero_hpz_partition_size")
     for name in on:
-        what = f"`{name}` is a stage 3 feature: at stage {config.stage} it does nothing"
+        what = f"`{name}` is a stage 3 feature and does nothing at stage {config.stage}"
         yield Hit((_ZERO, name), zero[name], what, "set the stage to 3, or remove it")
 
 
@@ -40,7 +29,7 @@ def _stage_3_keys(config: Config, facts: Facts) -> Iterator[Hit]:
         return
     for name, value in config.section(_ZERO).items():
         if name.startswith("stage3_"):
-            what = f"`{name}` has no meaning at stage {config.stage}"
+            what = f"`{name}` has no effect at stage {config.stage}"
             yield Hit((_ZERO, name), value, what, "remove it, or set the stage to 3")
 
 
@@ -50,9 +39,9 @@ def _gather_on_save(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage != 3 or any(config.on(_ZERO, name) for name in (*names, old)):
         return
     path = (_ZERO, names[0])
-    what = "save_model writes no weights that `transformers` can load, and the checkpoint twice"
+    what = "save_model writes no weights that transformers can load, and writes the checkpoint twice"
     if config.offload_device("offload_optimizer") == "nvme":
-        what = "saving stops with FileExistsError: the fallback writes the NVMe states twice"
+        what = "saving fails with FileExistsError: the fallback writes the NVMe states twice"
     yield Hit(path, config.get(*path), what, "set it to true", (Edit("set", path, True),))
 
 
@@ -62,14 +51,14 @@ def _prefetch(config: Config, facts: Facts) -> Iterator[Hit]:
         return
     for name in ("stage3_prefetch_bucket_size", "prefetch_bucket_size"):
         if config.number(_ZERO, name) == 0:
-            what = "prefetch is off while `overlap_comm` is on: every layer waits for its parameters"
-            yield Hit((_ZERO, name), 0, what, 'write "auto", or about 0.9 x hidden size squared')
+            what = "prefetch is off although `overlap_comm` is on, so every layer waits for its parameters"
+            yield Hit((_ZERO, name), 0, what, 'write "auto", or about 0.9 times the square of the hidden size')
 
 
 def _sub_group(config: Config, facts: Facts) -> Iterator[Hit]:
     size = config.number(_ZERO, "sub_group_size")
     if config.stage == 3 and size == 0:
-        what = "0 makes every parameter a group of its own: one optimizer call (and one NVMe read) each"
+        what = "with 0 every parameter is a group of its own, with its own optimizer call (and NVMe read)"
         yield Hit((_ZERO, "sub_group_size"), size, what, "remove it (the default is 1e9), or write 1e8")
 
 
@@ -78,7 +67,7 @@ def _live_parameters(config: Config, facts: Facts) -> Iterator[Hit]:
         return
     for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
         if config.number(_ZERO, name) == 0:
-            what = "0 drops every layer at once, so that backward gathers it a second time"
+            what = "with 0 every layer is released at once, so the backward pass gathers it again"
             yield Hit((_ZERO, name), 0, what, "remove it (the default is 1e9)")
 
 
@@ -86,7 +75,7 @@ def _grad_norm(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "compute_grad_norm")
     value = config.get(*path, default=True)
     if value != "auto" and not config.on(*path, default=True) and config.stage in (None, 0, 3):
-        yield Hit(path, value, "exists at stages 1 and 2 only", "remove it", (Edit("remove", path),))
+        yield Hit(path, value, "works only at stages 1 and 2", "remove it", (Edit("remove", path),))
 
 
 def _grad_norm_and_clipping(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -96,20 +85,22 @@ def _grad_norm_and_clipping(config: Config, facts: Facts) -> Iterator[Hit]:
     clipping = config.get("gradient_clipping", default=1.0)
     offloaded = config.offload_device("offload_optimizer")
     if offloaded or config.has(_ZERO, "zenflow") or (clipping != "auto" and clipping not in (0, None)):
-        why = "optimizer offload" if offloaded else "gradient clipping (1.0 where it is not set to 0)"
-        yield Hit(path, config.get(*path), f"the norm is needed for {why}", "remove it")
+        why = "optimizer offload" if offloaded else "gradient clipping (1.0 unless it is set to 0)"
+        yield Hit(path, config.get(*path), f"{why} needs the norm", "remove it")
 
 
 def _legacy_stage_1(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "legacy_stage1")
     if config.stage in (1, 2, 3) and config.on(*path):
-        yield Hit(path, True, "the old stage 1 was removed", "remove it", (Edit("remove", path),))
+        yield Hit(
+            path, True, "the old implementation of stage 1 has been removed", "remove it", (Edit("remove", path),)
+        )
 
 
 def _legacy_format(config: Config, facts: Facts) -> Iterator[Hit]:
     value = config.get(_ZERO)
     if isinstance(value, bool):
-        what = f"true and false are the old spelling of stage {int(value)}"
+        what = f"{shown(value)} is the old spelling of stage {int(value)}"
         new = {"stage": int(value)}
         yield Hit((_ZERO,), value, what, f"write {shown(new)}", (Edit("set", (_ZERO,), new),))
 
@@ -119,10 +110,10 @@ def _predivide(config: Config, facts: Facts) -> Iterator[Hit]:
         return
     factor = config.number("gradient_predivide_factor")
     if config.get("prescale_gradients") not in (None, False, 0, ""):
-        what = f"stage {config.stage} reduces by scatter, which cannot scale before the sum"
+        what = f"stage {config.stage} uses reduce-scatter, which cannot scale gradients before the sum"
         yield Hit(("prescale_gradients",), config.get("prescale_gradients"), what, "remove it")
     elif factor is not None and factor != 1:
-        what = f"stage {config.stage} reduces by scatter, which cannot divide before the sum"
+        what = f"stage {config.stage} uses reduce-scatter, which cannot divide gradients before the sum"
         yield Hit(("gradient_predivide_factor",), factor, what, "remove it")
 
 
@@ -141,8 +132,8 @@ RULES = (
         "needs-stage-3",
         "error",
         WRONG,
-        "ZeRO++ brings no speed; no message",
-        "Quantised weights and gradients and hpZ belong to stage 3; lower stages do not read them.",
+        "ZeRO++ brings no speed-up; no message",
+        "Quantised weights, quantised gradients and hpZ belong to stage 3; lower stages do not read them.",
         "Set the stage to 3.",
         _stage_3_only,
     ),
@@ -150,8 +141,8 @@ RULES = (
         "stage-3-key-below-stage-3",
         "warning",
         COSTS,
-        "none: the keys are dead weight",
-        "`stage3_...` keys belong to stage 3.",
+        "none; the keys have no effect",
+        "Only stage 3 reads `stage3_...` keys.",
         "Remove them.",
         _stage_3_keys,
     ),
@@ -161,8 +152,8 @@ RULES = (
         WRONG,
         '"stage3_gather_16bit_weights_on_model_save=false. Saving the full checkpoint instead"; tensors of '
         'shape [0] when loaded; with NVMe "FileExistsError: .../offloaded_tensors/rank00"',
-        "At stage 3 no rank has whole weights. Unless they are gathered, a save holds DeepSpeed's shards only.",
-        "Set `stage3_gather_16bit_weights_on_model_save` to true; rank 0 needs host memory for the whole model.",
+        "At stage 3 no rank has whole weights; unless they are gathered, only DeepSpeed's shards are saved.",
+        "Set `stage3_gather_16bit_weights_on_model_save` to true; rank 0 then needs host memory for the whole model.",
         _gather_on_save,
     ),
     Rule(
@@ -170,7 +161,7 @@ RULES = (
         "warning",
         COSTS,
         "stage 3 is slow; GPUs wait for parameters",
-        "A prefetch bucket of 0 elements holds nothing, so no gather runs ahead of the layer that needs it.",
+        "With a prefetch bucket of 0 elements, no parameters are gathered before the layer that needs them.",
         'Write "auto".',
         _prefetch,
     ),
@@ -179,7 +170,7 @@ RULES = (
         "warning",
         COSTS,
         "the optimizer step of stage 3 is slow",
-        "The parameters are cut into groups of at least this many elements; 0 makes one group per parameter.",
+        "Parameters are grouped until a group has this many elements; with 0 each parameter is a group.",
         "Remove it, or write 1e8 with NVMe.",
         _sub_group,
     ),
@@ -188,8 +179,8 @@ RULES = (
         "warning",
         COSTS,
         "stage 3 is slow",
-        "A budget of 0 live parameters releases each layer at once.",
-        "Remove it unless memory is short by one layer.",
+        "With a budget of 0 live parameters, each layer is released at once.",
+        "Remove it, unless memory lacks room for one more layer.",
         _live_parameters,
     ),
     Rule(
@@ -197,7 +188,7 @@ RULES = (
         "error",
         REJECTED,
         '"compute_grad_norm=false is supported only with ZeRO Stage 1 or 2"',
-        "Stage 0 and 3 always compute the norm.",
+        "Stages 0 and 3 always compute the norm.",
         "Remove it.",
         _grad_norm,
     ),
@@ -206,7 +197,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"zero_optimization.compute_grad_norm=false requires gradient_clipping=0"',
-        "Clipping needs the norm, and clipping at 1.0 is DeepSpeed's default.",
+        "Clipping needs the norm, and DeepSpeed clips at 1.0 by default.",
         'Remove it, or write "gradient_clipping": 0.',
         _grad_norm_and_clipping,
     ),
@@ -215,7 +206,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"The deprecated version of ZeRO Stage 1 is not supported in deepspeed >= 0.5.9"',
-        "The old implementation is gone; the key is still accepted.",
+        "The old implementation has been removed, but the key is still accepted.",
         "Remove it.",
         _legacy_stage_1,
     ),
@@ -224,7 +215,7 @@ RULES = (
         "warning",
         COSTS,
         '"this format of ZeRO optimization setup is deprecated"',
-        "Before stages existed the section was a switch.",
+        "Before ZeRO had stages, the section was a switch.",
         'Write {"stage": 1}.',
         _legacy_format,
     ),
@@ -233,7 +224,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"pre-scale gradients is not yet supported with ZeRO-2 with reduce scatter enabled"',
-        "Reduce-scatter divides after the sum.",
+        "Reduce-scatter divides gradients after the sum.",
         "Remove the key.",
         _predivide,
     ),
@@ -242,7 +233,7 @@ RULES = (
         "error",
         REJECTED,
         "\"gradient_allreduce_op='sum' is not supported with ZeRO stage 3\"",
-        "Stage 3, ZenFlow and DeepCompile know the mean only.",
+        "Stage 3, ZenFlow and DeepCompile support only the mean.",
         'Write "mean".',
         _sum,
     ),

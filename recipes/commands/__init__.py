@@ -1,0 +1,1 @@
+"""The commands: what `dsr launch` and, in a checkout, scripts/launch.py run; a module each, with a `main`."""

@@ -1,0 +1,227 @@
+"""Measure, and compare with what people would use instead.
+
+    python scripts/benchmark.py all                      # every benchmark below, one after the other
+    python scripts/benchmark.py full_1b lora_8b --quick  # some of them, one run per contender instead of two
+    python scripts/benchmark.py overhead --zero-stage 3 --steps 60 --rounds 3
+    python scripts/benchmark.py planner                  # seconds and memory of plan.py itself; no GPU needed
+    python scripts/benchmark.py lora_8b --draft          # shrunken models: does it run? (always so without a GPU)
+
+Contenders train on the same sequences of random tokens, with random weights of the real dimensions, so nothing is
+downloaded. They take turns (A B B A), each run in its own process: 10 steps of warm-up, 20 timed ones, and one in which
+the host's reads of the device are counted; in `planner_error` each runs once, for 3 and 5 steps. Only tokens that are
+not padding count. MFU is the arithmetic of recipes/training/model/flops.py (causal attention once, no input embedding,
+no recomputation, adapters included) over the maker's peak; beside it is the share of the matrix product's rate that
+this machine was measured to reach. Each benchmark ends within 8 minutes on one GPU (`--quick`: 4) and writes its
+results after every run, so an interrupted one keeps them.
+
+Results go to recipes/planning/calibration/measurements/NAME_gpu.json and .md, and from there into README.md,
+recipes/README.md, the pages and, beside the planner's estimates, the README.md of that folder. Drafts are not kept
+unless --output names a folder for NAME_draft.json.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ..benchmarks import overhead, plan_speed, tables
+from ..benchmarks.cases import BENCHMARKS, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case
+from ..docs import documents
+from ..launching.command import deepspeed_command, rank_environment, visible_gpus
+from ..planning.calibration import benchmark_results
+from ..spec.project import CHECKOUT, IMPORT_ROOT, NAME, display, require
+from ..spec.run_folder import RunFolder, write_json
+from .main import Parser
+
+MEASUREMENTS = benchmark_results.MEASUREMENTS
+OUTPUT = None if CHECKOUT else Path("benchmarks")
+"""Where results go by default; None: into the checkout's `MEASUREMENTS`, and from there into its documents."""
+SHORTEST, LONGEST = 8192, 2**20
+"""Where `long_context` begins and where it stops, in tokens."""
+Start = Callable[[dict[str, Any], Path, float], dict[str, Any]]
+"""Runs an order in its own process: from order, folder and seconds to numbers, or to `{"error": ...}`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmarks that are asked for, print their tables, and write their results."""
+    parser = Parser("benchmark", __doc__)
+    about = {
+        "overhead": "a small recipe beside the same work without this project",
+        "planner": "plan.py itself",
+        **{one.name: one.about for one in BENCHMARKS.values()},
+    }
+    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<14} {what}" for name, what in about.items())
+    parser.add_argument("benchmark", nargs="+", choices=["all", *about], metavar="BENCHMARK")
+    parser.add_argument("--quick", action="store_true", help="one run per contender, half the time")
+    parser.add_argument("--draft", action="store_true", help="shrunken models, a few steps; measures nothing")
+    parser.add_argument(
+        "--output", type=Path, default=OUTPUT, help=f"folder for results (default: {display(OUTPUT or MEASUREMENTS)})"
+    )
+    overhead.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    names = ["overhead", *BENCHMARKS] if "all" in options.benchmark else options.benchmark
+    if "overhead" in names and options.steps < overhead.WARM_UP + 2 * overhead.LOG_EVERY:
+        parser.error(f"--steps {options.steps}: {overhead.WARM_UP} are warm-up; at least 40 are needed.")
+    if names != ["planner"]:
+        require("deepspeed")
+    failed = []
+    for name in names:
+        try:
+            if name in OWN:
+                OWN[name](options)
+            else:
+                run(BENCHMARKS[name], options, in_own_process)
+        except Exception as error:  # the rest of the list still runs
+            failed.append(f"{name}: {error}")
+            print(failed[-1], file=sys.stderr, flush=True)
+    return 1 if failed else 0
+
+
+def _overhead(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        bench = overhead.bench_of(options, Path(folder))
+        result = overhead.overhead(bench, options.rounds)
+    print(overhead.table(result))
+    name = f"overhead_zero{bench.zero_stage}_{'gpu' if bench.gpus else 'cpu'}.json"
+    write_json((options.output or MEASUREMENTS) / name, result)
+
+
+def _planner(options: argparse.Namespace) -> None:
+    result = plan_speed.plan_speed(options.rounds)
+    print(plan_speed.table(result))
+    write_json((options.output or MEASUREMENTS) / "planner_cpu.json", result)
+
+
+OWN = {"overhead": _overhead, "planner": _planner}
+"""Benchmarks with functions of their own to run and write them."""
+
+
+def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict[str, Any]:
+    """Run one benchmark, write its results after each of its runs, and return them."""
+    draft = options.draft or not visible_gpus()
+    warm_up, steps = (2, 3) if draft else FEW if benchmark.estimates else (WARM_UP, STEPS)
+    result: dict[str, Any] = {
+        "benchmark": benchmark.name,
+        "about": benchmark.about,
+        "date": date.today().isoformat(),
+        "draft": draft,
+        "cases": [asdict(case) for case in benchmark.cases],
+        "runs": {case.label: [] for case in benchmark.cases if case.on_cpu or not draft},
+        "seconds": 0.0,
+        "complete": False,
+    }
+    began = time.monotonic()
+    limit = LIMIT / (2 if options.quick else 1)
+
+    def ask(case: Case | None) -> dict[str, Any]:
+        order = {"case": asdict(case) if case else "limits", "warm_up": warm_up, "steps": steps, "draft": draft}
+        with tempfile.TemporaryDirectory() as folder:
+            found = start(order, Path(folder), limit - (time.monotonic() - began))
+        result["seconds"] = round(time.monotonic() - began, 1)
+        return found
+
+    # In another process: this one must not hold GPU memory.
+    result |= ask(None)
+    if benchmark.grows:
+        result["longest"] = {}
+        for case in benchmark.cases:
+            result["longest"][case.label] = _grow(case, ask, draft, began + limit)
+            write_result(result, options.output)
+    else:
+        turns = [case for case in benchmark.cases if case.label in result["runs"]]
+        for case in turns if options.quick or benchmark.estimates else [*turns, *reversed(turns)]:
+            done = result["runs"][case.label]
+            if done and "error" in done[-1]:
+                continue  # it would fail again
+            took = max([run["seconds"] for runs in result["runs"].values() for run in runs], default=0)
+            if time.monotonic() - began + took > limit:
+                break
+            at = time.monotonic()
+            done.append(ask(case) | {"seconds": time.monotonic() - at})
+            print(f"{case.label:<26} {_line(done[-1])}", flush=True)
+            write_result(result, options.output)
+        else:
+            result["complete"] = True
+    write_result(result, options.output)
+    print(f"\n{tables.heading(result)}\n{tables.table(result)}")
+    ending = "" if result["complete"] or benchmark.grows else "; out of time before every contender had all its turns"
+    print(f"{benchmark.name}: {result['seconds']:.0f} of at most {limit:.0f} s{ending}\n", flush=True)
+    return result
+
+
+def _grow(case: Case, ask: Callable[[Case], dict[str, Any]], draft: bool, deadline: float) -> tuple[int, str]:
+    """Return the longest sequence that trained, in tokens, and why the next one did not."""
+    longest, length = 0, SHORTEST
+    while length <= (2 * SHORTEST if draft else LONGEST):
+        if time.monotonic() > deadline - 30:
+            return longest, "not tried: out of time"
+        found = ask(replace(case, changes=(*case.changes, f"sequence_length={length}")))
+        print(f"{case.label:<26} sequences of {length:,} tokens: {_line(found)}", flush=True)
+        if "error" in found:
+            return longest, f"{length:,}: {found['error']}"
+        longest, length = length, 2 * length
+    return longest, "not tried"
+
+
+def _line(found: dict[str, Any]) -> str:
+    if "error" in found:
+        return found["error"]
+    peak = found.get("peak_allocated_gib", found["host_peak_gib"])
+    return f"{found['tokens_per_second']:>9,.0f} tokens/s {peak:>8.2f} GiB {found['reads_per_step']:>4} reads per step"
+
+
+def write_result(result: dict[str, Any], output: Path | None) -> None:
+    """Write the numbers and the table; those of a draft only where a folder is named."""
+    if result["draft"] and output is None:
+        return
+    folder = output or MEASUREMENTS
+    name = f"{result['benchmark']}_{'draft' if result['draft'] else 'gpu'}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{name}.json", result)
+    (folder / f"{name}.md").write_text(f"{tables.heading(result)}\n\n{tables.table(result)}\n", encoding="utf-8")
+    if output is None:
+        documents.write()  # the README, the index, the pages, and the table of estimates
+
+
+def in_own_process(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
+    """Run an order in its own process, so that one contender's memory is not another's."""
+    asked, result = folder / "order.json", folder / "result.json"
+    asked.write_text(json.dumps(order))
+    gpus = visible_gpus()
+    environment = rank_environment(1, gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+    if order["case"] != "limits" and order["case"]["peer"] == "recipe":  # the others are a single process without ranks
+        environment |= ranks_of_one()
+    command = [sys.executable, "-m", f"{NAME}.benchmarks.measure", str(asked), str(result)]
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=IMPORT_ROOT, capture_output=True, text=True, timeout=max(1, seconds)
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": "not finished in time"}
+    if result.exists():
+        return json.loads(result.read_text())
+    return {"error": cause(done.stderr + done.stdout)}
+
+
+def ranks_of_one() -> dict[str, str]:
+    """Return the variables that a launcher would set for the only rank."""
+    command = deepspeed_command(RunFolder(Path(".")), 1)
+    return {
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": command[command.index("--master_port") + 1]},
+    }
+
+
+def cause(output: str) -> str:
+    """Return why a contender failed, in a few words."""
+    if "out of memory" in output.lower() or "OutOfMemory" in output:
+        return "out of memory"
+    return (output.strip().splitlines() or ["ended without any output"])[-1][:160]

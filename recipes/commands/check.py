@@ -1,0 +1,164 @@
+"""Lint DeepSpeed JSON: find what stops a run and what is silently ignored, and suggest a fix for each.
+
+    python scripts/check_config.py configs/zero3.json my_config.json --world-size 8 --gpu-memory 80
+
+Exit status: 0 if every file loads and is sane, possibly with warnings; 1 if there are errors; 2 if a file cannot be
+read. Imports neither torch nor DeepSpeed unless --deepspeed also asks DeepSpeed itself.
+"""
+
+import argparse
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..spec.project import as_typed
+from ..zero_config.lint import ask_deepspeed, describe, fix, judge
+from ..zero_config.read import Document, Unreadable, located, read
+from ..zero_config.resolve import Numbers, Unresolvable, hidden_size, resolve
+from ..zero_config.rule import Facts, Finding, model_config
+from .main import Parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Check every file and return the exit status.
+
+    Raises:
+        UserError: the model's config cannot be read.
+    """
+    arguments = parser().parse_args(words)
+    facts = facts_of(arguments)
+    reports = [check(file, facts, arguments) for file in arguments.files]
+    if arguments.json:
+        print(json.dumps(reports, indent=2, default=str))
+    return max(report["status"] for report in reports)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    result = Parser("check", __doc__)
+    result.add_argument("files", nargs="+", metavar="FILE", help="a path, or the name of a file in configs/")
+    result.add_argument("--json", action="store_true", help="print the findings as JSON")
+    result.add_argument("--fix", action="store_true", help="apply the safe fixes to the file and show the diff")
+    result.add_argument(
+        "--trainer", choices=("hf", "plain"), default="hf", help="who reads the config: the Trainer (default) or plain"
+    )
+    result.add_argument("--world-size", type=positive(int), metavar="N", help="number of ranks")
+    result.add_argument("--gpu-memory", type=positive(float), metavar="GIB", help="memory of one GPU")
+    result.add_argument("--model", metavar="PATH", help="the model's config.json or its folder")
+    result.add_argument("--lora", action="store_true", help="LoRA adapters are trained")
+    result.add_argument(
+        "--sequence-parallel",
+        type=positive(int),
+        default=1,
+        metavar="N",
+        help="sequence-parallel ranks (default 1)",
+    )
+    result.add_argument("--pipeline", type=positive(int), default=1, metavar="N", help="pipeline stages (default 1)")
+    result.add_argument("--deepspeed", action="store_true", help="also ask DeepSpeed's config class (4 s)")
+    return result
+
+
+def positive(kind: type):
+    """Return an argument type for numbers above 0."""
+
+    def number(text: str) -> int | float:
+        value = kind(text)
+        if not 0 < value < 2**53:
+            raise ValueError
+        return value
+
+    number.__name__ = "number above 0"
+    return number
+
+
+def facts_of(arguments: argparse.Namespace) -> Facts:
+    """Return what the command line says about the run.
+
+    Raises:
+        UserError: the model's config cannot be read.
+    """
+    return Facts(
+        trainer=arguments.trainer,
+        world_size=arguments.world_size,
+        model=model_config(arguments.model) if arguments.model else None,
+        gpu_memory_gib=arguments.gpu_memory,
+        lora=arguments.lora,
+        sequence_parallel_size=arguments.sequence_parallel,
+        pipeline_stages=arguments.pipeline,
+    )
+
+
+def check(file: str, facts: Facts, arguments: argparse.Namespace) -> dict:
+    """Check one file, print the findings, and return them as data."""
+    try:
+        document = read(located(file))
+        if arguments.fix:
+            document = repair(file, document, facts, arguments)
+    except Unreadable as error:
+        return unreadable(file, error, arguments)
+    except OSError as error:
+        return unreadable(file, Unreadable(f"the fixed file cannot be written: {error.strerror}"), arguments)
+    findings = judge(document, facts)
+    objection = ask(document, facts) if arguments.deepspeed else None
+    wrong = objection is not None or any(finding.severity == "error" for finding in findings)
+    if not arguments.json:
+        show(file, findings, objection)
+    report = {"file": file, "status": int(wrong), "findings": [finding.as_json() for finding in findings]}
+    return {**report, "deepspeed": objection} if arguments.deepspeed else report
+
+
+def unreadable(file: str, error: Unreadable, arguments: argparse.Namespace) -> dict:
+    """Report a file that is not a JSON object."""
+    if not arguments.json:
+        print(f"{file}:{error.line}:{error.column}: cannot be read: {error.what}")
+    return {"file": file, "status": 2, "line": error.line, "column": error.column, "what": error.what}
+
+
+def ask(document: Document, facts: Facts) -> str | None:
+    """Return DeepSpeed's objection, or None; a template is first filled with the Trainer's defaults."""
+    config = document.value
+    if '"auto"' in json.dumps(config) and facts.trainer == "hf":
+        fp16 = document.value.get("fp16")
+        precision = "fp16" if isinstance(fp16, dict) and fp16.get("enabled") is True else "bf16"
+        width = hidden_size(facts.model or {}) or 4096
+        world = facts.world_size or 1
+        try:
+            config = resolve(config, Numbers(world_size=world, hidden_size=width, precision=precision))
+        except Unresolvable:
+            return None  # it takes the numbers of a real run; the rules have reported what they can
+    return ask_deepspeed(config, facts.world_size or 1)
+
+
+def repair(file: str, document: Document, facts: Facts, arguments: argparse.Namespace) -> Document:
+    """Apply the safe fixes to the file, show the diff, and return the fixed document.
+
+    A file with a duplicate key is left alone: only its author knows which of the two values is meant.
+    """
+    fixed = fix(document.value, judge(document, facts))
+    ambiguous = any(problem.kind in ("duplicate", "not-a-number") for problem in document.problems)
+    if ambiguous or (fixed == document.value and not document.problems):
+        return document
+    path = Path(file)
+    before = path.read_text(encoding="utf-8")
+    after = json.dumps(fixed, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(after, encoding="utf-8")
+    if not arguments.json:
+        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), file, f"{file} (fixed)", lineterm="")
+        print("\n".join(lines))
+    return read(file)
+
+
+def show(file: str, findings: list[Finding], objection: str | None) -> None:
+    """Print findings for people."""
+    for finding in findings:
+        print(as_typed(describe(finding, file)))
+    if objection:
+        print(f"{file}: DeepSpeed rejects it: {objection}")
+    errors = sum(finding.severity == "error" for finding in findings) + (objection is not None)
+    warnings = sum(finding.severity == "warning" for finding in findings)
+    print(f"{file}: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number or 'no'} {name}{'s' * (number != 1)}"

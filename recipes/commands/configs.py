@@ -1,0 +1,60 @@
+"""Copy a DeepSpeed JSON that ships with the project, to read, to change, or to use in another project.
+
+    dsr configs copy zero3                 writes ./zero3.json
+    dsr configs copy zero3_offload conf    writes conf/zero3_offload.json
+
+The files are templates: "auto" values are filled by the Hugging Face Trainer and by this project's launcher
+(deepspeed=./zero3.json). For plain deepspeed.initialize, which does not know "auto", resolve one first:
+`dsr resolve zero3.json --world-size 8`. An existing file is never overwritten.
+"""
+
+import difflib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..spec.errors import UserError
+from ..spec.project import CONFIGS, command
+from .main import Parser, refuse
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Copy a file and say where it is."""
+    parser = Parser("configs", __doc__, epilog=f"configs: {', '.join(names())}")
+    parser.add_argument("action", choices=["copy"], help="what to do")
+    parser.add_argument("name", metavar="NAME", help="one of the configs below, with or without .json")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="DIR", help="default: where you are")
+    options = parser.parse_args(words)
+    try:
+        written = copy(options.name, options.folder)
+    except UserError as error:
+        return refuse("configs", error)
+    print(f"written: {written}  (check your changes: {command('check')} {written})")
+    return 0
+
+
+def names() -> list[str]:
+    """Return the names of the shipped configs."""
+    return sorted(file.stem for file in CONFIGS.glob("*.json"))
+
+
+def copy(name: str, folder: Path) -> Path:
+    """Copy a shipped config into `folder`, which is made if need be, and return the new file.
+
+    Raises:
+        UserError: no such config, the file exists, or it cannot be written.
+    """
+    stem = name.removesuffix(".json")
+    if stem not in names():
+        near = difflib.get_close_matches(stem, names(), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"unknown config {name!r}; {hint}There are: {', '.join(names())}.")
+    file = folder / f"{stem}.json"
+    if file.exists():
+        raise UserError(f"{file}: exists already; name another folder, or remove it first.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(CONFIGS / file.name, file)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written ({error.strerror}).") from None
+    return file

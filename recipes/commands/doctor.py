@@ -1,0 +1,71 @@
+"""Check whether this machine is ready: versions, GPUs, compilers, DeepSpeed's ops, memory limits, disks, other hosts.
+
+    python scripts/doctor.py            # about 5 s; --build compiles DeepSpeed's ops once, which takes minutes
+    python scripts/doctor.py --nvme /local_nvme --hostfile hosts --checkpoint-gib 120
+
+Exit status: 1 if something would stop a run, else 0.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..machine import ops, software, system
+from ..machine.checks import Check
+from .main import Parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the checks, print them, and return the exit status."""
+    os.environ |= ops.environment()  # look where runs look for built ops
+    parser = Parser("doctor", __doc__)
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.add_argument("--build", action="store_true", help="build DeepSpeed's ops in one process")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs"), help="where checkpoints go (default: runs)")
+    parser.add_argument("--checkpoint-gib", type=float, metavar="GIB", help="size of one checkpoint")
+    parser.add_argument("--nvme", type=Path, metavar="DIR", help="measure this folder with direct I/O (256 MiB)")
+    parser.add_argument("--hostfile", type=Path, metavar="F", help="log in to each host over ssh")
+    arguments = parser.parse_args(words)
+    checks = list(examine(arguments))
+    if arguments.json:
+        print(json.dumps([check.as_json() for check in checks], indent=2))
+    else:
+        show(checks)
+    return int(any(check.state == "error" for check in checks))
+
+
+def examine(arguments: argparse.Namespace) -> Iterator[Check]:
+    """Yield the checks in the order of the table."""
+    packages = software.versions()
+    yield from packages
+    yield from software.command(Path(sys.executable).parent)
+    torch = next(check for check in packages if check.name == "torch")
+    if torch.state != "error":
+        yield from software.accelerator()
+    yield from software.compilers()
+    if torch.state != "error":
+        if arguments.build:
+            yield from software.build()
+        yield from software.ops()
+    yield from system.memory()
+    yield system.disk(arguments.output_dir, arguments.checkpoint_gib)
+    if arguments.nvme:
+        yield from system.nvme(arguments.nvme)
+    if arguments.hostfile:
+        yield from system.hosts(arguments.hostfile)
+    yield system.tracking()
+
+
+def show(checks: list[Check]) -> None:
+    """Print the table and a last line that sums it up."""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{check.state:8} {check.name:{width}}  {check.found}")
+        if check.fix:
+            print(f"{'':8} {'':{width}}  fix: {check.fix}")
+    errors = sum(check.state == "error" for check in checks)
+    warnings = sum(check.state == "warning" for check in checks)
+    print(f"{errors or 'no'} error{'s' * (errors != 1)}, {warnings or 'no'} warning{'s' * (warnings != 1)}")

@@ -1,0 +1,270 @@
+"""Run a recipe: one launcher for every model, size and variant.
+
+    python scripts/launch.py --list
+    python scripts/launch.py tiny full
+    python scripts/launch.py tiny lora learning_rate=2e-3 lora.rank=8
+    python scripts/launch.py tiny full --resume
+
+The launcher checks everything that it can, writes the run folder, prints and starts the real `deepspeed` command, and
+returns its exit status. Ctrl-C or SIGTERM writes a checkpoint and ends the run; `--resume` continues it. With
+`--max-restarts N` the launcher resumes by itself after a crash or a hang.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import typing
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..launching import paths, preflight, restarts, scheduler
+from ..launching.attempts import HostAttempts, LocalAttempts
+from ..launching.command import compile_ops, deepspeed_command, rank_count, visible_gpus
+from ..launching.kubernetes import manifests
+from ..launching.ssh import hostfile
+from ..launching.ssh.hostfile import HostPool
+from ..planning.hardware.cluster import Cluster
+from ..planning.search import forecast
+from ..spec import deepspeed_file, overrides, pages, run_folder
+from ..spec.errors import UserError
+from ..spec.project import as_typed, require
+from ..spec.recipe import Recipe, to_dict
+from ..spec.run_folder import RunFolder
+from ..training import universal_checkpoint
+from .main import Parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit status: the run's own.
+
+    Raises:
+        UserError: a mistake on the command line, in the recipe, or in a file that it names.
+    """
+    options = parse(arguments)
+    if options.list:
+        print(listing(options.json, options.recipe))
+        return 0
+    if not options.recipe:
+        raise UserError("name a recipe and a variant, e.g. `launch.py tiny full`; `launch.py --list` lists all.")
+    if not options.variant:
+        raise UserError(pages.choices(options.recipe))
+    try:
+        return run(options)
+    except KeyboardInterrupt:  # before the ranks were started, or between two attempts
+        return 130
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the run, write its folder, start the ranks, wait for them, and return the exit status."""
+    page, folder = page_of(options)
+    recipe = overrides.apply(page, options.overrides)
+    if options.draft:
+        recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
+
+    gpus = visible_gpus()
+    pool = pool_of(options)
+    allocation = scheduler.allocation_of(options, recipe)
+    ranks = (pool or allocation).ranks if pool or allocation else rank_count(options.gpus, gpus)
+    hardware = hardware_of(pool, ranks) if gpus and not allocation else None
+    if recipe.deepspeed == forecast.AUTO:
+        recipe = with_best_plan(recipe, page, options.overrides, hardware)
+
+    recipe = paths.locate(recipe, manifests.MOUNT if options.kubernetes else None)
+    preflight.check_config(recipe, ranks)
+    file = deepspeed_file.read(recipe.deepspeed)
+    preflight.check_layout(recipe, file, ranks)
+    if folder:
+        universal_checkpoint.check(recipe, folder, file, ranks)
+    restarts.check(recipe, options.max_restarts)
+    preflight.check_data(recipe)
+    plan = None
+    if hardware and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), hardware)):
+        print(forecast.line(plan), flush=True)
+
+    folder = folder or run_folder.new(recipe, options.output_dir)
+    if allocation:
+        return scheduler.submit(options, allocation, recipe, folder)
+    if options.dry_run:
+        print(json.dumps(to_dict(recipe), indent=2))
+        print(shlex.join(deepspeed_command(folder, ranks, pool, options.master_addr)))
+        return 0
+    require("deepspeed")
+    if not pool:  # of several hosts, the preflight says what each of them lacks
+        compile_ops(recipe, ranks, gpus)
+    attempts = HostAttempts(pool, folder, options.master_addr) if pool else LocalAttempts(folder, ranks, gpus)
+    if options.resume:
+        restarts.prepare(recipe, folder, ranks)
+    run_folder.write_recipe(folder, recipe)
+    status = restarts.run_with_restarts(recipe, folder, ranks, options.max_restarts, attempts.start, attempts.available)
+    forecast.compare(folder, plan)
+    if status == 2 and not folder.metrics.exists():
+        shutil.rmtree(folder.path, ignore_errors=True)  # a mistake that only the ranks could find leaves nothing behind
+    return status
+
+
+def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
+    """Return the recipe to start from and, with --resume, the run that it continues.
+
+    Raises:
+        UserError: no such recipe, or nothing to resume.
+    """
+    page = pages.find(options.recipe, options.variant)
+    if not options.resume:
+        return page, None
+    folder = run_folder.to_resume(page, options.output_dir)
+    return run_folder.read_recipe(folder), folder
+
+
+def pool_of(options: argparse.Namespace) -> HostPool | None:
+    """Return the selected hosts; None: no hostfile.
+
+    Raises:
+        UserError: the hostfile or the selection is wrong, or options contradict each other.
+    """
+    used = [flag for flag in ("hostfile", "slurm", "kubernetes") if getattr(options, flag)]
+    if len(used) > 1:
+        raise UserError(f"--{used[0]} and --{used[1]}: give one of them, not both.")
+    for flag, needs in NEEDS.items():
+        if getattr(options, flag) and not set(needs) & set(used):
+            raise UserError(f"--{flag.replace('_', '-')} needs --{' or --'.join(needs)}.")
+    if not options.hostfile:
+        return None
+    return hostfile.read(options.hostfile, options.include, options.exclude, options.nodes, options.gpus)
+
+
+NEEDS = {
+    "nodes": ("hostfile", "slurm", "kubernetes"),
+    **dict.fromkeys(("include", "exclude", "master_addr"), ("hostfile",)),
+    **dict.fromkeys(("partition", "time"), ("slurm",)),
+    **dict.fromkeys(("image", "volume"), ("kubernetes",)),
+}
+"""Options for several machines, and which others they need one of."""
+
+
+def hardware_of(pool: HostPool | None, ranks: int) -> Cluster | None:
+    """Return the hardware for the planner: this machine, or hosts like it; None if they are not equal."""
+    if pool is None:
+        return forecast.machines(ranks)
+    equal = pool.ranks == pool.most_ranks * len(pool.hosts)
+    return forecast.machines(pool.most_ranks, len(pool.hosts)) if equal else None
+
+
+def with_best_plan(recipe: Recipe, page: Recipe, changes: Sequence[str], hardware: Cluster | None) -> Recipe:
+    """Return the recipe with what the planner chooses for these GPUs; without GPUs, with its page's DeepSpeed file.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    recipe = replace(recipe, deepspeed=page.deepspeed)
+    if hardware is None or recipe.draft.enabled:
+        print(f"deepspeed=auto: the planner needs GPUs; using the recipe's own {page.deepspeed}", flush=True)
+        return recipe
+    located = preflight.with_dimensions(paths.locate(recipe))
+    best = forecast.choose(located, [change.partition("=")[0] for change in changes], hardware)
+    print(f"deepspeed=auto: {' '.join(overrides.differences(located, best)) or best.deepspeed}", flush=True)
+    return replace(best, model=recipe.model)
+
+
+def listing(as_json: bool, only: str | None = None) -> str:
+    """Return every family with its sizes and variants; as JSON, every recipe with what tells it from the others.
+
+    Args:
+        as_json: rather than text.
+        only: the page to list, by its family or its file; None: all of the project's.
+    """
+    modules = [pages.known_page(pages.split(only)[0])] if only else list(map(pages.page, pages.families()))
+    if as_json:
+        return json.dumps([entry(recipe) for module in modules for recipe in pages.recipes(module)], indent=2)
+    lines = []
+    for module in modules:
+        lines += [f"{pages.family_of(module)}: {pages.about(module)}", f"  {'sizes':<13} {', '.join(module.SIZES)}"]
+        lines += [f"  {name:<13} {pages.about(getattr(module, name))}" for name in pages.variants(module)]
+    return "\n".join(lines)
+
+
+def entry(recipe: Recipe) -> dict[str, Any]:
+    """Return one recipe of the JSON list."""
+    return {
+        "recipe": pages.typed(recipe),
+        "family": recipe.family,
+        "size": recipe.size,
+        "variant": recipe.variant,
+        "about": pages.about(getattr(pages.page_of(recipe), recipe.variant)),
+        "parameters": recipe.model.parameters,
+        "config": recipe.deepspeed,
+        "layout": asdict(recipe.layout),
+    }
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; options and key=value may come in any order."""
+    parser = Parser("launch", __doc__, epilog=key_help())
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE[-SIZE]", help="e.g. tiny, or PATH/TO/page.py; see --list")
+    parser.add_argument("variant", nargs="?", metavar="VARIANT", help="for example full or lora; see --list")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="change the recipe; the keys are listed below"
+    )
+    parser.add_argument("--list", action="store_true", help="list recipes, sizes and variants, or those of one page")
+    parser.add_argument("--json", action="store_true", help="with --list: as JSON")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="ranks per machine (default: all GPUs; without GPUs 2 CPU ranks; with --kubernetes 1)",
+    )
+    parser.add_argument("--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest complete checkpoint")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="resume from the newest checkpoint after a crash or a hang, at most N times (default: 0)",
+    )
+    parser.add_argument("--draft", action="store_true", help="train a shrunken, randomly initialised model instead")
+    parser.add_argument("--no-plan", action="store_true", help="start even if the planner says that it does not fit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the recipe and the command; write and start nothing"
+    )
+    several = parser.add_argument_group("several machines (scripts/README.md)")
+    several.add_argument("--hostfile", type=Path, metavar="F", help="hosts over ssh, one `name slots=N` per line")
+    several.add_argument(
+        "--include", default="", metavar="H", help="only these hosts, in DeepSpeed's form host1@host2:0,2"
+    )
+    several.add_argument("--exclude", default="", metavar="H", help="all but these hosts, in the same form")
+    several.add_argument("--nodes", type=int, metavar="N", help="number of hosts (default: all) or cluster nodes (1)")
+    several.add_argument("--master-addr", metavar="A", help="where ranks meet (default: the first host's address)")
+    several.add_argument("--slurm", action="store_true", help="write a batch script, submit it, and follow its log")
+    several.add_argument(
+        "--partition", metavar="P", help="with --slurm; set the account and so on by SBATCH_ACCOUNT ..."
+    )
+    several.add_argument("--time", metavar="T", help="with --slurm: time limit; the job saves before it and requeues")
+    several.add_argument(
+        "--kubernetes", action="store_true", help="write manifests: Job, JobSet and Kubeflow's TrainJob"
+    )
+    several.add_argument("--image", metavar="I", help=f"with --kubernetes (default: {manifests.IMAGE})")
+    several.add_argument(
+        "--volume", metavar="V", help=f"with --kubernetes: shared volume claim (default: {manifests.VOLUME})"
+    )
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:  # show the name only: the value may be a credential
+        name = unknown[0].partition("=")[0]
+        hint = f"write a recipe's key as {name.lstrip('-')}=VALUE"
+        known = as_typed("launch.py --help lists options and keys.")
+        parser.exit(2, f"{parser.prog}: {name}: no such option; {hint}. {known}\n")
+    return options
+
+
+def key_help() -> str:
+    """Return the override keys with their types, for --help."""
+    lines = [f"  {key:<28}{_type_name(hint)}" for key, hint in overrides.override_keys().items()]
+    return "override keys (documented in recipes/spec/recipe.py):\n" + "\n".join(lines)
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(typing.get_args(hint))
+    return getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)

@@ -1,0 +1,107 @@
+"""`dsr COMMAND ...`: one program for all commands, and what they have in common."""
+
+import argparse
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from ..spec.errors import UserError
+from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program
+
+COMMANDS = {
+    "launch": "run a recipe: the one launcher for every model, size and variant",
+    "list": "list the recipes, their sizes and variants",
+    "plan": "predict what fits and how fast it trains, before a GPU is rented",
+    "check": "lint DeepSpeed JSON",
+    "resolve": "turn a DeepSpeed template into JSON that plain DeepSpeed loads",
+    "configs": "copy a DeepSpeed JSON that ships with the project",
+    "page": "add a model family: start a page, compare it with the Hub, check its chat template",
+    "doctor": "check that this machine is ready to train",
+    "export": "turn a run or a checkpoint into a Hugging Face folder",
+    "generate": "ask a fine-tuned model something",
+    "benchmark": "measure, and compare with what people would use instead",
+}
+EXAMPLES = """
+Start here:
+  dsr launch tiny full                          fine-tune a tiny model on any machine, in minutes
+  dsr plan llama3-8b --gpu H100 --gpus 8        which configuration fits, how fast it is, and why
+  dsr check my_deepspeed.json                   find what is wrong with it, with the fix
+
+launch, export, generate and benchmark need the training stack: pip install "deepspeed-recipes[train]"
+COMMAND --help says what a command takes."""
+
+
+def main() -> int:
+    """Run the command that `sys.argv` names and return its exit status."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        print(f"dsr: unknown command {name!r}; choose from {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    return run(name, rest)
+
+
+def overview() -> str:
+    """Return the help of `dsr` itself."""
+    lines = [f"  {name:<10} {about}" for name, about in COMMANDS.items()]
+    head = "Fine-tune Hugging Face models with DeepSpeed: pick a recipe, check it, plan it, run it."
+    text = [f"usage: {command('COMMAND')} ...", "", head, "", "commands:", *lines, EXAMPLES]
+    return as_typed("\n".join(text))
+
+
+def run(name: str, words: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; `words` is its command line, `sys.argv`'s where it is None."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        return importlib.import_module(f".{name}", __package__).main(words)
+    except UserError as error:
+        return refuse(name, error)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", NAME):
+            raise
+        print(f"{program(name)}: {without(missing)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def without(package: str) -> str:
+    """Return what to do where a command needs a package that is not installed."""
+    if INSTALLED:
+        return f'this needs the training stack: pip install "deepspeed-recipes[train]" ({package} is not installed)'
+    return (
+        f"{sys.executable} has no {package}; activate the environment (source .venv/bin/activate) "
+        "or make it first (make install)."
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line of one command: its help names the commands as this user types them."""
+
+    def __init__(self, name: str, about: str | None, epilog: str | None = None) -> None:
+        """`about` is the help's text, laid out as it is written."""
+        super().__init__(
+            prog=program(name) if name in SCRIPTS else command(name),
+            description=about,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def format_help(self) -> str:
+        """Return the help."""
+        return as_typed(super().format_help())
+
+
+def refuse(name: str, error: UserError) -> int:
+    """Print a user's mistake, as the command `name` says it, and return the exit status."""
+    print(f"{program(name)}: {as_typed(str(error))}", file=sys.stderr)
+    return 2

@@ -1,0 +1,21 @@
+"""Generated blocks: parts of a document that code writes, between two comments that name them."""
+
+
+def begin(name: str) -> str:
+    """Return the line that opens a block."""
+    return f"<!-- generated: {name} -->\n"
+
+
+END = "<!-- /generated -->\n"
+
+
+def with_block(document: str, name: str, generated: str) -> str:
+    """Return the document with `generated` in its block `name`."""
+    before, opening, rest = document.partition(begin(name))
+    assert opening, f"no block {name!r} in the document"
+    return before + opening + generated + END + rest.partition(END)[2]
+
+
+def block(document: str, name: str) -> str:
+    """Return what a document's block `name` holds."""
+    return document.partition(begin(name))[2].partition(END)[0]

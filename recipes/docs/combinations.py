@@ -1,0 +1,64 @@
+"""The table in configs/README.md of which layouts, methods and ZeRO stages can be combined."""
+
+from dataclasses import replace
+
+from ..spec import limits, pages
+from ..spec.deepspeed_file import DeepSpeedFile
+from ..spec.recipe import Layout, Lora, Recipe
+
+ROWS = {
+    "data": Layout(),
+    "tensor": Layout(tensor=2),
+    "sequence": Layout(sequence=2),
+    "pipeline": Layout(pipeline=2),
+    "tensor x sequence": Layout(tensor=2, sequence=2),
+    "tensor x pipeline": Layout(tensor=2, pipeline=2),
+    "sequence x pipeline": Layout(sequence=2, pipeline=2),
+    "tensor x sequence x pipeline": Layout(tensor=2, sequence=2, pipeline=2),
+    "expert": Layout(expert=2),
+    "expert x tensor": Layout(tensor=2, expert=2),
+    "expert x sequence": Layout(sequence=2, expert=2),
+    "expert x pipeline": Layout(pipeline=2, expert=2),
+}
+"""Each together with data parallelism."""
+STAGES = range(4)
+METHODS = ("full", "LoRA", "DoRA", "QLoRA", "DPO")
+
+
+def render() -> str:
+    """Return the table as Markdown, each reason once below it."""
+    reasons: list[str] = []
+    columns = [*(f"ZeRO {stage}" for stage in STAGES), *METHODS[1:]]
+    lines = [f"| layout | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name, layout in ROWS.items():
+        cells = [_cell([why(layout, "full", stage)], reasons) for stage in STAGES]
+        cells += [_cell([why(layout, method, stage) for stage in STAGES], reasons) for method in METHODS[1:]]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    notes = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, start=1)]
+    families = [
+        f"- {technique}, not `{kind}`: {reason}."
+        for technique, kinds in limits.FAMILIES.items()
+        for kind, reason in kinds.items()
+    ]
+    return "\n".join([*lines, "", *notes, "", *families]) + "\n"
+
+
+def why(layout: Layout, method: str, stage: int) -> str | None:
+    """Return why a layout cannot be combined with a method and a ZeRO stage, for a model whose sizes all divide."""
+    return limits.limit(_recipe(layout, method), 16, DeepSpeedFile(stage=stage))
+
+
+def _recipe(layout: Layout, method: str) -> Recipe:
+    recipe = replace(pages.find("tiny", "full"), layout=layout)
+    model = replace(recipe.model, config={}, quantization="nf4" if method == "QLoRA" else "none")
+    lora = Lora(dora=method == "DoRA") if method in ("LoRA", "DoRA", "QLoRA") else None
+    return replace(recipe, model=model, lora=lora, method="dpo" if method == "DPO" else "sft")
+
+
+def _cell(whys: list[str | None], reasons: list[str]) -> str:
+    """Return "yes" where one of several combinations is possible, else the number of the last one's reason."""
+    if None in whys:
+        return "yes"
+    if whys[-1] not in reasons:
+        reasons.append(whys[-1])
+    return f"[{reasons.index(whys[-1]) + 1}]"

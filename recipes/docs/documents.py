@@ -1,0 +1,58 @@
+"""Every document that is generated in whole or in part, as it should be now."""
+
+from pathlib import Path
+
+from ..benchmarks import estimates, overhead, tables
+from ..benchmarks.cases import BENCHMARKS
+from ..planning.calibration import benchmark_results
+from ..spec import pages
+from ..spec.project import CHECKOUT, CONFIGS, PACKAGE
+from ..spec.run_folder import read_json
+from . import chart, combinations, index, troubleshooting
+from .blocks import with_block
+
+
+def documents() -> dict[Path, str]:
+    """Return the text of each document by its path; only a checkout has them all."""
+    assert CHECKOUT is not None, "documents are written in a checkout"
+    blocks = {
+        PACKAGE / "README.md": {"families": index.families(), "hardware": index.hardware()},
+        CONFIGS / "README.md": {"chart": chart.render(), "combinations": combinations.render()},
+        benchmark_results.MEASUREMENTS / "README.md": measurements(),
+    }
+    found = {path: _with(path, generated) for path, generated in blocks.items()}
+    found[CONFIGS / "TROUBLESHOOTING.md"] = troubleshooting.text()
+    for family in pages.families():
+        path = PACKAGE / f"{family}.py"
+        found[path] = index.with_measured(path.read_text(encoding="utf-8"), family)
+    return found
+
+
+def measurements() -> dict[str, str]:
+    """Return the tables of what was measured: of the project's own overhead, and on GPUs."""
+    results = benchmark_results.results()
+    names = [one.name for one in BENCHMARKS.values() if not one.estimates]
+    on_gpus = (
+        tables.summary(names, results) if set(names) & set(results) else "Nothing has been measured on a GPU yet.\n"
+    )
+    stored = (read_json(benchmark_results.MEASUREMENTS / f"overhead_zero{stage}_cpu.json") for stage in (2, 3))
+    return {
+        "overhead": "\n".join(overhead.section(result) for result in stored),
+        "speed": on_gpus,
+        "estimates": estimates.render(list(estimates.rows(results))),
+    }
+
+
+def write() -> list[Path]:
+    """Write every document that is not as it should be, and return which those were."""
+    changed = [path for path, text in documents().items() if path.read_text(encoding="utf-8") != text]
+    for path, text in documents().items() if changed else ():
+        path.write_text(text, encoding="utf-8")
+    return changed
+
+
+def _with(path: Path, generated: dict[str, str]) -> str:
+    text = path.read_text(encoding="utf-8")
+    for name, block in generated.items():
+        text = with_block(text, name, block)
+    return text

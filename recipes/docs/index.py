@@ -1,0 +1,142 @@
+"""The tables in recipes/README.md, and on each page what was measured of its variants."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import ModuleType
+
+from ..planning.calibration import benchmark_results
+from ..planning.calibration.benchmark_results import MeasuredRecipe
+from ..planning.hardware.cluster import Cluster
+from ..planning.hardware.gpus import find
+from ..planning.search.plans import Plan
+from ..planning.search.strategies import evaluate, plan_request, template
+from ..spec import limits, pages
+from ..spec.layout import data_parallel_size
+from ..spec.recipe import Recipe
+
+GPU = "H100"
+"""Of which several are tried."""
+SINGLE = ("RTX 4090", "L40S", GPU, "H200")
+"""Tried before several."""
+MOST = 1024
+"""GPUs that are tried."""
+VARIANTS = ("full", "full_offload", "lora", "qlora", "dpo_lora", "long_context")
+"""Those that people choose between by the memory they need."""
+UNSHOWN = "-"
+
+
+def families() -> str:
+    """Return the table of families."""
+    return "".join(_families())
+
+
+def hardware() -> str:
+    """Return the table of the hardware that each recipe needs, and what its cells mean."""
+    return MEANING + "".join(_needs())
+
+
+def _families() -> Iterator[str]:
+    """Yield the table of families; with a column of what was measured once something was."""
+    seen = benchmark_results.measured_recipes()
+    columns = ["family", "sizes", "variants", *(["measured per GPU"] if seen else []), "command"]
+    yield _line(columns) + _line(["---"] * len(columns))
+    for family in pages.families():
+        module = pages.page(family)
+        sizes = ", ".join(f"{size} ({pages.human(model.parameters)})" for size, model in module.SIZES.items())
+        variants = pages.variants(module)
+        name = f"{family}-{next(iter(module.SIZES))}"
+        first = "lora" if "lora" in variants else variants[0]
+        measured = [str(seen.get(f"{name}-{first}", UNSHOWN))] if seen else []
+        command = f"`python scripts/launch.py {name} {first}`"
+        yield _line([f"[{family}]({family}.py)", sizes, ", ".join(variants), *measured, command])
+
+
+MEANING = f"""Predicted, not measured: the smallest hardware on which the recipe fits **as it is written**, with its
+page's DeepSpeed file, micro-batch, sequence length and checkpointing. A single GPU comes first ({", ".join(SINGLE)}),
+then 2, 4, 8 and more {GPU}, eight to a node; where GPUs outnumber the sequences of the batch, each gets a micro-batch.
+In brackets: GiB on the fullest GPU, at most 95 % of its memory; with offloading also GiB of host memory per node. A
+dash: the page has no such variant, or it does not fit on {MOST:,} GPUs.
+
+"""
+
+
+def _needs() -> Iterator[str]:
+    yield _line(["recipe", *VARIANTS]) + _line(["---"] * (1 + len(VARIANTS)))
+    for family in pages.families():
+        module = pages.page(family)
+        for size in module.SIZES:
+            known = pages.variants(module)
+            cells = [_hardware(pages.build(module, size, name)) if name in known else UNSHOWN for name in VARIANTS]
+            yield _line([f"{family}-{size}", *cells])
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _hardware(recipe: Recipe) -> str:
+    plan = smallest(recipe)
+    if plan is None:
+        return UNSHOWN
+    host = f", host {plan.host_gib:,.0f}" if plan.setup.offload_optimizer != "none" else ""
+    return f"{plan.setup.world_size} x {plan.cluster.gpu.name} ({plan.gpu_gib:.0f}{host})"
+
+
+def smallest(recipe: Recipe) -> Plan | None:
+    """Return what a recipe, as it is written, costs on the smallest hardware on which it fits; None: it fits on none.
+
+    Where the GPUs outnumber the sequences of its batch, each gets one micro-batch.
+    """
+    layout = recipe.layout
+    for cluster in _ladder(math.lcm(layout.tensor * layout.pipeline * layout.sequence, layout.expert)):
+        sequences = math.lcm(
+            recipe.global_batch_size, recipe.micro_batch_size * data_parallel_size(layout, cluster.gpus)
+        )
+        sized = replace(recipe, global_batch_size=sequences)
+        if limits.limit(sized, cluster.gpus, template(recipe.deepspeed, cluster)) is None:
+            plan = evaluate(plan_request(sized, cluster), sized)
+            if plan.fits:
+                return plan
+    return None
+
+
+def _ladder(gpus: int) -> Iterator[Cluster]:
+    """Yield the hardware that is tried for a layout of so many GPUs: single ones, then that many, twice as many, ..."""
+    if gpus == 1:
+        yield from (Cluster(find(name)) for name in SINGLE)
+        gpus = 2
+    while gpus <= MOST:
+        each = math.gcd(8, gpus)
+        yield Cluster(find(GPU), each, gpus // each)
+        gpus *= 2
+
+
+COLUMN = "measured peak"
+
+
+def with_measured(text: str, family: str) -> str:
+    """Return a page's text with what was measured in a last column of its table of variants; without it, no column."""
+    found = benchmark_results.measured_recipes()
+    module = pages.page(family)
+    lines = text.split("\n")
+    head = next(index for index, line in enumerate(lines) if line.startswith("    variant "))
+    rows = range(head, lines.index("", head))
+    if COLUMN in lines[head]:
+        column = lines[head].index(COLUMN)
+        for index in rows:
+            lines[index] = lines[index][:column].rstrip()
+    known = {index: _measured(module, lines[index].split()[0], found) for index in rows}
+    if any(known.values()):
+        width = max(len(lines[index]) for index in rows)
+        for index in rows:
+            cell = COLUMN if index == head else known[index] or UNSHOWN
+            lines[index] = f"{lines[index]:<{width}}  {cell}"
+    return "\n".join(lines)
+
+
+def _measured(module: ModuleType, variant: str, found: Mapping[str, MeasuredRecipe]) -> str:
+    """Return the peaks of a variant, by size, where there are any."""
+    names = {size: f"{pages.family_of(module)}-{size}-{variant}" for size in module.SIZES}
+    peaks = ", ".join(f"{size} {found[name].peak_gib:.1f}" for size, name in names.items() if name in found)
+    return f"{peaks} GiB" if peaks else ""

@@ -1,0 +1,146 @@
+"""A run's Kubernetes manifests, one file for each kind of cluster, filled from the templates beside this module.
+
+`job.yaml` needs only Kubernetes (an indexed Job), `jobset.yaml` the JobSet controller, `trainjob.yaml` Kubeflow
+Trainer. In each of them a pod is a node: it runs `recipes.launching.node`, and resumes from the newest complete
+checkpoint when it is restarted.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...spec.errors import UserError
+from ...spec.project import CHECKOUT, PACKAGE
+from ...spec.recipe import Recipe, names, to_dict
+from ...spec.run_folder import RunFolder
+from .. import variables
+from ..allocation import Allocation
+from ..templates import fill
+
+IMAGE = "deepspeed-recipes:latest"
+VOLUME = "runs"
+MOUNT = "/runs"
+"""Where pods mount the shared volume (ReadWriteMany): run folders, data, Hugging Face's cache."""
+PROJECT = "/workspace"
+"""Where the image has this checkout (Dockerfile)."""
+RECIPE_MOUNT = "/recipe"
+APP = "deepspeed-recipes"
+"""The label of all pods, and the name of a Secret that may hold HF_TOKEN and WANDB_API_KEY; it is optional."""
+PORT = 29500
+RESTARTS = 3
+"""Unless `--max-restarts` says otherwise."""
+SHARED_MEMORY = "16Gi"
+"""The most that /dev/shm may take of the pod's memory."""
+GRACE = 300
+"""Seconds between SIGTERM and SIGKILL."""
+HERE_ONLY = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Variables that describe this machine, like paths."""
+FILES = ("job.yaml", "jobset.yaml", "trainjob.yaml")
+
+
+def allocation(name: str, nodes: int | None, ranks: int | None) -> Allocation:
+    """Return what to ask the cluster for: a GPU for each rank.
+
+    Raises:
+        UserError: fewer than one node or rank.
+    """
+    nodes, ranks = 1 if nodes is None else nodes, 1 if ranks is None else ranks
+    if nodes < 1 or ranks < 1:
+        raise UserError("--nodes and --gpus must be at least 1.")
+    return Allocation(name, nodes, ranks, gpus=True)
+
+
+def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the manifests as YAML, by file name.
+
+    Args:
+        asked: nodes and ranks.
+        recipe: with absolute local paths.
+        folder: the run has its name on the volume too.
+        options: `image`, `volume`, and under `environment` the variables of the ranks.
+
+    Raises:
+        UserError: the recipe uses a file that pods cannot see.
+    """
+    values = {
+        "name": object_name(f"{recipe.name}-{folder.path.name}"),
+        "files": files(recipe),
+        "nodes": asked.nodes,
+        "gpus": asked.ranks_per_node,
+        "restarts": asked.restarts or RESTARTS,
+        "image": options["image"],
+        "volume": options["volume"],
+        "environment": environment(options["environment"]),
+        "secrets": variables.SECRETS,
+        "app": APP,
+        "mount": MOUNT,
+        "recipe_mount": RECIPE_MOUNT,
+        "port": PORT,
+        "grace": GRACE,
+        "shared_memory": SHARED_MEMORY,
+    }
+    return {file: fill(Path(__file__).with_name(f"{file}.jinja"), **values) for file in FILES}
+
+
+def object_name(text: str) -> str:
+    """Return a valid name for Kubernetes objects: a DNS label, short enough for what controllers append."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:44].strip("-")
+
+
+def files(recipe: Recipe) -> dict[str, str]:
+    """Return the recipe and its DeepSpeed configuration, with their paths as pods see them.
+
+    Raises:
+        UserError: a file is neither in this checkout nor on the volume.
+    """
+    config = Path(recipe.deepspeed).read_text(encoding="utf-8")
+    fields = to_dict(recipe) | {"deepspeed": f"{RECIPE_MOUNT}/deepspeed.json"}
+    fields["model"] = fields["model"] | {"path": _in_pod("model.path", recipe.model.path)}
+    fields["model"]["chat_template"] = _in_pod("model.chat_template", recipe.model.chat_template)
+    fields["data"] = fields["data"] | {"path": _each_in_pod("data.path", recipe.data.path)}
+    fields["data"]["validation"] = recipe.data.validation and _each_in_pod("data.validation", recipe.data.validation)
+    return {"recipe.json": json.dumps(fields, indent=2), "deepspeed.json": config}
+
+
+def _each_in_pod(key: str, paths: str) -> str:
+    return ",".join(_in_pod(key, path) for path in names(paths))
+
+
+def _in_pod(key: str, path: str) -> str:
+    if not path.startswith("/") or path.startswith(f"{MOUNT}/"):
+        return path
+    for here, there in ((PACKAGE, f"{PROJECT}/recipes"), (CHECKOUT, PROJECT)):
+        if here and Path(path).is_relative_to(here):
+            return f"{there}/{Path(path).relative_to(here)}"
+    inside = f"{MOUNT}/{Path(path).name}"
+    raise UserError(f"{key}={path}: pods cannot see this file; copy it to the volume and set {key}={inside}.")
+
+
+def environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of our environment that also make sense in a pod, without secrets."""
+    kept = {
+        name: value
+        for name, value in variables.forwarded(ours).items()
+        if name not in HERE_ONLY and not value.startswith(("/", "~"))
+    }
+    return kept | {"HF_HOME": f"{MOUNT}/huggingface"}  # one download for all nodes
+
+
+def write(folder: RunFolder, texts: Mapping[str, str]) -> Path:
+    """Write the manifests to the run folder and return where."""
+    written = folder.path / "kubernetes"
+    written.mkdir(parents=True, exist_ok=True)
+    for file, text in texts.items():
+        (written / file).write_text(text, encoding="utf-8")
+    return written
+
+
+def how_to(written: Path) -> str:
+    """Return what to do with the manifests."""
+    return f"""manifests: {written}
+apply one:  kubectl apply -f {written / "job.yaml"}       (plain Kubernetes)
+            kubectl apply -f {written / "jobset.yaml"}    (with the JobSet controller)
+            kubectl apply -f {written / "trainjob.yaml"}  (with Kubeflow Trainer)
+follow it:  kubectl logs -f -l app.kubernetes.io/name={APP}"""

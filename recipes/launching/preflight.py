@@ -1,0 +1,124 @@
+"""What the launcher checks before it starts anything: the DeepSpeed file, the layout and the data.
+
+Standard library only, apart from the linter: it costs milliseconds.
+"""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from ..spec import limits
+from ..spec.deepspeed_file import DeepSpeedFile
+from ..spec.errors import UserError
+from ..spec.layout import bubble, gradient_accumulation_steps
+from ..spec.recipe import Recipe, names
+from ..spec.run_folder import read_json
+from ..training.data import formats, text_files
+from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
+from ..zero_config import lint
+
+STREAMED = 1000
+"""How many examples of a streamed file are checked."""
+
+
+def check_config(recipe: Recipe, ranks: int) -> None:
+    """Lint the DeepSpeed configuration for this run: print warnings, and stop at errors.
+
+    Raises:
+        UserError: names the file, the key, the line, the value and the fix.
+    """
+    local = Path(recipe.model.path, "config.json")
+    findings = lint.lint(
+        recipe.deepspeed,
+        world_size=ranks,
+        model=local if local.exists() else dict(recipe.model.config) or None,
+        lora=recipe.lora is not None,
+    )
+    if error := lint.first_error(findings, recipe.deepspeed):
+        raise UserError(error)
+    for finding in findings:
+        print(lint.describe(finding, recipe.deepspeed), flush=True)
+
+
+def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
+    """Refuse a layout that cannot run, and report a pipeline whose stages idle more than they have to.
+
+    Raises:
+        UserError: names the sizes, the reason and the nearest sizes that can run.
+    """
+    limits.check(with_dimensions(recipe), ranks, file)
+    stages, micro_batches = recipe.layout.pipeline, gradient_accumulation_steps(recipe, ranks)
+    if stages > 1 and micro_batches < 4 * stages:
+        print(
+            f"layout.pipeline={stages}: with {micro_batches} micro-batches per step the stages idle "
+            f"{bubble(stages, micro_batches):.0%} of the time; with {4 * stages}, from a larger global_batch_size or a "
+            f"smaller micro_batch_size, {bubble(stages, 4 * stages):.0%}.",
+            flush=True,
+        )
+
+
+def with_dimensions(recipe: Recipe) -> Recipe:
+    """Return the recipe with the dimensions of the model that it will train: the draft's, the folder's or the page's.
+
+    Raises:
+        UserError: the config.json in the model's folder is not JSON.
+    """
+    local = Path(recipe.model.path, "config.json")
+    config = dict(recipe.model.config)
+    if recipe.draft.enabled:
+        heads, shared = config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1)
+        sizes = {"num_attention_heads": HEADS, "num_key_value_heads": key_value_heads(heads, shared)}
+        sizes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS)
+        sizes["num_hidden_layers"] = recipe.draft.layers
+        config |= {name: size for name, size in sizes.items() if name in config}
+    elif local.exists():
+        config = read_json(local)
+    return replace(recipe, model=replace(recipe.model, config=config))
+
+
+def check_data(recipe: Recipe) -> None:
+    """Read every local text file once and refuse what training could not use; of a streamed file only the beginning.
+
+    Parquet, Arrow, folders and Hub datasets are checked by the same rules when the ranks read them.
+
+    Raises:
+        UserError: options that contradict each other; a file that is missing, empty, not UTF-8 or not JSON at a line;
+            or an example that lacks what the method needs.
+    """
+    _check_options(recipe)
+    for path in (recipe.data.path, recipe.data.validation):
+        for name in names(path):
+            if Path(name).is_dir() and not any(file.suffix in text_files.SUFFIXES for file in Path(name).rglob("*")):
+                raise UserError(f"{name}: no data files in this folder or below ({', '.join(text_files.SUFFIXES)}).")
+            if Path(name).is_file() and Path(name).suffix not in text_files.COLUMNAR:
+                most = STREAMED if recipe.data.streaming and path == recipe.data.path else None
+                check_file(Path(name), recipe.method, recipe.data.form, most)
+
+
+def _check_options(recipe: Recipe) -> None:
+    data = recipe.data
+    text_files.weights(data)
+    if not data.validation_share < 1:
+        raise UserError(f"data.validation_share={data.validation_share}: must be below 1; 0.05 holds out 5 %.")
+    if not data.streaming:
+        return
+    if recipe.method == "dpo":
+        raise UserError("data.streaming=true: DPO reads all pairs before training starts; remove data.streaming.")
+    if recipe.max_steps is None:
+        raise UserError("data.streaming=true: a stream has no length; add max_steps=1000 or as many as you want.")
+    if data.validation_share and not data.validation:
+        raise UserError(
+            f"data.validation_share={data.validation_share}: a stream cannot be split; set data.validation to a file."
+        )
+
+
+def check_file(path: Path, method: str, form: str = "auto", most: int | None = None) -> int:
+    """Check a text file's first `most` examples (None: all) for a method, and return how many there are.
+
+    Raises:
+        UserError: names the file, the line, the field and the fix.
+    """
+    count = sum(1 for _ in islice(formats.converted(text_files.read(path), method, form), most))
+    if not count:
+        raise UserError(f"{path} is empty; expected one JSON object per line.")
+    return count

@@ -1,0 +1,1 @@
+"""Runs on several hosts over ssh, through DeepSpeed's launcher and pdsh."""

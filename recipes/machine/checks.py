@@ -1,0 +1,29 @@
+"""The result of one check of the doctor, and the output of a command that a check runs."""
+
+import subprocess
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor's table."""
+
+    name: str
+    state: Literal["ok", "warning", "error", "unknown"]
+    """`error` stops every run; `warning` stops or slows down some runs."""
+    found: str
+    fix: str = ""
+
+    def as_json(self) -> dict:
+        """Return the line as data."""
+        return asdict(self)
+
+
+def output(*command: str, timeout: float = 20) -> str | None:
+    """Return what a command prints, or None if it is missing, fails, or takes too long."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()

@@ -1,0 +1,210 @@
+"""DeepSpeed's C++ ops: which ones a run needs, where they are kept, and how they are compiled, once and in one process.
+
+    python -m recipes.machine.ops           what every run on this machine needs (`make install` does this)
+    python -m recipes.machine.ops NAME ...  these; an op that is compiled already takes no time
+
+Ranks would compile a missing op at their first step, all at once, and without a word.
+"""
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from ..spec.deepspeed_file import DeepSpeedFile
+from ..spec.errors import UserError
+from ..spec.project import NAME
+
+
+@dataclass(frozen=True)
+class Op:
+    """A library that DeepSpeed compiles where it is used."""
+
+    name: str
+    """Its folder and file among the extensions."""
+    builder: str
+    """DeepSpeed's class."""
+    seconds: int
+    """To compile for CPU ranks; measured on two cores."""
+    purpose: str
+    """Which runs need it."""
+
+
+SHARED_MEMORY = Op("deepspeed_shm_comm", "ShareMemCommBuilder", 20, "ranks on a CPU")
+CPU_ADAM = Op("cpu_adam", "CPUAdamBuilder", 35, "optimizer offload")
+FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", 30, "a DeepSpeed optimizer block")
+PIN_MEMORY = Op("pin_memory", "PinMemoryBuilder", 15, "NVMe offload")
+ASYNC_IO = Op("async_io", "AsyncIOBuilder", 95, "NVMe offload")
+OPS = {
+    "cpu": (SHARED_MEMORY, CPU_ADAM, FUSED_ADAM, PIN_MEMORY, ASYNC_IO),
+    "cuda": (FUSED_ADAM, CPU_ADAM, PIN_MEMORY, ASYNC_IO),
+}
+"""What runs may need, by DeepSpeed's name of the accelerator."""
+
+
+def needed(file: DeepSpeedFile, on_gpu: bool) -> tuple[Op, ...]:
+    """Return the ops that a run with this DeepSpeed file loads; on a CPU its collectives in any case.
+
+    torch's own AdamW, which the Trainer takes where the file names no optimizer, needs none.
+    """
+    found: tuple[Op, ...] = () if on_gpu else (SHARED_MEMORY,)
+    # Under offload the Trainer's AdamW becomes CPUAdam; Muon leaves to Adam what is not a matrix.
+    parameters = file.content["optimizer"].get("params") if file.optimizer else None
+    of_torch = isinstance(parameters, Mapping) and parameters.get("torch_adam")
+    adam = not of_torch and (file.optimizer or "adamw").lower() in ("adam", "adamw", "muon")
+    if adam and file.offload_optimizer != "none":
+        found += (CPU_ADAM,)
+    elif adam and file.optimizer:
+        found += (FUSED_ADAM,)
+    return found + ((PIN_MEMORY, ASYNC_IO) if "nvme" in (file.offload_optimizer, file.offload_parameters) else ())
+
+
+def extensions_dir() -> Path:
+    """Return where ops are compiled to: inside the environment, so that two environments never share one."""
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    inside = Path(sys.prefix) / "torch_extensions"
+    if chosen or not os.access(sys.prefix, os.W_OK):
+        return Path(chosen or Path.home() / ".cache" / "torch_extensions" / "deepspeed-recipes")
+    return inside
+
+
+def environment() -> dict[str, str]:
+    """Return the variables under which ops are compiled and found again, for this process and for the ranks."""
+    return {
+        "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
+        # ninja is a Python package here, and is looked up on the PATH.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def missing(ops: Iterable[Op]) -> tuple[Op, ...]:
+    """Return those ops that are not compiled yet; asks the file system only, and is quick."""
+    return tuple(op for op in ops if not (extensions_dir() / op.name / f"{op.name}.so").exists() and not shipped(op))
+
+
+def shipped(op: Op) -> bool:
+    """Return whether DeepSpeed was installed with this op (DS_BUILD_OPS)."""
+    try:
+        folder = metadata.distribution("deepspeed").locate_file("deepspeed/ops")
+    except metadata.PackageNotFoundError:
+        return False
+    return any(Path(str(folder)).rglob(f"{op.name}_op*.so"))
+
+
+def prepare(file: DeepSpeedFile, on_gpu: bool, variables: Mapping[str, str]) -> None:
+    """Compile what a run with this DeepSpeed file needs and this machine lacks, before its ranks start.
+
+    Args:
+        file: the run's DeepSpeed file.
+        on_gpu: whether the ranks have GPUs.
+        variables: the ranks' environment.
+
+    Raises:
+        UserError: an op does not compile; why has been printed.
+    """
+    wanted = needed(file, on_gpu)
+    names = [op.name for op in missing(wanted)]
+    if not names:
+        return
+    done = subprocess.run([sys.executable, "-m", f"{NAME}.machine.ops", *names], env=dict(variables))
+    if done.returncode or missing(wanted):
+        raise UserError(f"DeepSpeed's {', '.join(names)}: does not compile; scripts/doctor.py says what is missing.")
+
+
+def build(ops: Iterable[Op]) -> None:
+    """Compile ops, saying which, for what, and how long it takes.
+
+    Raises:
+        Exception: whatever a compiler says.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    on_cpu = get_accelerator().device_name() == "cpu"
+    ops = tuple(ops)
+    with lock(ops):
+        for op in ops:
+            if op is ASYNC_IO and not has_libaio():
+                print(f"DeepSpeed op {op.name} ({op.purpose}): left out, install libaio-dev for it", flush=True)
+                continue
+            absent = bool(missing([op]))
+            if absent:
+                estimate = f"about {op.seconds} s on two cores" if on_cpu else "this can take minutes"
+                print(f"DeepSpeed op {op.name} ({op.purpose}): compiling, {estimate}, once", flush=True)
+            started = time.monotonic()
+            load(op)
+            if absent:
+                print(f"DeepSpeed op {op.name}: compiled in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def load(op: Op) -> None:
+    """Compile an op if need be, and load it."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().create_op_builder(op.builder).load(verbose=False)
+
+
+def has_libaio() -> bool:
+    """Return whether libaio's header is installed, without which ASYNC_IO does not compile."""
+    return any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
+
+
+@contextlib.contextmanager
+def lock(ops: Iterable[Op]) -> Iterator[None]:
+    """Wait until no other process of this project compiles; these ops can be compiled then."""
+    folder = extensions_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".build.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another build is running; waiting for it to end", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # torch's own lock, a file, outlives a build that was killed, and the next one would wait for ever.
+        for op in missing(ops):
+            (folder / op.name / "lock").unlink(missing_ok=True)
+        yield
+
+
+def kind() -> str:
+    """Return which accelerator's ops count here. Imports torch."""
+    import torch
+
+    wanted = os.environ.get("DS_ACCELERATOR")
+    return wanted if wanted in OPS else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def main(names: list[str]) -> int:
+    """Compile the ops of these names, or what every run needs, and return the exit status."""
+    os.environ |= environment()
+    if not names and not missing([SHARED_MEMORY]):
+        return 0  # without the seconds that torch takes to import
+    accelerator = kind()
+    os.environ.setdefault("DS_ACCELERATOR", accelerator)
+    wanted = (
+        [op for op in OPS[accelerator] if op.name in names] if names else needed(DeepSpeedFile(), accelerator != "cpu")
+    )
+    wanted = missing(wanted)
+    if not wanted:
+        return 0
+    try:
+        build(wanted)
+    except Exception as error:  # a build fails in any way a compiler can
+        print(why(error), file=sys.stderr)
+        return 2
+    return 0
+
+
+def why(error: Exception) -> str:
+    """Return the line of a failed build that names the reason."""
+    lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
+    return lines[0][:200]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""Checks of the system around the software: memory limits, disks, logins to other hosts, and the W&B account."""
+
+import mmap
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+
+from .checks import Check, output
+
+GIB = 2**30
+_BLOCK = 8 * 2**20  # bytes per request; drives reach their speed from about 1 MiB on
+
+
+def memory() -> list[Check]:
+    """Check the size of /dev/shm and the limit of locked memory."""
+    checks = []
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+        small = size < GIB
+        found = f"{size / GIB:.1f} GiB"
+        fix = "docker run --shm-size=8g (or --ipc=host)" if small else ""
+        checks.append(Check("/dev/shm", "error" if size < 2**27 else "warning" if small else "ok", found, fix))
+    except OSError:
+        checks.append(Check("/dev/shm", "warning", "missing; NCCL and data loader workers need it"))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= 8 * GIB:
+        found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.0f} GiB"
+        return [*checks, Check("locked memory", "ok", found)]
+    fix = "ulimit -l unlimited (docker: --ulimit memlock=-1), or set pin_memory to false"
+    found = f"limited to {soft / GIB:.2f} GiB; offload pins its buffers"
+    return [*checks, Check("locked memory", "warning", found, fix)]
+
+
+def disk(folder: Path, checkpoint_gib: float | None) -> Check:
+    """Compare the free space with the size of a checkpoint."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free / GIB
+    found = f"{free:.0f} GiB free at {existing}"
+    if checkpoint_gib is None:
+        return Check("disk", "error" if free < 1 else "ok", found, "" if free >= 1 else "free some space")
+    if free < checkpoint_gib:
+        fix = "choose another --output-dir, or keep fewer checkpoints"
+        return Check("disk", "error", f"{found}; a checkpoint takes {checkpoint_gib:g} GiB", fix)
+    return Check("disk", "ok", f"{found}; room for {int(free // checkpoint_gib)} checkpoints")
+
+
+def nvme(folder: Path, megabytes: int = 256) -> list[Check]:
+    """Measure how fast a file is written and read with direct I/O, which DeepSpeed's aio op uses."""
+    file = folder / f".doctor-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = _transfer(file, megabytes, os.O_WRONLY | os.O_CREAT)
+        read = _transfer(file, megabytes, os.O_RDONLY)
+    except OSError as error:
+        fix = "choose a writable folder on a local drive (tmpfs has no direct I/O)"
+        return [Check("NVMe", "error", f"{folder}: {error.strerror}", fix)]
+    finally:
+        file.unlink(missing_ok=True)
+    return [_speed("NVMe write", written), _speed("NVMe read", read)]
+
+
+def _transfer(file: Path, megabytes: int, flags: int) -> float:
+    """Return GB/s."""
+    count = max(1, megabytes * 2**20 // _BLOCK)
+    descriptor = os.open(file, flags | os.O_DIRECT, 0o600)
+    try:
+        with mmap.mmap(-1, _BLOCK) as block:  # direct I/O needs page-aligned memory
+            started = time.monotonic()
+            for _ in range(count):
+                if flags & os.O_WRONLY:
+                    os.write(descriptor, block)
+                else:
+                    os.readv(descriptor, [block])
+            os.fsync(descriptor)
+            return count * _BLOCK / (time.monotonic() - started) / 1e9
+    finally:
+        os.close(descriptor)
+
+
+def _speed(name: str, gigabytes: float) -> Check:
+    # A step moves 16 bytes per parameter and rank each way: at 1 GB/s, 16 s per billion parameters.
+    slow = gigabytes < 1
+    fix = "use a local NVMe drive; a step moves about 16 bytes per parameter each way" if slow else ""
+    return Check(name, "warning" if slow else "ok", f"{gigabytes:.2f} GB/s", fix)
+
+
+def hosts(hostfile: Path) -> list[Check]:
+    """Log in to each host of a DeepSpeed hostfile (`name slots=N` per line) without a password."""
+    try:
+        lines = [line.split("#")[0].split() for line in hostfile.read_text().splitlines()]
+    except OSError as error:
+        return [Check("hostfile", "error", f"{hostfile}: {error.strerror}")]
+    names = [parts[0] for parts in lines if parts]
+    pdsh = shutil.which("pdsh")
+    fix = "" if pdsh else "apt-get install pdsh"
+    found = pdsh or "not found; DeepSpeed's launcher needs it for several hosts"
+    checks = [Check("pdsh", "ok" if pdsh else "error", found, fix)]
+    return [*checks, *map(_login, names)]
+
+
+def _login(name: str) -> Check:
+    options = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+    answer = output("ssh", *options, name, "true", timeout=15)
+    if answer is None:
+        return Check(f"ssh {name}", "error", "cannot log in without a password", f"ssh-copy-id {name}")
+    return Check(f"ssh {name}", "ok", "reached")
+
+
+def tracking() -> Check:
+    """Report how W&B would log; the key itself is never read."""
+    mode = os.environ.get("WANDB_MODE", "")
+    if mode in ("offline", "disabled"):
+        return Check("W&B", "ok", f"{mode} (WANDB_MODE)")
+    netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    try:
+        known = "WANDB_API_KEY" in os.environ or (netrc.exists() and "api.wandb.ai" in netrc.read_text())
+    except OSError:
+        known = False
+    return Check("W&B", "ok", "a key is set; runs are logged online" if known else "no key; runs are logged offline")

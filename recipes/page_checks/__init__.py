@@ -1,0 +1,1 @@
+"""What `dsr page` checks: a page's docstring against itself, its dimensions against the Hub, its chat template."""

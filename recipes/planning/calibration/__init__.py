@@ -1,0 +1,1 @@
+"""Published and own measurements, and the constants fitted to them."""

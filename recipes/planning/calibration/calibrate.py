@@ -1,0 +1,166 @@
+"""Fit the constants of the time estimate on measured throughput, and report the error on held-out tables.
+
+python -m recipes.planning.calibration.calibrate            # fit, write, report
+python -m recipes.planning.calibration.calibrate --report   # report only
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+from ..cost.constants import FILE, resolve
+from ..cost.step_time import step_time
+from .measured_runs import MeasuredRun, runs
+
+ConstantPath = tuple[str, ...]
+"""The keys that lead to a constant in `constants.json`."""
+
+
+def _limits(*keys: str, **limits: tuple[float, float]) -> dict[ConstantPath, tuple[float, float]]:
+    return {(*keys, "values", name): bounds for name, bounds in limits.items()}
+
+
+PUBLISHED: dict[ConstantPath, tuple[float, float]] = {
+    **_limits("common", latency=(1e-6, 1e-3)),
+    **_limits("gpus", "A100", matmul=(0.5, 0.95), attention=(0.1, 0.8), waves=(0.1, 3)),
+    **_limits("gpus", "H100", matmul=(0.4, 0.95), attention=(0.1, 0.8), waves=(0.1, 3)),
+    **_limits("software", "llm-foundry", passes=(0.5, 8), gap=(1e-6, 1e-2), overlap=(0, 1), network=(0.2, 0.95)),
+    **_limits("software", "megatron-deepspeed", passes=(0.5, 8), gap=(1e-6, 1e-2), network=(0.05, 0.95)),
+    **_limits("software", "megatron-deepspeed", scores=(4, 60), unaligned=(0.4, 1)),
+}
+"""Constants that are fitted on the published tables, and within which limits."""
+OWN = _limits("software", "deepspeed", passes=(0.5, 8), launch=(1e-5, 1e-2))
+"""Constants that are fitted on this project's own measurements, once there are some."""
+
+
+def predicted(run: MeasuredRun, data: Mapping[str, Any]) -> float:
+    """Return tokens per second and GPU."""
+    constants = resolve(data, run.cluster.gpu.name, run.software)
+    return step_time(run.profile, run.setup, run.cluster, constants).tokens_per_second_per_gpu
+
+
+@dataclass(frozen=True)
+class Score:
+    """How predictions compare with measurements."""
+
+    count: int
+    error: float
+    """Mean of |predicted / measured - 1|."""
+    worst: float
+    rank: float
+    """Spearman's rank correlation."""
+
+
+def score(pairs: Sequence[tuple[float, float]]) -> Score:
+    """Return how well predictions agree with measurements, pair by pair."""
+    errors = [abs(guess / truth - 1) for guess, truth in pairs]
+    guesses, truths = zip(*pairs, strict=True)
+    return Score(len(pairs), sum(errors) / len(errors), max(errors), correlation(_ranks(guesses), _ranks(truths)))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return each value's rank, the mean one where several are equal."""
+    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
+
+
+def correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return Pearson's correlation."""
+    middle = sum(left) / len(left), sum(right) / len(right)
+    pairs = [(one - middle[0], other - middle[1]) for one, other in zip(left, right, strict=True)]
+    spread = math.sqrt(sum(one**2 for one, _ in pairs) * sum(other**2 for _, other in pairs))
+    return sum(one * other for one, other in pairs) / spread
+
+
+def loss(measured: Sequence[MeasuredRun], data: Mapping[str, Any]) -> float:
+    """Return the mean of |log(predicted / measured)|, with equal weight for every table."""
+    tables: dict[str, list[float]] = {}
+    for run in measured:
+        error = abs(math.log(predicted(run, data) / run.tokens_per_second_per_gpu))
+        tables.setdefault(run.table, []).append(error)
+    return sum(sum(errors) / len(errors) for errors in tables.values()) / len(tables)
+
+
+def fit(data: dict, limits: Mapping[ConstantPath, tuple[float, float]], of: Callable[[dict], float]) -> float:
+    """Minimise the loss by changing the constants in `data` that `limits` names, and return the minimum.
+
+    Each is tried a step up and down, then all move on together in the direction that helped (Hooke and Jeeves 1961,
+    doi:10.1145/321062.321069); where nothing helps, steps get smaller.
+    """
+
+    def at(point: Sequence[float]) -> float:
+        for (*keys, name), (least, most), value in zip(limits, limits.values(), point, strict=True):
+            _entry(data, keys)[name] = float(f"{min(most, max(least, value)):.3g}")
+        return of(data)
+
+    point = [_entry(data, keys)[name] for *keys, name in limits]
+    best, width = at(point), 0.4
+    while width > 0.005:
+        moved, less = _explore(point, best, width, at)
+        if less >= best:
+            width /= 2
+        while less < best:
+            further = [there**2 / here for here, there in zip(point, moved, strict=True)]
+            point, best = moved, less
+            moved, less = _explore(further, at(further), width, at)
+    at(point)
+    return best
+
+
+def _entry(data: dict, keys: Sequence[str]) -> dict:
+    for key in keys:
+        data = data[key]
+    return data
+
+
+def _explore(
+    point: Sequence[float], best: float, width: float, at: Callable[[Sequence[float]], float]
+) -> tuple[list[float], float]:
+    """Return the point with each constant moved by a factor of 1 + `width` where that helps, and its loss."""
+    point = list(point)
+    for index, value in enumerate(point):
+        for other in (value * (1 + width), value / (1 + width)):
+            point[index] = other
+            if (loss := at(point)) < best:
+                best = loss
+                break
+            point[index] = value
+    return point, best
+
+
+def report(data: Mapping[str, Any]) -> str:
+    """Return a table of how well each measured table is predicted, and all held-out ones together."""
+    pairs: dict[tuple[bool, str], list[tuple[float, float]]] = {}
+    for run in runs():
+        pairs.setdefault((run.fitted, run.table), []).append((predicted(run, data), run.tokens_per_second_per_gpu))
+    held_out = [pair for (fitted, _), each in pairs.items() if not fitted for pair in each]
+    lines = ["| table | used to | rows | mean error | worst | rank correlation |", "|---|---|---|---|---|---|"]
+    for (fitted, table), each in sorted({**pairs, (False, "all held-out tables"): held_out}.items()):
+        result = score(each)
+        lines.append(
+            f"| {table} | {'fit' if fitted else 'judge'} | {result.count} | {result.error:.1%} | {result.worst:.1%} "
+            f"| {result.rank:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Fit the constants unless `--report` is given, and print the report."""
+    data = json.loads(FILE.read_text())
+    if "--report" not in arguments:
+        published = [run for run in runs() if run.fitted and run.software != "deepspeed"]
+        own = [run for run in runs() if run.fitted and run.software == "deepspeed"]
+        print(f"{len(published)} rows: {fit(data, PUBLISHED, lambda changed: loss(published, changed)):.4f}")
+        if own:
+            print(f"{len(own)} of ours: {fit(data, OWN, lambda changed: loss(own, changed)):.4f}")
+        data["date"] = date.today().isoformat()
+        FILE.write_text(json.dumps(data, indent=2) + "\n")
+    print(report(data))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

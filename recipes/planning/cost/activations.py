@@ -1,0 +1,88 @@
+"""Activation memory on one rank: what layers save for the backward pass, and what their passes need at their peak."""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from ..model_profile.profile import LayerProfile, ModelProfile, SavedBytes, training_mode
+from .training_setup import TrainingSetup
+
+Number = TypeVar("Number", float, SavedBytes)
+
+FP32 = 2
+"""How much more fp32 takes than the bf16 that was profiled: an upper bound, since some of it is in fp32 already."""
+TILED = 1 / 3
+"""What a loss in tiles takes of the usual one: 4 of 12 bytes per token and vocabulary entry."""
+NOTHING = SavedBytes(0)
+
+
+def of_mode(values: Mapping[str, Number], setup: TrainingSetup) -> Number:
+    """Return what was profiled for the setup's training mode, at its adapters' rank."""
+    mode = training_mode(setup.lora)
+    return values[mode] if setup.lora is None else values[mode] + setup.lora.rank * values[f"{mode} rank"]
+
+
+def adapter_parameters(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the parameters of a layer's adapters."""
+    return of_mode(kind.adapter_parameters, setup) if setup.lora else 0.0
+
+
+def is_masked(kind: LayerProfile, setup: TrainingSetup) -> bool:
+    """Return whether attention gets a mask of all pairs: for packed documents, or a window shorter than a sequence."""
+    if setup.attention != "sdpa" or not kind.attention_width:
+        return False
+    return setup.packing or (kind.window is not None and kind.window <= setup.sequence_length)
+
+
+def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return what autograd saves of a layer for one micro-batch."""
+    layout, sequences, length = setup.layout, setup.sequences_per_pass, setup.sequence_length
+    split = (1 - 1 / layout.tensor) * kind.saved.get("split", NOTHING)
+    saved = of_mode(kind.saved, setup) + -1 * split
+    own_length = length / layout.sequence
+    total = sequences * (saved.per_token * own_length + saved.per_pair * length * own_length) + saved.fixed
+    if is_masked(kind, setup):
+        # Repeated keys and values are divided like all heads; every rank has the whole mask.
+        more = kind.saved.get("masked", NOTHING)
+        total += sequences * (more.per_token * own_length / layout.tensor + more.per_pair * length**2)
+    elif setup.attention == "eager":
+        more = kind.saved.get("eager", NOTHING)
+        total += sequences * (more.per_token + more.per_pair * length) * own_length / layout.tensor
+    return _in_precision(total, setup)
+
+
+def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return what stays of a layer after its forward pass: all that was saved, or with checkpointing its input."""
+    if not setup.gradient_checkpointing:
+        return layer_bytes(kind, setup)
+    tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
+    return _in_precision(kind.checkpoint_bytes * tokens, setup)
+
+
+def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return what a layer's backward pass needs beyond what was kept, recomputed activations included."""
+    split = (1 - 1 / setup.layout.tensor) * kind.backward_peak.get("split", NOTHING)
+    backward_peak = of_mode(kind.backward_peak, setup) + -1 * split
+    needed = backward_peak.of(setup.sequences_per_pass, setup.sequence_length / setup.layout.sequence)
+    recomputed = layer_bytes(kind, setup) if setup.gradient_checkpointing else 0.0
+    # In batches smaller than those that were profiled, the gradient of the largest weight is the peak.
+    return recomputed + _in_precision(max(needed, 2.0 * kind.largest_module if setup.lora is None else 0.0), setup)
+
+
+def mask_bytes(kinds: Iterable[LayerProfile], setup: TrainingSetup) -> float:
+    """Return the bytes of masks of all pairs, one per window width: booleans, or numbers for eager attention."""
+    eager = setup.attention == "eager"
+    windows = {kind.window for kind in kinds if eager or is_masked(kind, setup)}
+    return len(windows) * setup.sequences_per_pass * setup.sequence_length**2 * (2 if eager else 1)
+
+
+def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
+    """Return what norm, head and loss need at their peak: the logits, several times."""
+    both = of_mode(profile.saved_outside_layers, setup) + of_mode(profile.loss_peak, setup)
+    tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
+    total = (both.per_token * tokens + both.fixed) * (TILED if setup.tiles(profile.vocab_size) else 1)
+    gradient = 2 * profile.vocab_size * profile.hidden_size if setup.lora is None else 0.0
+    return _in_precision(max(total, gradient), setup)
+
+
+def _in_precision(total: float, setup: TrainingSetup) -> float:
+    return total * (FP32 if setup.precision == "fp32" else 1)

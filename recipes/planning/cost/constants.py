@@ -1,0 +1,68 @@
+"""Constants of the time estimate: what share of their datasheets hardware and software reach, as measured."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parents[1] / "calibration" / "measurements" / "constants.json"
+"""Written by `calibration.calibrate`."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Shares of a datasheet's figures, and what no datasheet states."""
+
+    matmul: float
+    """Share of the peak that large matrix products reach."""
+    attention: float
+    """Share of the peak that fused attention reaches."""
+    waves: float
+    """Waves of a matrix product's tiles that are lost to quantisation, per product."""
+    memory: float
+    """Share of the memory bandwidth that element-wise operations reach."""
+    link: float
+    """Share of the link inside a node, or to the host, that is reached."""
+    network: float
+    """Share of a node's network that collectives reach."""
+    latency: float
+    """Seconds of a collective per participating node, whatever its size; ZeRO runs one per layer."""
+    passes: float
+    """How often element-wise operations read or write what a layer computes: less often where kernels are fused."""
+    gap: float
+    """Seconds that the GPU idles between the kernels of one layer's forward pass, however long they run."""
+    overlap: float = 0.0
+    """Share of ZeRO's communication that overlaps with computation, as long as there is any."""
+    scores: float = 0.0
+    """Bytes moved per score in the forward pass of attention that is not fused."""
+    unaligned: float = 1.0
+    """Share of a matrix product's rate that remains where a dimension is not a multiple of 64."""
+    launch: float = 5e-4
+    """Seconds in which Python launches the kernels of one layer's forward pass, while the GPU runs earlier ones."""
+    measured: bool = True
+    """Whether this kind of GPU was measured; otherwise its shares are those of another."""
+
+
+def resolve(data: Mapping[str, Any], gpu: str, software: str) -> Constants:
+    """Return the constants of a GPU and of the software that trains on it, out of all in `data`."""
+    gpus = data["gpus"]
+    kind = max((kind for kind in gpus if gpu.startswith(kind)), key=len, default="other")
+    measured = "like" not in gpus[kind]
+    kind = gpus[kind].get("like", kind)
+    entry = data["software"][software]
+    taken = {name: data["software"][other]["values"][name] for name, other in entry.get("takes", {}).items()}
+    values = {**data["common"]["values"], **gpus[kind]["values"], **taken, **entry["values"], "measured": measured}
+    return Constants(**values | {"attention": entry.get("attention", {}).get(kind, values["attention"])})
+
+
+@cache
+def constants(gpu: str, software: str = "deepspeed") -> Constants:
+    """Return the constants of a GPU (a name in `gpus.GPUS`) and of the software that trains on it.
+
+    Args:
+        gpu: one that was not measured has the shares of the nearest one that was.
+        software: a key in `constants.json`: `deepspeed` is this project's, the others are those of published tables.
+    """
+    return resolve(json.loads(FILE.read_text()), gpu, software)

@@ -1,0 +1,237 @@
+"""Memory of a run: on the fullest GPU at each moment of a step, by component; on a node's host, NVMe and disk."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...spec.recipe import Layout
+from ...spec.run_folder import checkpoint_bytes
+from ..hardware.cluster import Cluster
+from ..model_profile.profile import ModelProfile
+from . import activations, host_memory
+from .stage_shards import StageShard, stage_shards
+from .states import WIDTH, Moment, States, mixture_bytes, state_bytes
+from .training_setup import TrainingSetup
+
+# All of these are assumptions until they are measured: nobody has run these recipes on a GPU yet.
+CONTEXT = 1.343e9
+"""CUDA's context with PyTorch's kernels, as measured in Hugging Face's documentation (transformers, "Model training
+anatomy": a tensor of one number makes 1,343 MB)."""
+CUBLAS = 64 * 2**20
+"""cuBLAS' workspaces: two of 32 MiB (pytorch/pytorch#144397)."""
+NCCL = 2**30
+"""Buffers of process groups, outside PyTorch's allocator: up to "a few GB" in the same thread, with many groups."""
+FRAGMENTATION = 0.05
+"""Share that PyTorch reserves beyond what it allocates. Without it, runs predicted to fit would not."""
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in 4 bits: per 64 weights a scale in 8 bits, per 256 scales one in fp32 (arXiv:2305.14314)."""
+ALL_REDUCE = 5 * 10**8
+"""Gradients that are copied into one buffer to be reduced, without ZeRO (deepspeed, runtime/engine.py,
+MEMORY_OPT_ALLREDUCE_SIZE)."""
+
+
+@dataclass(frozen=True)
+class GpuMoment:
+    """Bytes on one GPU at one moment."""
+
+    moment: str
+    """`loading`, `loss`, `backward` (of the last layers), `gradients` (the end of it), `step` or `saving`."""
+    components: Mapping[str, float]
+    """By what they are for; nothing counts twice."""
+
+    @property
+    def total(self) -> float:
+        """All components together."""
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a plan has to hold, in bytes."""
+
+    moments: tuple[GpuMoment, ...]
+    """Of the fullest GPU, in the order of a run."""
+    stage: int
+    """The pipeline stage of that GPU."""
+    host: Mapping[str, float]
+    """Of one node, by moment."""
+    nvme: float
+    """Of one node."""
+    checkpoint: int
+    """On disk, of one checkpoint."""
+
+    @property
+    def worst(self) -> GpuMoment:
+        """The fullest moment of that GPU."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -> Memory:
+    """Return what training takes on the fullest GPU, on a node, on its NVMe drives, and on disk per checkpoint.
+
+    Args:
+        profile: with the setup's training mode: `lookup.profile_of(config, lora)`.
+        setup: how the model is trained.
+        cluster: only its GPUs per node matter here.
+    """
+    stages = stage_shards(profile, setup)
+    moments = [gpu_moments(profile, shard, setup) for shard in stages]
+    fullest = max(range(len(stages)), key=lambda stage: max(moment.total for moment in moments[stage]))
+    ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
+    whole = stage_shards(profile, replace(setup, layout=Layout()))[0]
+    return Memory(
+        moments=moments[fullest],
+        stage=fullest,
+        host=host_memory.host_bytes(whole, stages, setup, ranks_per_node, states),
+        nvme=ranks_per_node * max(host_memory.nvme_bytes(shard, setup) for shard in stages),
+        checkpoint=checkpoint_bytes(
+            int(whole.parameters + whole.adapter_parameters),
+            int(whole.adapter_parameters if setup.lora else whole.parameters),
+            WIDTH[setup.precision],
+        ),
+    )
+
+
+def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) -> tuple[GpuMoment, ...]:
+    """Return what a GPU of one pipeline stage holds at each moment of a run."""
+    kinds = [kind for kind, _ in shard.layer_counts]
+    kept = sum(count * activations.kept_bytes(kind, setup) for kind, count in shard.layer_counts)
+    waiting = shard.micro_batches_in_flight * kept + activations.mask_bytes(kinds, setup)
+    backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
+    first = activations.kept_bytes(shard.layers[0], setup) + activations.backward_bytes(shard.layers[0], setup)
+    loss = activations.loss_bytes(profile, setup) if shard.is_last else 0.0
+    gathered, between_passes = _gathered(shard, setup), _gathered_between_passes(shard, setup)
+    permanent_buckets, reduce_buckets = _buckets(shard, setup)
+
+    def at(moment: str, states: Mapping[str, float], **more: float) -> GpuMoment:
+        allocated = {**states, **more}
+        runtime = CONTEXT + CUBLAS + (NCCL if setup.world_size > 1 else 0)
+        fragmentation = FRAGMENTATION * sum(allocated.values())
+        return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
+
+    forward = held_bytes(shard, setup, "forward")
+    return (
+        at("loading", _loading(shard, setup)),
+        at(
+            "loss", forward, activations=waiting, logits=loss, live_parameters=between_passes, buckets=permanent_buckets
+        ),
+        at("backward", forward, activations=waiting + backward, live_parameters=between_passes, buckets=reduce_buckets),
+        at(
+            "gradients",
+            held_bytes(shard, setup, "backward"),
+            activations=first,
+            live_parameters=gathered,
+            buckets=reduce_buckets + _all_reduce_buffer(shard, setup),
+        ),
+        at("step", held_bytes(shard, setup, "step"), buckets=permanent_buckets),
+        at("saving", held_bytes(shard, setup, "forward"), live_parameters=gathered, buckets=permanent_buckets),
+    )
+
+
+def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[str, float]:
+    """Return the states on a GPU; all states of adapters are one component."""
+    found = states(shard, setup, moment)
+    frozen = 0.0
+    if setup.lora or setup.preferences:  # DPO without adapters compares with a second model
+        frozen = loaded_bytes(shard, setup) / (setup.zero_ranks if setup.zero_stage == 3 else 1)
+    second = WIDTH[setup.precision] * shard.parameters / setup.partition_size if setup.partition_size > 1 else 0.0
+    on_gpu = setup.offload_parameters == "none"
+    if setup.lora:
+        adapters = found.gradients + found.optimizer + (found.parameters if on_gpu else 0)
+        return {"parameters": (frozen if on_gpu else 0) + second, "adapters": adapters}
+    weights = (found.parameters + frozen if on_gpu else 0) + second
+    return {"parameters": weights, "gradients": found.gradients, "optimizer": found.optimizer}
+
+
+def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
+    """Return the states of what is trained on one rank of a pipeline stage, those on the host included."""
+    sharding = (setup.zero_stage, setup.zero_ranks, setup.precision)
+    options: dict[str, Any] = {
+        "offload": setup.offload_optimizer != "none",
+        "gradient_accumulation_steps": setup.gradient_accumulation_steps,
+        "moment": moment,
+        "fp32_accumulation": setup.fp32_accumulation,
+        "bf16_states": setup.bf16_states,
+        "sub_group": setup.sub_group_size,
+    }
+    if setup.layout.expert > 1 and setup.lora is None:
+        dense = shard.parameters - shard.expert_parameters
+        return mixture_bytes(dense, shard.expert_parameters, *sharding, setup.layout.expert, **options)
+    trained = shard.adapter_parameters if setup.lora else shard.parameters
+    return state_bytes(trained, trained, *sharding, **options)
+
+
+def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes of a stage's weights once they are loaded, in 4 bits where they are quantised."""
+    quantized = shard.linear_parameters if setup.quantized else 0
+    return WIDTH[setup.precision] * (shard.parameters - quantized) + NF4 * quantized
+
+
+def _loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
+    """Return what loading the weights takes: under ZeRO-3 they are sharded one by one, except 4-bit weights."""
+    weights = loaded_bytes(shard, setup)
+    if setup.zero_stage < 3 or setup.quantized:
+        # Experts are distributed on the host, before the rest goes to the GPU (deepspeed, engine.py, __init__).
+        elsewhere = shard.expert_parameters * (1 - 1 / setup.layout.expert)
+        return {"parameters": weights - WIDTH[setup.precision] * elsewhere}
+    # zero.Init puts offloaded shards where they will stay (deepspeed, partition_parameters.py, remote_device).
+    held = 0.0 if setup.offload_parameters != "none" else weights / setup.zero_ranks
+    return {"parameters": held, "live_parameters": WIDTH[setup.precision] * shard.largest_module}
+
+
+def _gathered(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes of weights that are whole for a moment, in the middle of the model.
+
+    Under ZeRO-3 these are a layer, what is prefetched, and adapters too small to be sharded. A matrix in 4 bits is
+    dequantised whole, once each for the forward and the backward pass.
+    """
+    width = WIDTH[setup.precision]
+    largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
+    dequantized = 2 * width * largest if setup.quantized else 0.0
+    if setup.zero_stage < 3:
+        return dequantized
+    hidden = shard.hidden_size
+    prefetched = 0.9 * hidden**2 if setup.prefetch_bucket_size is None else setup.prefetch_bucket_size
+    threshold = 10 * hidden if setup.persistence_threshold is None else setup.persistence_threshold
+    persistent = shard.adapter_parameters if setup.lora and setup.lora.rank * hidden <= threshold else 0
+    layer = max(shard.largest_module, *(kind.parameters for kind, _ in shard.layer_counts))
+    return dequantized + width * (min(layer + prefetched, shard.parameters) + persistent)
+
+
+def _gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes of weights that are whole between the forward and the backward pass.
+
+    ZeRO-3 keeps a weight gathered that is used again within `stage3_max_reuse_distance` parameters; with checkpointing
+    a layer's weights are used once more in between (deepspeed, runtime/zero/partitioned_param_coordinator.py).
+    """
+    gathered = _gathered(shard, setup)
+    if setup.zero_stage < 3:
+        return gathered
+    uses = 3 if setup.gradient_checkpointing else 2
+    passed, kept = 2.0 * shard.head_parameters, float(shard.head_parameters)
+    for layer in reversed(shard.layers):
+        if passed >= setup.max_reuse_distance:
+            break
+        kept += layer.parameters
+        passed += uses * layer.parameters
+    return max(gathered, WIDTH[setup.precision] * kept)
+
+
+def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
+    """Return the bytes of the buffers in which gradients are collected: always, and while they are reduced."""
+    size = shard.hidden_size**2 if setup.reduce_bucket_size is None else setup.reduce_bucket_size
+    one = size * (4 if setup.fp32_accumulation else WIDTH[setup.precision])
+    if setup.zero_stage == 3:
+        return one, 2 * one  # the buffer, and a copy in the order of the ranks
+    if setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation):
+        return 0.0, 0.0
+    return 0.0, one * (2 if setup.overlap_comm else 1)
+
+
+def _all_reduce_buffer(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes of the copy that is reduced after the backward pass, where there are no buckets."""
+    unbucketed = setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation)
+    if setup.zero_ranks == 1 or not unbucketed:
+        return 0.0
+    trained = shard.adapter_parameters if setup.lora else shard.parameters
+    return min(trained, ALL_REDUCE) * (4 if setup.fp32_accumulation else WIDTH[setup.precision])

@@ -1,0 +1,136 @@
+"""Model states on each rank, in bytes: parameters, gradients, and what the optimizer holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a weight and of its gradient."""
+
+Moment = Literal["forward", "backward", "step"]
+"""The end of a step's last forward pass, the end of its backward pass, and the peak of the optimizer step."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one rank. Buffers, gathered weights and activations are not counted."""
+
+    parameters: float
+    gradients: float
+    """During the optimizer step with the copies that it makes of them."""
+    optimizer: float
+    """Adam's two moments, and the fp32 weights that it updates."""
+    host: float
+    """All that is on the CPU; 0 without offloading."""
+
+    @property
+    def total(self) -> float:
+        """On the GPU and on the host."""
+        return self.parameters + self.gradients + self.optimizer + self.host
+
+    def __add__(self, other: "States") -> "States":
+        """Return the states of two parts of a model together."""
+        return States(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.host + other.host,
+        )
+
+
+def state_bytes(
+    parameters: float,
+    trainable: float,
+    stage: int,
+    ranks: int,
+    precision: str,
+    offload: bool = False,
+    gradient_accumulation_steps: int = 1,
+    moment: Moment = "backward",
+    fp32_accumulation: bool = False,
+    bf16_states: bool = False,
+    sub_group: int = 10**9,
+) -> States:
+    """Return what one rank holds of a model that Adam trains with DeepSpeed 0.19.8.
+
+    Args:
+        parameters: in all.
+        trainable: of them.
+        stage: of ZeRO, 0 to 3.
+        ranks: data-parallel ones.
+        precision: "fp32", "bf16" or "fp16".
+        offload: the optimizer's states are on the CPU (stages 2 and 3).
+        gradient_accumulation_steps: micro-batches per step.
+        moment: of the step.
+        fp32_accumulation: gradients of bf16 weights are accumulated in fp32 (stages 1 to 3).
+        bf16_states: master weights and moments are in bf16 (stage 3).
+        sub_group: parameters that stage 3 updates at once.
+    """
+    width = WIDTH[precision]
+    wide = fp32_accumulation and width == 2
+    held = width * parameters / (ranks if stage == 3 else 1)
+    # Without ZeRO, Adam updates fp32 weights in place; all other optimizers hold an fp32 copy of what they update.
+    unit = 6 if bf16_states else 8 if stage == 0 and precision == "fp32" else 12
+    kept = unit * trainable / (ranks if stage else 1)
+    if offload:
+        # Beside Adam's fp32 gradients are those that came from the GPU, and at stage 2 the sum of the earlier ones.
+        copies = 2 if stage == 2 and gradient_accumulation_steps > 1 else 1
+        return States(held, 0, 0, kept + (4 + copies * width) * trainable / ranks)
+    own = trainable / (ranks if stage else 1)
+    accumulated = (4 if wide else width) * (trainable if stage < 2 else own)
+    reduced = width * trainable if stage == 1 and wide else 0  # beside their sum, those that were added to it
+    allocated = accumulated if stage == 3 or (stage == 1 and wide) else 0.0
+    gradients = {"backward": accumulated + reduced}
+    gradients["forward"] = gradients["backward"] if gradient_accumulation_steps > 1 else allocated
+    # Adam's gradients have its weights' type: what was accumulated in another is copied, and flattened before that.
+    converted = 0 if wide or bf16_states or width == 4 else 4
+    if stage == 0:
+        gradients["step"] = accumulated + converted * trainable
+    elif stage == 3:
+        gradients["step"] = accumulated + ((4 if wide else width) + converted) * min(own, sub_group)
+    else:
+        gradients["step"] = gradients["backward"] if wide else (2 * width + converted) * own
+    return States(held, gradients[moment], kept, 0)
+
+
+def held_parameters(
+    layers: Sequence[float], split: Sequence[float], before: float, after: float, tensor: int, stages: Sequence[range]
+) -> list[float]:
+    """Return how many parameters a rank of each pipeline stage holds.
+
+    Sequence parallelism changes nothing: each of its ranks holds the whole model.
+
+    Args:
+        layers: parameters of each layer.
+        split: of these, those in matrices that tensor parallelism splits.
+        before: parameters of the embedding, on the first stage.
+        after: parameters of norm and head, on the last stage; a tied head is the embedding once more.
+        tensor: ranks that a matrix is split over.
+        stages: the layers of each stage, as `spec.layout.balanced` gives them; one range without a pipeline, where a
+            tied head counts for nothing.
+    """
+    own = [whole - part + part / tensor for whole, part in zip(layers, split, strict=True)]
+    held = [sum(own[index] for index in stage) for stage in stages]
+    held[0] += before
+    held[-1] += after
+    return held
+
+
+def mixture_bytes(
+    dense: float, routed: float, stage: int, ranks: int, precision: str, expert_ranks: int, **options: Any
+) -> States:
+    """Return what one rank holds of a mixture of experts that is trained whole, with expert parallelism.
+
+    Args:
+        dense: parameters that every rank has.
+        routed: parameters of all routed experts.
+        stage: of ZeRO, 1 to 3.
+        ranks: data-parallel ones.
+        precision: as in `state_bytes`.
+        expert_ranks: over which a layer's experts are distributed; each share is sharded over `ranks / expert_ranks`.
+        options: of `state_bytes`.
+    """
+    own = routed / expert_ranks
+    return state_bytes(dense, dense, stage, ranks, precision, **options) + state_bytes(
+        own, own, stage, ranks // expert_ranks, precision, **options
+    )

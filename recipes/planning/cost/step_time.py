@@ -1,0 +1,274 @@
+"""Step time: the seconds of an optimizer step, by component, on the slowest pipeline stage."""
+
+from dataclasses import dataclass, fields, replace
+
+from ..hardware.cluster import Cluster
+from ..model_profile.profile import LayerProfile, ModelProfile
+from . import communication, roofline
+from .communication import Group
+from .constants import Constants, constants
+from .stage_shards import stage_ranges
+from .training_setup import TrainingSetup
+
+ADAM = 40
+"""Bytes of GPU memory moved per parameter that Adam updates: 4 + 12 read, 12 + 2 written, and for the gradient's norm
+and conversion to fp32 2 + 4 + 4."""
+CPU_ADAM = 4e9
+"""Parameters per second and node that DeepSpeed's CPU Adam updates: ZeRO-Offload, arXiv:2101.06840, table 4 (1 to 10
+billion parameters in 0.22 to 2.57 s on a node with two Xeon 8168)."""
+SWAPPED = 32
+"""Bytes per parameter to and from the drives in a step: fp32 weights, both moments and gradients, in each direction."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step on the slowest pipeline stage, as far as nothing else hides them."""
+
+    matmul: float
+    """Products with the layers' weights, forward and backward."""
+    attention: float
+    elementwise: float
+    """Bound by memory bandwidth: norms, activation functions, residual sums, adapters, 4-bit weights."""
+    recomputation: float
+    """The forward pass of checkpointed layers once more."""
+    logits: float
+    """The output matrix and the loss."""
+    launch: float
+    """The GPU waits for its next kernel."""
+    tensor: float
+    """All-reduces of tensor parallelism."""
+    sequence: float
+    """All-to-alls of sequence parallelism."""
+    expert: float
+    """All-to-alls of expert parallelism."""
+    zero: float
+    """Collectives of ZeRO or data parallelism that do not overlap with computation."""
+    pipeline: float
+    """Activations and gradients between stages."""
+    bubble: float
+    """Stages wait for the first micro-batch to arrive and the last one to come back."""
+    optimizer: float
+    """Adam, wherever it runs."""
+    offload: float
+    """Over PCIe, to the host and back."""
+    nvme: float
+    """To the drives and back."""
+    tokens: float
+    """Of the step, over all ranks."""
+    gpus: int
+    model_flops: float
+    """Of the step, over all ranks, without recomputation."""
+    peak_flops: float
+    """Of one GPU, per second."""
+    measured: bool
+    """Whether the constants of this GPU were measured."""
+
+    @property
+    def components(self) -> dict[str, float]:
+        """Seconds by component."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[:15]}
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.components.values())
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Throughput, padding included."""
+        return self.tokens / self.seconds / self.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the share of the GPUs' peak that is progress."""
+        return self.model_flops / self.seconds / self.gpus / self.peak_flops
+
+
+def step_time(
+    profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, given: Constants | None = None
+) -> StepTime:
+    """Return how long an optimizer step takes.
+
+    Args:
+        profile: of the model.
+        setup: how it is trained; a pipeline's micro-batches are its gradient accumulation steps.
+        cluster: where; ranks fill its nodes one after the other, in the order of `spec.layout.rank_position`.
+        given: constants; None: those of the cluster's GPU with DeepSpeed.
+    """
+    known = given or constants(cluster.gpu.name)
+    if setup.precision == "fp32":
+        # As TF32, at half the rate of bf16; without TF32 (torch's default) it is slower still.
+        known = replace(known, matmul=known.matmul / 2, attention=known.attention / 2)
+    stage = max(_stage_times(profile, setup, cluster, known), key=lambda stage: stage.micro_batch)
+    micro_batches, compute = setup.gradient_accumulation_steps, stage.compute
+    overlappable, once = _zero_seconds(stage, setup, cluster, known)
+    exposed = overlappable - (known.overlap if setup.overlap_comm else 0.0) * min(overlappable, compute.total)
+    optimizer, offload, nvme = _optimizer_seconds(stage.parameters, stage.updated, setup, cluster, known)
+    return StepTime(
+        matmul=micro_batches * compute.matmul,
+        attention=micro_batches * compute.attention,
+        elementwise=micro_batches * compute.elementwise,
+        recomputation=micro_batches * compute.recomputation,
+        logits=micro_batches * compute.logits,
+        launch=micro_batches * compute.launch,
+        tensor=micro_batches * stage.tensor,
+        sequence=micro_batches * stage.sequence,
+        expert=micro_batches * stage.expert,
+        zero=micro_batches * exposed + once,
+        pipeline=micro_batches * stage.sent,
+        # (d - 1) micro-batches more than one stage alone would take: (d - 1) / (m + d - 1) of the whole.
+        bubble=(setup.layout.pipeline - 1) * stage.micro_batch,
+        optimizer=optimizer,
+        offload=offload,
+        nvme=nvme,
+        tokens=setup.tokens_per_step,
+        gpus=setup.world_size,
+        model_flops=roofline.model_flops(profile, setup),
+        peak_flops=cluster.gpu.bf16_tflops * 1e12,
+        measured=known.measured,
+    )
+
+
+@dataclass(frozen=True)
+class _StageTime:
+    """One micro-batch on a rank of one pipeline stage, in seconds, and the parameters of that rank."""
+
+    layers: int
+    compute: roofline.ComputeSeconds
+    tensor: float
+    sequence: float
+    expert: float
+    sent: float
+    parameters: float
+    """On the rank, before ZeRO shards them."""
+    trained: float
+    """Of these."""
+    updated: float
+    """Trained parameters that ZeRO's ranks update between them: with expert parallelism all experts count."""
+
+    @property
+    def micro_batch(self) -> float:
+        return self.compute.total + self.tensor + self.sequence + self.expert + self.sent
+
+
+def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants) -> list[_StageTime]:
+    """Return every pipeline stage; without a pipeline, the one there is."""
+    layout, kinds = setup.layout, profile.layer_kinds
+    ranges = stage_ranges(profile, layout.pipeline)
+    seconds = [roofline.layer_seconds(kind, profile, setup, cluster.gpu, known) for kind in kinds]
+    split = [kind.parameters - kind.tensor_split + kind.tensor_split / layout.tensor for kind in kinds]
+    elsewhere = [kind.expert_parameters * (1 - 1 / layout.expert) for kind in kinds]
+    adapters = [roofline.linear_adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
+    tensor, sequence, expert = zip(
+        *(_model_parallel_seconds(kind, profile, setup, cluster, known) for kind in kinds), strict=True
+    )
+    sent = _send_seconds(profile, setup, cluster, known)
+    found = []
+    for number, layers in enumerate(ranges):
+        counts = [profile.layer_order[layers.start : layers.stop].count(index) for index in range(len(kinds))]
+
+        def total(each: list | tuple, counts: list[int] = counts) -> float:
+            return sum(count * value for count, value in zip(counts, each, strict=True))
+
+        is_last = number == len(ranges) - 1
+        compute = roofline.head_seconds(profile, setup, cluster.gpu, known) if is_last else roofline.ComputeSeconds()
+        for count, value in zip(counts, seconds, strict=True):
+            compute += value * count
+        ends = (profile.embedding_parameters if number == 0 else 0) + (profile.head_parameters if is_last else 0)
+        updated = total(adapters) if setup.lora else total(split) + ends / layout.tensor
+        parameters = total(split) + ends / layout.tensor - total(elsewhere)
+        found.append(
+            _StageTime(
+                len(layers),
+                compute,
+                total(tensor),
+                total(sequence),
+                total(expert),
+                sent,
+                parameters,
+                updated if setup.lora else parameters,
+                updated,
+            )
+        )
+    return found
+
+
+def _activation_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
+    """Return the bytes of a micro-batch between two layers, on one rank."""
+    tokens = setup.micro_batch_size * setup.sequence_length / setup.layout.sequence
+    return 2 * tokens * profile.hidden_size
+
+
+def _send_seconds(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
+    """Return the seconds in which a stage sends a micro-batch on, and its gradient back.
+
+    Tensor-parallel ranks hold the same numbers: each sends its part, and the receivers gather them.
+    """
+    layout, size = setup.layout, _activation_bytes(profile, setup)
+    if layout.pipeline == 1:
+        return 0.0
+    stride = layout.tensor * layout.sequence * setup.data_parallel_size
+    part = communication.send(size / layout.tensor, Group(layout.pipeline, stride), cluster, known)
+    return 2 * (part + communication.gather(size, Group(layout.tensor, 1), cluster, known))
+
+
+def _model_parallel_seconds(
+    kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants
+) -> tuple[float, float, float]:
+    """Return the seconds of a layer's collectives: of tensor, sequence and expert parallelism."""
+    layout = setup.layout
+    size = _activation_bytes(profile, setup)
+    forward = 1 + setup.gradient_checkpointing
+    # Forward, the outputs of attention and of the feed-forward layer are summed; backward, AutoTP sums the gradient of
+    # the input of each matrix by itself.
+    sums = 2 * forward + max(2, len(kind.linears) - 2)
+    tensor = sums * communication.all_reduce(size, Group(layout.tensor, 1), cluster, known)
+    # Queries, keys and values go to the ranks that have their heads, and the results come back.
+    heads = 2 * profile.attention_heads + 2 * profile.key_value_heads
+    head_width = kind.attention_width / profile.attention_heads
+    exchanged = size / profile.hidden_size * head_width * heads / layout.tensor
+    sequence = (forward + 1) * communication.all_to_all(
+        exchanged, Group(layout.sequence, layout.tensor), cluster, known
+    )
+    routed = 2 * kind.experts_per_token * size
+    expert = (forward + 1) * communication.all_to_all(routed, Group(layout.expert, 1), cluster, known)
+    return tensor, sequence, expert
+
+
+def _zero_seconds(stage: _StageTime, setup: TrainingSetup, cluster: Cluster, known: Constants) -> tuple[float, float]:
+    """Return the seconds of ZeRO's collectives: per micro-batch, which computation can hide, and once per step."""
+    layout = setup.layout
+    group = Group(setup.zero_ranks, layout.tensor)
+    reduced = communication.gather(2 * stage.trained, group, cluster, known, stage.layers)
+    if setup.zero_stage == 3:
+        near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
+        weights = (0.5 if setup.quantized else 2) * stage.parameters
+        gathered = [communication.gather(weights, ranks, cluster, known, stage.layers) for ranks in (group, near)]
+        return sum(gathered) + reduced, 0.0
+    if setup.zero_stage == 2:
+        return reduced, reduced
+    # Once per step, after the last micro-batch's backward pass.
+    return 0.0, 2 * reduced
+
+
+def _optimizer_seconds(
+    parameters: float, updated: float, setup: TrainingSetup, cluster: Cluster, known: Constants
+) -> tuple[float, float, float]:
+    """Return the seconds of Adam, of transfers to the host and back, and of transfers to the drives and back."""
+    own = updated / (setup.zero_ranks if setup.zero_stage else 1)
+    ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
+    offload = nvme = 0.0
+    if setup.offload_optimizer == "none":
+        adam = own * ADAM / (cluster.gpu.memory_gbs * 1e9 * known.memory)
+    else:
+        adam = own * ranks_per_node / CPU_ADAM
+        # The gradients of every micro-batch go there, the weights come back.
+        offload += communication.to_host(2 * own * (setup.gradient_accumulation_steps + 1), cluster, known)
+    if setup.offload_optimizer == "nvme":
+        nvme += own * ranks_per_node * SWAPPED / (cluster.nvme_gbs * 1e9)
+    if setup.offload_parameters != "none":
+        fetched = 2 * parameters / setup.zero_ranks * 2 * setup.gradient_accumulation_steps
+        offload += communication.to_host(fetched, cluster, known)
+        if setup.offload_parameters == "nvme":
+            nvme += fetched * ranks_per_node / (cluster.nvme_gbs * 1e9)
+    return adam, offload, nvme

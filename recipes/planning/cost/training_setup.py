@@ -1,0 +1,143 @@
+"""How a model is trained, in numbers: what memory and time depend on besides the model and the hardware."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...spec import loss_tiles
+from ...spec.deepspeed_file import DeepSpeedFile, Device
+from ...spec.layout import data_parallel_size, gradient_accumulation_steps
+from ...spec.recipe import Layout, Lora, Precision, Recipe
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A recipe and its DeepSpeed file on so many ranks, in numbers."""
+
+    world_size: int
+    """Ranks over all nodes, one per GPU."""
+    layout: Layout = field(default_factory=Layout)
+    zero_stage: int = 3
+    micro_batch_size: int = 1
+    """Sequences per forward pass and data-parallel rank; with DPO, pairs."""
+    gradient_accumulation_steps: int = 1
+    """Forward passes per optimizer step; a pipeline's micro-batches."""
+    sequence_length: int = 2048
+    """In tokens."""
+    precision: Precision = "bf16"
+    gradient_checkpointing: bool = True
+    packing: bool = True
+    preferences: bool = False
+    """DPO: each example is two sequences; without adapters a frozen second model is held for comparison."""
+    attention: str = "sdpa"
+    """As in `Model.attention`; `eager` saves every score."""
+    lora: Lora | None = None
+    """None: all weights are trained."""
+    quantized: bool = False
+    """The frozen linear layers are in 4 bits."""
+    tiled_loss: bool | None = False
+    """The loss is computed in tiles, so that whole logits never exist; None: where they would be large."""
+    tiled_mlp: bool = False
+    """The feed-forward layers are computed in tiles."""
+    offload_optimizer: Device = "none"
+    offload_parameters: Device = "none"
+    """Stage 3 only."""
+    partition_size: int = 1
+    """`zero_hpz_partition_size`: ranks that share a second copy of the parameters (stage 3)."""
+    bf16_states: bool = False
+    """Master weights and Adam's moments are in bf16 rather than fp32."""
+    fp32_accumulation: bool = False
+    """`data_types.grad_accum_dtype`: gradients are accumulated in fp32."""
+    overlap_comm: bool = True
+    reduce_bucket_size: int | None = None
+    """Elements; None: what the Trainer fills in for `auto`, the hidden size squared."""
+    prefetch_bucket_size: int | None = None
+    """Elements, stage 3; None: 0.9 of the hidden size squared."""
+    persistence_threshold: int | None = None
+    """Elements; parameters below it are never sharded (stage 3). None: ten times the hidden size."""
+    max_live_parameters: int = 10**9
+    max_reuse_distance: int = 10**9
+    """Parameters; a weight that is used again within so many stays gathered (stage 3)."""
+    sub_group_size: int = 10**9
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different sequences."""
+        return data_parallel_size(self.layout, self.world_size)
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks that ZeRO shards over: those that hold the same weights."""
+        return self.data_parallel_size * self.layout.sequence
+
+    @property
+    def sequences_per_pass(self) -> int:
+        """Sequences that go through the model at once."""
+        return self.micro_batch_size * (2 if self.preferences else 1)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step over all ranks, padding included."""
+        sequences = self.data_parallel_size * self.sequences_per_pass * self.gradient_accumulation_steps
+        return sequences * self.sequence_length
+
+    def tiles(self, vocabulary: int) -> bool:
+        """Return whether the loss is computed in tiles."""
+        tokens = self.micro_batch_size * self.sequence_length / self.layout.sequence
+        return loss_tiles.are_large(tokens, vocabulary) if self.tiled_loss is None else self.tiled_loss
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one copy of the model's computation."""
+        return math.prod((self.layout.tensor, self.layout.pipeline, self.layout.sequence))
+
+
+def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> TrainingSetup:
+    """Return how a recipe and its DeepSpeed file train on so many ranks.
+
+    Args:
+        recipe: its model, method, batch and layout matter.
+        file: its DeepSpeed file, with or without `auto`.
+        world_size: ranks over all nodes.
+
+    Raises:
+        UserError: the global batch is not divisible among the ranks.
+    """
+    zero, bf16, data_types = file.zero, file.content.get("bf16", {}), file.content.get("data_types", {})
+    return TrainingSetup(
+        world_size=world_size,
+        layout=recipe.layout,
+        zero_stage=file.stage,
+        micro_batch_size=recipe.micro_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps(recipe, world_size),
+        sequence_length=recipe.sequence_length,
+        precision=recipe.precision,
+        # `selective` saves less than no checkpointing and more than all of it; counted as none.
+        gradient_checkpointing=recipe.gradient_checkpointing is True,
+        packing=recipe.packing and recipe.method != "dpo",
+        preferences=recipe.method == "dpo",
+        attention=recipe.model.attention,
+        tiled_loss=loss_tiles.asked_for(recipe),
+        tiled_mlp=recipe.tiled_mlp,
+        lora=recipe.lora,
+        quantized=recipe.model.quantization != "none",
+        offload_optimizer=file.offload_optimizer,
+        offload_parameters=file.offload_parameters,
+        partition_size=file.partition_size,
+        bf16_states=bool(bf16.get("bf16_master_weights_and_grads") and bf16.get("bf16_optimizer_states")),
+        fp32_accumulation=data_types.get("grad_accum_dtype") in ("fp32", "float32"),
+        overlap_comm=bool(zero.get("overlap_comm", file.stage == 3)),
+        reduce_bucket_size=_elements(zero, "reduce_bucket_size", 5 * 10**8),
+        prefetch_bucket_size=_elements(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
+        persistence_threshold=_elements(zero, "stage3_param_persistence_threshold", 10**5),
+        max_live_parameters=_elements(zero, "stage3_max_live_parameters", 10**9) or 10**9,
+        max_reuse_distance=_elements(zero, "stage3_max_reuse_distance", 10**9) or 10**9,
+        sub_group_size=_elements(zero, "sub_group_size", 10**9) or 10**9,
+    )
+
+
+def _elements(zero: Mapping[str, Any], key: str, default: int) -> int | None:
+    """Return a size, DeepSpeed's default where the key is missing, and None for `auto`, which the Trainer fills in."""
+    value = zero.get(key, default)
+    return None if value == "auto" else int(value)

@@ -1,0 +1,1 @@
+"""The GPUs, nodes and clusters that people have."""

@@ -1,0 +1,107 @@
+"""The GPUs that the planner knows, by their makers' datasheets, and how to find one by name or by memory."""
+
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from ...spec.errors import UserError
+from ...spec.gpus import peak_flops
+from .instances import INSTANCES
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator, by its maker's datasheet."""
+
+    name: str
+    memory_gib: float
+    """What a program can allocate, before the driver's own: what torch calls the total, about 1 % below the name's."""
+    memory_gbs: float
+    """Memory bandwidth in GB/s."""
+    link_gbs: float
+    """To the other GPUs of a node, in GB/s and one direction: NVLink or Infinity Fabric; 0: PCIe only."""
+    pcie_gbs: float
+    """To the host, in GB/s and one direction."""
+    units: int
+    """Streaming multiprocessors (compute units of an MI300X), over which a matrix product is spread."""
+    network_gbs: float
+    """Network per GPU in GB/s and one direction, where the user names no other: that of the usual machines."""
+    source: str
+
+    @property
+    def bf16_tflops(self) -> float:
+        """Dense matrix products, without sparsity (fp16 where it has no bf16): `spec.gpus`, which MFU uses too."""
+        peak = peak_flops(self.name)
+        assert peak is not None, self.name
+        return peak / 1e12
+
+
+_PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0  # GB/s in one direction over 16 lanes: PCI-SIG
+_DGX_A100, _DGX_H100 = 25.0, 50.0  # DGX A100: a 200 Gb/s card per GPU; DGX H100, H200 and B200: 400 Gb/s
+_CLOUD = 12.5 / 8  # AWS g5.48xlarge, g6.48xlarge: 100 Gb/s for 8 GPUs
+_OFFICE = 1.25 / 4  # ten-gigabit Ethernet for 4 GPUs
+
+GPUS = (
+    Gpu("RTX 3090", 23.69, 936, 0, _PCIE4, 82, _OFFICE, "GA102 whitepaper; its NVLink bridge joins only pairs"),
+    Gpu("RTX 4090", 23.65, 1008, 0, _PCIE4, 128, _OFFICE, "Ada whitepaper"),
+    Gpu("RTX 5090", 31.37, 1792, 0, _PCIE5, 170, _OFFICE, "RTX Blackwell whitepaper"),
+    Gpu("T4", 14.56, 300, 0, _PCIE3, 40, _CLOUD, "T4 datasheet"),
+    Gpu("L4", 22.03, 300, 0, _PCIE4, 58, _CLOUD, "L4 datasheet"),
+    Gpu("A10", 21.99, 600, 0, _PCIE4, 72, _CLOUD, "A10 datasheet"),
+    Gpu("A10G", 21.99, 600, 0, _PCIE4, 80, _CLOUD, "A10G datasheet"),
+    Gpu("L40S", 44.39, 864, 0, _PCIE4, 142, 6.25, "L40S datasheet; network: AWS g6e.48xlarge"),
+    Gpu("A100 40GB", 39.39, 1555, 300, _PCIE4, 108, _DGX_A100, "A100 datasheet, SXM"),
+    Gpu("A100 80GB", 79.14, 2039, 300, _PCIE4, 108, _DGX_A100, "A100 datasheet, SXM"),
+    Gpu("A100 40GB PCIe", 39.39, 1555, 0, _PCIE4, 108, 2.5, "A100 datasheet; its bridge joins only pairs"),
+    Gpu("A100 80GB PCIe", 79.14, 1935, 0, _PCIE4, 108, 2.5, "A100 datasheet; network: Azure NC96ads_A100_v4"),
+    Gpu("H100", 79.10, 3350, 450, _PCIE5, 132, _DGX_H100, "H100 datasheet, SXM"),
+    Gpu("H100 PCIe", 79.10, 2000, 0, _PCIE5, 114, 2.5, "H100 datasheet; its bridge joins only pairs"),
+    Gpu("H200", 139.72, 4800, 450, _PCIE5, 132, _DGX_H100, "H200 datasheet, SXM"),
+    Gpu("GH200", 94.50, 4000, 450, 450, 132, _DGX_H100, "GH200 datasheet, 96 GB; the host is reached over NVLink-C2C"),
+    Gpu("B200", 178.35, 8000, 900, _PCIE5, 148, _DGX_H100, "DGX B200 datasheet"),
+    Gpu("MI300X", 191.69, 5300, 448, _PCIE5, 304, 50.0, "MI300X datasheet; seven Infinity Fabric links"),
+)
+
+
+def find(name: str) -> Gpu:
+    """Return a GPU by what people or `nvidia-smi -L` call it (`4090`, `a100-80gb`, `NVIDIA H100 80GB HBM3`).
+
+    Raises:
+        UserError: no GPU has that name, or several do.
+    """
+    words = _words(name)
+    within = [gpu for gpu in GPUS if _words(gpu.name) <= words]
+    if within:
+        return max(within, key=lambda gpu: len(_words(gpu.name)))
+    around = [gpu for gpu in GPUS if words and words <= _words(gpu.name)]
+    if len(around) == 1:
+        return around[0]
+    if around:
+        raise UserError(f"--gpu {name}: which one? {', '.join(gpu.name for gpu in around)}.")
+    raise UserError(f"--gpu {name}: unknown; {_nearest(name)}\nFor any other GPU, give --gpu-memory GIB.")
+
+
+def _words(name: str) -> frozenset[str]:
+    """Return the words of a GPU's name: `RTX4090` and `a100-80g` as `rtx 4090` and `a100 80gb`."""
+    text = re.sub(r"\brtx(?=\d)", "rtx ", re.sub(r"[^a-z0-9]+", " ", name.lower()))
+    return frozenset(re.sub(r"\b(\d+)g\b", r"\1gb", text).split())
+
+
+def _nearest(name: str) -> str:
+    """Return the GPUs and instances with the most similar names, or every GPU where none is similar."""
+    known = {known.lower(): known for known in [*(gpu.name for gpu in GPUS), *INSTANCES]}
+    close = get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    return f"did you mean {', '.join(known[match] for match in close)}?" if close else f"{all_names()}."
+
+
+def all_names() -> str:
+    """Return the names of all GPUs, as the end of a sentence."""
+    return f"known are {', '.join(gpu.name for gpu in GPUS)}"
+
+
+def with_memory(gib: float, name: str | None = None) -> Gpu:
+    """Return a GPU of which only the memory is known: the slowest of those with the nearest memory."""
+    like = min(GPUS, key=lambda gpu: (round(abs(gpu.memory_gib - gib) / gib, 1), gpu.bf16_tflops))
+    return replace(
+        like, memory_gib=gib, source=f"{name or 'a GPU'} with {gib:g} GiB, assumed to be as fast as {like.name}"
+    )

@@ -1,0 +1,1 @@
+"""What planning knows of a model: its layers' parameters, activations and arithmetic."""

@@ -1,0 +1,179 @@
+"""The recipe to plan for a model that is named by a recipe, a page, a Hub id or a `config.json`."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...spec import pages
+from ...spec.errors import UserError, first_line
+from ...spec.limits import positions
+from ...spec.recipe import Recipe
+from ...spec.run_folder import read_json
+from ..model_profile.lookup import profile_of
+
+METHODS = ("full", "lora", "qlora")
+"""Those that a plan can be asked for."""
+DECODERS = ("ForCausalLM", "LMHeadModel")
+"""How the names of Hugging Face's decoder classes end."""
+SIZES = {
+    "hidden_size": ("n_embd", 10**6),
+    "num_hidden_layers": ("n_layer", 2000),
+    "num_attention_heads": ("n_head", 10**5),
+    "num_key_value_heads": ("", 10**5),
+    "head_dim": ("", 10**5),
+    "intermediate_size": ("n_inner", 10**7),
+    "vocab_size": ("", 10**8),
+    "max_position_embeddings": ("n_positions", 10**9),
+}
+"""Keys of a config.json: the name that GPT-2's and BLOOM's use, and a maximum that no model comes near."""
+
+
+def find(name: str, method: str) -> Recipe:
+    """Return the recipe that trains a model with a method, with the model's dimensions.
+
+    Args:
+        name: `RECIPE[-SIZE]`, `PATH/TO/page.py[-SIZE]`, a Hub id, or a path to a config.json or to its folder.
+        method: of `METHODS`.
+
+    Raises:
+        UserError: there is no such model, it cannot be read, it is not a decoder, or it does not support the method.
+    """
+    path = Path(name).expanduser()
+    if pages.split(name)[0].endswith(".py"):
+        return pages.find(name, method)
+    if path.exists() or name.endswith(".json"):
+        config = _read(path)
+    else:
+        known = name if name.partition("-")[0] in pages.families() else _page_of(name)
+        if known:
+            return pages.find(known, method)
+        config = _download(name)
+    check(config, name)
+    return borrowed_recipe(name, config, method)
+
+
+def method_of(recipe: Recipe) -> str:
+    """Return which of `METHODS` a recipe uses."""
+    return "full" if recipe.lora is None else "lora" if recipe.model.quantization == "none" else "qlora"
+
+
+def _page_of(hub_id: str) -> str | None:
+    """Return the name of the recipe whose weights have a Hub id."""
+    sizes = ((family, size, model) for family in pages.families() for size, model in pages.page(family).SIZES.items())
+    return next((f"{family}-{size}" for family, size, model in sizes if model.path == hub_id), None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: not a Hugging Face config.json, which is one JSON object.")
+    return config
+
+
+def _download(hub_id: str) -> dict[str, Any]:
+    if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
+        if "/" in hub_id:
+            raise UserError(f"{hub_id}: no such file or folder; name a config.json or the folder that holds it.")
+        raise UserError(_unknown(hub_id))
+    try:
+        import huggingface_hub as hub  # half a second that no recipe waits for
+    except ImportError:
+        raise UserError(
+            f"{hub_id}: reading from the Hub needs huggingface_hub: pip install 'deepspeed-recipes[train]'\n"
+            "Or get its config.json in any other way and give the path: plan.py path/to/config.json"
+        ) from None
+    try:
+        file = hub.try_to_load_from_cache(hub_id, "config.json")
+        if not isinstance(file, str):
+            # Asked once first: the download itself retries six times, for half a minute, and prints each attempt.
+            hub.get_hf_file_metadata(hub.hf_hub_url(hub_id, "config.json"), timeout=5)
+            file = hub.hf_hub_download(hub_id, "config.json", etag_timeout=5)
+        return json.loads(Path(file).read_text(encoding="utf-8"))
+    except Exception as error:  # no network, no such model, a licence to accept: each has its own exception
+        raise UserError(
+            f"{hub_id}: cannot read its config.json ({first_line(error)[:120].rstrip(' .')}).\n"
+            "Without a network, get that one small file in any way and give its path: plan.py path/to/config.json"
+        ) from None
+
+
+def _unknown(name: str) -> str:
+    known = [f"{family}-{size}" for family in pages.families() for size in pages.page(family).SIZES]
+    near = difflib.get_close_matches(name, [*known, *pages.families()], n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"recipes are {', '.join(pages.families())}."
+    return f"{name}: not a recipe, Hub id (OWNER/NAME) or path to a config.json; {hint}"
+
+
+def check(config: Mapping[str, Any], name: str) -> None:
+    """Refuse what is not a decoder, and sizes that no model can have.
+
+    Raises:
+        UserError: names the file, the key and its value.
+    """
+    if not isinstance(config.get("model_type"), str):
+        raise UserError(f"{name}: has no model_type, so it is not a Hugging Face model's config.json.")
+    if config.get("is_encoder_decoder"):
+        raise UserError(f"{name}: {config['model_type']} is an encoder-decoder; plans are for decoders only.")
+    classes = config.get("architectures") or []
+    classes = [classes] if isinstance(classes, str) else classes
+    inner = config.get("text_config") or config
+    # A vision-language model has a decoder inside, and its class may end in another word.
+    ends = DECODERS if inner is config else (*DECODERS, "ForConditionalGeneration")
+    if classes and not any(str(each).endswith(ends) for each in classes):
+        raise UserError(
+            f"{name}: {classes[0]} is not a decoder; plans are for causal language models (...ForCausalLM)."
+        )
+    if not isinstance(inner, dict) or not isinstance(inner.get("model_type"), str):
+        raise UserError(f"{name}: its text_config has no model_type; give the config.json of the decoder alone.")
+    for key, (other, most) in SIZES.items():
+        value = inner.get(key, inner.get(other))
+        if isinstance(value, list | None):  # one value per layer: transformers knows whether that is allowed
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{name}: {key}={value}: must be a whole number of at least 1.")
+        if value > most:
+            raise UserError(f"{name}: {key}={value}: exceeds the maximum of {most:,}.")
+    _check_heads(inner, name)
+
+
+def _check_heads(config: Mapping[str, Any], name: str) -> None:
+    width, heads = (config.get(key, config.get(SIZES[key][0])) for key in ("hidden_size", "num_attention_heads"))
+    shared = config.get("num_key_value_heads")
+    if width and heads and not config.get("head_dim") and width % heads:
+        raise UserError(f"{name}: hidden_size={width} is not a multiple of num_attention_heads={heads}.")
+    if heads and shared and heads % shared:
+        raise UserError(f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}.")
+
+
+def borrowed_recipe(name: str, config: Mapping[str, Any], method: str) -> Recipe:
+    """Return a recipe for a model without a page: that of the model nearest in size, of its architecture if possible.
+
+    Data, rates and batch are a starting point; `model.path` and the dimensions are the model's own.
+    """
+    inner = config.get("text_config") or config
+    parameters = profile_of(inner).parameters
+    chosen = [pages.find(f"{family}-{size}", method) for family, size in _pages_for(inner["model_type"], method)]
+    recipe = min(chosen, key=lambda recipe: abs(recipe.model.parameters - parameters))
+    path = Path(name).expanduser()
+    if path.is_file() and path.name != "config.json":
+        raise UserError(
+            f"{name}: a model is a folder with a config.json; put this file into a folder of its own, under that name."
+        )
+    folder = path.parent if path.is_file() else path
+    where = str(folder) if path.exists() else name
+    model = replace(recipe.model, path=where, parameters=parameters, config=dict(inner))
+    return replace(recipe, model=model, sequence_length=int(min(recipe.sequence_length, positions(inner))))
+
+
+def _pages_for(model_type: str, method: str) -> list[tuple[str, str]]:
+    sizes = [
+        (family, size, model.config.get("model_type"))
+        for family in pages.families()
+        for size, model in pages.page(family).SIZES.items()
+        if family != "tiny" and method in pages.variants(pages.page(family))
+    ]
+    same = [(family, size) for family, size, kind in sizes if kind == model_type]
+    return same or [(family, size) for family, size, _ in sizes if family == "llama3"]

@@ -1,0 +1,162 @@
+"""What a plan is: one way to train with its cost, whether it fits, and which of two plans is better."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...spec.deepspeed_file import DeepSpeedFile
+from ...spec.recipe import Recipe
+from ..cost.memory import Memory
+from ..cost.step_time import StepTime
+from ..cost.training_setup import TrainingSetup
+from ..hardware.cluster import Cluster
+from ..model_profile.profile import ModelProfile
+
+GIB = 2**30
+REFUSE = 0.95
+"""Of the memory of a GPU or a node: a plan that needs more does not fit."""
+WARN = 0.80
+"""Of the same: above it a plan fits, but longer sequences or a fragmented allocator may run it out of memory."""
+FAST_ENOUGH = 0.95
+"""A simpler plan is preferred if it has this share of a more complex one's speed."""
+
+TIERS = (
+    (
+        "sequence_parallel.json",
+        "zero0.json",
+        "zero1.json",
+        "zero2.json",
+        "zero3.json",
+        "zero3_adapters.json",
+        "zero3_moe.json",
+        "zero3_hpz.json",
+        "expert_parallel.json",
+        "tensor_parallel.json",
+        "pipeline.json",
+    ),
+    ("zero2_offload.json", "zero3_offload.json"),
+    ("zero3_offload_params.json",),
+    ("zero3_nvme.json",),
+    ("bf16_states.json",),
+)
+"""Files of `configs/`, in each tier from the simplest. A later tier is tried only where nothing in the earlier ones
+fits: offloading comes late, to the CPU before NVMe, and bf16 states, which round, come last."""
+SIMPLICITY = tuple(name for tier in TIERS for name in tier)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to plan: a recipe and its model on a cluster."""
+
+    recipe: Recipe
+    """With the dimensions in `model.config`; its method, global batch and sequence length are kept."""
+    profile: ModelProfile
+    cluster: Cluster
+    fixed: frozenset[str] = frozenset()
+    """Override keys whose value in the recipe must not change."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train, with its cost."""
+
+    recipe: Recipe
+    """As it would be launched."""
+    file: DeepSpeedFile
+    """The DeepSpeed template: the recipe's file, adapted to the cluster's nodes."""
+    setup: TrainingSetup
+    cluster: Cluster
+    memory: Memory
+    time: StepTime
+    shortfalls: tuple[str, ...]
+    """What it needs more of than there is, as parts of a sentence; empty where it fits."""
+    tight: bool
+    """It needs more than `WARN` of something."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough of everything."""
+        return not self.shortfalls
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second and GPU."""
+        return self.time.tokens_per_second_per_gpu
+
+    @property
+    def components(self) -> Mapping[str, float]:
+        """GiB on the fullest GPU at its fullest moment, by what they are for."""
+        return {name: size / GIB for name, size in self.memory.worst.components.items() if size}
+
+    @property
+    def gpu_gib(self) -> float:
+        """The sum of the components."""
+        return self.memory.worst.total / GIB
+
+    @property
+    def host_gib(self) -> float:
+        """Of one node's memory, at its fullest moment."""
+        return max(self.memory.host.values()) / GIB
+
+    @property
+    def nvme_gib(self) -> float:
+        """Of one node's drives."""
+        return self.memory.nvme / GIB
+
+    @property
+    def checkpoint_gib(self) -> float:
+        """On disk, of one checkpoint."""
+        return self.memory.checkpoint / GIB
+
+    @property
+    def share(self) -> float:
+        """Of a GPU's memory."""
+        return self.gpu_gib / self.cluster.gpu.memory_gib
+
+    @property
+    def simplicity(self) -> tuple:
+        """What decides between plans of about the same speed; smaller is simpler.
+
+        In this order: a model that is not split, then one split by sequences, by matrices or experts, by layers; memory
+        to spare; the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
+        """
+        layout = self.recipe.layout
+        kinds = (layout.sequence > 1) + 2 * (layout.tensor > 1) + 2 * (layout.expert > 1) + 4 * (layout.pipeline > 1)
+        order = SIMPLICITY.index(self.recipe.deepspeed) if self.recipe.deepspeed in SIMPLICITY else len(SIMPLICITY)
+        return kinds, self.tight, order, self.setup.model_parallel_size, self.gpu_gib
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The plans for a request."""
+
+    plans: tuple[Plan, ...]
+    """Those that fit: the best of each file and layout, best first."""
+    rejected: tuple[Plan, ...]
+    """For each file that fits in no layout, the plan that comes nearest to fitting."""
+
+    @property
+    def best(self) -> Plan | None:
+        """The plan to take; None where nothing fits."""
+        return self.plans[0] if self.plans else None
+
+
+def ranked(plans: Sequence[Plan]) -> list[Plan]:
+    """Return plans best first: of those nearly as fast as the fastest remaining one the simplest, and so on."""
+    remaining = sorted(plans, key=lambda plan: plan.speed, reverse=True)
+    order = []
+    while remaining:
+        near = [plan for plan in remaining if plan.speed >= FAST_ENOUGH * remaining[0].speed]
+        order.append(min(near, key=lambda plan: plan.simplicity))
+        remaining.remove(order[-1])
+    return order
+
+
+def shortfalls(memory: Memory, cluster: Cluster) -> tuple[tuple[str, ...], bool]:
+    """Return what a cluster has too little of, as parts of a sentence, and whether what fits is tight."""
+    gpu, host, nvme = memory.worst.total / GIB, max(memory.host.values()) / GIB, memory.nvme / GIB
+    needs = [("a GPU", gpu, cluster.gpu.memory_gib)]
+    # Host memory counts only where it is known; where no NVMe is named, there is none.
+    needs += [("a node's host memory", host, cluster.host_memory_gib)] if cluster.host_memory_gib else []
+    needs += [("a node's NVMe", nvme, cluster.nvme_gib)] if nvme else []
+    short = tuple(f"{need:,.0f} GiB of {have:,.0f} on {what}" for what, need, have in needs if need > REFUSE * have)
+    return short, any(need > WARN * have for _, need, have in needs)

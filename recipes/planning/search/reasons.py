@@ -1,0 +1,109 @@
+"""Why a plan is as it is, in one sentence, each part with the number that decided it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ...spec.layout import bubble
+from ...spec.recipe import Layout
+from ..cost.memory import peak_memory
+from ..cost.training_setup import TrainingSetup
+from .plans import GIB, REFUSE, WARN, Plan, PlanRequest
+
+
+def why(request: PlanRequest, plan: Plan) -> str:
+    """Return the reasons for a plan, or what it needs more of than there is."""
+    if not plan.fits:
+        return f"Does not fit: {' and '.join(plan.shortfalls)}."
+    parts = [*_states(request, plan), *_layout(request, plan), *_activations(request, plan)]
+    if plan.tight:
+        parts.append(f"tight: above {WARN:.0%} of the memory, so longer sequences may run out of it")
+    sentence = "; ".join(parts)
+    return sentence[0].upper() + sentence[1:] + "."
+
+
+def _gpu_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
+    """Return the GiB that a GPU would need with another setup."""
+    return peak_memory(request.profile, replace(setup, **changes), request.cluster).worst.total / GIB
+
+
+def _leanest(setup: TrainingSetup) -> TrainingSetup:
+    """Return the setup with one sequence at a time and checkpointing: what remains are the states."""
+    steps = setup.micro_batch_size * setup.gradient_accumulation_steps
+    return replace(setup, micro_batch_size=1, gradient_accumulation_steps=steps, gradient_checkpointing=True)
+
+
+def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    setup, have = plan.setup, REFUSE * request.cluster.gpu.memory_gib
+    lean = _leanest(setup)
+    if setup.quantized:
+        without = _gpu_gib(request, lean, quantized=False)
+        yield f"4-bit weights, because in bf16 a GPU would need {without:,.0f} GiB"
+    if setup.offload_optimizer != "none":
+        place = "NVMe" if setup.offload_optimizer == "nvme" else "the CPU"
+        what = "weights and optimizer states" if setup.offload_parameters != "none" else "the optimizer states"
+        without = _gpu_gib(request, lean, offload_optimizer="none", offload_parameters="none")
+        yield f"{what} go to {place}, the last resort, because with them a GPU would need {without:,.0f} GiB"
+    elif setup.bf16_states:
+        without = _gpu_gib(request, lean, bf16_states=False)
+        yield f"optimizer states rounded to bf16, because in fp32 a GPU would need {without:,.0f} GiB: watch the loss"
+    elif setup.layout.pipeline > 1:
+        return
+    elif setup.zero_stage == 0:
+        alone = "everything fits on the GPU, so there is nothing to shard"
+        yield alone if setup.world_size == 1 else "everything fits on each GPU, so only gradients are communicated"
+    elif setup.zero_ranks == 1:
+        yield f"ZeRO-{setup.zero_stage} on one GPU shards nothing, but its optimizer step peaks lower"
+    elif setup.zero_stage < 3:
+        what = "the optimizer states" if setup.zero_stage == 1 else "gradients and optimizer states"
+        without = _gpu_gib(request, lean, zero_stage=setup.zero_stage - 1)
+        gain = f"without it a GPU would need {without:,.0f} GiB" if without > have else "it leaves room at no cost"
+        yield f"ZeRO-{setup.zero_stage} shards {what}: {gain}"
+    else:
+        without = _gpu_gib(request, lean, zero_stage=2)
+        gain = (
+            f"unsharded a GPU would need {without:,.0f} GiB"
+            if without > have
+            else "this leaves room for more sequences"
+        )
+        yield f"ZeRO-3 shards the weights too: {gain}"
+    if setup.partition_size > 1:
+        yield f"the {setup.partition_size} GPUs of a node share a copy of the weights, so that gathers stay inside it"
+
+
+def _layout(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    setup, layout, cluster = plan.setup, plan.setup.layout, request.cluster
+    lean = _leanest(setup)
+    if layout.tensor > 1:
+        yield f"tensor {layout.tensor} stays inside the node because its all-reduces run per layer"
+    if layout.pipeline > 1:
+        waits = bubble(layout.pipeline, setup.gradient_accumulation_steps)
+        across = "goes across nodes " if cluster.nodes > 1 else ""
+        yield (
+            f"pipeline {layout.pipeline} {across}because only activations pass between stages, which wait {waits:.0%} "
+            f"of the time with {setup.gradient_accumulation_steps} micro-batches"
+        )
+    if layout.sequence > 1:
+        fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
+        with_fewer = _gpu_gib(request, lean, layout=replace(layout, sequence=fewer))
+        if with_fewer > REFUSE * cluster.gpu.memory_gib:
+            where = "on one GPU" if fewer == 1 else f"over {fewer} GPUs"
+            reason = f"a sequence of {setup.sequence_length:,} tokens would need {with_fewer:,.0f} GiB {where}"
+        else:
+            reason = f"{plan.recipe.global_batch_size} sequences per step are too few for all GPUs without it"
+        yield f"sequence {layout.sequence} because {reason}"
+    if layout.expert > 1:
+        whole = _gpu_gib(request, lean, layout=Layout())
+        yield f"experts over {layout.expert} GPUs, because with all of them a GPU would need {whole:,.0f} GiB"
+
+
+def _activations(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    setup = plan.setup
+    if not setup.gradient_checkpointing:
+        yield "activations fit, so nothing is recomputed"
+        return
+    without = _gpu_gib(request, setup, gradient_checkpointing=False)
+    if without > REFUSE * request.cluster.gpu.memory_gib:
+        yield f"checkpointing, because with all activations a GPU would need {without:,.0f} GiB"
+    else:
+        yield "checkpointing, for more room at little cost"

@@ -1,0 +1,201 @@
+"""The search: every way to train a model on a cluster that is possible and fits, best first.
+
+A candidate is a file in `configs/`, a layout, a micro-batch size and whether to checkpoint. Candidates that cannot run
+are dropped by the launcher's own rules (`spec.limits`), those that do not fit by `cost.memory`, and `cost.step_time`
+ranks the rest.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+from ...spec import deepspeed_file, limits
+from ...spec.deepspeed_file import DeepSpeedFile
+from ...spec.errors import UserError
+from ...spec.layout import data_parallel_size
+from ...spec.project import CONFIGS
+from ...spec.recipe import Layout, Recipe
+from ..cost.memory import peak_memory
+from ..cost.step_time import step_time
+from ..cost.training_setup import TrainingSetup, training_setup
+from ..hardware.cluster import Cluster
+from ..model_profile.lookup import profile_of
+from .plans import SIMPLICITY, TIERS, Plan, PlanRequest, SearchResult, ranked, shortfalls
+
+MOST_SEQUENCES = 64
+"""Per forward pass; more does not make a GPU faster."""
+MOST_STAGES = 64
+
+
+def plan_request(recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = ()) -> PlanRequest:
+    """Return the request to plan a recipe on a cluster, with its model's profile.
+
+    Raises:
+        UserError: not a decoder that transformers knows, or one that cannot have such adapters.
+    """
+    return PlanRequest(recipe, profile_of(recipe.model.config, recipe.lora), cluster, frozenset(fixed))
+
+
+def search(request: PlanRequest) -> SearchResult:
+    """Return the plans that fit, and for each file that does not the one that comes nearest."""
+    request = replace(request, recipe=_with_divisible_batch(request))
+    fitting: list[Plan] = []
+    rejected: dict[str, Plan] = {}
+    for tier in ((request.recipe.deepspeed,),) if "deepspeed" in request.fixed else TIERS:
+        for name, recipes in _candidates(request, tier):
+            for recipe in recipes:
+                plans = list(_sized(request, recipe))
+                if fits := [plan for plan in plans if plan.fits]:
+                    fitting.append(ranked(fits)[0])
+                    break  # the longest parts of a sequence that fit: it is split over no more ranks than necessary
+                for plan in plans:
+                    if name not in rejected or plan.gpu_gib < rejected[name].gpu_gib:
+                        rejected[name] = plan
+        if fitting:
+            break
+    used = {plan.recipe.deepspeed for plan in fitting}
+    return SearchResult(tuple(ranked(fitting)), tuple(plan for name, plan in rejected.items() if name not in used))
+
+
+def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:
+    """Return the plan that a recipe is as it is written; `recipe.deepspeed` may be a path."""
+    file = template(recipe.deepspeed, request.cluster)
+    return _plan(request, recipe, file, training_setup(recipe, file, request.cluster.gpus))
+
+
+def template(deepspeed: str, cluster: Cluster) -> DeepSpeedFile:
+    """Return a DeepSpeed file by its name in `configs/` or its path, hpZ's groups as large as the cluster's nodes."""
+    file = _read(deepspeed)
+    if deepspeed != "zero3_hpz.json":
+        return file
+    return deepspeed_file.with_zero(file, zero_hpz_partition_size=cluster.gpus_per_node)
+
+
+@cache
+def _read(deepspeed: str) -> DeepSpeedFile:
+    for path in (CONFIGS / deepspeed, Path(deepspeed)):
+        if path.is_file():
+            return deepspeed_file.read(path)
+    known = [path.name for path in CONFIGS.glob("*.json")]
+    near = get_close_matches(deepspeed, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"in configs/ there are {', '.join(sorted(known))}."
+    raise UserError(f"deepspeed={deepspeed}: no such file; {hint}")
+
+
+def _with_divisible_batch(request: PlanRequest) -> Recipe:
+    """Return the recipe with its global batch raised to the next size that is divisible among all ranks."""
+    recipe, gpus = request.recipe, request.cluster.gpus
+    if "global_batch_size" in request.fixed or gpus > recipe.global_batch_size:
+        return recipe
+    micro_batch = recipe.micro_batch_size if "micro_batch_size" in request.fixed else 1
+    sequences = math.ceil(recipe.global_batch_size / (gpus * micro_batch)) * gpus * micro_batch
+    return replace(recipe, global_batch_size=sequences, micro_batch_size=micro_batch)
+
+
+def _candidates(request: PlanRequest, files: Sequence[str]) -> Iterator[tuple[str, Iterator[Recipe]]]:
+    """Yield every file with the possible layouts that differ in sequence parallelism only, the smallest first."""
+    for layouts in _layouts(request):
+        for name in files:
+            yield name, _possible(request, name, layouts)
+
+
+def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Iterator[Recipe]:
+    """Yield the recipe in each of some layouts in which it can run, with one sequence per pass."""
+    world_size = request.cluster.gpus
+    for layout in layouts:
+        recipe = replace(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
+        data_parallel = data_parallel_size(layout, world_size)
+        if not data_parallel or recipe.global_batch_size % data_parallel or not _suits(name, layout, request):
+            continue
+        file = template(name, request.cluster)
+        if limits.limit(recipe, world_size, file) is None:
+            yield recipe
+
+
+def _layouts(request: PlanRequest) -> Iterator[list[Layout]]:
+    """Yield every layout that may be sensible: tensor parallelism stays inside a node, where links are fast."""
+
+    def sizes(name: str, most: int) -> list[int]:
+        if f"layout.{name}" in request.fixed:
+            return [getattr(request.recipe.layout, name)]
+        return limits.divisors(most)
+
+    world_size = request.cluster.gpus
+    for tensor in sizes("tensor", request.cluster.gpus_per_node):
+        for pipeline in sizes("pipeline", world_size // tensor):
+            if pipeline <= MOST_STAGES:
+                sequences = sizes("sequence", world_size // tensor // pipeline)
+                yield [
+                    Layout(tensor, pipeline, sequence)
+                    for sequence in sequences
+                    if world_size % (tensor * pipeline * sequence) == 0
+                ]
+    if _is_mixture(request):
+        for expert in sizes("expert", world_size):
+            yield [Layout(expert=expert)] if expert > 1 else []
+
+
+def _is_mixture(request: PlanRequest) -> bool:
+    return any(kind.expert_parameters for kind in request.profile.layer_kinds)
+
+
+def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
+    """Return whether a file is one to take for a layout and a method."""
+    if "deepspeed" in request.fixed:
+        file = _read(name)
+        suits = file.has_tensor_block <= (layout.tensor > 1)
+        suits &= name != "pipeline.json" or layout.pipeline > 1
+        return suits and file.has_expert_block == (layout.expert > 1)
+    if request.recipe.model.quantization != "none" and "zero3" in name:
+        return False  # transformers loads 4-bit weights whole on every rank: there is nothing to shard
+    if layout.pipeline > 1 or layout.expert > 1:
+        return name == ("pipeline.json" if layout.pipeline > 1 else "expert_parallel.json")
+    adapters = request.recipe.lora is not None
+    zero3 = "zero3_moe.json" if _is_mixture(request) else "zero3_adapters.json" if adapters else "zero3.json"
+    if layout.tensor > 1:
+        return name in ("tensor_parallel.json", "zero2.json", zero3)
+    later_tiers = SIMPLICITY[len(TIERS[0]) :]
+    if layout.sequence > 1:
+        long = "sequence_parallel.json" if zero3 == "zero3.json" else zero3
+        return name in ("zero1.json", "zero2.json", long, *later_tiers)
+    if name == "zero3_hpz.json":
+        return request.cluster.nodes > 1 and request.cluster.gpus_per_node > 1
+    return name in ("zero0.json", "zero1.json", "zero2.json", zero3, *later_tiers)
+
+
+def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
+    """Yield plans with every micro-batch size that fits, with and without checkpointing; or the smallest that does not.
+
+    Memory grows with the micro-batch, and checkpointing never adds to it: what does not fit ends the series.
+    """
+    file = template(recipe.deepspeed, request.cluster)
+    setup = training_setup(recipe, file, request.cluster.gpus)
+    sequences = recipe.global_batch_size // setup.data_parallel_size
+    fixed = recipe.gradient_checkpointing if "gradient_checkpointing" in request.fixed else None
+    for checkpointing in (True, False) if fixed is None else (fixed,):
+        for size in _micro_batches(request, sequences):
+            sized = replace(recipe, micro_batch_size=size, gradient_checkpointing=checkpointing)
+            batch = {"micro_batch_size": size, "gradient_accumulation_steps": sequences // size}
+            plan = _plan(request, sized, file, replace(setup, gradient_checkpointing=checkpointing is True, **batch))
+            if plan.fits or size == 1:
+                yield plan
+            if not plan.fits:
+                if size == 1 and checkpointing:
+                    return
+                break
+
+
+def _micro_batches(request: PlanRequest, sequences: int) -> list[int]:
+    if "micro_batch_size" in request.fixed:
+        return [request.recipe.micro_batch_size] if sequences % request.recipe.micro_batch_size == 0 else []
+    return [size for size in range(1, min(sequences, MOST_SEQUENCES) + 1) if sequences % size == 0]
+
+
+def _plan(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile, setup: TrainingSetup) -> Plan:
+    memory = peak_memory(request.profile, setup, request.cluster)
+    too_little, tight = shortfalls(memory, request.cluster)
+    time = step_time(request.profile, setup, request.cluster)
+    return Plan(recipe, file, setup, request.cluster, memory, time, too_little, tight)

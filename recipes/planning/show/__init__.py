@@ -1,0 +1,1 @@
+"""Plans as a table, as JSON and as a figure."""

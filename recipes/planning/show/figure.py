@@ -1,0 +1,46 @@
+"""A figure of memory: one bar per plan, divided into its components."""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from ..search.plans import REFUSE, Plan
+from .table import layout_in_words
+
+
+def png(plans: Mapping[str, Plan]) -> bytes:
+    """Return the figure of plans for one kind of GPU, by the labels beside their bars."""
+    image = io.BytesIO()
+    draw(plans).savefig(image, format="png", dpi=120)
+    return image.getvalue()
+
+
+def draw(plans: Mapping[str, Plan]) -> Figure:
+    """Return the figure as matplotlib's."""
+    figure = Figure(figsize=(9, 1.2 + 0.45 * len(plans)), layout="constrained")
+    axes: Any = figure.subplots()
+    labels = list(plans)[::-1]
+    components = list(dict.fromkeys(name for plan in plans.values() for name in plan.components))
+    left = [0.0] * len(labels)
+    for name in components:
+        sizes = [plans[label].components.get(name, 0) for label in labels]
+        axes.barh(labels, sizes, left=left, label=name.replace("_", " "))
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    memory_gib = next(iter(plans.values())).cluster.gpu.memory_gib
+    axes.axvline(memory_gib, color="black", linewidth=1)
+    axes.axvline(REFUSE * memory_gib, color="black", linewidth=1, linestyle=":")
+    axes.set_xlabel("GiB on the fullest GPU (line: its memory; dots: above this a plan does not fit)")
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def labels(plans: Sequence[Plan]) -> dict[str, Plan]:
+    """Return plans by number, file, layout and micro-batch size."""
+    return {
+        f"{number}. {plan.recipe.deepspeed.removesuffix('.json')}, "
+        f"{layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size)}, "
+        f"micro-batch {plan.setup.micro_batch_size}": plan
+        for number, plan in enumerate(plans, start=1)
+    }

@@ -1,0 +1,187 @@
+"""A search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ...spec import overrides, pages, project
+from ...spec.recipe import Layout, Recipe
+from ..hardware.cluster import Cluster
+from ..search.model_recipe import method_of
+from ..search.plans import Plan, PlanRequest, SearchResult
+from ..search.reasons import why
+
+SHOWN = 8
+"""Plans in the table."""
+COLUMNS = (
+    "",
+    "config",
+    "layout",
+    "micro-batch",
+    "checkpointing",
+    "GPU GiB",
+    "",
+    "host GiB",
+    "NVMe GiB",
+    "tokens/s/GPU",
+)
+LARGE_CHECKPOINT = 10
+"""GiB of a checkpoint that are worth a note."""
+BAR = 40
+"""Characters of a GPU's whole memory."""
+HOSTS = "HOSTS"
+"""Stands for the hostfile in a command."""
+
+
+def as_json(request: PlanRequest, result: SearchResult) -> dict[str, Any]:
+    """Return the answer as `plan.py --json` prints it: the plans that fit, then those that do not."""
+    cluster, recipe = request.cluster, request.recipe
+    plans = [*result.plans, *result.rejected]
+    return {
+        "model": {
+            "recipe": pages.typed(recipe),
+            "path": recipe.model.path,
+            "model_type": request.profile.model_type,
+            "parameters": request.profile.parameters,
+            "method": method_of(recipe),
+            "sequence_length": recipe.sequence_length,
+            "global_batch_size": (plans[0].recipe if plans else recipe).global_batch_size,
+        },
+        "hardware": {
+            "gpu": cluster.gpu.name,
+            "gpu_memory_gib": cluster.gpu.memory_gib,
+            "gpus_per_node": cluster.gpus_per_node,
+            "nodes": cluster.nodes,
+            "host_memory_gib": cluster.host_memory_gib or None,
+            "nvme_gib": cluster.nvme_gib or None,
+            "network_gbs": cluster.node_network_gbs if cluster.nodes > 1 else None,
+            "calibrated": bool(plans) and plans[0].time.measured,
+        },
+        "plans": [_plan_as_json(request, plan) for plan in plans],
+        "best": 0 if result.best else None,
+    }
+
+
+def _plan_as_json(request: PlanRequest, plan: Plan) -> dict[str, Any]:
+    return {
+        "config": plan.recipe.deepspeed,
+        "layout": {"data": plan.setup.data_parallel_size, **asdict(plan.recipe.layout)},
+        "micro_batch_size": plan.setup.micro_batch_size,
+        "gradient_accumulation_steps": plan.setup.gradient_accumulation_steps,
+        "gradient_checkpointing": plan.setup.gradient_checkpointing,
+        "gpu_peak_gib": plan.gpu_gib,
+        "gpu_breakdown_gib": dict(plan.components),
+        "host_gib": plan.host_gib,
+        "nvme_gib": plan.nvme_gib,
+        "checkpoint_gib": plan.checkpoint_gib,
+        "tokens_per_second_per_gpu": plan.speed,
+        "step_seconds": plan.time.seconds,
+        "fits": plan.fits,
+        "tight": plan.tight,
+        "why": why(request, plan),
+        "command": command(plan.recipe, request.cluster),
+    }
+
+
+def command(recipe: Recipe, cluster: Cluster) -> str:
+    """Return the command that starts a recipe on a cluster, with a hostfile `HOSTS` where that has several nodes."""
+    page = pages.find(pages.typed(recipe), recipe.variant)
+    where = ["--hostfile", HOSTS, "--nodes", str(cluster.nodes)] if cluster.nodes > 1 else []
+    words = [pages.typed(recipe), recipe.variant, *where, "--gpus", str(cluster.gpus_per_node)]
+    return f"{project.command('launch')} {shlex.join([*words, *overrides.differences(page, recipe)])}"
+
+
+def show(request: PlanRequest, result: SearchResult, console: Console, explain: bool) -> None:
+    """Print the answer: the table, the best plan's memory as a bar, its reasons and its command."""
+    recipe = request.recipe
+    console.print(
+        f"{_model(request)}, {method_of(recipe)}, sequences of {recipe.sequence_length:,} tokens, "
+        f"on {_hardware(request.cluster)}"
+    )
+    plans = [*result.plans[:SHOWN], *(result.rejected if explain or not result.plans else ())]
+    console.print(_table(plans))
+    if result.best is None:
+        return
+    for line in bar(result.best):
+        console.print(line)
+    for number, plan in enumerate(plans if explain else plans[:1], start=1):
+        console.print(f"\n{f'{number}. ' if explain else ''}{why(request, plan)}")
+    for note in notes(result.best):
+        console.print(f"\n{note}")
+    console.print(f"\n{command(result.best.recipe, request.cluster)}", soft_wrap=True)
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """Yield what else a person should know of a plan."""
+    batch, gpus = plan.recipe.global_batch_size, plan.setup.world_size
+    if plan.checkpoint_gib > LARGE_CHECKPOINT:
+        kept = plan.recipe.keep_checkpoints
+        yield f"A checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} of them are kept."
+    if not plan.time.measured:
+        yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order most."
+    if batch < gpus:
+        yield f"{batch} sequences per step are fewer than the GPUs: use global_batch_size={gpus} to give each one."
+
+
+def _model(request: PlanRequest) -> str:
+    recipe = request.recipe
+    known = pages.find(pages.typed(recipe), recipe.variant).model.path == recipe.model.path
+    name = pages.typed(recipe) if known else recipe.model.path
+    return f"{name} ({pages.human(request.profile.parameters)})"
+
+
+def _hardware(cluster: Cluster) -> str:
+    node = f"{cluster.gpus_per_node} x {cluster.gpu.name} ({cluster.gpu.memory_gib:g} GiB)"
+    if cluster.nodes == 1:
+        return node
+    return f"{cluster.nodes} x {node}, {8 * cluster.node_network_gbs:,.0f} Gbit/s per node"
+
+
+def _table(plans: list[Plan]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("config", "layout") else "right", no_wrap=True)
+    for number, plan in enumerate(plans, start=1):
+        table.add_row(
+            str(number),
+            plan.recipe.deepspeed.removesuffix(".json"),
+            layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
+            f"{plan.setup.micro_batch_size} x {plan.setup.gradient_accumulation_steps}",
+            "yes" if plan.setup.gradient_checkpointing else "no",
+            f"{plan.gpu_gib:.1f}",
+            f"{plan.share:.0%}",
+            _size(plan.host_gib),
+            _size(plan.nvme_gib),
+            f"{plan.speed:,.0f}" if plan.fits else "does not fit",
+            style=None if plan.fits and not plan.tight else "yellow" if plan.fits else "red",
+        )
+    return table
+
+
+def _size(size: float) -> str:
+    return f"{size:,.0f}" if size >= 0.5 else "-"
+
+
+def layout_in_words(layout: Layout, data_parallel_size: int) -> str:
+    """Return a layout in words: `data 4 x tensor 8`."""
+    sizes = {"data": data_parallel_size, **asdict(layout)}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
+
+
+def bar(plan: Plan) -> Iterator[str]:
+    """Yield a plan's memory on a GPU as a bar, a line per component, and what is free."""
+    components = {name.replace("_", " "): size for name, size in plan.components.items()}
+    components = dict(sorted(components.items(), key=lambda item: -item[1]))
+    memory_gib = plan.cluster.gpu.memory_gib
+    components["free"] = memory_gib - sum(components.values())
+    yield ""
+    before = 0.0
+    for name, size in components.items():
+        start, stop = round(BAR * before / memory_gib), round(BAR * (before + size) / memory_gib)
+        line = " " * start + ("." if name == "free" else "#") * (stop - start)
+        yield f"{name:<18}{size:>8.1f} GiB  |{line:<{BAR}}|"
+        before += size

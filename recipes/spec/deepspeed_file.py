@@ -1,0 +1,101 @@
+"""A DeepSpeed JSON as one frozen value: read once, and passed on to everything that depends on it.
+
+The linter (`zero_config`) judges files key by key; this is what the rest of the project wants to know of a file that
+the linter has passed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .run_folder import read_json
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """What a DeepSpeed configuration says, with DeepSpeed's defaults where it says nothing or `auto`."""
+
+    name: str = ""
+    """The file's name, for messages."""
+    content: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The whole JSON; not to be changed."""
+    stage: int = 0
+    """Of ZeRO."""
+    partition_size: int = 1
+    """`zero_hpz_partition_size`: ranks that hold a second copy of the parameters between them (stage 3)."""
+    offload_optimizer: Device = "none"
+    """Stages 2 and 3."""
+    offload_parameters: Device = "none"
+    """Stage 3."""
+    tensor_size: int = 1
+    """`tensor_parallel.autotp_size`."""
+    has_tensor_block: bool = False
+    has_expert_block: bool = False
+    """It has an `expert_parallel` block, in which the layout's size is filled."""
+    optimizer: str | None = None
+    """The type of its `optimizer` block; None: the Trainer makes the optimizer."""
+    has_zenflow: bool = False
+    gathers_weights: bool = True
+    """Whether checkpoints hold Hugging Face weights: under ZeRO-3, `stage3_gather_16bit_weights_on_model_save` is not
+    false."""
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The `zero_optimization` block."""
+        return _block(self.content, "zero_optimization")
+
+
+def parse(content: Mapping[str, Any], name: str = "") -> DeepSpeedFile:
+    """Return what a DeepSpeed configuration says."""
+    zero, tensor = _block(content, "zero_optimization"), _block(content, "tensor_parallel")
+    switch = content.get("zero_optimization")  # true and false are the old spelling of stages 1 and 0
+    stage = int(switch) if isinstance(switch, bool) else _number(zero.get("stage"), 0)
+    return DeepSpeedFile(
+        name=name,
+        content=content,
+        stage=stage,
+        partition_size=_number(zero.get("zero_hpz_partition_size"), 1) if stage == 3 else 1,
+        offload_optimizer=_device(zero, "offload_optimizer") if stage >= 2 else "none",
+        offload_parameters=_device(zero, "offload_param") if stage == 3 else "none",
+        tensor_size=_number(tensor.get("autotp_size"), 1),
+        has_tensor_block="tensor_parallel" in content,
+        has_expert_block="expert_parallel" in content,
+        optimizer=_block(content, "optimizer").get("type"),
+        has_zenflow="zenflow" in zero,
+        gathers_weights=stage < 3 or bool(zero.get("stage3_gather_16bit_weights_on_model_save", True)),
+    )
+
+
+def with_zero(file: DeepSpeedFile, **changes: Any) -> DeepSpeedFile:
+    """Return the file with other values in its `zero_optimization` block."""
+    return parse({**file.content, "zero_optimization": {**file.zero, **changes}}, file.name)
+
+
+def read(path: Path | str) -> DeepSpeedFile:
+    """Return what the JSON file at `path` says.
+
+    Raises:
+        UserError: missing, or not JSON (with the line).
+    """
+    return parse(read_json(Path(path)), Path(path).name)
+
+
+def _block(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = content.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any, default: int) -> int:
+    """Return a whole number, which typed sections also take as text; the default for `auto` and anything else."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return default
+
+
+def _device(zero: Mapping[str, Any], key: str) -> Device:
+    device = _block(zero, key).get("device", "none")
+    return device if device in ("cpu", "nvme") else "none"

@@ -1,0 +1,67 @@
+"""What variants of the same name share on every page, said once.
+
+Each function takes a recipe and returns it changed. A page passes what is particular to its family, and any other field
+that differs there: `variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32)`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from .recipe import Recipe
+from .samples import PREFERENCES, TEXT
+
+ATTENTION = "q_proj,k_proj,v_proj,o_proj"
+EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
+"""`Lora.target_modules` and `Lora.target_parameters` of a mixture of experts. transformers fuses a layer's experts into
+3-D weights, which are not linear layers, so `all-linear` would miss them. The router stays frozen."""
+DPO_LENGTH = 2048
+"""Tokens of prompt and answer together, in each sequence of a preference pair."""
+
+
+def qlora(lora: Recipe, **changes: Any) -> Recipe:
+    """Return `lora` on frozen 4-bit weights (QLoRA, arXiv:2305.14314).
+
+    With ZeRO-2 at every size: transformers loads 4-bit weights whole on every rank, so ZeRO-3 has nothing to shard.
+    """
+    model = replace(lora.model, quantization="nf4")
+    return _changed(lora, changes, model=model, deepspeed="zero2.json")
+
+
+def dora(lora: Recipe, **changes: Any) -> Recipe:
+    """Return `lora` with the weights' magnitudes trained too, at half the rank and the same scale (alpha / rank).
+
+    Half the rank is enough to do better than LoRA: arXiv:2402.09353, the rows of DoRA with halved rank.
+    """
+    assert lora.lora is not None
+    adapters = replace(lora.lora, rank=lora.lora.rank // 2, alpha=lora.lora.alpha // 2, dora=True)
+    return _changed(lora, changes, lora=adapters)
+
+
+def full_offload(full: Recipe, **changes: Any) -> Recipe:
+    """Return `full` with the optimizer in host memory, at its ZeRO stage."""
+    stage = "zero2" if full.deepspeed == "zero2.json" else "zero3"
+    return _changed(full, changes, deepspeed=f"{stage}_offload.json")
+
+
+def long_context(full: Recipe, sequence_length: int, global_batch_size: int, **changes: Any) -> Recipe:
+    """Return `full` on long sequences: under ZeRO-3, with the loss in tiles, so that whole logits never exist."""
+    deepspeed = "zero3.json" if full.deepspeed == "zero2.json" else full.deepspeed
+    lengths = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
+    return _changed(full, changes, deepspeed=deepspeed, tiled_loss=True, **lengths)
+
+
+def dpo(lora: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
+    """Return `lora` on preference pairs. TRL's DPO does not pack: each answer is a sequence of its own."""
+    length = min(DPO_LENGTH, lora.sequence_length)
+    pairs = {"method": "dpo", "data": PREFERENCES, "packing": False, "sequence_length": length}
+    return _changed(lora, changes, learning_rate=learning_rate, **pairs)
+
+
+def pretrain(full: Recipe, **changes: Any) -> Recipe:
+    """Return `full` on raw text."""
+    return _changed(full, changes, method="pretrain", data=TEXT)
+
+
+def _changed(recipe: Recipe, changes: dict[str, Any], **shared: Any) -> Recipe:
+    """Return a recipe with what its variant shares on every page, and with a page's own changes, which win."""
+    return replace(recipe, **shared | changes)

@@ -1,0 +1,1 @@
+"""What happens beside the steps: numbers, evaluations, checkpoints, guards."""

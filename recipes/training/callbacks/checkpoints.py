@@ -1,0 +1,54 @@
+"""Checkpoints that can be trusted: room is checked before each, and each is marked once it is complete."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from ...machine.room import check_disk, check_memory
+from ...spec.errors import UserError
+from ...spec.run_folder import COMPLETE, RunFolder, read_recipe, sizes, write_json
+from .. import distributed
+
+
+class Checkpoints(TrainerCallback):
+    """Checks for room before each save, and marks a checkpoint as whole once every rank has written its part."""
+
+    def __init__(self, run: RunFolder, needed: int, gathered: int) -> None:
+        """`needed`: bytes that one checkpoint takes; `gathered`: bytes of host memory that rank 0 writes it from."""
+        self.run = run
+        self.needed = needed
+        self.gathered = gathered
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Refuse to start what could not be saved."""
+        if control.should_save or args.save_strategy != "no":
+            self._check_room()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop, with the last checkpoint untouched, where the next would not fit."""
+        if control.should_save:
+            self._check_room()
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Mark the checkpoint as whole."""
+        dist.barrier()
+        if distributed.is_first():
+            folder = self.run.checkpoints / f"checkpoint-{state.global_step}"
+            layout = asdict(read_recipe(self.run).layout)
+            complete = {"step": state.global_step, "world_size": dist.get_world_size(), "layout": layout}
+            complete["files"] = sizes(folder)
+            write_json(folder / COMPLETE, complete)
+
+    def _check_room(self) -> None:
+        message = ""
+        if distributed.is_first():
+            try:
+                check_disk(self.run.checkpoints, self.needed, "a checkpoint")
+                check_memory(self.gathered, "a checkpoint")
+            except UserError as error:
+                message = str(error)
+        # Every rank has to stop, or the others would wait for rank 0 in the next collective.
+        if distributed.total(float(bool(message)))[0]:
+            raise UserError(message)

@@ -1,0 +1,82 @@
+"""The held-out data, measured before, during and after training."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+
+from ...spec.recipe import Recipe
+from ...spec.run_folder import RunFolder, append_jsonl, read_jsonl
+from .. import distributed
+from ..console import say
+from ..data.load import Datasets
+
+
+class Evaluation(TrainerCallback):
+    """Measures loss and metric at the start and the end, and the loss every `eval_steps`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        datasets: Datasets,
+        way: ModuleType,
+        method: ModuleType,
+        on_record: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Take what measures: `way` the loss (`parallel`), `method` the metric (`methods`)."""
+        self.recipe = recipe
+        self.run = run
+        self.datasets = datasets
+        self.way = way
+        self.method = method
+        self.on_record = on_record
+
+    @property
+    def metric(self) -> str:
+        """What the run is judged by: the recipe's metric."""
+        return self.recipe.data.metric
+
+    def before(self) -> float:
+        """Return the metric before the first step, from the log, so that a resumed run knows it too."""
+        return read_jsonl(self.run.evaluations)[0][self.metric]
+
+    def last_line(self, after: float) -> str:
+        """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
+        form = ".4f" if self.metric == "loss" else ".1%"
+        what = f"{self.metric.replace('_', ' ')} on {len(self.datasets.held_out or [])} held-out examples"
+        return f"{what}: {self.before():{form}} -> {after:{form}}"
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Ask for an evaluation where one is due, and for a log before it, which closes the window that is timed."""
+        every = self.recipe.eval_steps
+        if every and state.global_step % every == 0 and state.global_step < state.max_steps:
+            control.should_log = control.should_evaluate = True
+        return control
+
+    def measure(self, trainer: Trainer, with_metric: bool) -> dict[str, float]:
+        """Measure, log, and return the numbers; a collective.
+
+        Args:
+            trainer: whose model is measured.
+            with_metric: also compute a metric that takes more than the passes for the loss, such as generating answers.
+        """
+        record = {"step": trainer.state.global_step, **self._measured(trainer, with_metric)}
+        if distributed.is_first():
+            append_jsonl(self.run.evaluations, record)
+            shown = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in record.items() if key != "step")
+            say(f"held-out, step {record['step']}: {shown}")
+            self.on_record({f"held_out/{key}" if key != "step" else key: value for key, value in record.items()})
+        return record
+
+    def _measured(self, trainer: Trainer, with_metric: bool) -> dict[str, float]:
+        training = trainer.model.training
+        trainer.model.eval()
+        sequences = self.datasets.held_out_sequences
+        measured = self.way.measure(trainer, sequences) if sequences is not None else {}
+        measured = {name: value for name, value in measured.items() if name in ("loss", self.metric)}
+        if self.metric not in measured and (with_metric or sequences is None):
+            measured[self.metric] = self.method.metric(trainer, self.datasets.held_out)
+        trainer.model.train(training)
+        return measured

@@ -1,0 +1,51 @@
+"""What a person sees while the model trains: a bar on a terminal, a line per logged step elsewhere."""
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from .. import distributed
+from ..console import duration
+
+
+class Progress(TrainerCallback):
+    """A progress bar over the optimizer steps."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Open the bar."""
+        if distributed.is_first():
+            shown = sys.stdout.isatty()
+            self.bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                unit="step",
+                disable=not shown,
+                dynamic_ncols=True,
+            )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Advance it."""
+        if self.bar is not None:
+            self.bar.update(1)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Close it."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def step_line(record: dict[str, Any], last_step: int) -> str:
+    """Return one logged step as a line; `record` is an object of metrics.jsonl."""
+    norm = record["grad_norm"]
+    speed = record["tokens_per_second"]
+    left = record["seconds"] / record["step"] * (last_step - record["step"])
+    return (
+        f"step {record['step']:>{len(str(last_step))}}/{last_step}  loss {record['loss']:.4f}  "
+        f"lr {record['learning_rate']:.1e}  grad norm {'-' if norm is None else format(norm, '.2f')}  "
+        f"{speed:,.0f} tokens/s  {duration(left)} left"
+    )

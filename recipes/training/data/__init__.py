@@ -1,0 +1,1 @@
+"""The data: read, converted, tokenized, packed and described."""

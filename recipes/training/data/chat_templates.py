@@ -1,0 +1,135 @@
+"""Chat templates: which one a run uses, and how it marks the assistant's tokens for the loss."""
+
+import copy
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers, supports_tool_calling
+
+from ...spec.errors import UserError
+from ...spec.recipe import Recipe
+from ..model.load import cannot_load
+
+Turns = list[dict[str, Any]]
+Marked = tuple[list[int], list[bool]]
+"""Tokens, and which of them the assistant says."""
+Mark = Callable[[Turns, Any], Marked]
+"""From a conversation's turns and tools."""
+
+CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
+"""The project's own, for base models."""
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer, with a pad token and the chat template that the recipe asks for.
+
+    Raises:
+        UserError: the folder or Hub id has none, or the template cannot be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(cannot_load("tokenizer", recipe, error)) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    choose(recipe, tokenizer)
+    return tokenizer
+
+
+def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer the template that `model.chat_template` asks for; the export then carries it too.
+
+    Raises:
+        UserError: a template file that cannot be read, or is not Jinja.
+    """
+    asked = recipe.model.chat_template
+    if asked == "chatml" or (asked == "auto" and tokenizer.chat_template is None and recipe.method != "pretrain"):
+        tokenizer.chat_template = CHATML
+    elif asked != "auto":
+        try:
+            tokenizer.chat_template = Path(asked).read_text(encoding="utf-8")
+            tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+        except (OSError, UnicodeDecodeError, TemplateError) as error:
+            raise UserError(f"model.chat_template={asked}: not a chat template in Jinja: {error}") from error
+
+
+def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mark]:
+    """Return the template that a run trains with, and the function that marks the assistant's tokens in it.
+
+    The marks come from the template itself, from TRL's twin of it, or, where TRL knows none, from rendering it turn by
+    turn. All put a thinking model's empty think block into the loss, since the model has to write it before its answer.
+
+    Raises:
+        UserError: the tokenizer has no template, or none of the three tells where the assistant's turns end.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError(f"model.path={recipe.model.path}: no chat template; add model.chat_template=chatml.")
+    template = marked(tokenizer)
+    if template is not None:
+        return template, partial(_by_template, tokenizer, template)
+    question, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}
+    try:
+        _by_rendering(tokenizer, [question, answer, question, answer], None)
+    except (UserError, TemplateError, NotImplementedError) as error:
+        raise UserError(
+            f"model.path={recipe.model.path}: its chat template does not mark the assistant's tokens, and they cannot "
+            f"be told from what it renders ({error}).\nPut {{% generation %}} ... {{% endgeneration %}} around the "
+            "assistant's turn in a copy of it, and name that file: model.chat_template=FILE."
+        ) from None
+    return tokenizer.chat_template, partial(_by_rendering, tokenizer)
+
+
+def marked(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokenizer's template if it marks the assistant's tokens, TRL's twin of it, or None."""
+    if has_generation_markers(tokenizer.chat_template):
+        return tokenizer.chat_template
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError:
+        return None
+
+
+def _by_template(tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: Any) -> Marked:
+    tokens = tokenizer.apply_chat_template(
+        messages, tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return tokens["input_ids"], [bool(assistant) for assistant in tokens["assistant_masks"]]
+
+
+def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any) -> Marked:
+    """Mark what each assistant turn adds to the conversation before it and the prompt to answer."""
+    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+    whole = render(messages)
+    spans = []
+    for index, turn in enumerate(messages):
+        if turn["role"] == "assistant":
+            before = render(messages[:index], add_generation_prompt=True)
+            after = render(messages[: index + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise UserError("it writes a turn differently once another follows")
+            spans.append((len(before), len(after)))
+    tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    starts = [start for start, _ in tokens["offset_mapping"]]
+    control = tokenizer.get_added_vocab().values()
+    assistant = [False] * len(starts)
+    for first, last in spans:
+        inside = range(bisect_left(starts, first), bisect_left(starts, last))
+        said = [tokens["input_ids"][i] for i in inside if whole[starts[i] : last].strip()]
+        if not said or said[-1] not in control:
+            raise UserError(
+                "it ends the assistant's turn without a control token, so the model would not learn to stop"
+            )
+        assistant[inside.start : inside.stop] = [True] * len(inside)
+    return tokens["input_ids"], assistant
+
+
+def renders_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether `template` writes out tool calls and their results; some leave them out without a word."""
+    probe = copy.copy(tokenizer)
+    probe.chat_template = template
+    return supports_tool_calling(probe)

@@ -1,0 +1,58 @@
+"""From packed or single sequences to the model's inputs: padding, labels, positions, document boundaries."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..model import attention
+
+IGNORED = -100
+"""The label of a token that the loss leaves out (PyTorch's `ignore_index`)."""
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Sequences of documents to the model's inputs.
+
+    Position ids start again at every document, and there is no attention mask: from that, transformers keeps
+    every document to itself. Padding continues the positions of a sequence's last document; the causal mask hides it
+    from the document, and its labels keep it out of the loss.
+    """
+
+    pad_token_id: int
+    multiple: int = 8
+    boundaries: bool = False
+    """Also say where documents begin, for attention that wants to know."""
+
+    def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return `input_ids`, `labels`, `position_ids`, each [sequences, longest], and two plain counts."""
+        longest = max(len(sequence["input_ids"]) for sequence in sequences)
+        width = -(-longest // self.multiple) * self.multiple
+        lengths = [sequence["seq_lengths"] for sequence in sequences]
+        return {
+            "input_ids": self._pad([sequence["input_ids"] for sequence in sequences], width, self.pad_token_id),
+            "labels": self._pad([sequence["labels"] for sequence in sequences], width, IGNORED),
+            "position_ids": torch.stack([_positions(one, width) for one in lengths]),
+            "tokens": sum(len(sequence["input_ids"]) for sequence in sequences),
+            "squared_lengths": sum(length**2 for one in lengths for length in one),
+            **(attention.document_boundaries(lengths, width) if self.boundaries else {}),
+        }
+
+    @staticmethod
+    def _pad(lists: list[list[int]], width: int, value: int) -> torch.Tensor:
+        padded = torch.full((len(lists), width), value)
+        for index, values in enumerate(lists):
+            padded[index, : len(values)] = torch.as_tensor(values)
+        return padded
+
+
+def next_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return the label of the token after each position, [sequences, length]; the last has none."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def _positions(lengths: Sequence[int], width: int) -> torch.Tensor:
+    lengths = [*lengths[:-1], width - sum(lengths[:-1])]
+    return torch.cat([torch.arange(length) for length in lengths])

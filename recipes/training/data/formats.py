@@ -1,0 +1,265 @@
+"""The forms in which people write examples, and the one form per method that training reads.
+
+Standard library only: the launcher checks local files by these rules before a process is started, and the ranks
+convert by the same ones whatever they read.
+
+    method    every form becomes
+    sft       messages (turns in OpenAI's form), tools, given (leading turns that are context and not learned)
+    dpo       prompt, chosen, rejected (turns each), tools
+    pretrain  text
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+from ...spec.errors import UserError
+
+Example = dict[str, Any]
+Turn = dict[str, Any]
+
+FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "messages": ("sft", ("messages",)),
+    "sharegpt": ("sft", ("conversations",)),
+    "alpaca": ("sft", ("instruction", "output")),
+    "prompt_completion": ("sft", ("prompt", "completion")),
+    "preference": ("dpo", ("chosen", "rejected")),
+    "text": ("pretrain", ("text",)),
+}
+"""Each form's method, and the fields it is known by."""
+
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
+}
+"""What people write, and which role they mean; `call`: an assistant's turn that holds a tool call as JSON."""
+
+
+def form_of(where: str, example: Example, method: str, asked: str = "auto") -> str:
+    """Return the form of a source, recognised by the fields of its first example unless the recipe names one.
+
+    Raises:
+        UserError: the fields belong to no form, or to one that another method reads.
+    """
+    if asked != "auto":
+        if FORMS[asked][0] != method:
+            raise UserError(f"data.form={asked}: serves the method {FORMS[asked][0]}; {_needs(method)}.")
+        return asked
+    found = [form for form, (_, fields) in FORMS.items() if all(example.get(field) is not None for field in fields)]
+    suitable = [form for form in found if FORMS[form][0] == method]
+    if suitable:
+        return suitable[0]
+    if found:
+        raise UserError(f"{where}: has the form {found[0]}, for the method {FORMS[found[0]][0]}; {_needs(method)}.")
+    raise UserError(f"{where}: its fields ({_fields(example)}) belong to no known form; {_needs(method)}.")
+
+
+def converted(located: Iterable[tuple[str, Example]], method: str, form: str = "auto") -> Iterator[Example]:
+    """Yield the examples of one source, (place, example) each, as the method reads them.
+
+    Raises:
+        UserError: names the place, the field, what was expected and the fix.
+    """
+    found = None
+    for where, example in located:
+        found = found or form_of(where, example, method, form)
+        yield CONVERSIONS[found](where, example)
+
+
+def _needs(method: str) -> str:
+    forms = (f"{form} ({', '.join(fields)})" for form, (serves, fields) in FORMS.items() if serves == method)
+    return f"the method {method} reads {', '.join(forms)}"
+
+
+def _messages(where: str, example: Example, field: str = "messages") -> Example:
+    return _conversation(where, example, field, _turns(where, example, field))
+
+
+def _sharegpt(where: str, example: Example) -> Example:
+    return _messages(where, example, "conversations")
+
+
+def _alpaca(where: str, example: Example) -> Example:
+    turns = []
+    for pair in example.get("history") or []:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise UserError(f"{where}: every item of 'history' must be a pair of strings, question and answer.")
+        turns += [_said("user", pair[0]), _said("assistant", pair[1])]
+    question = _string(where, example, "instruction")
+    if example.get("input"):
+        question += "\n\n" + _string(where, example, "input")
+    turns += [_said("user", question), _said("assistant", _string(where, example, "output"))]
+    return _conversation(where, example, "output", turns)
+
+
+def _prompt_completion(where: str, example: Example) -> Example:
+    prompt = _side(where, example, "prompt", "user")
+    completion = _side(where, example, "completion", "assistant")
+    return _conversation(where, example, "completion", prompt + completion, given=len(prompt))
+
+
+def _preference(where: str, example: Example) -> Example:
+    chosen, rejected = (_side(where, example, field, "assistant") for field in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise UserError(f"{where}: 'chosen' and 'rejected' are equal, so there is no preference; remove the example.")
+    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        prompt = _side(where, example, "prompt", "user")
+    else:  # whole conversations: their common start is the prompt, whatever `prompt` says
+        pairs = zip(chosen, rejected, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    sides: dict[str, Any] = {}
+    for field, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not prompt or not answer or answer[0]["role"] != "assistant":
+            raise UserError(
+                f"{where}: {field!r} must continue the prompt with an assistant turn; give 'prompt', and in 'chosen' "
+                "and 'rejected' only the answers, or two conversations that part at an assistant turn."
+            )
+        whole = _conversation(where, example, field, prompt + answer, given=len(prompt))
+        sides |= {"prompt": whole["messages"][: whole["given"]], field: answer, "tools": whole["tools"]}
+    return sides
+
+
+def _text(where: str, example: Example) -> Example:
+    return {"text": _string(where, example, "text", empty=True)}
+
+
+CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+    "prompt_completion": _prompt_completion,
+    "preference": _preference,
+    "text": _text,
+}
+
+
+def _conversation(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> Example:
+    """Return the turns with the example's system prompt and tools, once their order has been checked."""
+    if example.get("system"):
+        turns = [_said("system", _string(where, example, "system")), *turns]
+        given += given > 0
+    for number, (before, turn) in enumerate(pairwise(turns), start=2):
+        if before["role"] == turn["role"] == "user":
+            raise UserError(
+                f"{where}: turns {number - 1} and {number} of {field!r} are both the user's; join them, or add the "
+                "answer between them."
+            )
+    if not any(turn["role"] == "assistant" for turn in turns[given:]):
+        raise UserError(f"{where}: no assistant turn in {field!r}, so nothing to learn from; remove the example.")
+    return {"messages": turns, "tools": _tools(where, example), "given": given}
+
+
+def _side(where: str, example: Example, field: str, role: str) -> list[Turn]:
+    """Return a field that may be a string, said by `role`, or a list of turns."""
+    if isinstance(example.get(field), str):
+        return [_said(role, _string(where, example, field))]
+    return _turns(where, example, field, "a string or a list of turns")
+
+
+def _turns(where: str, example: Example, field: str, expected: str = "a list of turns") -> list[Turn]:
+    turns = example.get(field)
+    if not isinstance(turns, list) or not turns:
+        raise _wrong(where, example, field, expected)
+    return [_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in enumerate(turns, start=1)]
+
+
+def _turn(where: str, turn: Any) -> Turn:
+    if not isinstance(turn, dict):
+        raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}.")
+    # Tables fill the keys that other turns have with nothing, and templates would print it.
+    turn = {key: value for key, value in turn.items() if value is not None}
+    said = turn.pop("from", None) if "role" not in turn else turn.pop("role")
+    content = turn.pop("value", "") if "content" not in turn else turn.pop("content")
+    if not isinstance(said, str):
+        raise UserError(f"{where} needs a 'role' and a 'content', both strings.")
+    role = ROLES.get(said.lower())
+    if role is None:
+        raise UserError(f"{where} has the unknown role {said!r}; known are {', '.join(ROLES)}.")
+    if turn.get("weight") == 0:
+        raise UserError(
+            f"{where} has weight 0, which is not supported; split the example into 'prompt' and 'completion'."
+        )
+    if isinstance(content, list):
+        content = _joined(where, content)
+    if not isinstance(content, str):
+        raise UserError(f"{where} needs a 'role' and a 'content', both strings; the content is {_kind(content)}.")
+    if role == "call":
+        role, content, turn["tool_calls"] = "assistant", "", _parsed(where, content)
+    if "function_call" in turn:
+        turn["tool_calls"] = turn.pop("function_call")
+    if turn.get("tool_calls"):
+        turn["tool_calls"] = _calls(where, turn["tool_calls"])
+    elif not content.strip() and role != "tool":
+        raise UserError(f"{where} ({said}) is empty: no 'content'; fill it, or remove the example.")
+    return {"role": role, "content": content, **turn}
+
+
+def _joined(where: str, parts: list[Any]) -> str:
+    """Return the text of OpenAI's content parts."""
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise UserError(f"{where} holds 'content' parts that are not text; only text can be learned.")
+    return "".join(part["text"] for part in parts)
+
+
+def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Return tool calls in OpenAI's form, with arguments as an object: templates write them as JSON themselves."""
+    checked = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _parsed(where, arguments)
+        if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+            raise UserError(f"{where}: every tool call needs a 'name' and 'arguments', a string and an object.")
+        function = {"name": function["name"], "arguments": arguments}
+        checked.append({**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": function})
+    return checked
+
+
+def _tools(where: str, example: Example) -> list[dict[str, Any]] | None:
+    tools = example.get("tools") or None
+    if isinstance(tools, str):
+        tools = _parsed(f"{where}: 'tools'", tools) or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise _wrong(where, example, "tools", "a list of function descriptions")
+    return tools and [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _parsed(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} holds text that should be JSON and is not ({error.msg}): {text[:40]!r}.") from None
+
+
+def _string(where: str, example: Example, field: str, empty: bool = False) -> str:
+    value = example.get(field)
+    if not isinstance(value, str):
+        raise _wrong(where, example, field, "a string")
+    if not empty and not value.strip():
+        raise UserError(f"{where}: the field {field!r} is empty; fill it, or remove the example.")
+    return value
+
+
+def _said(role: str, content: str) -> Turn:
+    return {"role": role, "content": content}
+
+
+def _wrong(where: str, example: Example, field: str, expected: str) -> UserError:
+    found = f"it is {_kind(example[field])}" if field in example else f"this example has {_fields(example)}"
+    return UserError(f"{where}: the field {field!r} must be {expected}; {found}.")
+
+
+def _fields(example: Example) -> str:
+    return ", ".join(repr(key) for key in example) or "none"
+
+
+def _kind(value: Any) -> str:
+    if value in ([], "", None):
+        return "empty"
+    return f"of type {type(value).__name__}"

@@ -1,0 +1,71 @@
+"""The datasets of a run: sources read, mixed and split, and described on the screen as they go into training."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ...spec.recipe import Recipe
+from ..console import marked, say
+from . import sources, text_files, tokenize
+from .report import Pieces
+from .stream import Stream
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What a run trains on and is measured on."""
+
+    training: Dataset | Stream
+    """Sequences of tokens, or examples where the method's own trainer tokenizes them."""
+    held_out: Dataset | None
+    """The held-out examples as read."""
+    held_out_sequences: Dataset | None
+    """The same, tokenized; None where the method's own trainer tokenizes."""
+    sample: list[int]
+    """One sequence of tokens, to compare the export on."""
+
+
+def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:
+    """Return the examples to train on and the held-out ones, and say where they came from."""
+    training = sources.read(recipe.data.path, recipe, recipe.data.streaming)
+    held_out = sources.read(recipe.data.validation, recipe) if recipe.data.validation else []
+    for name, found in (("training", training), ("held out", held_out)):
+        for source in found:
+            say(f"{name}: {source.line()}")
+    if recipe.data.validation_share and not held_out:
+        training, held_out = sources.split(training, recipe.data.validation_share, recipe.seed)
+        say(f"held out: {sum(len(source.examples) for source in held_out)} of them, by data.validation_share")
+    mixed = sources.mix(training, text_files.weights(recipe.data), recipe.seed)
+    return mixed, sources.mix(held_out, None, recipe.seed) if held_out else None
+
+
+def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
+    """Return the datasets of a method that trains on tokens with labels: `tokenize.tokenized` of what is read."""
+    examples, held_out = read_examples(recipe)
+    sequences = _tokenized(examples, recipe, tokenizer, "training")
+    # One document per sequence: the loss of each then counts the same, whatever it would be packed with.
+    alone = replace(recipe, packing=False)
+    held_out_sequences = held_out and _tokenized(held_out, alone, tokenizer, "held out")
+    show(tokenize.first_documents(sequences, tokenizer))
+    first = next(iter(sequences))
+    return Datasets(sequences, held_out, held_out_sequences, first["input_ids"][: first["seq_lengths"][0]])
+
+
+def show(examples: list[Pieces]) -> None:
+    """Print examples, the parts that the loss is computed on marked."""
+    for pieces in examples:
+        say(f"example: {marked(pieces)}")
+
+
+def _tokenized(examples: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
+    """Return the sequences that `examples` become, and say what they are."""
+    if not isinstance(examples, Dataset):
+        say(f"{name}: tokenized while training, so its size and its lengths are not known")
+        return tokenize.stream(examples, recipe, tokenizer)
+    sequences, report = tokenize.tokenized(examples, recipe, tokenizer)
+    say("\n".join(report.lines(name, recipe.sequence_length)))
+    if name == "training":
+        say("\n".join(report.bars()))
+    return sequences

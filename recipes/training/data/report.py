@@ -1,0 +1,85 @@
+"""What a dataset became, shown before training: counts, lengths, what was dropped, and examples with their mask."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+BARS = 6
+WIDEST = 30
+LONGEST_SHOWN = 400
+"""Characters of a turn that an example shows."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a dataset became."""
+
+    examples: int
+    """As read."""
+    dropped: int
+    """Longer than the sequence length, so dropped."""
+    unlearnable: int
+    """Without a single token in the loss, so dropped."""
+    extra_pieces: int
+    """Pieces beyond one per text, from texts longer than the sequence length."""
+    sequences: int
+    """What training sees: packed, or one per example."""
+    tokens: int
+    """In all sequences, without padding."""
+    loss_tokens: int
+    """Those the loss is computed on."""
+    lengths: tuple[tuple[int, int, int], ...]
+    """(shortest, longest, how many documents are kept), in equal steps of length."""
+
+    def lines(self, name: str, sequence_length: int) -> list[str]:
+        """Return the report as text for a person."""
+        share = 100 * self.loss_tokens / self.tokens
+        filled = 100 * self.tokens / (self.sequences * sequence_length)
+        first = f"{name}: {self.examples} examples, {self.tokens:,} tokens, {share:.0f}% of them in the loss; "
+        first += f"{self.sequences} sequences of at most {sequence_length} tokens, {filled:.0f}% filled"
+        notes = []
+        if self.dropped:
+            notes.append(f"{name}: {self.dropped} dropped, longer than sequence_length={sequence_length}")
+        if self.unlearnable:
+            notes.append(f"{name}: {self.unlearnable} dropped, without a token in the loss")
+        if self.extra_pieces:
+            cut = f"cut into {self.examples + self.extra_pieces} pieces"
+            notes.append(f"{name}: texts longer than sequence_length={sequence_length} were {cut}")
+        return [first, *notes]
+
+    def bars(self) -> list[str]:
+        """Return the histogram as lines of text."""
+        most = max(count for *_, count in self.lengths)
+        wide = len(str(self.lengths[-1][1]))
+        return [
+            f"  {low:>{wide}}-{high:<{wide}} tokens  {'#' * -(-WIDEST * count // most):<{WIDEST}}  {count}"
+            for low, high, count in self.lengths
+        ]
+
+
+Pieces = list[tuple[str, bool]]
+"""Text, and whether the loss is computed on it."""
+
+
+def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
+    """Return (shortest, longest, how many), for equal steps of length from the shortest to the longest."""
+    least = int(lengths.min())
+    step = -(-(int(lengths.max()) - least + 1) // BARS)
+    counts = np.bincount((lengths - least) // step, minlength=BARS)
+    starts = range(least, least + step * BARS, step)
+    return tuple((start, start + step - 1, int(count)) for start, count in zip(starts, counts, strict=True))
+
+
+def pieces(tokens: Sequence[int], learned: Sequence[bool], tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    """Return a document as text, divided where the loss begins and ends."""
+    edges = [i for i in range(1, len(tokens)) if learned[i] != learned[i - 1]]
+    spans = zip([0, *edges], [*edges, len(tokens)], strict=True)
+    return [(_clipped(tokenizer.decode(tokens[start:end])), learned[start]) for start, end in spans]
+
+
+def _clipped(text: str) -> str:
+    half = LONGEST_SHOWN // 2
+    text = text if len(text) <= LONGEST_SHOWN else f"{text[:half]} ... {text[-half:]}"
+    return text.replace("\n", "\\n")

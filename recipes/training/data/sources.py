@@ -1,0 +1,214 @@
+"""The sources of a run's examples: read, converted to the method's one form, mixed by weight, and split."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    IterableDataset,
+    Json,
+    Value,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+    load_from_disk,
+)
+from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+from datasets.exceptions import DatasetGenerationError
+from pyarrow import ArrowException
+
+from ...spec.errors import UserError, first_line
+from ...spec.recipe import Recipe, names
+from . import formats, text_files
+
+Examples: TypeAlias = Dataset | IterableDataset
+Located = Iterator[tuple[str, dict[str, Any]]]
+
+FEATURES = {
+    # Turns as JSON: Arrow's structs would give every turn and every tool call the keys of all the others.
+    "sft": Features({"messages": Json(), "tools": Json(), "given": Value("int32")}),
+    "dpo": Features({"prompt": Json(), "chosen": Json(), "rejected": Json(), "tools": Json()}),
+    "pretrain": Features({"text": Value("string")}),
+}
+"""The columns that each method reads; `formats.py` says what is in them."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the datasets that `data.path` names."""
+
+    name: str
+    form: str
+    """How its examples are written; one of `formats.FORMS`."""
+    examples: Examples
+    """Converted to the columns of `FEATURES`."""
+
+    def line(self) -> str:
+        """Return what was found, as a line for the screen."""
+        count = f"{len(self.examples)} examples" if isinstance(self.examples, Dataset) else "streamed"
+        return f"{'/'.join(Path(self.name).parts[-2:])}: {count} in the form {self.form}"
+
+
+def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
+    """Return the sources that `path` names, checked and converted for the recipe's method.
+
+    Raises:
+        UserError: a source that cannot be read or is empty, or an example that breaks a rule of `formats.py`;
+            streamed examples are checked when they are reached.
+    """
+    return [_source(name, recipe, streaming) for name in names(path)]
+
+
+def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
+    first = next(_located(name, recipe.data.split, True), None)
+    if first is None:
+        raise UserError(f"{name}: it holds no example.")
+    form = formats.form_of(*first, recipe.method, recipe.data.form)
+    found: dict[str, Any] = {"name": name, "split": recipe.data.split, "method": recipe.method, "form": form}
+    features = FEATURES[recipe.method]
+    if streaming:
+        return Source(name, form, IterableDataset.from_generator(_converted, features, gen_kwargs=found))
+    # datasets caches what a generator made by its arguments, so one of them says which version of the data this is.
+    found["version"] = _version(name, recipe.data.split)
+    try:
+        return Source(name, form, Dataset.from_generator(_converted, features, gen_kwargs=found))
+    except DatasetGenerationError as error:
+        raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
+
+
+def _converted(name: str, split: str, method: str, form: str, version: Any = None) -> Iterator[dict[str, Any]]:
+    return formats.converted(_located(name, split, streaming=version is None), method, form)
+
+
+def _located(name: str, split: str, streaming: bool) -> Located:
+    """Yield (place, example) for every example of a source."""
+    path = Path(name)
+    if not path.exists():
+        yield from _numbered(name, _from_hub(name, split, streaming))
+    elif path.is_file():
+        yield from _from_file(path)
+    elif any((path / state).exists() for state in ("state.json", "dataset_dict.json")):
+        yield from _numbered(name, _from_disk(path, split))
+    else:
+        for file in _files(path, split):
+            yield from _from_file(file)
+
+
+def _numbered(name: Any, found: Examples) -> Located:
+    return ((f"{name}: row {number}", row) for number, row in enumerate(found, start=1))
+
+
+def _from_file(path: Path) -> Located:
+    kind = text_files.COLUMNAR.get(path.suffix)
+    if kind is None:
+        yield from text_files.read(path)
+        return
+    try:
+        yield from _numbered(path, load_dataset(kind, data_files=str(path), split="train", streaming=True))
+    except ArrowException as error:
+        raise UserError(
+            f"{path}: cannot be read as {kind} ({first_line(error)}); was it copied whole? Write it again."
+        ) from error
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    """Return a folder's files for a split: all of them, unless their names tell splits apart as on the Hub."""
+    try:
+        found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    except EmptyDatasetError:
+        found = {}
+    chosen = [Path(file) for file in found.get(split, ()) if Path(file).suffix in text_files.SUFFIXES]
+    if not chosen:
+        kinds = ", ".join(text_files.SUFFIXES)
+        others = f"; it has {', '.join(map(str, found))}" if found and split not in found else ""
+        raise UserError(f"{folder}: no file of the split {split!r} in this folder ({kinds}){others}.")
+    return chosen
+
+
+def _from_disk(folder: Path, split: str) -> Dataset:
+    saved = load_from_disk(folder)
+    if not isinstance(saved, DatasetDict):
+        return saved
+    if split not in saved:
+        raise UserError(f"data.split={split}: {folder} has the splits {', '.join(saved)}.")
+    return saved[split]
+
+
+def _from_hub(name: str, split: str, streaming: bool) -> Examples:
+    try:
+        return load_dataset(name, split=split, streaming=streaming)
+    except (OSError, ValueError) as error:
+        reason = first_line(error)
+        if "gated" in reason:
+            fix = f"Ask for access on huggingface.co/datasets/{name}, then set HF_TOKEN, or run `hf auth login`."
+        elif isinstance(error, ConnectionError):
+            fix = "Without a network: copy the dataset here, and give its folder or files as data.path."
+        else:
+            fix = "Check the name and data.split, or give a local file or folder as data.path."
+        raise UserError(f"data.path={name}: cannot load: {reason}\n{fix}") from error
+
+
+def _version(name: str, split: str) -> tuple[Any, ...]:
+    """Return what changes whenever a source's examples may have."""
+    path = Path(name)
+    if not path.exists():  # the cache's files are named by the commit they came from
+        return tuple(file["filename"] for file in _from_hub(name, split, streaming=False).cache_files)
+    within = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in within if file.is_file())
+
+
+def mix(sources: Sequence[Source], shares: Sequence[float] | None, seed: int) -> Examples:
+    """Return one dataset: every example of each source once, or drawn by `shares` until every source has been read.
+
+    Shares repeat the sources that would run out, so that the proportions hold from the first example to the last.
+    """
+    found = [source.examples for source in sources]
+    if shares is None or len(found) == 1:
+        return concatenate_datasets(found)
+    return interleave_datasets(found, list(shares), seed, stopping_strategy="all_exhausted")
+
+
+def split(sources: Sequence[Source], share: float, seed: int) -> tuple[list[Source], list[Source]]:
+    """Return (training, held out): a seeded `share` of all examples is held out, equal ones on the same side.
+
+    Examples are ranked by a seeded hash of their content, so one nearly always keeps its side when others are added or
+    reordered.
+
+    Raises:
+        UserError: nothing is left of a source to train on.
+    """
+    ranks = [_ranks(source.examples, seed) for source in sources]
+    every = np.sort(np.concatenate(ranks))
+    bound = every[max(1, round(share * len(every))) - 1]
+    training = [_keep(source, rank > bound) for source, rank in zip(sources, ranks, strict=True)]
+    held_out = [_keep(source, rank <= bound) for source, rank in zip(sources, ranks, strict=True)]
+    for source, left in zip(sources, training, strict=True):
+        if not len(left.examples):
+            raise UserError(
+                f"data.validation_share={share}: leaves nothing of {source.name} ({len(source.examples)} examples) to "
+                "train on; lower it, or name a file in data.validation."
+            )
+    return training, [source for source in held_out if len(source.examples)]
+
+
+def _ranks(found: Dataset, seed: int) -> np.ndarray:
+    ranked = found.map(
+        _rank, fn_kwargs={"seed": seed}, remove_columns=found.column_names, features=Features({"rank": Value("int64")})
+    )
+    return np.asarray(ranked["rank"])
+
+
+def _rank(row: dict[str, Any], seed: int) -> dict[str, int]:
+    said = json.dumps([seed, dict(row)], sort_keys=True).encode()
+    return {"rank": int.from_bytes(hashlib.blake2b(said, digest_size=7).digest())}
+
+
+def _keep(source: Source, which: np.ndarray) -> Source:
+    return replace(source, examples=source.examples.select(np.flatnonzero(which)))

@@ -1,0 +1,34 @@
+"""A dataset that is read while training: endless, in another order each time round."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from datasets import IterableDataset
+from torch.utils.data import IterableDataset as TorchIterableDataset
+
+from ...spec.errors import UserError
+
+
+class Stream(TorchIterableDataset):
+    """Sequences without end, in another order each time round.
+
+    Every rank reads all of them and accelerate gives it its own batches, so that all ranks get as many. If accelerate
+    saw a dataset of `datasets`, it would give whole files to the ranks: some would be through theirs before others.
+    """
+
+    def __init__(self, sequences: IterableDataset, if_empty: str) -> None:
+        """`if_empty` is what to tell the user if there are no sequences."""
+        self.sequences = sequences
+        self.if_empty = if_empty
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield sequences as `tokenize.tokenized` has them."""
+        found, epoch = True, 0
+        while found:
+            found = False
+            self.sequences.set_epoch(epoch)
+            for sequence in self.sequences:
+                found = True
+                yield sequence
+            epoch += 1
+        raise UserError(self.if_empty)

@@ -1,0 +1,118 @@
+"""Read examples from local text files, each with its place: JSON Lines, JSON arrays, CSV.
+
+Standard library only, so that the launcher can check a file before a process is started. The ranks read with the same
+functions, and not with the loaders of `datasets`, which turn strings that look like dates into dates, and digits into
+numbers.
+"""
+
+import codecs
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...spec.errors import UserError
+from ...spec.recipe import Data, names
+
+COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
+"""Files that pyarrow reads; everything else is text."""
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+SUFFIXES = (".jsonl", ".ndjson", ".json", *SEPARATORS, *COLUMNAR)
+"""Which files of a folder hold examples."""
+
+
+def weights(data: Data) -> list[float] | None:
+    """Return the shares in which the sources are mixed, adding up to one; None: every example of each once.
+
+    Raises:
+        UserError: not a number above zero for every source.
+    """
+    if data.weights is None:
+        return None
+    sources = names(data.path)
+    try:
+        values = [float(weight) for weight in data.weights.split(",")]
+    except ValueError:
+        values = []
+    if len(values) != len(sources) or not all(0 < value < float("inf") for value in values):
+        raise UserError(
+            f"data.weights={data.weights}: data.path names {len(sources)} sources, so {len(sources)} numbers above 0 "
+            "are expected, with commas (3,1)."
+        )
+    return [value / sum(values) for value in values]
+
+
+def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, example) for every example of a text file.
+
+    Raises:
+        UserError: not UTF-8, not JSON, not an object, or not a table, with the line.
+    """
+    if path.suffix in SEPARATORS:
+        return _table(path, SEPARATORS[path.suffix])
+    if path.suffix == ".json" and _is_array(path):
+        return _array(path)
+    return _json_lines(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}:{number}"
+            try:
+                yield where, (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, line in _lines(path):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                reason = getattr(error, "msg", "nested too deeply")
+                raise UserError(f"{where}: not JSON ({reason}); one JSON object per line is expected.") from None
+            yield where, _object(where, row)
+
+
+def _array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    text = "".join(line for _, line in _lines(path))
+    try:
+        rows = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        line, reason = getattr(error, "lineno", 1), getattr(error, "msg", "nested too deeply")
+        raise UserError(f"{path}:{line}: not JSON ({reason}); an array of objects is expected.") from None
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}: row {number}", _object(f"{path}: row {number}", row)
+
+
+def _is_array(path: Path) -> bool:
+    with path.open("rb") as start:
+        return start.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _object(where: str, row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: a {type(row).__name__}, not a JSON object.")
+    return row
+
+
+def _table(path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB per cell, is shorter than documents are
+    rows = csv.DictReader((line for _, line in _lines(path)), delimiter=separator, strict=True)
+    try:
+        for row in rows:
+            where = f"{path}:{rows.line_num}"
+            if None in row or None in row.values():
+                raise UserError(
+                    f"{where}: not as many cells as the header has columns ({len(rows.fieldnames or [])}); quote cells "
+                    "that hold the separator or a line break."
+                )
+            yield where, row
+    except csv.Error as error:
+        raise UserError(
+            f'{path}:{rows.line_num + 1}: not a table ({error}); quote with " and double it inside.'
+        ) from None

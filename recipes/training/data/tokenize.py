@@ -1,0 +1,168 @@
+"""From examples to sequences of tokens with labels: chat templates, loss masks, packing."""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, Features, IterableDataset, List, Value
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from trl import pack_dataset
+
+from ...spec.errors import UserError
+from ...spec.recipe import Recipe
+from . import chat_templates, sources
+from .collate import IGNORED
+from .report import Pieces, Report, histogram, pieces
+from .stream import Stream
+
+TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+SHUFFLED = 1000
+"""How many examples of a stream are held to draw the next one from."""
+
+
+def prepare(path: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Report]:
+    """Read what `path` names, every example once, and return `tokenized` of it."""
+    return tokenized(sources.mix(sources.read(path, recipe), None, recipe.seed), recipe, tokenizer)
+
+
+def tokenized(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Report]:
+    """Return sequences with `input_ids`, `labels` and `seq_lengths`, ready for `Collator`.
+
+    The first token of every document has no label, so no document is asked to predict the next one's start.
+
+    Raises:
+        UserError: the tokenizer cannot mark the assistant's tokens, or nothing is left to train on.
+    """
+    documents = _tokens(raw, recipe, tokenizer)
+    kept = documents.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
+    lengths = _lengths(documents)
+    dropped = int((lengths > recipe.sequence_length).sum())
+    if not len(kept):
+        raise UserError(_nothing_left(recipe, len(raw), dropped))
+    packed = pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone)
+    return packed, Report(
+        examples=len(raw),
+        dropped=dropped,
+        unlearnable=len(documents) - len(kept) - dropped,
+        extra_pieces=len(documents) - len(raw),
+        sequences=len(packed),
+        tokens=int(_lengths(kept).sum()),
+        loss_tokens=_learned(kept),
+        lengths=histogram(_lengths(kept)),
+    )
+
+
+def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Stream:
+    """Return what `tokenized` does, for examples that are read while training."""
+    shuffled = raw.shuffle(recipe.seed, buffer_size=SHUFFLED)
+    kept = _tokens(shuffled, recipe, tokenizer).filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
+    return Stream(
+        pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone),
+        _nothing_left(recipe, None, 0),
+    )
+
+
+def first_documents(
+    sequences: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, most: int = 2
+) -> list[Pieces]:
+    """Return the first documents of `tokenized` or `stream` as text, divided where the loss begins and ends."""
+    found: list[Pieces] = []
+    for sequence in islice(sequences, most):
+        ends = np.cumsum(sequence["seq_lengths"])
+        for start, end in zip([0, *ends], ends, strict=False):
+            learned = [label != IGNORED for label in sequence["labels"][start:end]]
+            found.append(pieces(sequence["input_ids"][start:end], learned, tokenizer))
+    return found[:most]
+
+
+def first_pair(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
+    """Return the first preference pair as text: the prompt with either answer, which is what is compared."""
+    pair = pairs[0]
+    prompt = tokenizer.apply_chat_template(pair["prompt"], pair["tools"], add_generation_prompt=True, return_dict=True)
+    found = []
+    for answer in ("chosen", "rejected"):
+        tokens = tokenizer.apply_chat_template(pair["prompt"] + pair[answer], pair["tools"], return_dict=True)
+        learned = [index >= len(prompt["input_ids"]) for index in range(len(tokens["input_ids"]))]
+        found.append([(f"({answer}) ", False), *pieces(tokens["input_ids"], learned, tokenizer)])
+    return found
+
+
+def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:
+    tokenize = _texts(recipe, tokenizer) if recipe.method == "pretrain" else _conversation(recipe, tokenizer)
+    progress = {"desc": "tokenizing"} if isinstance(raw, Dataset) else {}
+    batched = recipe.method == "pretrain"
+    return raw.map(tokenize, batched=batched, remove_columns=raw.column_names, features=TOKENS, **progress)
+
+
+def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    template, mark = chat_templates.marker(recipe, tokenizer)
+    with_tools = chat_templates.renders_tools(tokenizer, template)
+
+    def tokenize(example: dict[str, Any]) -> dict[str, Any]:
+        turns, tools, given = example["messages"], example["tools"], example["given"]
+        if not with_tools and (tools or any("tool_calls" in turn for turn in turns)):
+            raise UserError(
+                f"model.path={recipe.model.path}: its chat template drops tool calls, and the data has some; "
+                "choose another model, or model.chat_template=chatml."
+            )
+        try:
+            tokens, assistant = mark(turns, tools)
+            before = (
+                tokenizer.apply_chat_template(turns[:given], tools, chat_template=template, return_dict=False)
+                if given
+                else [0]
+            )
+        except (TemplateError, TypeError, UserError) as error:
+            raise UserError(
+                f"data.path: the model's chat template cannot be trained on a conversation: {error}.\n"
+                f"It begins: {str(turns)[:200]}"
+            ) from error
+        pairs = zip(tokens, assistant, strict=True)
+        labels = [token if said and at >= len(before) else IGNORED for at, (token, said) in enumerate(pairs)]
+        return {"input_ids": tokens, "labels": labels}
+
+    return tokenize
+
+
+def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    length = recipe.sequence_length
+
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        cut: dict[str, list[Any]] = {"input_ids": [], "labels": []}
+        for tokens in tokenizer(batch["text"])["input_ids"]:
+            tokens = [*tokens, tokenizer.eos_token_id]
+            for start in range(0, len(tokens), length):
+                piece = tokens[start : start + length]
+                cut["input_ids"].append(piece)
+                cut["labels"].append([IGNORED, *piece[1:]])
+        return cut
+
+    return tokenize
+
+
+def _fits(document: dict[str, Any], longest: int) -> bool:
+    return len(document["input_ids"]) <= longest and any(label != IGNORED for label in document["labels"])
+
+
+def _alone(document: dict[str, Any]) -> dict[str, Any]:
+    return {"seq_lengths": [len(document["input_ids"])]}
+
+
+def _lengths(documents: Dataset) -> np.ndarray:
+    columns = (batch["input_ids"] for batch in documents.with_format("arrow").iter(1000))
+    return np.concatenate([pc.list_value_length(column).to_numpy() for column in columns])
+
+
+def _learned(documents: Dataset) -> int:
+    columns = (pc.list_flatten(batch["labels"]) for batch in documents.with_format("arrow").iter(1000))
+    return sum(pc.sum(pc.not_equal(column, IGNORED)).as_py() for column in columns)
+
+
+def _nothing_left(recipe: Recipe, examples: int | None, dropped: int) -> str:
+    every = "every example is" if examples is None else f"all {examples} examples are"
+    if examples is not None and not dropped:
+        return f"data.path: {every} without a token in the loss; are the answers empty?"
+    return f"data.path: {every} longer than sequence_length={recipe.sequence_length}; raise it."

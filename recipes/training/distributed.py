@@ -1,0 +1,67 @@
+"""The ranks of a run: started first of all, because ZeRO-3 shards the model while it is being loaded."""
+
+import contextlib
+import io
+import os
+import sys
+from datetime import timedelta
+
+import datasets
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+
+from ..spec import layout as layouts
+from ..spec.recipe import Layout
+from . import upstream
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""DeepSpeed's own default of 10 minutes is shorter than a large checkpoint or a first tokenisation takes."""
+
+
+def start() -> None:
+    """Join the other ranks (NCCL on GPUs, gloo on CPU) and claim this rank's device."""
+    if on_gpu():
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed announces its shared-memory op on every rank
+        deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT, verbose=False)
+    upstream.release_shared_memory()
+    if not is_first() or not sys.stdout.isatty():
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+
+
+def stop() -> None:
+    """Leave the process group, so that no rank is left waiting at exit."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def on_gpu() -> bool:
+    """Return whether this run computes on GPUs."""
+    return get_accelerator().device_name() != "cpu"
+
+
+def device() -> torch.device:
+    """Return this rank's device."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def is_first() -> bool:
+    """Return whether this is rank 0, which alone prints and writes."""
+    return dist.get_rank() == 0
+
+
+def place(layout: Layout) -> layouts.RankPosition:
+    """Return this rank's position in the layout."""
+    return layouts.rank_position(layout, dist.get_rank(), dist.get_world_size())
+
+
+def total(*values: float) -> list[float]:
+    """Return the sums of `values` over all ranks (a collective: every rank must call it)."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(tensor)
+    return tensor.tolist()

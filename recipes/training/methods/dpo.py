@@ -1,0 +1,45 @@
+"""Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), by TRL's DPOTrainer."""
+
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl import DPOConfig, DPOTrainer
+
+from ...spec.recipe import Recipe
+from ..console import say
+from ..data import load, tokenize
+from ..parallel import scores
+from ..trainer import RunContext, RunHooks
+
+
+class RunDPOTrainer(RunHooks, DPOTrainer):
+    """TRL's trainer with the run's hooks."""
+
+
+def arguments(common: dict[str, Any], recipe: Recipe) -> DPOConfig:
+    """Return TRL's arguments."""
+    return DPOConfig(**common, beta=recipe.dpo.beta, max_length=recipe.sequence_length)
+
+
+def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
+    """Return pairs as read; TRL's trainer tokenizes them."""
+    pairs, held_out = load.read_examples(recipe)
+    say(f"training: {len(pairs)} pairs")
+    load.show(tokenize.first_pair(pairs, tokenizer))
+    sample = tokenizer.apply_chat_template(pairs[0]["prompt"], return_dict=True)["input_ids"]
+    return load.Datasets(pairs, held_out, None, sample)
+
+
+def trainer(
+    context: RunContext, model: Any, arguments: DPOConfig, dataset: Any, tokenizer: PreTrainedTokenizerBase
+) -> RunDPOTrainer:
+    """Return TRL's DPOTrainer with the run's hooks."""
+    return RunDPOTrainer(context, model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer)
+
+
+def metric(trainer: RunDPOTrainer, examples: Dataset) -> float:
+    """Return the share of pairs whose chosen answer the model finds likelier than the rejected one."""
+    recipe = trainer.context.recipe
+    pairs, batch_size = list(examples), recipe.micro_batch_size
+    return scores.preference_accuracy(trainer.model, trainer.processing_class, pairs, batch_size, recipe.layout)

@@ -1,0 +1,68 @@
+"""Supervised fine-tuning: the loss on the assistant's tokens of conversations.
+
+By transformers' own Trainer on sequences that `data` has packed and masked. TRL's SFTTrainer computes entropy and
+accuracy and gathers them over all ranks at every step, which costs more than it tells.
+"""
+
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+from trl.models.utils import unwrap_model_for_generation
+
+from ...spec.recipe import Recipe
+from ..data.collate import Collator
+from ..data.load import Datasets, tokenized_datasets
+from ..model.attention import needs_boundaries
+from ..parallel import scores
+from ..parallel.sequence import PartCollator
+from ..trainer import RunContext, RunTrainer
+
+GATHER_LIMIT = 2**30
+"""Bytes of weights up to which ZeRO-3's shards are gathered once for generating, and not once per layer and token."""
+
+
+def arguments(common: dict[str, Any], recipe: Recipe) -> TrainingArguments:
+    """Return the Trainer's arguments."""
+    return TrainingArguments(**common)
+
+
+def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
+    """Return sequences of tokens with labels."""
+    return tokenized_datasets(recipe, tokenizer)
+
+
+def trainer(
+    context: RunContext, model: Any, arguments: TrainingArguments, dataset: Any, tokenizer: PreTrainedTokenizerBase
+) -> RunTrainer:
+    """Return transformers' Trainer with the run's hooks."""
+    boundaries, layout = needs_boundaries(model), context.recipe.layout
+    if layout.sequence > 1:
+        collator: Collator | PartCollator = PartCollator(tokenizer.pad_token_id, layout, boundaries)
+    else:
+        collator = Collator(tokenizer.pad_token_id, boundaries=boundaries)
+    return RunTrainer(
+        context,
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        data_collator=collator,
+    )
+
+
+def metric(trainer: RunTrainer, examples: Dataset) -> float:
+    """Return the share of conversations whose last turn greedy decoding reproduces."""
+    recipe, model = trainer.context.recipe, trainer.model
+    weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())
+    gather = weights <= GATHER_LIMIT
+    engine, accelerator = trainer.deepspeed, trainer.accelerator
+    with unwrap_model_for_generation(engine, accelerator, gather_deepspeed3_params=gather) as whole:
+        return scores.exact_match(
+            whole,
+            trainer.processing_class,
+            examples["messages"],
+            recipe.data.max_new_tokens,
+            synced_gpus=not gather and trainer.context.file.stage == 3,
+            layout=recipe.layout,
+        )

@@ -1,0 +1,1 @@
+"""The model: loaded, adapted, and made leaner or faster."""

@@ -1,0 +1,63 @@
+"""LoRA, QLoRA and DoRA: what is frozen, in which form, and what is trained beside it."""
+
+import math
+import zlib
+
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from ...spec.errors import UserError
+from ...spec.peft_options import lora_options
+from ...spec.recipe import Lora
+
+
+def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Return 4-bit quantisation as QLoRA has it (arXiv:2305.14314): NF4, and its scales quantised once more.
+
+    The packed bytes are stored as the training dtype: DeepSpeed casts every floating parameter to that dtype, which
+    would convert bytes stored as another one as if they were numbers.
+    """
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
+
+
+def add(model: PreTrainedModel, lora: Lora, seed: int = 0) -> PeftModel:
+    """Return the model with adapters in the model's dtype; everything else is frozen.
+
+    Raises:
+        UserError: the targets are not in this model, or cannot be adapted in this way.
+    """
+    try:
+        adapted = get_peft_model(model, LoraConfig(**lora_options(lora)), autocast_adapter_dtype=False)
+    except ValueError as error:
+        targets = f"lora.target_modules={lora.target_modules}"
+        if lora.target_parameters:
+            targets += f" lora.target_parameters={lora.target_parameters}"
+        raise UserError(f"{targets}: {str(error).partition('. ')[0]}.") from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype)
+    _start_by_name(adapted, seed)
+    return adapted
+
+
+def _start_by_name(adapted: PeftModel, seed: int) -> None:
+    """Give each adapter the random values that follow from its name and the seed.
+
+    PEFT draws them one after the other, so that a stage of a pipeline, which has other layers, would have others.
+    """
+    for name, parameter in adapted.named_parameters():
+        if "lora_A" in name and not parameter.is_meta:
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            with GatheredParameters([parameter] if hasattr(parameter, "ds_id") else [], modifier_rank=0):
+                drawn = torch.empty(parameter.shape)
+                if drawn.numel():  # under ZeRO-3 the others only take part
+                    torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)  # as PEFT does
+                parameter.data.copy_(drawn)

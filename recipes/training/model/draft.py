@@ -1,0 +1,115 @@
+"""A draft: a recipe's model shrunken and randomly initialised, of the same class and with the same kinds of layers."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ...spec.project import SAMPLES
+from ...spec.recipe import Draft, Recipe
+from .draft_shape import EXPERTS, HEADS, key_value_heads
+
+TINY_MODEL = SAMPLES / "tiny_model"
+"""The model that ships with the project; drafts borrow its tokenizer."""
+
+ACTIVE_EXPERTS = 2
+WINDOW = 32
+"""Widest sliding window in tokens, so that a draft's short sequences are longer than it."""
+
+
+def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
+    """Write the draft as a Hugging Face folder, so that everything after it is what the real model goes through."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    config = shrink(AutoConfig.for_model(**recipe.model.config), recipe.draft, tokenizer)
+    torch.manual_seed(recipe.seed)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Return the architecture's configuration with the draft's layers and width.
+
+    Widths keep their ratio to the hidden size, rounded up to a multiple of 16, and every kind of layer of the original
+    is there as long as there are layers enough: sliding and full attention, linear attention, dense and expert.
+    """
+    values = {name: value for name, value in config.to_dict().items() if name not in _DERIVED}
+    real = config.attribute_map
+    sizes = _sizes(config, draft)
+    values |= {real.get(name, name): size for name, size in sizes.items() if values.get(real.get(name, name))}
+    values |= _layers(values, config.num_hidden_layers, draft.layers)
+    if values.get("rope_parameters"):
+        values["rope_parameters"] = _rope(values["rope_parameters"], sizes["head_dim"])
+    values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    values["vocab_size"] = len(tokenizer)
+    # Narrower layers need larger weights for outputs of the same size.
+    values["initializer_range"] *= math.sqrt(config.hidden_size / draft.hidden_size)
+    return type(config)(**values)
+
+
+_DERIVED = ("qk_head_dim", "transformers_version", "architectures")
+"""What a configuration computes from the rest."""
+
+
+def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
+    """Return every size by its usual name; a configuration takes those that it has."""
+
+    def scaled(name: str) -> int:
+        width = (getattr(config, name, None) or 0) * draft.hidden_size / config.hidden_size
+        return -int(-width // 16) * 16
+
+    head = draft.hidden_size // HEADS
+    shared = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    latent = getattr(config, "kv_lora_rank", None)  # DeepSeek's attention: the rotary part of a head is a half of it
+    return {
+        "hidden_size": draft.hidden_size,
+        "num_hidden_layers": draft.layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": key_value_heads(config.num_attention_heads, shared),
+        "head_dim": head // 2 if latent else head,
+        "query_pre_attn_scalar": head,
+        "intermediate_size": scaled("intermediate_size"),
+        "moe_intermediate_size": scaled("moe_intermediate_size"),
+        "shared_expert_intermediate_size": scaled("shared_expert_intermediate_size"),
+        "num_local_experts": EXPERTS,
+        "num_experts": EXPERTS,
+        "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": ACTIVE_EXPERTS,
+        "n_group": min(2, getattr(config, "n_group", None) or 2),
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": head * 2,
+        "kv_lora_rank": head * 2,
+        "qk_nope_head_dim": head,
+        "qk_rope_head_dim": head // 2,
+        "v_head_dim": head,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": HEADS,
+        "linear_key_head_dim": head,
+        "linear_value_head_dim": head,
+        "sliding_window": WINDOW,
+    }
+
+
+def _layers(values: Mapping[str, Any], before: int, layers: int) -> dict[str, list[Any]]:
+    """Return what a configuration lists layer by layer, for a choice of layers that has every kind."""
+    listed = [name for name, value in values.items() if isinstance(value, list) and len(value) == before]
+    kinds = [tuple(values[name][index] for name in listed) for index in range(before)]
+    first_of_kind = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+    others = [index for index in range(before) if index not in first_of_kind]
+    chosen = sorted((first_of_kind + others * layers)[:layers])
+    return {name: [values[name][index] for index in chosen] for name in listed}
+
+
+def _rope(rope: Mapping[str, Any], head: int) -> dict[str, Any]:
+    """Return rotary parameters whose lists fit a head of this width: LongRoPE's factors, M-RoPE's sections."""
+    fitted = dict(rope)
+    pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if name in fitted:
+            fitted[name] = fitted[name][:pairs]
+    if "mrope_section" in fitted:
+        fitted["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    return fitted

@@ -1,0 +1,14 @@
+"""How many heads and experts a draft's model has. Standard library only, so that the launcher can check layouts."""
+
+HEADS = 4
+"""Attention heads of a draft; as many query heads share a key/value head as in the original."""
+EXPERTS = 4
+"""Experts of a draft's mixture."""
+
+
+def key_value_heads(heads: int, shared: int) -> int:
+    """Return a draft's number of key/value heads: the original's ratio to its `heads`, but two if it has two or more.
+
+    With a single one, tensor parallelism could not be tried on a draft.
+    """
+    return min(shared, max(2, HEADS * shared // heads))

@@ -1,0 +1,42 @@
+"""Fused and compiled layers, where a recipe asks for them."""
+
+import importlib.util
+
+from transformers import PreTrainedModel
+from transformers.integrations.liger import apply_liger_kernel
+
+from ...spec.deepspeed_file import DeepSpeedFile
+from ...spec.errors import UserError
+from ...spec.recipe import Recipe
+
+
+def fuse(model: PreTrainedModel) -> None:
+    """Replace norms, rotary embeddings and gated feed-forward layers with Liger's kernels; the loss stays as it is.
+
+    Raises:
+        UserError: Liger is not installed.
+    """
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise UserError("liger_kernel=true: it is not installed; pip install liger-kernel, or leave it out.")
+    # The loss is `tiled_loss`, which honours every family's scales and soft caps, and ZeRO-3.
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+
+
+def check(recipe: Recipe, file: DeepSpeedFile) -> None:
+    """Refuse compiled layers under ZeRO-3, which would break every layer's graph at every weight.
+
+    Raises:
+        UserError: names the file and the fix.
+    """
+    if recipe.compile == "regional" and file.stage == 3:
+        raise UserError(
+            f"compile=regional: {file.name} is ZeRO-3, which fetches weights between kernels; use zero2.json, or leave "
+            "compile out."
+        )
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each repeated layer of `model`, in place; compiling begins with the first step."""
+    for module in model.modules():
+        if type(module).__name__ in (model._no_split_modules or ()):
+            module.compile()

@@ -1,0 +1,121 @@
+"""Load the model that a recipe names, with its adapters; or a draft of it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mxfp4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ...spec.errors import UserError, first_line
+from ...spec.loss_tiles import tiles_loss
+from ...spec.recipe import Recipe
+from .. import upstream
+from . import adapters, attention, kernels, tiling
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_config(recipe: Recipe) -> PreTrainedConfig:
+    """Return the model's configuration.
+
+    Raises:
+        UserError: the folder or Hub id has none.
+    """
+    try:
+        return AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(cannot_load("configuration", recipe, error)) from error
+
+
+def load_model(recipe: Recipe, kind: Any = AutoModelForCausalLM) -> PreTrainedModel | PeftModel:
+    """Return the model in the recipe's precision, with adapters where the recipe has them.
+
+    Call it after the training arguments exist: under ZeRO-3 every parameter is then sharded as it is read,
+    and no rank ever holds the whole model.
+
+    Args:
+        recipe: says which model.
+        kind: the class to load it as; a pipeline's stages have their own.
+
+    Raises:
+        UserError: the weights are missing, or exist only as pickles.
+    """
+    model = _pretrained(recipe, kind)
+    upstream.restore_rotary_frequencies(model)
+    # With a key/value cache transformers does not look for packed documents, and they would attend to each other.
+    model.config.use_cache = False
+    attention.switch_by_batch(model)
+    config = model.config.get_text_config()
+    if tiles_loss(recipe, config.vocab_size):
+        tiling.tile_loss(model)
+    if recipe.tiled_mlp:
+        tiling.tile_feed_forward(model, tiling.tiles(recipe, config.hidden_size))
+    elif recipe.gradient_checkpointing == "selective":
+        tiling.recompute_feed_forward(model)
+    if recipe.liger_kernel:
+        kernels.fuse(model)
+    if recipe.compile == "regional":
+        kernels.compile_layers(model)
+    if recipe.lora is None:
+        return model
+    upstream.keep_4bit_layout(model)
+    if recipe.gradient_checkpointing is True:
+        model.enable_input_require_grads()
+    return adapters.add(model, recipe.lora, recipe.seed)
+
+
+def _pretrained(recipe: Recipe, kind: Any) -> PreTrainedModel:
+    dtype = DTYPES[recipe.precision]
+    try:
+        return kind.from_pretrained(
+            recipe.model.path,
+            dtype=dtype,
+            quantization_config=quantization(recipe, load_config(recipe)),
+            attn_implementation=attention.loadable(recipe.model.attention),
+            trust_remote_code=recipe.model.trust_remote_code,
+            use_safetensors=True,  # a pickle from a stranger can run code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(cannot_load("model", recipe, error)) from error
+
+
+def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfigMixin | None:
+    """Return how weights are quantised on loading: to 4 bits for `nf4`; GPT-OSS's MXFP4 back to what can be trained.
+
+    transformers dequantises MXFP4 by itself only where its kernels are not installed.
+    """
+    if recipe.model.quantization == "nf4":
+        return adapters.nf4(DTYPES[recipe.precision])
+    stored = getattr(config, "quantization_config", None) or {}
+    return Mxfp4Config(dequantize=True) if stored.get("quant_method") == "mxfp4" else None
+
+
+def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
+    """Return why the model's folder or Hub id cannot be loaded, in a line with the fix."""
+    reason = first_line(error)
+    folder = Path(recipe.model.path)
+    if folder.is_dir() and not list(folder.glob("*.safetensors")):
+        reason = (
+            "the folder holds no .safetensors file; pickled weights (.bin, .pt) are not loaded, since they can run code"
+        )
+    if "trust_remote_code" in str(error):
+        reason = "it brings its own Python code; read that code, then add model.trust_remote_code=true"
+    if "gated" in str(error):
+        reason = "its licence must be accepted on the Hub first; then set HF_TOKEN, or log in with `hf auth login`"
+    elif "internet connection" in str(error) or "couldn't connect" in str(error).lower() or "offline" in reason:
+        reason = "no network, and not in the cache; download it elsewhere and give its folder as model.path=FOLDER"
+    return f"model.path={recipe.model.path}: cannot load the {what}: {reason}"
+
+
+def parameter_counts(model: PreTrainedModel | PeftModel) -> tuple[int, int]:
+    """Return (all, trainable) parameters, counted whole where ZeRO-3 has sharded them."""
+    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, _ in counts), sum(n for n, trains in counts if trains)

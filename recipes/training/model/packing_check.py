@@ -1,0 +1,92 @@
+"""Whether a model's code keeps packed documents apart: checked on a shrunken model, not looked up by name."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ...spec.errors import UserError
+from ...spec.recipe import Draft, Recipe
+from . import attention
+from .draft import WINDOW, shrink
+from .load import load_config
+
+LENGTHS = (WINDOW + 8, 24)
+"""The probe's documents in tokens; the first is longer than a draft's sliding window."""
+LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""A difference of logits that rounding does not explain, as a share of the largest logit. Seen in fp32 on drafts of
+every size in `recipes/`: at most 2e-6 where documents are kept apart, at least 2e-1 where they see each other."""
+
+
+def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, on_gpu: bool = False) -> str:
+    """Return the attention that the run computes with: the first of the candidates with which packing is right.
+
+    Takes about a second, before the ranks load anything.
+
+    Raises:
+        UserError: packed documents would attend to each other, or it cannot be checked.
+    """
+    config = load_config(recipe).get_text_config()
+    names = attention.candidates(recipe, config, on_gpu)
+    if not recipe.packing or recipe.method == "dpo":  # preference pairs are never packed
+        return names[0]
+    for name in names:
+        try:
+            if keeps_documents_apart(config, tokenizer, name):
+                return name
+        except Exception as error:  # a model's own code may raise anything
+            if name == names[-1]:
+                raise UserError(
+                    f"packing=true: cannot be checked on a shrunken {config.model_type}: {error}\nAdd packing=false."
+                ) from error
+    raise UserError(
+        f"packing=true: in {config.model_type} with model.attention={names[-1]} the documents of a packed sequence "
+        "attend to each other; add packing=false."
+    )
+
+
+def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Return whether documents that share a sequence, told apart by their position ids, get the logits of each alone.
+
+    Args:
+        config: of the real model; a draft of its class is made from it, with every kind of layer that it has.
+        tokenizer: for the size of the vocabulary.
+        name: the implementation to try, as `from_pretrained(attn_implementation=...)` names it.
+    """
+    dtype = probed_in(name)
+    return leak(draft_of(config, tokenizer, name, dtype)) < LEAK[dtype]
+
+
+def probed_in(name: str) -> torch.dtype:
+    """Return the type in which an implementation is tried out: kernels for GPUs in half precision, there."""
+    only_there = name.startswith("flash") or (name not in ("auto", "sdpa", "eager") and torch.cuda.is_available())
+    return torch.bfloat16 if only_there else torch.float32
+
+
+def draft_of(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str, dtype: torch.dtype
+) -> torch.nn.Module:
+    """Return a random draft, without a key/value cache."""
+    small = shrink(config, Draft(layers=4), tokenizer)
+    small.use_cache = False
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(small, attn_implementation=attention.loadable(name), dtype=dtype)
+    attention.switch_by_batch(model)
+    return model.to("cuda" if dtype == torch.bfloat16 else "cpu").eval()
+
+
+@torch.no_grad()
+def leak(model: torch.nn.Module) -> float:
+    """Return how far the logits of packed documents are from those of each alone, as a share of the largest."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(5, model.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    device = model.device
+    inputs: dict[str, Any] = {"input_ids": torch.cat(documents)[None], "position_ids": positions[None]}
+    if attention.needs_boundaries(model):
+        inputs |= attention.document_boundaries([LENGTHS], sum(LENGTHS))
+    inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+    packed = model(**inputs).logits[0]
+    alone = torch.cat([model(input_ids=document[None].to(device)).logits[0] for document in documents])
+    return ((packed - alone).abs().max() / alone.abs().max()).item()

@@ -1,0 +1,78 @@
+"""Expert parallelism (DeepSpeed's AutoEP): each rank holds some of a mixture's experts."""
+
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.utils import groups
+from transformers import PreTrainedModel
+
+from .. import distributed
+
+
+def layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
+    """Return AutoEP's layers by their names; none without expert parallelism."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
+
+
+def whole_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the state of the ordinary Hugging Face model on rank 0, and nothing on the others; a collective.
+
+    Weight by weight, and on the CPU: no rank's device ever holds more than one layer's experts. AutoEP's `w1` and `w3`,
+    [local experts, feed-forward, hidden], are the gate's and the up projection, which transformers holds as one,
+    [experts, 2 x feed-forward, hidden]; `w2` is the down projection.
+    """
+    spread = layers(model)
+    state: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        layer = next((layer for layer in spread if name.startswith(f"{layer}.")), None)
+        if layer is None or name.startswith(f"{layer}.shared_experts"):
+            _keep(state, name, _unsharded(value))
+    for name, layer in spread.items():
+        weights = (layer.experts.w1, layer.experts.w2, layer.experts.w3)
+        gate, down, up = (_gather(weight, layer.ep_group_name) for weight in weights)
+        _keep(state, f"{name}.experts.gate_up_proj", torch.cat([gate, up], dim=1))
+        _keep(state, f"{name}.experts.down_proj", down)
+        for key, value in layer.router.state_dict(keep_vars=True).items():
+            _keep(state, f"{name}.gate.{key.removeprefix('gate.')}", _unsharded(value))
+    return state
+
+
+def _keep(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+    if distributed.is_first():
+        state[name] = value.cpu()
+
+
+def _unsharded(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as it is without ZeRO-3."""
+    if not hasattr(weight, "ds_id"):
+        return weight.detach()
+    with GatheredParameters([weight]):
+        return weight.detach().clone()
+
+
+def _gather(weight: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Return all experts in order: rank r of the group holds the r-th equal share of them."""
+    group = groups._get_expert_parallel_group(group_name)
+    own = _unsharded(weight).contiguous()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    return torch.cat(parts)
+
+
+def separate_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module, size: int) -> None:
+    """Move the experts to an optimizer group of their own, marked as DeepSpeed wants it.
+
+    The engine takes over the groups when it replaces the layers. An optimizer that DeepSpeed builds from its own
+    configuration has such groups too, but decays norms and biases like matrices.
+
+    Args:
+        optimizer: the Trainer's, before the engine exists.
+        model: whose parameters it has.
+        size: ranks that the experts of one layer are spread over.
+    """
+    routed = {parameter for name, parameter in model.named_parameters() if ".experts." in name}
+    group, *_ = [one for one in optimizer.param_groups if not routed.isdisjoint(one["params"])]
+    spread = [parameter for parameter in group["params"] if parameter in routed]
+    group["params"] = [parameter for parameter in group["params"] if parameter not in routed]
+    optimizer.add_param_group({**group, "params": spread, "moe": True, "name": f"ep_size_{size}"})

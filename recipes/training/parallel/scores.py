@@ -1,0 +1,128 @@
+"""How good a model is on held-out data: loss per token, answers reproduced exactly, preferences ranked right.
+
+Every function divides the examples over the data-parallel ranks, makes the same number of forward passes on each
+(under ZeRO-3 a forward pass is a collective), and returns the value over all of them.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...spec.layout import data_parallel_size
+from ...spec.recipe import Layout
+from .. import distributed
+from ..data.collate import IGNORED
+from ..model.generate import generate
+
+GENERATION_BATCH = 100
+"""Prompts per `generate` call; the answers are short, so the key/value cache stays small."""
+
+
+def shares(examples: Sequence[Any], batch_size: int, layout: Layout) -> Iterator[tuple[list[Any], int]]:
+    """Yield this rank's batches with the number of examples in each that count.
+
+    Ranks with fewer examples get filler, the first example again, so that all make the same number of passes. Ranks
+    that hold parts of the model's matrices or layers get the same batches, and one counts them; sequence-parallel ranks
+    hold whole models, and get batches of their own.
+    """
+    place, copies = distributed.place(layout), data_parallel_size(layout, dist.get_world_size())
+    rank, ranks = place.data * layout.sequence + place.sequence, copies * layout.sequence
+    mine = list(examples)[rank::ranks]
+    passes = math.ceil(math.ceil(len(examples) / ranks) / batch_size)
+    for index in range(passes):
+        batch = mine[index * batch_size : (index + 1) * batch_size]
+        yield batch or [examples[0]], 0 if place.stage or place.tensor else len(batch)
+
+
+@torch.no_grad()
+def loss_per_token(
+    model: PreTrainedModel,
+    sequences: Sequence[dict[str, Any]],
+    collator: Callable[..., dict[str, Any]],
+    batch_size: int,
+    layout: Layout,
+) -> float:
+    """Return the mean cross-entropy over all labelled tokens, in nats."""
+    loss = tokens = 0.0
+    for batch, count in shares(sequences, batch_size, layout):
+        inputs = to_device(collator(batch))
+        summed = model(**inputs, num_items_in_batch=torch.ones((), device=distributed.device())).loss
+        if count:
+            loss += summed.item()
+            tokens += int((inputs["labels"][:, 1:] != -100).sum())
+    loss, tokens = distributed.total(loss, tokens)
+    return loss / tokens
+
+
+@torch.no_grad()
+def exact_match(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[list[dict[str, str]]],
+    max_new_tokens: int,
+    synced_gpus: bool,
+    layout: Layout,
+) -> float:
+    """Return the share of conversations whose last turn greedy decoding reproduces, but for outer white space."""
+    right = 0.0
+    for batch, count in shares(conversations, GENERATION_BATCH, layout):
+        answers = generate(model, tokenizer, [turns[:-1] for turns in batch], max_new_tokens, synced_gpus)
+        expected = [turns[-1]["content"].strip() for turns in batch]
+        right += sum(a == e for a, e in zip(answers[:count], expected[:count], strict=True))
+    return distributed.total(right)[0] / len(conversations)
+
+
+@torch.no_grad()
+def preference_accuracy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[dict[str, Any]],
+    batch_size: int,
+    layout: Layout,
+) -> float:
+    """Return the share of pairs whose chosen answer the model finds likelier than the rejected one.
+
+    Args:
+        model: as TRL's DPOTrainer has patched it.
+        tokenizer: the model's.
+        pairs: examples with `prompt`, `chosen` and `rejected`.
+        batch_size: pairs per forward pass and rank.
+        layout: which ranks share a copy of the model.
+    """
+    right = 0.0
+    for batch, count in shares(pairs, batch_size, layout):
+        chosen = _log_likelihood(model, tokenizer, batch, "chosen")
+        rejected = _log_likelihood(model, tokenizer, batch, "rejected")
+        right += (chosen > rejected)[:count].sum().item()
+    return distributed.total(right)[0] / len(pairs)
+
+
+def _log_likelihood(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]], answer: str
+) -> torch.Tensor:
+    """Return the log-likelihood of each pair's answer given its prompt, [pairs], in nats."""
+    texts = []
+    for pair in pairs:
+        tools = pair.get("tools")
+        prompt = tokenizer.apply_chat_template(pair["prompt"], tools, add_generation_prompt=True, return_dict=True)
+        whole = tokenizer.apply_chat_template(pair["prompt"] + pair[answer], tools, return_dict=True)
+        texts.append((len(prompt["input_ids"]), whole["input_ids"]))
+    width = max(len(tokens) for _, tokens in texts)
+    inputs = torch.full((len(texts), width), tokenizer.pad_token_id)
+    counted = torch.zeros((len(texts), width), dtype=torch.bool)
+    for index, (start, tokens) in enumerate(texts):
+        inputs[index, : len(tokens)] = torch.as_tensor(tokens)
+        counted[index, start : len(tokens)] = True
+    inputs, labels = inputs.to(distributed.device()), inputs.masked_fill(~counted, IGNORED).to(distributed.device())
+    # The head that TRL's DPOTrainer gave the model: whole logits never exist, and ZeRO-3 sees the same order of modules
+    # as in training. With another order it prefetches the head's weight just when TRL gathers it, which fails.
+    return model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs.sum(-1)
+
+
+def to_device(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a batch on this rank's device."""
+    return {name: value.to(distributed.device()) for name, value in batch.items() if torch.is_tensor(value)}

@@ -1,0 +1,69 @@
+"""The end of a run: summary.json, report.png, and the last screen."""
+
+from typing import Any
+
+from ..spec.project import command, display
+from ..spec.recipe import Recipe
+from ..spec.run_folder import RunFolder, read_jsonl, write_json
+from . import curves, distributed
+from .callbacks.evaluation import Evaluation
+from .callbacks.metrics import memory
+from .callbacks.trackers import Tracker
+from .console import duration, say
+
+
+def stopped(run: RunFolder, step: int, tracker: Tracker) -> None:
+    """Leave a stopped run so that `--resume` continues it."""
+    if distributed.is_first():
+        tracker.end({"stopped": True})
+        write_json(run.summary, {"stopped": True, "steps": step})
+        say(f"stopped after step {step}; resume with the same command and --resume --output-dir {run.path}")
+
+
+def finished(
+    recipe: Recipe, run: RunFolder, tracker: Tracker, evaluation: Evaluation | None, results: dict[str, Any]
+) -> None:
+    """Write summary and report, and print the last screen; on rank 0.
+
+    Args:
+        recipe: as it ran.
+        run: its folder.
+        tracker: closed here.
+        evaluation: None where there is no held-out data.
+        results: `after`, the metric at the end, and `logit_difference`, of the export.
+    """
+    if not distributed.is_first():
+        return
+    records = read_jsonl(run.metrics)
+    last = records[-1]
+    summary = {
+        "recipe": recipe.name,
+        "stopped": False,
+        "steps": last["step"],
+        "loss": last["loss"],
+        "tokens": last["tokens"],
+        "seconds": last["seconds"],
+        "tokens_per_second": last["tokens"] / last["seconds"],
+        "metric": recipe.data.metric,
+        "before": evaluation.before() if evaluation else None,
+        **results,
+        **memory(),
+    }
+    write_json(run.summary, summary)
+    curves.draw(run, recipe.name)
+    where = tracker.end(summary)
+    merge = " --merge" if recipe.lora else ""
+    lines = [
+        "",
+        f"trained      {last['step']} steps in {duration(last['seconds'])}, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s",
+        f"model        {display(run.export)}  (reloaded with plain transformers: the same logits)",
+        f"report       {display(run.report)}",
+        f"W&B          {where}" if where else None,
+        f'talk to it   {command("generate")} {display(run.export)} "your question"',
+        f"export it    {command('export')} {display(run.path)} --output my-model{merge}",
+        evaluation.last_line(summary["after"])
+        if evaluation
+        else f"training loss: {records[0]['loss']:.4f} -> {last['loss']:.4f}",
+    ]
+    say("\n".join(line for line in lines if line is not None))

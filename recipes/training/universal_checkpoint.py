@@ -1,0 +1,188 @@
+"""A checkpoint for another number of ranks: DeepSpeed's universal form, made before any rank starts.
+
+Under ZeRO 1 to 3 each rank writes its own share of the optimizer's states, so N files fit N ranks only. The universal
+form has one file per weight and state, and any number of ranks takes its shares from it. Standard library only: the
+launcher refuses what cannot be converted in milliseconds, and the conversion is a process of its own.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..machine.room import check_disk
+from ..spec import deepspeed_file
+from ..spec.deepspeed_file import DeepSpeedFile
+from ..spec.errors import UserError
+from ..spec.limits import as_overrides
+from ..spec.recipe import Layout, Recipe
+from ..spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe
+
+MARKER = "latest_universal"
+"""Written by DeepSpeed last of all, into the checkpoint: names the folder of the whole universal form."""
+
+
+DIMENSIONS = (
+    *("model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "head_dim"),
+    *("num_attention_heads", "n_head", "num_key_value_heads", "intermediate_size", "n_inner"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+)
+"""What makes an architecture, by the names that configurations have for it."""
+
+
+def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) -> None:
+    """Refuse to resume with what the run's newest checkpoint does not hold, and what it cannot be converted to.
+
+    Args:
+        recipe: as it is about to run, overrides included; the run's folder still holds the old one.
+        run: has a whole checkpoint.
+        file: the recipe's DeepSpeed file.
+        world_size: ranks that are about to start.
+
+    Raises:
+        UserError: another architecture, adapter, ZeRO stage or layout; states that DeepSpeed cannot convert.
+    """
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint, "only of a run that has a whole one"
+    complete, saved_file = read_json(checkpoint / COMPLETE), deepspeed_file.read(run.deepspeed)
+    if saved_file.has_zenflow:
+        # `test_zenflow_forgets_what_is_on_its_way` tells when this can go.
+        raise UserError(
+            f"{checkpoint} was written with ZenFlow, whose pending updates DeepSpeed does not save; start a new run "
+            f"from its weights: without --resume, with model.path={checkpoint}."
+        )
+    _check_model(recipe, read_recipe(run), checkpoint)
+    if file.stage != saved_file.stage:
+        raise UserError(
+            f"deepspeed={Path(recipe.deepspeed).name}: {checkpoint} was written under ZeRO-{saved_file.stage}, and "
+            f"DeepSpeed loads it under no other stage; use a file with stage {saved_file.stage}."
+        )
+    saved, asked = Layout(**complete["layout"]), recipe.layout
+    for name in _unchangeable(saved, asked, saved_file.stage):
+        size = getattr(saved, name)
+        raise UserError(
+            f"layout.{name}={getattr(asked, name)}: {checkpoint} was written with {size}, and DeepSpeed cannot convert "
+            f"that; use layout.{name}={size}."
+        )
+    why = _not_convertible(saved_file, saved, recipe.lora is not None)
+    if why and is_needed(asked, run, world_size):
+        raise UserError(
+            f"{checkpoint} was written by {complete['world_size']} ranks, and for others DeepSpeed converts no {why}; "
+            f"use --gpus {complete['world_size']} {as_overrides(saved)}".rstrip()
+            + "."
+        )
+
+
+def _unchangeable(saved: Layout, asked: Layout, stage: int) -> list[str]:
+    """Return which sizes of a layout are not what a checkpoint has to be loaded with."""
+    changed = {
+        "pipeline": saved.pipeline != asked.pipeline,
+        # Whole experts are other parameters than AutoEP's.
+        "expert": (saved.expert > 1) != (asked.expert > 1),
+        # Nothing in the checkpoint says how whole matrices would be split; and only ZeRO's states can be converted.
+        "tensor": saved.tensor == 1 < asked.tensor or (not stage and saved.tensor != asked.tensor),
+    }
+    return [name for name, is_so in changed.items() if is_so]
+
+
+def _check_model(recipe: Recipe, held: Recipe, checkpoint: Path) -> None:
+    if recipe.draft != held.draft:
+        raise UserError(f"draft: {checkpoint} is of {held.draft}, not of {recipe.draft}; leave draft.* as it was.")
+    for name in ("rank", "target_modules", "target_parameters", "dora"):
+        now, then = (getattr(one.lora, name, None) for one in (recipe, held))
+        if now != then:
+            raise UserError(f"lora.{name}={now}: {checkpoint} holds adapters with {then}; leave it as it was.")
+    if recipe.draft.enabled:
+        return
+    files = [checkpoint / "config.json", Path(held.model.path, "config.json")]
+    then = next((_dimensions(file) for file in files if file.exists()), {})
+    local = Path(recipe.model.path, "config.json")
+    for name, size in (_dimensions(local) if local.exists() else {}).items():
+        if then.get(name, size) != size:
+            raise UserError(
+                f"model.path={recipe.model.path}: its {name} is {size}, and {checkpoint} is of a model with "
+                f"{then[name]}; resume with the model that the run started with."
+            )
+
+
+def _dimensions(file: Path) -> dict[str, Any]:
+    config = read_json(file)
+    config = config.get("text_config") or config
+    return {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
+
+
+def _not_convertible(file: DeepSpeedFile, saved: Layout, adapters: bool) -> str | None:
+    """Return what the universal form cannot hold; None if it holds everything.
+
+    Of split matrices it holds what AutoTP has split and described, below ZeRO-3; the others it would join wrongly.
+    `test_deepspeed_joins_split_matrices_wrongly` tells when this can go.
+    """
+    if not file.stage:
+        return None
+    if file.offload_optimizer == "nvme":
+        return "states on NVMe (offload_optimizer)"
+    kind = file.optimizer or "AdamW"
+    if kind.lower() not in ("adam", "adamw"):
+        return f"states of {kind}, only Adam's"
+    if saved.tensor > 1 and (file.stage == 3 or saved.pipeline > 1 or adapters):
+        return "matrices that are split under ZeRO-3, in a pipeline or beside adapters"
+    return None
+
+
+def is_needed(layout: Layout, run: RunFolder, world_size: int) -> bool:
+    """Return whether `world_size` ranks in `layout` can only load the run's newest checkpoint in its universal form.
+
+    Without ZeRO every rank has all states. Sequence-parallel ranks are data ranks to DeepSpeed, so their number alone
+    changes nothing.
+    """
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None or not deepspeed_file.read(run.deepspeed).stage:
+        return False
+    complete = read_json(checkpoint / COMPLETE)
+    saved = Layout(**complete["layout"])
+    return (complete["world_size"], saved.tensor, saved.expert) != (world_size, layout.tensor, layout.expert)
+
+
+def loading(config: dict[str, Any], layout: Layout, run: RunFolder, world_size: int) -> dict[str, Any]:
+    """Return the DeepSpeed configuration, which loads the universal form if these ranks need it."""
+    if not is_needed(layout, run, world_size):
+        return config
+    return config | {"checkpoint": config.get("checkpoint", {}) | {"load_universal": True}}
+
+
+def convert(checkpoint: Path) -> None:
+    """Write the universal form into `checkpoint`, in one process; nothing where it is there already.
+
+    Raises:
+        UserError: no room on the disk, or DeepSpeed could not convert it.
+    """
+    if (checkpoint / MARKER).exists():
+        return
+    source = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
+    target = source.with_name(source.name + "_universal")
+    shutil.rmtree(target, ignore_errors=True)
+    check_disk(checkpoint, room(source), "its form for another number of ranks")
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", str(source), "--output_folder", str(target)]
+    # One worker each: with several DeepSpeed holds as many shares in memory at once.
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    if read_json(checkpoint / COMPLETE)["layout"]["tensor"] == 1:
+        command.append("--inject_missing_state")  # where matrices are split, what it tells of them must not be missing
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        shutil.rmtree(target, ignore_errors=True)
+        reason = done.stderr.strip().rpartition("\n")[2]
+        written_by = read_json(checkpoint / COMPLETE)["world_size"]
+        raise UserError(f"{checkpoint}: DeepSpeed cannot convert it: {reason}\nUse --gpus {written_by}.")
+
+
+def room(source: Path) -> int:
+    """Return the bytes that converting DeepSpeed's folder `source` needs at most.
+
+    The states are there twice, in pieces and joined; ZeRO-3 keeps one rank's file too, and ZeRO-1 and 2
+    write in fp32 what only the module's 16-bit state holds.
+    """
+    states = [file.stat().st_size for file in source.glob("*_optim_states.pt")]
+    weights = [file.stat().st_size for file in source.glob("*_model_states.pt")]
+    return int(1.1 * (2 * sum(states) + max(states, default=0) + 3 * sum(weights)))

@@ -1,0 +1,214 @@
+"""Every workaround for a library: what is wrong, where, and the test that tells when it can go.
+
+Nothing else in the project assigns to a trainer, an engine, an accelerator or a library's module. Two more workarounds
+have to be modules of their own: `peft_without_bitsandbytes.py`, which has to be imported first, and the split layers of
+`parallel/tensor.py`, which take AutoTP's place.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.runtime.utils import clip_grad_norm_
+from torch import distributed as dist
+from transformers import PreTrainedModel, masking_utils
+from transformers.integrations.deepspeed import deepspeed_config
+from transformers.masking_utils import find_packed_sequence_indices
+from trl.trainer import utils as trl_utils
+
+UNIVERSAL = "latest_universal"
+"""Written by DeepSpeed last of all, into a checkpoint: names the folder of its universal form."""
+
+
+def release_shared_memory() -> None:
+    """Take the name off this rank's shared-memory buffer, so that nothing of it outlives the rank.
+
+    DeepSpeed's collectives between ranks on CPU map 66 MB per rank from /dev/shm, and a rank that is killed leaves
+    them there, in memory, for good. Once every rank has mapped them nobody needs the names. `test_launch.py` passes
+    without this when it can go.
+    """
+    dist.barrier()
+    name = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{dist.get_rank()}"
+    for buffer in Path("/dev/shm").glob(name):
+        buffer.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def without_tensor_parallel_block() -> Iterator[None]:
+    """Load a model as if it were not to be split: DeepSpeed splits it later, when it makes the engine.
+
+    transformers refuses to load a checkpoint under ZeRO-3 where the configuration has tensor parallelism.
+    `test_tensor_parallel_refuses_adapters_and_zero3_checkpoints` tells when this can go.
+    """
+    config = deepspeed_config() or {}
+    block = config.pop("tensor_parallel", None)
+    try:
+        yield
+    finally:
+        if block is not None:
+            config["tensor_parallel"] = block
+
+
+def restore_rotary_frequencies(model: PreTrainedModel) -> None:
+    """Compute the rotary frequencies again in fp32, where `zero.Init` made them in the training dtype.
+
+    Under ZeRO-3 DeepSpeed 0.19.8 casts every floating tensor that is made while the model is built, buffers too. In
+    bf16 a frequency is off by up to 0.4 %: 4 radians at position 1,000, so the model trains at other positions than
+    those that every later load of its weights computes. `test_zero_init_rounds_the_rotary_frequencies` tells when this
+    can go.
+    """
+    for module in model.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        if any(name.endswith("inv_freq") and buffer.dtype != torch.float32 for name, buffer in buffers.items()):
+            exact = type(module)(config=module.config)
+            for name, buffer in buffers.items():
+                setattr(module, name, getattr(exact, name).to(buffer.device))
+
+
+def keep_4bit_layout(model: torch.nn.Module) -> None:
+    """Keep 4-bit weights as they were packed.
+
+    On CPUs with AVX-512 bitsandbytes repacks them in place in the first forward pass of an evaluation, into bytes that
+    DeepSpeed and a checkpoint would take for the old ones, and it asks for widths that are multiples of 32.
+    `test_bitsandbytes_repacks_on_the_cpu` tells when this can go. By attribute and not by class: most runs need not
+    import bitsandbytes (`peft_without_bitsandbytes.py`).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def tell_whether_packed(model: torch.nn.Module, packed: bool) -> None:
+    """Let transformers' masks for `model` in training know whether sequences are packed, in this process.
+
+    To find out, transformers reads the position ids at every pass, and waits for the device. `test_levers.py` passes
+    without this when it can go.
+    """
+
+    def known(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if not model.training:
+            return find_packed_sequence_indices(position_ids)
+        return (torch.diff(position_ids, dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1) if packed else None
+
+    masking_utils.find_packed_sequence_indices = known
+
+
+def narrow_loss_tiles(columns: int) -> None:
+    """Make TRL's fused head compute logits for `columns` vocabulary entries at a time.
+
+    Its own 32,768 hold 8 bytes per token and entry of a 128k vocabulary at 4,096 tokens where there is no Triton.
+    `test_levers.py` passes without this when it can go.
+    """
+    trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = columns
+
+
+def remember_gradient_norm(engine: Any) -> None:
+    """Make the engine report its gradient norm in fp32 without ZeRO too, where DeepSpeed computes and forgets it.
+
+    DeepSpeed 0.19.8, engine.py, `clip_fp32_gradients`: the return value of `clip_grad_norm_` is dropped.
+    `test_deepspeed_forgets_the_fp32_gradient_norm` tells when this can go.
+    """
+
+    def clip_and_remember() -> None:
+        engine._global_grad_norm = clip_grad_norm_(
+            parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
+        )
+
+    engine.clip_fp32_gradients = clip_and_remember
+
+
+def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
+    """Call `look` when the engine is about to refuse an update whose gradients are not finite.
+
+    DeepSpeed 0.19.8 throws the gradients away before anybody else could look; it calls `_update_scale(overflow)` just
+    before, at every ZeRO stage. Without ZeRO there is nothing to see. `test_guard.py` passes without this when it can
+    go.
+    """
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "_update_scale"):
+        return
+    update = optimizer._update_scale
+
+    def look_first(has_overflow: bool = False) -> Any:
+        if has_overflow:
+            look()
+        return update(has_overflow)
+
+    optimizer._update_scale = look_first
+
+
+def route_as_transformers(model: PreTrainedModel) -> None:
+    """Make AutoEP's routers of DeepSeek's models compute what transformers' do.
+
+    DeepSpeed 0.19.8 multiplies in the weights' dtype, where transformers does so in fp32: in bf16 a token near the
+    border goes to another expert. And it looks for the best groups of experts before the best experts wherever a
+    configuration counts groups, though V2's `topk_method` can be `greedy`. `test_autoep_routes_deepseek_differently`
+    tells when this can go.
+    """
+    if model.config.model_type not in ("deepseek_v2", "deepseek_v3"):
+        return
+    for layer in model.modules():
+        if isinstance(layer, AutoEPMoELayer):
+            gate = layer.router.gate
+            gate.forward = lambda hidden, gate=gate: torch.nn.functional.linear(hidden.float(), gate.weight.float())
+            if getattr(model.config, "topk_method", None) == "greedy":
+                layer.router.num_expert_groups = None
+
+
+def restore_parameter_groups(engine: Any, checkpoint: Path) -> None:
+    """Under ZeRO-3, mend what DeepSpeed does to the optimizer when it loads a universal checkpoint.
+
+    DeepSpeed 0.19.8, stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`: every group of parameters gets
+    the first one's hyper-parameters, so norms and biases are decayed from there on, and all states share one tensor
+    that counts the steps, which each of them advances. `test_zero3_forgets_the_groups_of_a_universal_checkpoint` tells
+    when this can go.
+    """
+    if not (engine.load_universal_checkpoint() and engine.zero_optimization_partition_weights()):
+        return
+    folder = checkpoint / (checkpoint / UNIVERSAL).read_text(encoding="utf-8").strip()
+    # Mapped, not read: one rank's share of the states is in the same file. DeepSpeed unpickles it too.
+    saved = torch.load(folder / "zero" / "optimizer_state.pt", mmap=True, weights_only=False)
+    optimizer = engine.optimizer.optimizer
+    for group, own in zip(optimizer.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
+        group.update({key: value for key, value in own.items() if key != "params"})
+    for state in optimizer.state.values():
+        if torch.is_tensor(state["step"]):
+            state["step"] = state["step"].clone()
+
+
+def reshard_small_parameters(engine: Any) -> None:
+    """Under ZeRO-3, put small weights back into shards after a checkpoint was loaded, as a fresh engine has them.
+
+    DeepSpeed 0.19.8 gathers them at the end of a load and releases each after its module's first forward pass; DoRA,
+    which reads an adapter's weight from outside its module, then finds it empty. A fresh engine gathers at the first
+    forward pass, and keeps them. `test_catalogue.py` resumes DoRA under ZeRO-3 without this when it can go.
+    """
+    small = getattr(engine.optimizer, "persistent_parameters", [])
+    if small:
+        small[0].partition(small)
+
+
+def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
+    """Return the loss of one optimizer step over `micro_batches`, of which an epoch's last step may have fewer.
+
+    DeepSpeed 0.19.8 takes as many as its configuration says, and waits for more. `test_pipeline.py` ends an epoch with
+    fewer; it passes without this when it can go.
+    """
+    engine.micro_batches = len(micro_batches)
+    return engine.train_batch(iter(micro_batches)).detach()
+
+
+def evaluate_pipeline(engine: Any, micro_batches: list[Any]) -> list[torch.Tensor]:
+    """Return what the last stage's loss function makes of each micro-batch; a collective.
+
+    DeepSpeed 0.19.8 adds it to the loss that training has left, which has another shape. `test_pipeline.py` evaluates
+    between steps; it passes without this when it can go.
+    """
+    engine.total_loss = None
+    return engine.eval_batch(
+        iter(micro_batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
+    )

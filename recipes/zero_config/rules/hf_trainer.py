@@ -1,0 +1,180 @@
+"""Rules about what the Hugging Face Trainer does with a config."""
+
+from collections.abc import Iterator
+
+from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule
+
+
+def _clipping(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer == "hf" and not config.has("gradient_clipping"):
+        what = "gradients are clipped at DeepSpeed's default of 1.0, whatever max_grad_norm is"
+        edits = (Edit("set", ("gradient_clipping",), "auto"),)
+        yield Hit(("gradient_clipping",), None, what, 'add "gradient_clipping": "auto"', edits)
+
+
+def _needs_own_optimizer(config: Config) -> bool:
+    """Return whether the config uses ZenFlow or AutoEP, which need an optimizer that DeepSpeed builds."""
+    return isinstance(config.get("zero_optimization", "zenflow"), dict) or bool(
+        config.get("expert_parallel", "enabled")
+    )
+
+
+def _optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer == "hf" and config.section("optimizer") and not _needs_own_optimizer(config):
+        what = "replaces TrainingArguments.optim, and weight decay also applies to norms and biases"
+        yield Hit(("optimizer",), config.get("optimizer"), what, "remove the block")
+
+
+def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer == "hf" and config.section("scheduler"):
+        never = config.text("scheduler", "type") == "WarmupLR"
+        more = "; WarmupLR never decays" if never else ""
+        what = f"replaces lr_scheduler_type{more}"
+        yield Hit(("scheduler",), config.get("scheduler"), what, "remove the block")
+
+
+def _zero_missing(config: Config, facts: Facts) -> Iterator[Hit]:
+    tuned = config.get("autotuning", "enabled")  # the autotuner writes the block itself
+    if facts.trainer == "hf" and not config.has("zero_optimization") and not tuned:
+        edits = (Edit("set", ("zero_optimization",), {"stage": 0}),)
+        what = "accelerate requires the block, even for stage 0"
+        yield Hit(("zero_optimization",), None, what, 'add "zero_optimization": {"stage": 0}', edits)
+
+
+def _managed(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = ("managed_gradient_accumulation",)
+    if facts.trainer == "hf" and config.has(*path) and not config.get(*path):
+        what = "accelerate sets the accumulation boundary itself, which the engine then rejects"
+        yield Hit(path, config.get(*path), what, "remove it", (Edit("remove", path),))
+
+
+def _hidden_size(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer != "hf" or facts.model is None:
+        return
+    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    autos = [name for name in names if config.get("zero_optimization", name) == "auto"]
+    if not autos or "hidden_size" in facts.model or "hidden_sizes" in facts.model:
+        return
+    inner = "hidden_size" in facts.text_model or "hidden_sizes" in facts.text_model
+    for name in autos:
+        if inner:
+            what = "the hidden size is in text_config, where the Trainer finds it but a bare Accelerator does not"
+            yield Hit(("zero_optimization", name), "auto", what, "write a number", severity="warning")
+        else:
+            what = "the model's config has no hidden_size to compute this from"
+            yield Hit(("zero_optimization", name), "auto", what, "write a number")
+
+
+def _monitors(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer != "hf":
+        return
+    for name in ("wandb", "tensorboard", "comet"):
+        if config.on(name, "enabled"):
+            what = f"DeepSpeed and the Trainer both log to {name}"
+            yield Hit((name, "enabled"), True, what, "remove the block and use report_to")
+
+
+def _ignored_sections(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer != "hf":
+        return
+    if config.get("data_efficiency", "enabled"):
+        what = "affects only a data loader that deepspeed.initialize creates; the Trainer creates its own"
+        yield Hit(("data_efficiency",), config.get("data_efficiency"), what, "remove it")
+    if config.has("pipeline"):
+        what = "the Trainer creates no pipeline, so the section is ignored"
+        yield Hit(("pipeline",), config.get("pipeline"), what, "remove it")
+    if config.on("hybrid_engine", "enabled"):
+        what = "the hybrid engine is for DeepSpeed-Chat's training loop; the Trainer does not use it"
+        yield Hit(("hybrid_engine",), config.get("hybrid_engine"), what, "remove it")
+
+
+def _breakdown(config: Config, facts: Facts) -> Iterator[Hit]:
+    if config.get("wall_clock_breakdown") is True:
+        what = "the timers synchronise the GPU in every micro-step"
+        yield Hit(("wall_clock_breakdown",), True, what, "set it to false once you have the times")
+
+
+RULES = (
+    Rule(
+        "clipping-missing",
+        "warning",
+        WRONG,
+        "max_grad_norm has no effect; grad_norm is clipped at 1.0",
+        "The Trainer fills only keys that are present, and DeepSpeed's own default is 1.0.",
+        'Add "gradient_clipping": "auto".',
+        _clipping,
+    ),
+    Rule(
+        "optimizer-block",
+        "warning",
+        WRONG,
+        "optim= has no effect; weight decay applies to norms and biases",
+        "With an `optimizer` block the Trainer passes all parameters in one group, and DeepSpeed builds the optimizer. "
+        'In a bare Accelerator: "You cannot specify an optimizer in the config file and in the code".',
+        "Remove the block, unless ZenFlow or expert parallelism needs it.",
+        _optimizer,
+    ),
+    Rule(
+        "scheduler-block",
+        "warning",
+        WRONG,
+        "lr_scheduler_type= has no effect; the learning rate never decays",
+        "With a `scheduler` block DeepSpeed builds the schedule. WarmupLR never decays, and warms up logarithmically.",
+        "Remove the block.",
+        _scheduler,
+    ),
+    Rule(
+        "zero-block-missing",
+        "error",
+        FAILS_LATER,
+        '"Please specify the ZeRO optimization config in the DeepSpeed config."',
+        "accelerate looks for the block before it starts.",
+        'Add "zero_optimization": {"stage": 0}.',
+        _zero_missing,
+    ),
+    Rule(
+        "unmanaged-accumulation",
+        "error",
+        FAILS_LATER,
+        '"AssertionError" in set_gradient_accumulation_boundary',
+        "accelerate tells the engine about the boundary in every micro-step.",
+        "Remove `managed_gradient_accumulation`.",
+        _managed,
+    ),
+    Rule(
+        "no-hidden-size",
+        "error",
+        FAILS_LATER,
+        '"The model\'s config file has neither `hidden_size` nor `hidden_sizes` entry"',
+        '"auto" bucket sizes are computed from the hidden size.',
+        "Write numbers.",
+        _hidden_size,
+    ),
+    Rule(
+        "logged-twice",
+        "warning",
+        COSTS,
+        "two runs per training in W&B",
+        "Both DeepSpeed and the Trainer log.",
+        "Remove the block.",
+        _monitors,
+    ),
+    Rule(
+        "section-unused",
+        "warning",
+        WRONG,
+        "the section has no effect; no message",
+        "The section is for a way of training that the Trainer does not use.",
+        "Remove it.",
+        _ignored_sections,
+    ),
+    Rule(
+        "timers-on",
+        "warning",
+        COSTS,
+        "training is a few per cent slower",
+        "Exact timing makes the host wait for the GPU.",
+        "Set `wall_clock_breakdown` to false.",
+        _breakdown,
+    ),
+)

@@ -1,0 +1,22 @@
+"""What pyproject.toml cannot say: recipes/ is installed as deepspeed_recipes, with configs/ inside it."""
+
+from setuptools import find_namespace_packages, setup
+
+NAME = "deepspeed_recipes"
+FOLDERS = {"recipes": NAME, "configs": f"{NAME}.configs"}
+"""Folders of the checkout, and the packages that they are installed as."""
+
+
+def packages(folder: str) -> list[str]:
+    """Return the installed names of a folder and of every folder in it."""
+    found = find_namespace_packages(include=[folder, f"{folder}.*"], exclude=["*.__pycache__"])
+    return [FOLDERS[folder] + name.removeprefix(folder) for name in found]
+
+
+setup(
+    package_dir={package: folder for folder, package in FOLDERS.items()},
+    packages=[name for folder in FOLDERS for name in packages(folder)],
+    # constraints.txt lies above configs/ and is installed above it too: deepspeed_recipes/constraints.txt.
+    package_data={"": ["*"], FOLDERS["configs"]: ["../constraints.txt"]},
+    include_package_data=False,
+)

@@ -1,0 +1,38 @@
+"""Decoders taken apart by hand, for tests that need no trace."""
+
+from dataclasses import replace
+
+from recipes.planning.model_profile.profile import LayerProfile, ModelProfile
+
+
+def llama(hidden=4096, wide=14336, layers=32, heads=32, shared=8, vocabulary=128256, window=None) -> ModelProfile:
+    """Return a Llama's profile; by default that of Llama-3.1-8B."""
+    narrow = hidden // heads * shared
+    linears = (
+        (hidden, hidden),
+        (hidden, narrow),
+        (hidden, narrow),
+        (hidden, hidden),
+        (hidden, wide),
+        (hidden, wide),
+        (wide, hidden),
+    )
+    weights = sum(inputs * outputs for inputs, outputs in linears)
+    kind = LayerProfile(weights + 2 * hidden, weights, 0, linears, weights, hidden, window)
+    head = vocabulary * hidden + hidden
+    return ModelProfile(
+        "llama", hidden, vocabulary, heads, shared, (kind,), (0,) * layers, vocabulary * hidden, head, False
+    )
+
+
+def mixture(experts=8, chosen=2) -> ModelProfile:
+    """Return a Llama whose feed-forward layers are `experts`, of which a token uses `chosen`."""
+    dense = llama(layers=8)
+    (kind,) = dense.layer_kinds
+    feed = 3 * 4096 * 14336
+    linears = kind.linears[:4]
+    attention = sum(inputs * outputs for inputs, outputs in linears)
+    changed = LayerProfile(
+        attention + experts * feed, attention, experts * feed, linears, attention + chosen * feed, 4096, None, chosen
+    )
+    return replace(dense, layer_kinds=(changed,))

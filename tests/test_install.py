@@ -1,0 +1,263 @@
+"""The package that pip installs: what is in it, that the planner and the linter need no torch, that `dsr` trains."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from recipes.commands.main import COMMANDS
+from recipes.spec.project import CHECKOUT as ROOT
+from recipes.spec.project import SCRIPTS
+from recipes.spec.run_folder import RunFolder, read_json
+
+STACK = {"torch", "transformers", "deepspeed", "numpy", "datasets", "peft", "trl", "accelerate"}
+NEEDS_STACK = 'this needs the training stack: pip install "deepspeed-recipes[train]"'
+
+
+def tracked() -> list[str]:
+    """Return the names of the checkout's files, those that are not committed yet included."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [name for name in names if name and (ROOT / name).is_file()]
+
+
+def installed_name(name: str) -> str | None:
+    """Return where a file of the checkout is installed, or None where it is not."""
+    if name.startswith("recipes/"):
+        return f"deepspeed_{name}"
+    return f"deepspeed_recipes/{name}" if name.startswith("configs/") or name == "constraints.txt" else None
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """Copy the checkout, so that a build leaves nothing in it."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder), str(source))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def pip(command: str, *arguments: str, python: Path | None = None) -> None:
+    """Run pip without a network, for this environment or for another one's Python."""
+    where = ["--python", str(python)] if python else []
+    words = [sys.executable, "-m", "pip", *where, command, "--quiet", "--no-deps", "--no-index", *arguments]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def environment(folder: Path) -> Path:
+    """Make an environment with nothing in it, and return its Python."""
+    base = getattr(sys, "_base_executable", sys.executable)
+    subprocess.run([base, "-m", "venv", "--without-pip", str(folder)], check=True)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def bare(wheel, tmp_path_factory) -> Path:
+    """Return the `bin` of an environment that holds the wheel and its base dependencies, and nothing else."""
+    python = environment(tmp_path_factory.mktemp("bare"))
+    (site,) = python.parents[1].glob("lib/python*/site-packages")
+    for name in closure(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]):
+        found = metadata.distribution(name)
+        for top in {file.parts[0] for file in found.files if file.parts[0] != ".."}:
+            (site / top).symlink_to(found.locate_file(top))
+    pip("install", str(wheel), python=python)
+    return python.parent
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """Return the names of packages and of all that they require, extras left out."""
+    found: set[str] = set()
+    while requirements:
+        name = re.match(r"[\w.-]+", requirements.pop())[0]
+        if name not in found:
+            found.add(name)
+            requirements += [line for line in metadata.requires(name) or [] if "extra ==" not in line]
+    return found
+
+
+def run(command: list[str | Path], folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    """Run a command of an installed package: nothing of the checkout or of this environment is on its path."""
+    clean = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "COLUMNS": "140", "HF_HUB_OFFLINE": "1", **variables}
+    return subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True)
+
+
+def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {installed_name(name) for name in tracked()} - {None}
+    assert names == expected and len(names) > 200
+    assert wheel.stat().st_size < 8 * 2**20
+
+
+def test_the_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, check=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert not (unpacked / "tests").exists() and not (unpacked / "notebooks").exists()
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(unpacked))
+    (again,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert sorted(one.namelist()) == sorted(other.namelist())
+
+
+def test_only_its_own_names_are_installed(bare):
+    names = {path.name for path in bare.parents[0].glob("lib/python*/site-packages/*")}
+    assert "deepspeed_recipes" in names and not {"recipes", "configs", "scripts", "tests"} & names
+    assert {"dsr", "deepspeed-recipes"} <= {path.name for path in bare.iterdir()}
+
+
+def test_the_planner_works_without_torch(bare, tmp_path):
+    done = run([bare / "dsr", "plan", "llama3-8b", "--gpu", "H100", "--gpus", "8"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "dsr launch llama3-8b full --gpus 8" in done.stdout and "scripts/" not in done.stdout
+    written = run([bare / "dsr", "plan", "llama3-8b", "--gpu", "H100", "--gpus", "8", "--write", "plan"], tmp_path)
+    assert written.returncode == 0 and "\ndsr launch " in (tmp_path / "plan" / "launch.sh").read_text()
+
+
+def test_the_linter_and_the_configs_work_without_torch(bare, tmp_path):
+    done = run([bare / "dsr", "configs", "copy", "zero3"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "zero3.json").read_bytes() == (ROOT / "configs" / "zero3.json").read_bytes()
+    assert run([bare / "dsr", "check", "zero3.json"], tmp_path).returncode == 0
+    again = run([bare / "dsr", "configs", "copy", "zero3"], tmp_path)
+    assert again.returncode == 2 and "exists already" in again.stderr
+    typo = run([bare / "dsr", "configs", "copy", "zreo3", "conf"], tmp_path)
+    assert typo.returncode == 2 and "did you mean zero3?" in typo.stderr and not (tmp_path / "conf").exists()
+    resolved = run([bare / "dsr", "resolve", "zero1", "--world-size", "8"], tmp_path)
+    assert json.loads(resolved.stdout)["train_batch_size"] == 8
+
+
+def test_recipes_are_listed_and_a_run_is_shown_without_torch(bare, tmp_path):
+    listed = run([bare / "dsr", "list", "--json"], tmp_path)
+    assert "llama3-8b" in {entry["recipe"] for entry in json.loads(listed.stdout)}
+    shown = run([bare / "dsr", "launch", "tiny", "full", "--dry-run"], tmp_path)
+    assert shown.returncode == 0 and f"{tmp_path}/runs/tiny-3m-full/" in shown.stdout, shown.stderr
+    wrong = run([bare / "dsr", "launch", "tinny", "full"], tmp_path)
+    assert wrong.stderr.startswith("dsr launch: ") and "dsr launch --list" in wrong.stderr
+
+
+@pytest.mark.parametrize("command", ["plan llama3-8b --gpu H100 --gpus 8", "check zero3", "list", "resolve zero1"])
+def test_nothing_of_the_stack_is_asked_for(bare, tmp_path, command):
+    """Were a package of the stack there, it would not be imported either: each is made to fail."""
+    for name in STACK:
+        (tmp_path / f"{name}.py").write_text(f"raise AssertionError('{name} was imported')\n")
+    done = run([bare / "dsr", *command.split()], tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["launch tiny full", "export RUN --output DIR", "generate RUN text", "benchmark all"]
+)
+def test_what_needs_the_stack_says_so_in_a_line(bare, tmp_path, command):
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN" / "config.json").write_text("{}")
+    done = run([bare / "dsr", *command.split()], tmp_path)
+    name = command.split()[0]
+    assert done.returncode == 2 and done.stderr.startswith(f"dsr {name}: {NEEDS_STACK}"), done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_the_commands_as_they_are_typed(bare, tmp_path, command):
+    done = run([bare / "dsr", command, "--help"], tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: dsr {command} "), done.stderr
+    assert f"dsr {command}" in done.stdout.partition("\n\n")[2] and len(done.stdout.splitlines()) > 10
+    assert not re.findall(rf"scripts/\w+\.py|(?<![\w/])(?:{'|'.join(SCRIPTS.values())})\.py", done.stdout)
+
+
+def test_the_overview_names_every_command(bare, tmp_path):
+    done = run([bare / "dsr"], tmp_path)
+    assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in COMMANDS)
+    unknown = run([bare / "deepspeed-recipes", "lunch"], tmp_path)
+    assert unknown.returncode == 2 and "unknown command 'lunch'" in unknown.stderr
+
+
+def test_the_doctor_says_when_deepspeed_has_taken_the_command(bare, tmp_path):
+    """DeepSpeed installs a `dsr` of its own; whichever of the two is installed last is there."""
+    assert not [check for check in doctor(bare, tmp_path) if check["name"] == "dsr"]
+    ours = (bare / "dsr").read_text()
+    try:
+        (bare / "dsr").write_text("#!/usr/bin/python\nfrom deepspeed.env_report import cli_main\n")
+        (found,) = [check for check in doctor(bare, tmp_path) if check["name"] == "dsr"]
+        assert found["state"] == "warning" and "ds_report" in found["found"]
+    finally:
+        (bare / "dsr").write_text(ours)
+
+
+def doctor(bare: Path, folder: Path) -> list[dict]:
+    return json.loads(run([bare / "deepspeed-recipes", "doctor", "--json"], folder).stdout)
+
+
+def test_a_new_page_imports_under_the_packages_name(bare, tmp_path):
+    done = run([bare / "dsr", "page", "new", "heron"], tmp_path)
+    assert done.returncode == 0 and "dsr launch ./heron.py full --draft" in done.stdout, done.stderr
+    text = (tmp_path / "heron.py").read_text()
+    assert "_template" not in text and "copy" not in text.splitlines()[0] and "dsr launch ./heron.py" in text
+    load = """
+from importlib.util import module_from_spec, spec_from_file_location
+found = spec_from_file_location("deepspeed_recipes.heron", "heron.py")
+heron = module_from_spec(found)
+found.loader.exec_module(heron)
+print(heron.full(*heron.SIZES).deepspeed, heron.lora(*heron.SIZES).lora.rank)"""
+    assert run([bare / "python", "-c", load], tmp_path).stdout == "zero2.json 16\n"
+    assert run([bare / "dsr", "page", "new", "heron"], tmp_path).returncode == 2
+    assert run([bare / "dsr", "page", "new", "llama3"], tmp_path).returncode == 2
+    assert run([bare / "dsr", "page", "new", "two-words"], tmp_path).returncode == 2
+
+
+def test_a_checkout_in_the_wrong_python_says_what_to_do(tmp_path):
+    python = environment(tmp_path / "venv")
+    for script in ("launch.py", "plan.py", "benchmark.py", "generate.py"):
+        arguments = [ROOT / "configs" / "accelerate", "text"] if script == "generate.py" else ["tiny"]
+        done = run([python, ROOT / "scripts" / script, *arguments], tmp_path)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stderr.startswith(f"{script}: ")
+        if script != "generate.py":
+            assert str(python) in done.stderr and "source .venv/bin/activate" in done.stderr
+    assert run([python, ROOT / "scripts" / "check_config.py", "zero3"], tmp_path).returncode == 0
+
+
+def test_an_old_python_is_told_too(tmp_path):
+    """What an older Python would do with the script: `sys.version_info` is all that it looks at first."""
+    code = "import sys; sys.version_info = (3, 9, 0); import _checkout; _checkout.run('launch')"
+    done = run([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(ROOT / "scripts"))
+    assert done.returncode == 2 and "not 3.11 or newer" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_run_from_the_wheel_trains_in_any_folder(wheel, ranks, tmp_path):
+    """The real launcher and two real ranks; `ranks` only says that this test needs them, and compiles the ops."""
+    site, folder = tmp_path / "site", tmp_path / "empty"
+    folder.mkdir()
+    pip("install", "--target", str(site), str(wheel))
+    variables = {
+        "PYTHONPATH": str(site),
+        "DS_ACCELERATOR": "cpu",
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    }
+    options = ["max_steps=4", "wandb.mode=disabled", "data.validation=none", "data.metric=loss", "save_steps=2"]
+    done = run([site / "bin" / "dsr", "launch", "tiny", "full", "--gpus", "2", *options], folder, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (folder / "runs" / "tiny-3m-full").iterdir()
+    assert read_json(RunFolder(path).summary)["steps"] == 4 and (path / "export" / "model.safetensors").exists()
+    assert str(ROOT) not in (path / "recipe.json").read_text() and str(site) in (path / "recipe.json").read_text()

@@ -1,0 +1,214 @@
+"""A model's profile agrees with what autograd saves, measured on drafts of every family; and so do the shipped ones."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipes.planning.cost import activations
+from recipes.planning.cost.memory import NF4
+from recipes.planning.cost.training_setup import TrainingSetup
+from recipes.planning.model_profile import lookup
+from recipes.planning.model_profile.allocations import LiveBytes
+from recipes.planning.model_profile.meta_device import profile_model
+from recipes.spec import pages
+from recipes.spec.errors import UserError
+from recipes.spec.project import CHECKOUT as ROOT
+from recipes.spec.recipe import Draft, Lora
+from recipes.training import upstream
+from recipes.training.model import adapters
+from recipes.training.model.draft import TINY_MODEL, shrink
+
+CORE = ("llama3", "gemma3", "bloom", "gpt2", "mixtral", "qwen3_5", "deepseek")
+"""One of each kind of attention and feed-forward layer; `make test-all` measures all families."""
+FAMILIES = [pytest.param(family, marks=() if family in CORE else pytest.mark.every) for family in pages.families()]
+LORA = Lora(rank=16)
+SEQUENCES, LENGTH = 3, 192
+MODES = {
+    "full": {},
+    "packed": {"packing": True},
+    "checkpointed": {"gradient_checkpointing": True},
+    "adapters": {"lora": LORA},
+    "adapters, packed, checkpointed": {"lora": LORA, "packing": True, "gradient_checkpointing": True},
+}
+
+
+def draft_of(family, hidden=64):
+    config = AutoConfig.for_model(**next(iter(pages.page(family).SIZES.values())).config)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    return shrink(config, Draft(enabled=True, layers=6, hidden_size=hidden), tokenizer)
+
+
+def setup_for(family, **changes):
+    attention = next(iter(pages.page(family).SIZES.values())).attention.replace("auto", "sdpa")  # on a CPU
+    batch = {"micro_batch_size": SEQUENCES, "sequence_length": LENGTH}
+    plain = {"gradient_checkpointing": False, "packing": False, "attention": attention}
+    return TrainingSetup(1, **batch | plain | changes)
+
+
+def predicted(profile, setup):
+    """Return the bytes that live between the forward and the backward pass."""
+    ends = activations.of_mode(profile.saved_outside_layers, setup).of(SEQUENCES, LENGTH)
+    masks = activations.mask_bytes(profile.layers, setup) if setup.gradient_checkpointing else 0
+    return sum(activations.kept_bytes(layer, setup) for layer in profile.layers) + ends + masks
+
+
+def measured(model, setup, backward=False):
+    """Return the bytes that autograd saves for a loss, in real tensors on the CPU; or the peak of both passes.
+
+    With checkpointing all live bytes count: the layers' inputs are not saved tensors, since functions hold them.
+    """
+    torch.manual_seed(0)
+    model.config.use_cache = False
+    if setup.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if setup.lora:
+        model.enable_input_require_grads()
+        model = adapters.add(model, setup.lora)
+    live = LiveBytes()
+    live.ignore((*model.parameters(), *model.buffers()))
+
+    def save(tensor):
+        live.save(tensor, 0)
+        return tensor.detach()
+
+    with live, saved_tensors_hooks(save, lambda tensor: tensor):
+        tokens = torch.randint(5, model.config.vocab_size, (SEQUENCES, LENGTH))
+        positions = torch.arange(LENGTH) % (LENGTH // 2 if setup.packing else LENGTH)
+        loss = model(input_ids=tokens, labels=tokens, position_ids=positions.expand(SEQUENCES, -1)).loss
+    if backward:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+        with live:
+            loss.backward()
+        return live.peak
+    return live.bytes if setup.gradient_checkpointing else sum(size for _, size in live.saved.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_autograd_saves_of_a_draft_is_what_is_predicted(family):
+    config = draft_of(family)
+    profile = profile_model(config.to_dict(), [None, LORA], device="cpu")
+    found = {}
+    for name, changes in MODES.items():
+        setup = setup_for(family, **changes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        found[name] = measured(model, setup)
+        assert predicted(profile, setup) == pytest.approx(found[name], rel=0.05), name
+    # The mistakes that would be noticed: forgotten checkpointing, adapters taken for all weights.
+    assert found["checkpointed"] < 0.8 * found["full"]
+    modes = {name: predicted(profile, setup_for(family, **changes)) for name, changes in MODES.items()}
+    assert modes["full"] != pytest.approx(found["checkpointed"], rel=0.05)
+    assert modes["checkpointed"] != pytest.approx(found["full"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["full", "checkpointed", "adapters, packed, checkpointed"])
+@pytest.mark.parametrize("family", ["llama3", "gpt2", "mixtral"])
+def test_the_worst_moment_is_what_is_predicted(family, name):
+    """All live bytes of a forward and a backward pass are tracked, except the gradients of weights."""
+    config, setup = draft_of(family), setup_for(family, **MODES[name])
+    config.vocab_size, config.pad_token_id = 64, None  # so that the logits are not all that counts
+    profile = profile_model(config.to_dict(), [setup.lora], device="cpu")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    kept = sum(activations.kept_bytes(layer, setup) for layer in profile.layers)
+    kept += activations.mask_bytes(profile.layer_kinds, setup)
+    worst = max(activations.backward_bytes(kind, setup) for kind in profile.layer_kinds)
+    found = measured(model, setup, backward=True)
+    assert kept + max(worst, activations.loss_bytes(profile, setup)) == pytest.approx(found, rel=0.1)
+
+
+def test_a_mask_that_is_forgotten_is_noticed():
+    profile = profile_model(draft_of("llama3").to_dict(), device="cpu")
+    model = AutoModelForCausalLM.from_config(draft_of("llama3"), dtype=torch.bfloat16).train()
+    found = measured(model, setup_for("llama3", packing=True))
+    assert predicted(profile, setup_for("llama3")) != pytest.approx(found, rel=0.05)
+
+
+def test_weights_in_4_bits_save_what_others_do_and_take_what_is_predicted(tmp_path):
+    config = draft_of("llama3", hidden=256)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=adapters.nf4(torch.bfloat16)
+    ).train()
+    upstream.keep_4bit_layout(model)
+    packed = [one for one in model.parameters() if hasattr(one, "quant_state")]
+    states = [one.quant_state for one in packed]
+    scales = sum(state.absmax.nbytes + state.state2.absmax.nbytes for state in states)
+    profile = profile_model(config.to_dict(), [LORA], device="cpu")
+    linears = sum(inputs * outputs for layer in profile.layers for inputs, outputs in layer.linears)
+    assert sum(one.nbytes for one in packed) + scales == pytest.approx(NF4 * linears, rel=0.01)
+    setup = setup_for("llama3", lora=LORA)
+    assert predicted(profile, setup) == pytest.approx(measured(model, setup), rel=0.05)
+
+
+def test_a_layer_of_llama_saves_what_counting_by_hand_gives():
+    config = pages.page("llama3").SIZES["8b"].config
+    (kind,) = lookup.profile_of(config).layer_kinds
+    h, k, f, n = 4096, 1024, 14336, 32
+    assert kind.saved["full"].per_token == pytest.approx(20 * h + 4 * k + 8 * f + 4 * n, rel=1e-3)
+    assert kind.saved["lora"].per_token + 16 * kind.saved["lora rank"].per_token == pytest.approx(45.1 * h, rel=0.01)
+    assert kind.saved["masked"].per_pair == 2  # the mask in bf16, once for all heads
+    assert kind.saved["masked"].per_token == pytest.approx(2 * 2 * (h - k), rel=1e-3)  # keys and values repeated
+    assert kind.saved["eager"].per_pair == pytest.approx(6 * n)  # scores in fp32 before softmax, after it in bf16
+    assert kind.adapter_parameters["lora rank"] == 7 * 0 + sum(inputs + outputs for inputs, outputs in kind.linears)
+
+
+def test_every_size_of_the_catalogue_is_committed_for_this_version_of_transformers():
+    stored = {name: one for file in lookup.PROFILES.glob("*.json") for name, one in lookup.read(file).items()}
+    names = {lookup.key(config): (name, config) for name, config, _ in lookup.catalogue()}
+    assert set(stored) == set(names) and len(names) > 40, (
+        "python -m recipes.planning.model_profile.lookup writes them again"
+    )
+    for family in pages.families():
+        for model in pages.page(family).SIZES.values():
+            profile = stored[lookup.key(model.config)]
+            assert profile.parameters == pytest.approx(model.parameters, rel=0.01)
+            assert len(profile.layer_order) == AutoConfig.for_model(**model.config).num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("llama3-1b", "gpt_oss-20b", "gemma3-1b") else pytest.mark.every)
+        for name, _, _ in lookup.catalogue()
+    ],
+)
+def test_shipped_profiles_are_what_profiling_gives(name):
+    config, loras = next((config, loras) for found, config, loras in lookup.catalogue() if found == name)
+    again = lookup.to_dict(lookup.compute_profile(config, loras[:1]))
+    committed = lookup.to_dict(lookup.profile_of(config))
+    for kind, known in zip(again["layer_kinds"], committed["layer_kinds"], strict=True):
+        for part in ("adapter_parameters", "saved", "backward_peak"):
+            known[part] = {mode: known[part][mode] for mode in kind[part]}
+        assert kind == known
+    outside = again["saved_outside_layers"]
+    assert {mode: committed["saved_outside_layers"][mode] for mode in outside} == outside
+
+
+def test_another_model_is_profiled_once_and_cached(tmp_path):
+    config = dict(pages.page("qwen3").SIZES["0.6b"].config) | {"num_hidden_layers": 5}
+    code = (
+        "import json, sys, time\nfrom recipes.planning.model_profile import lookup\n"
+        "lookup.profile_of(json.loads(sys.argv[1]))\nprint(time.process_time(), 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, json.dumps(config)]
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin", "HOME": str(tmp_path)}
+    first, second = (
+        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    assert float(first.split()[0]) < 15 and "True" in first
+    assert float(second.split()[0]) < 2 and "False" in second
+    assert len(list((tmp_path / "deepspeed-recipes" / "profiles").iterdir())) == 1
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "nonsense"}, {"model_type": "bert"}, {"model_type": "t5"}])
+def test_what_is_no_decoder_is_refused(config):
+    with pytest.raises(UserError, match=r"decoder") as caught:
+        profile_model(config)
+    assert str(caught.value).count("\n") <= 2

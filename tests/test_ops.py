@@ -1,0 +1,109 @@
+"""DeepSpeed's C++ ops: which ones a DeepSpeed file needs, and that the launcher compiles what is missing, and says so.
+
+That DeepSpeed asks for these ops and no others is tested on real ranks, in test_configs_run.py.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.machine import ops
+from recipes.spec.deepspeed_file import parse, read
+from recipes.spec.errors import UserError
+from recipes.spec.project import CHECKOUT as ROOT
+
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({}, ""),
+        ({"zero_optimization": {"stage": 3}}, ""),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}, ""),
+        (OFFLOAD, "cpu_adam"),
+        (OFFLOAD | {"optimizer": {"type": "AdamW"}}, "cpu_adam"),
+        (OFFLOAD | {"optimizer": {"type": "SGD"}}, ""),
+        (OFFLOAD | {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, ""),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "fused_adam"),
+        ({"optimizer": {"type": "Muon"}}, "fused_adam"),
+        ({"optimizer": {"type": "Lion"}}, ""),
+        (NVME, "pin_memory async_io"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "cpu_adam pin_memory async_io"),
+    ],
+)
+def test_what_a_deepspeed_file_needs(config, names):
+    assert [op.name for op in ops.needed(parse(config), on_gpu=True)] == names.split()
+    assert [op.name for op in ops.needed(parse(config), on_gpu=False)] == ["deepspeed_shm_comm", *names.split()]
+
+
+def test_every_shipped_config_needs_ops_that_are_known():
+    configs = sorted((ROOT / "configs").glob("*.json"))
+    assert len(configs) == 22
+    for on_gpu, kind in ((True, "cuda"), (False, "cpu")):
+        found = {op for path in configs for op in ops.needed(read(path), on_gpu)}
+        assert found == set(ops.OPS[kind])
+
+
+def test_what_is_compiled_is_not_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert ops.missing(ops.OPS["cpu"]) == ops.OPS["cpu"]
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    assert ops.missing([ops.CPU_ADAM, ops.FUSED_ADAM]) == (ops.FUSED_ADAM,)
+
+
+def test_nothing_is_started_where_nothing_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started a process"))
+    ops.prepare(parse({}), True, os.environ)
+
+
+def compiler(folder: Path, script: str) -> dict[str, str]:
+    """Return an environment without ops and with a C++ compiler that is this shell script."""
+    tool = folder / "c++"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    # ninja and the linker's test call the compiler by name; `which` and torch read CXX.
+    return {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder / "ops"), "CXX": str(tool), "DS_ACCELERATOR": "cpu"}
+
+
+def test_a_compiler_that_fails_is_one_line_and_no_run(tmp_path, monkeypatch, capfd):
+    fails = "echo 'fatal error: no memory' >&2; exit 1"
+    variables = compiler(tmp_path, f'case "$*" in *-c*) {fails};; esac; exec g++ "$@"')
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", variables["TORCH_EXTENSIONS_DIR"])
+    with pytest.raises(UserError, match=r"pin_memory: does not compile; .*doctor"):
+        monkeypatch.setattr(ops, "needed", lambda *_: (ops.PIN_MEMORY,))
+        ops.prepare(parse({}), False, variables)
+    said = capfd.readouterr()
+    assert "DeepSpeed op pin_memory (NVMe offload): compiling, about 15 s on two cores, once" in said.out
+    assert "error" in said.err.lower() and "Traceback" not in said.err
+
+
+def test_a_lock_that_a_killed_build_has_left_is_removed(tmp_path, monkeypatch):
+    """Else torch would wait for it for ever."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "lock").touch()
+    (tmp_path / "fused_adam").mkdir()
+    (tmp_path / "fused_adam" / "fused_adam.so").touch()
+    (tmp_path / "fused_adam" / "lock").touch()  # of a rank that is loading what is compiled
+    with ops.lock(ops.OPS["cpu"]):
+        assert not (tmp_path / "cpu_adam" / "lock").exists()
+        assert (tmp_path / "fused_adam" / "lock").exists()
+
+
+def test_what_every_run_needs_is_asked_for_without_importing_torch(tmp_path):
+    """`make install` and `make demo` call it each time."""
+    library = tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
+    library.parent.mkdir()
+    library.touch()
+    code = "import sys; from recipes.machine import ops; assert ops.main([]) == 0 and 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}, cwd=ROOT
+    )
+    assert done.returncode == 0

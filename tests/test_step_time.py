@@ -1,0 +1,221 @@
+"""How long a step takes: each choice costs what it must, over the link that it goes over."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from recipes.planning.cost.communication import Group, all_reduce, all_to_all, gather, send
+from recipes.planning.cost.constants import constants
+from recipes.planning.cost.roofline import attended_tokens, model_flops
+from recipes.planning.cost.stage_shards import stage_ranges
+from recipes.planning.cost.step_time import StepTime, step_time
+from recipes.planning.cost.training_setup import TrainingSetup
+from recipes.planning.hardware.cluster import Cluster, cluster
+from recipes.planning.hardware.gpus import find
+from recipes.spec.layout import bubble, rank_position
+from recipes.spec.recipe import Layout, Lora
+from recipes.training.model.adapters import add
+from recipes.training.model.flops import training_flops
+from tests.profiles import llama, mixture
+
+
+def test_four_stages_and_sixteen_micro_batches_have_a_bubble_of_three_nineteenths():
+    even = llama(vocabulary=64)  # no head to speak of: every stage is as long
+    setup = TrainingSetup(4, Layout(pipeline=4), zero_stage=0, gradient_accumulation_steps=16)
+    time = step_time(even, setup, Cluster(find("H100"), 4))
+    busy = time.seconds - time.optimizer - time.zero
+    assert time.bubble / busy == pytest.approx(3 / 19)
+    assert bubble(4, 16) == 3 / 19
+
+
+def test_stages_share_layers_and_the_slowest_counts():
+    profile = llama(layers=16)
+    parts = stage_ranges(profile, 4)
+    assert sum(map(len, parts)) == 16
+    assert len(parts[-1]) < len(parts[1])  # the head is there
+    assert stage_ranges(replace(profile, embedding_parameters=0, head_parameters=0), 4) == (
+        range(4),
+        range(4, 8),
+        range(8, 12),
+        range(12, 16),
+    )
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=8)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_flops_are_those_that_training_counts_for_mfu(lora, tied):
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        "llama", **sizes, num_key_value_heads=2, vocab_size=128, tie_word_embeddings=tied, head_dim=16
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    if lora:
+        model = add(model, lora)
+    setup = TrainingSetup(1, lora=lora, sequence_length=32, micro_batch_size=2, gradient_accumulation_steps=3)
+    expected = training_flops(model).of(tokens=192, squared_lengths=6 * 32**2)
+    profile = llama(64, 192, 3, 4, 2, 128)
+    assert model_flops(profile, setup) == pytest.approx(expected)
+    assert model_flops(profile, replace(setup, gradient_checkpointing=False)) == pytest.approx(expected)
+    assert model_flops(profile, replace(setup, sequence_length=33)) != pytest.approx(expected, rel=0.01)
+
+
+def test_windows_and_causal_masks_halve_what_is_attended():
+    kind = llama(window=1024).layer_kinds[0]
+    assert attended_tokens(llama().layer_kinds[0], 4096) == 2048
+    assert attended_tokens(kind, 1024) == 512
+    # Exactly: the first 1024 tokens see half as many on average, all others 1024.
+    assert attended_tokens(kind, 4096) == pytest.approx((1024 * 512 + 3072 * 1024) / 4096)
+
+
+def test_parts_add_up_and_mfu_is_what_is_left_of_the_peak():
+    setup = TrainingSetup(
+        16, Layout(tensor=4, pipeline=2), zero_stage=1, micro_batch_size=8, gradient_accumulation_steps=8
+    )
+    time = step_time(llama(), setup, cluster("H100", gpus=8, nodes=2))
+    assert isinstance(time, StepTime)
+    assert len(time.components) == 15
+    assert time.seconds == pytest.approx(sum(time.components.values()))
+    assert time.tokens_per_second_per_gpu == pytest.approx(setup.tokens_per_step / time.seconds / 16)
+    assert time.mfu == pytest.approx(model_flops(llama(), setup) / time.seconds / 16 / 989.4e12)
+    assert 0.1 < time.mfu < 0.6
+
+
+BASE = TrainingSetup(16, Layout(tensor=2), zero_stage=3, micro_batch_size=2, gradient_accumulation_steps=4)
+HERE = cluster("H100", gpus=8, nodes=2)
+
+
+def changed(**changes):
+    return step_time(llama(), replace(BASE, **changes), HERE)
+
+
+def test_each_choice_costs_what_it_must():
+    base = changed()
+    assert changed(gradient_checkpointing=False).recomputation == 0
+    assert changed(gradient_checkpointing=False).seconds < base.seconds
+    assert changed(lora=Lora()).matmul < base.matmul * 0.7  # 4 instead of 6 operations per weight
+    assert changed(lora=Lora(dropout=0.1)).elementwise > changed(lora=Lora()).elementwise
+    assert changed(lora=Lora(), quantized=True).elementwise > changed(lora=Lora()).elementwise
+    assert changed(lora=Lora()).zero < base.zero
+    assert changed(attention="eager").seconds > base.seconds
+    assert changed(tiled_loss=True).logits > base.logits
+    assert changed(zero_stage=2).zero < base.zero
+    assert changed(overlap_comm=False).zero > base.zero
+    assert changed(partition_size=4).zero < base.zero  # the second gathering stays inside the node
+    assert changed(precision="fp32").matmul == pytest.approx(2 * base.matmul)
+    assert changed(offload_optimizer="cpu").optimizer > 5 * base.optimizer
+    assert changed(offload_optimizer="cpu").offload > 0 == base.offload
+    assert changed(offload_optimizer="nvme").nvme > 0 == base.nvme
+    assert changed(offload_optimizer="cpu", offload_parameters="cpu").offload > changed(offload_optimizer="cpu").offload
+
+
+def test_parallelism_is_paid_for_over_the_right_link():
+    alone = TrainingSetup(1, zero_stage=0)
+    one = Cluster(find("H100"), 8)
+    assert step_time(llama(), alone, one).tensor == step_time(llama(), alone, one).zero == 0
+    setup = TrainingSetup(8, Layout(tensor=8), zero_stage=0, micro_batch_size=8)
+    inside = step_time(llama(), setup, one)
+    across = step_time(llama(), setup, Cluster(find("H100"), 4, 2, network_gbs=25.0))
+    assert 0 < inside.tensor * 3 < across.tensor
+    assert step_time(llama(), TrainingSetup(8, Layout(sequence=8), sequence_length=16384), one).sequence > 0
+    spread = step_time(mixture(), TrainingSetup(8, Layout(expert=8), zero_stage=2), one)
+    whole = step_time(mixture(), TrainingSetup(8, zero_stage=2), one)
+    assert spread.expert > 0 == whole.expert
+    assert spread.zero < whole.zero
+    assert spread.optimizer == pytest.approx(whole.optimizer)
+    assert (
+        step_time(mixture(chosen=4), TrainingSetup(8), one).matmul
+        > 1.5 * step_time(mixture(), TrainingSetup(8), one).matmul
+    )
+
+
+def test_groups_stand_where_ranks_are_placed():
+    layout, here = Layout(tensor=2, pipeline=2, sequence=2), Cluster(find("H100"), 8, 4)
+    places = {rank: rank_position(layout, rank, here.gpus) for rank in range(here.gpus)}
+    mine = places[0]
+    groups = {
+        Group(2, 1): [r for r, p in places.items() if replace(p, tensor=0) == mine],
+        Group(2, 2): [r for r, p in places.items() if replace(p, sequence=0) == mine],
+        Group(8, 2): [r for r, p in places.items() if replace(p, sequence=0, data=0) == mine],
+        Group(2, 16): [r for r, p in places.items() if replace(p, stage=0) == mine],
+    }
+    for group, members in groups.items():
+        assert members == [index * group.stride for index in range(group.size)]
+        assert group.nodes(here) == len({rank // 8 for rank in members})
+
+
+def test_collectives_take_what_their_volume_takes():
+    known = replace(constants("H100"), latency=0.0)
+    one, four = Cluster(find("H100"), 8), Cluster(find("H100"), 8, 4, network_gbs=100.0)
+    inside, between = 450e9 * known.link, 100e9 * known.network
+    assert gather(8e9, Group(8, 1), one, known) == pytest.approx(7e9 / inside)
+    assert all_reduce(8e9, Group(8, 1), one, known) == pytest.approx(14e9 / inside)
+    # 24 GB come into each node, once; eight groups of one rank each per node share the same network.
+    assert gather(32e9, Group(32, 1), four, known) == pytest.approx(24e9 / between)
+    assert gather(32e9, Group(4, 8), four, known) == pytest.approx(8 * 24e9 / between)
+    assert all_to_all(8e9, Group(8, 1), one, known) == pytest.approx(7e9 / inside)
+    assert all_to_all(32e9, Group(32, 1), four, known) == pytest.approx(8 * 24e9 / between)
+    assert send(1e9, Group(4, 2), one, known) == pytest.approx(1e9 / inside)
+    assert send(1e9, Group(4, 8), four, known) == pytest.approx(8e9 / between)
+    assert gather(8e9, Group(1, 1), one, known) == all_to_all(8e9, Group(1, 1), one, known) == 0
+
+
+SETUPS = st.builds(
+    lambda layout, copies, **rest: TrainingSetup(
+        layout.tensor * layout.pipeline * layout.sequence * copies, layout, **rest
+    ),
+    layout=st.builds(
+        Layout,
+        tensor=st.sampled_from([1, 2, 8]),
+        pipeline=st.sampled_from([1, 2, 4]),
+        sequence=st.sampled_from([1, 2]),
+    ),
+    copies=st.sampled_from([1, 2, 8]),
+    zero_stage=st.sampled_from([0, 1, 2, 3]),
+    micro_batch_size=st.sampled_from([1, 4]),
+    gradient_accumulation_steps=st.sampled_from([1, 8]),
+    sequence_length=st.sampled_from([512, 8192]),
+    gradient_checkpointing=st.booleans(),
+    attention=st.sampled_from(["sdpa", "eager"]),
+    lora=st.sampled_from([None, Lora()]),
+    overlap_comm=st.booleans(),
+    offload_optimizer=st.sampled_from(["none", "cpu", "nvme"]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SETUPS, st.sampled_from(["A100 40GB", "H100", "RTX 4090", "T4"]), st.sampled_from([1, 4, 8]))
+def test_better_hardware_is_never_slower(setup, name, per_node):
+    gpu = find(name)
+    here = Cluster(gpu, min(per_node, setup.world_size), -(-setup.world_size // per_node), network_gbs=25.0)
+    time = step_time(llama(), setup, here)
+    assert all(value >= 0 for value in time.components.values())
+    assert 0 < time.mfu < 1
+    better = [
+        replace(here, network_gbs=50.0),
+        replace(here, nvme_gbs=6.0),
+        *(
+            replace(here, gpu=replace(gpu, **{figure: 2 * getattr(gpu, figure)}))
+            for figure in ("memory_gbs", "link_gbs", "pcie_gbs")
+        ),
+    ]
+    for other in better:
+        assert step_time(llama(), setup, other).seconds <= time.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SETUPS)
+def test_more_work_is_never_faster(setup):
+    here = Cluster(find("H100"), 8, -(-setup.world_size // 8))
+    seconds = step_time(llama(), setup, here).seconds
+    assert (
+        step_time(
+            llama(), replace(setup, gradient_accumulation_steps=2 * setup.gradient_accumulation_steps), here
+        ).seconds
+        > seconds
+    )
+    assert step_time(llama(), replace(setup, sequence_length=2 * setup.sequence_length), here).seconds > seconds
+    assert step_time(llama(layers=40), setup, here).seconds > seconds
+    assert step_time(llama(), replace(setup, gradient_checkpointing=True), here).seconds >= seconds
