@@ -38,9 +38,10 @@ from recipes.spec.run_folder import (
 )
 from recipes.training import run as training_run
 from tests.conftest import shared_buffers
+from tests.launching import LAUNCH
 from tests.ranks import Ranks, free_port
 from tests.spoiled import leave_out, spoil_data, spoil_model
-from tests.test_launch import LAUNCH, processes_of, ranks_of
+from tests.test_launch import processes_of, ranks_of
 from tests.workers.quick_launch import PROCESSES, quick_launch
 
 RANKS, STEPS, EVERY = 4, 24, 4

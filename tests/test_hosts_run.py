@@ -17,9 +17,10 @@ from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests import test_launch
+from tests.launching import LAUNCH
 from tests.machines import Hosts, without_hosts
 from tests.small import small
-from tests.test_launch import LAUNCH, processes_of, ranks_of
+from tests.test_launch import processes_of, ranks_of
 
 wait_for_step = partial(test_launch.wait_for_step, seconds=240)
 wait_until = partial(test_launch.wait_until, seconds=240)
@@ -100,7 +101,7 @@ def test_a_host_that_cannot_take_part_is_named_and_nothing_starts(two, shared, t
     ):
         two.change(1, before)
         output = ended(launch(two, shared, "--hostfile", two.hostfile()), 2)
-        assert f"launch: {two.addresses[1]}: " in output and hint in output, output
+        assert f"launch.py: {two.addresses[1]}: " in output and hint in output, output
         assert not shared.path.exists() and not list(shared.path.parent.iterdir()) and not processes_of(shared)
     two.change(1, "true")
 
