@@ -27,7 +27,8 @@ import pytest
 from tests.launching import LAUNCH, train_with
 from tests.ranks import Ranks
 
-STARTS = {"ranks": "engine", "launcher": "engine", "hosts": "server", "cluster": "server"}
+STARTS = dict.fromkeys(("ranks", "launcher", "accelerate", "execute", "happened", "attempt"), "engine")
+STARTS |= dict.fromkeys(("hosts", "cluster"), "server")
 """The mark of a test that uses a fixture, itself or through another one: `make quick` leaves these tests out."""
 
 
