@@ -67,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
     gpus = visible_gpus()
     pool = pool_of(options)
     allocation = scheduler.allocation_of(options, recipe)
-    ranks = (pool or allocation).ranks if pool or allocation else rank_count(options.gpus, gpus)
+    reserved = pool or allocation
+    ranks = reserved.ranks if reserved else rank_count(options.gpus, gpus)
     hardware = hardware_of(pool, ranks) if gpus and not allocation else None
     if recipe.deepspeed == forecast.AUTO:
         recipe = with_best_plan(recipe, page, options.overrides, hardware)

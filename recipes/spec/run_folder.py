@@ -198,7 +198,7 @@ def is_complete(checkpoint: Path) -> bool:
 def sizes(checkpoint: Path) -> dict[str, int]:
     """Return the size of every file in a checkpoint, in bytes."""
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(checkpoint)): _size(path) for path in files}
+    return {str(path.relative_to(checkpoint)): size for path in files if (size := _size(path)) is not None}
 
 
 def _size(path: Path) -> int | None:
