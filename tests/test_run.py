@@ -16,8 +16,9 @@ from recipes.commands import generate as generate_script
 from recipes.commands import main
 from recipes.launching.paths import locate
 from recipes.spec import pages
+from recipes.spec.conversions import from_dict, to_dict
 from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Draft, Lora, Wandb, from_dict, to_dict
+from recipes.spec.recipe import Draft, Lora, Wandb
 from recipes.spec.run_folder import COMPLETE, RunFolder, checkpoint_bytes, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests.ranks import read_logs

@@ -17,7 +17,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..spec import deepspeed_file
 from ..spec.project import CONFIGS
-from ..spec.recipe import Recipe, to_dict
+from ..spec.conversions import to_dict
+from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder, read_json, write_recipe
 from ..training import distributed, run, upstream
 from ..training.arguments import common_arguments

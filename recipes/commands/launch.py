@@ -29,9 +29,10 @@ from ..launching.ssh.hostfile import HostPool
 from ..planning.hardware.cluster import Cluster
 from ..planning.search import forecast
 from ..spec import deepspeed_file, overrides, pages, run_folder
+from ..spec.conversions import to_dict
 from ..spec.errors import UserError
 from ..spec.project import as_typed, require
-from ..spec.recipe import Recipe, to_dict
+from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from ..training import universal_checkpoint
 from .main import Parser

@@ -8,9 +8,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from .conversions import from_dict, to_dict
 from .errors import UserError
 from .project import runs
-from .recipe import Recipe, from_dict, to_dict
+from .recipe import Recipe
 
 COMPLETE = "complete.json"
 """Written into a checkpoint last, by rank 0 after every rank has finished; without it the checkpoint is incomplete."""
