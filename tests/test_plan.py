@@ -362,14 +362,16 @@ def test_the_planner_works_without_the_training_stack(without_the_stack, answer)
 
 
 def test_what_needs_the_training_stack_is_answered_with_how_to_install_it(without_the_stack, config_json):
-    for words in (
-        [config_json(num_hidden_layers=5), *EIGHT],
-        ["llama3-8b", *EIGHT, "--method", "lora", "lora.target_modules=q_proj"],
-        ["nobody/nothing", *EIGHT],
-        ["llama3-8b", *EIGHT, "--figure", "plan.png"],
+    # A model without a stored profile is built by transformers, which this checkout's own environment has.
+    activate, install = "has no transformers; activate the environment", "pip install 'deepspeed-recipes[train]'"
+    for words, said in (
+        ([config_json(num_hidden_layers=5), *EIGHT], activate),
+        (["llama3-8b", *EIGHT, "--method", "lora", "lora.target_modules=q_proj"], activate),
+        (["nobody/nothing", *EIGHT], install),
+        (["llama3-8b", *EIGHT, "--figure", "plan.png"], install),
     ):
         done = without_the_stack(*words)
-        assert done.returncode == 2 and "pip install 'deepspeed-recipes[train]'" in done.stderr, done.stderr
+        assert done.returncode == 2 and said in done.stderr, done.stderr
         assert len(done.stderr.strip().splitlines()) <= 2
     assert "give --gpu NAME" in without_the_stack("llama3-8b").stderr, "without torch no GPU is seen"
 
