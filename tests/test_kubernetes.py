@@ -14,9 +14,9 @@ import yaml
 from recipes.launching import node, paths
 from recipes.launching.kubernetes import manifests
 from recipes.spec import overrides, pages
+from recipes.spec.conversions import from_dict
 from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import from_dict
 from recipes.spec.run_folder import COMPLETE, RunFolder, read_jsonl, write_json
 from tests.launching import LAUNCH
 from tests.test_launch import launch

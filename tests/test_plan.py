@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from recipes.commands import check, launch, plan
+from recipes.commands import check, launch, main, plan
 from recipes.commands.main import run as run_command
 from recipes.planning.hardware.cluster import cluster
 from recipes.planning.search import forecast
@@ -233,14 +233,14 @@ MISTAKES = {
 def test_a_config_of_another_name_is_not_taken_for_its_folders(tmp_path, config_json, capsys):
     other = tmp_path / "other.json"
     other.write_text(Path(config_json()).read_text())
-    assert plan.main([str(other), *EIGHT]) == 2
+    assert main.run("plan", [str(other), *EIGHT]) == 2
     assert "other.json: a model is a folder with a config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", MISTAKES, ids=lambda words: " ".join(words))
 def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert plan.main(words) == 2
+    assert main.run("plan", words) == 2
     said = capsys.readouterr().err
     assert MISTAKES[words] in said and said.startswith("plan.py: ") and len(said.strip().splitlines()) <= 2, said
 
@@ -280,7 +280,7 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_a_config_that_is_no_decoders_is_refused(config_json, capsys, changes, said):
-    assert plan.main([config_json(**changes), *EIGHT]) == 2
+    assert main.run("plan", [config_json(**changes), *EIGHT]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.strip().splitlines()) <= 2, error
 
@@ -298,7 +298,7 @@ def test_auto_is_what_the_planner_does_anyway(answer):
 def test_a_file_that_is_no_config_is_refused(tmp_path, capsys):
     for text, said in (("{", "not JSON"), ("[]", "not a Hugging Face config.json")):
         (tmp_path / "config.json").write_text(text)
-        assert plan.main([str(tmp_path), *EIGHT]) == 2
+        assert main.run("plan", [str(tmp_path), *EIGHT]) == 2
         assert said in capsys.readouterr().err
 
 
@@ -308,14 +308,14 @@ def test_without_a_network_there_are_no_six_retries(capsys, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", nowhere)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("this asks six times"))
-    assert plan.main(["nobody/nothing", *EIGHT]) == 2
+    assert main.run("plan", ["nobody/nothing", *EIGHT]) == 2
     said = capsys.readouterr().err
     assert "cannot read its config.json ([Errno -2] Name or service not known)" in said
     assert len(said.strip().splitlines()) == 2
 
 
 def test_a_machine_without_gpus_is_told_what_to_give(capsys):
-    assert plan.main(["llama3-8b"]) == 2
+    assert main.run("plan", ["llama3-8b"]) == 2
     assert "This machine has no GPU: give --gpu NAME or --gpu-memory GIB" in capsys.readouterr().err
 
 
@@ -342,8 +342,8 @@ def without_the_stack(tmp_path):
     site.mkdir()
     for name in ("rich", "pygments", "markdown_it", "mdurl"):
         (site / name).symlink_to(Path(find_spec(name).origin).parent)
-    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(site)!r}]\nfrom recipes.commands.main import run\n"
-    code += "sys.exit(run('plan', sys.argv[1:]))"
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(site)!r}]\nfrom recipes.commands import main\n"
+    code += "sys.exit(main.run('plan'))"
 
     def run(*words):
         environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
@@ -362,14 +362,16 @@ def test_the_planner_works_without_the_training_stack(without_the_stack, answer)
 
 
 def test_what_needs_the_training_stack_is_answered_with_how_to_install_it(without_the_stack, config_json):
-    for words in (
-        [config_json(num_hidden_layers=5), *EIGHT],
-        ["llama3-8b", *EIGHT, "--method", "lora", "lora.target_modules=q_proj"],
-        ["nobody/nothing", *EIGHT],
-        ["llama3-8b", *EIGHT, "--figure", "plan.png"],
+    # A model without a stored profile is built by transformers, which this checkout's own environment has.
+    activate, install = "has no transformers; activate the environment", "pip install 'deepspeed-recipes[train]'"
+    for words, said in (
+        ([config_json(num_hidden_layers=5), *EIGHT], activate),
+        (["llama3-8b", *EIGHT, "--method", "lora", "lora.target_modules=q_proj"], activate),
+        (["nobody/nothing", *EIGHT], install),
+        (["llama3-8b", *EIGHT, "--figure", "plan.png"], install),
     ):
         done = without_the_stack(*words)
-        assert done.returncode == 2 and re.search("make install|deepspeed-recipes.train.", done.stderr), done.stderr
+        assert done.returncode == 2 and said in done.stderr, done.stderr
         assert len(done.stderr.strip().splitlines()) <= 2
     assert "give --gpu NAME" in without_the_stack("llama3-8b").stderr, "without torch no GPU is seen"
 
@@ -408,7 +410,7 @@ def test_the_launcher_stops_what_cannot_fit(one_a100, capsys):
     too_much = ["llama3-8b", "lora", "micro_batch_size=64", "--dry-run"]
     assert run_command("launch", too_much) == 2
     said = capsys.readouterr().err
-    assert re.match(r"launch\.py: this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+", said)
+    assert re.match(r"launch: this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+", said)
     fitting = re.search(r"What fits: (.*?);", said)[1].split()
     assert launch.main([*too_much[:3], *fitting, "--dry-run"]) == 0
     assert launch.main([*too_much, "--no-plan"]) == 0

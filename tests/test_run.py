@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.commands import export as export_script
 from recipes.commands import generate as generate_script
+from recipes.commands import main
 from recipes.launching.paths import locate
 from recipes.spec import pages
+from recipes.spec.conversions import from_dict, to_dict
 from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Draft, Lora, Wandb, from_dict, to_dict
+from recipes.spec.recipe import Draft, Lora, Wandb
 from recipes.spec.run_folder import COMPLETE, RunFolder, checkpoint_bytes, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests.ranks import read_logs
@@ -67,6 +69,7 @@ def logits(folder, text="Ada Brandt paid 51 euros."):
 
 def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, samples):
     run, screen = train(ranks, tmp_path, samples, "full", wandb=Wandb(mode="online", project="checks"))
+    assert not re.findall(r"You are adding a .*", "".join(read_logs(tmp_path / "log"))), "two callbacks of one class"
 
     engine = json.loads(run.deepspeed.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert "auto" not in run.deepspeed.read_text()
@@ -138,7 +141,7 @@ def test_lora_gives_an_adapter_and_on_request_the_merged_model(ranks, tmp_path, 
     assert generate_script.main([base, "Ada paid 51 euros.", "--adapter", str(adapter), "--max-new-tokens", "8"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first == second == third
-    assert export_script.main([str(run.path), "--output", str(merged)]) == 2
+    assert main.run("export", [str(run.path), "--output", str(merged)]) == 2
     assert "not empty" in capsys.readouterr().err
 
 
@@ -149,14 +152,14 @@ def test_a_question_to_what_is_no_model_is_answered_with_where_it_is(tmp_path, c
         ([str(tmp_path / "nowhere"), "Ada?"], "no such folder"),
         ([pages.find("tiny", "full").model.path, "Ada?", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at"),
     ):
-        assert generate_script.main(words) == 2
+        assert main.run("generate", words) == 2
         assert said in capsys.readouterr().err
 
 
 def test_what_is_to_be_exported_is_one_model(tmp_path, capsys):
     (tmp_path / "checkpoint-3").mkdir()
     for source, said in ((tmp_path, "name one of them"), (tmp_path / "checkpoint-3", "no .safetensors file")):
-        assert export_script.main([str(source), "--output", str(tmp_path / "out")]) == 2
+        assert main.run("export", [str(source), "--output", str(tmp_path / "out")]) == 2
         assert said in capsys.readouterr().err
 
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.spec import overrides, pages
+from recipes.spec.conversions import from_dict, to_dict
 from recipes.spec.errors import UserError, redact
 from recipes.spec.layout import gradient_accumulation_steps
 from recipes.spec.overrides import FOREIGN_NAMES, override_keys
 from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import from_dict, to_dict
 
 RELIED_ON = {
     "": "deepspeed learning_rate max_steps epochs global_batch_size micro_batch_size sequence_length precision "

@@ -271,3 +271,30 @@ def test_an_assignment_to_an_engine_is_noticed(tmp_path):
         "trainer.deepspeed.total = 1\nself.engine = engine\nsetattr(engine.module, 'a', 2)\nx.trainer.y += 1"
     )
     assert assigned(page) == {"trainer.deepspeed.total", "engine.module.set", "x.trainer.y"}
+
+
+def patched(path: Path) -> set[str]:
+    """Return the attributes of imported names, the standard library's aside, that a file sets: `load.load_config`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    known = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            root = "." * getattr(node, "level", 0) or getattr(node, "module", None)
+            for alias in node.names:
+                if (root or alias.name).split(".")[0] not in sys.stdlib_module_names:
+                    known.add((alias.asname or alias.name).split(".")[0])
+    set_there = {ast.unparse(node) for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store)}
+    return {target for target in set_there if "." in target and target.split(".")[0] in known and "[" not in target}
+
+
+def test_only_upstream_replaces_what_others_define():
+    files = [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]
+    assert {file.name for file in files if patched(file)} == {"upstream.py"}
+
+
+def test_a_replaced_function_is_noticed(tmp_path):
+    page = tmp_path / "page.py"
+    page.write_text(
+        "import os\nfrom ..model import load, check\nos.environ = {}\nload.config = check.config = lambda: 1\nx.y = 2"
+    )
+    assert patched(page) == {"load.config", "check.config"}

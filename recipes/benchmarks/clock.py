@@ -28,7 +28,7 @@ class Clock:
         self.on_gpu = torch.cuda.is_available()
         self.marks: list[Any] = []
         self.done = 0
-        self.reads: Reads | None = None
+        self.reads = Reads()
 
     def step(self, loss: Callable[[], float | None] = lambda: None) -> None:
         """Mark the end of a step; `loss` reads the last loss. The last call does not return."""
@@ -38,10 +38,8 @@ class Clock:
         if self.warm_up <= self.done <= self.warm_up + self.steps:
             self.marks.append(self._mark())
         if self.done == self.warm_up + self.steps:
-            self.reads = Reads()
             self.reads.__enter__()
         if self.done == self.warm_up + self.steps + 1:
-            assert self.reads is not None
             self.reads.__exit__(None, None, None)
             self._write(loss())
 

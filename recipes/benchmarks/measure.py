@@ -13,19 +13,21 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments, masking_utils
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from ..spec import deepspeed_file
 from ..spec.project import CONFIGS
-from ..spec.recipe import Recipe, to_dict
+from ..spec.conversions import to_dict
+from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder, read_json, write_recipe
-from ..training.model import adapters, load, packing_check
-from ..training import run
+from ..training import distributed, run, upstream
+from ..training.arguments import common_arguments
 from ..training.data.collate import Collator
-from ..training.methods import sft
-from ..training.environment import describe
-from ..training.model.flops import training_flops
-from ..training.data import chat_templates
 from ..training.data.load import Datasets
+from ..training.environment import describe
+from ..training.methods import sft
+from ..training.model import adapters, load
+from ..training.model.flops import training_flops
 from . import synthetic
 from .cases import Case, recipe_of
 from .clock import Clock
@@ -122,24 +124,28 @@ class Ticks(TrainerCallback):
 
 
 def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -> None:
-    """Train the recipe with the project's own run, with synthetic weights and sequences instead of files."""
-    sequences = sequences_for(recipe, asked)
-    build = sft.trainer
-
-    def with_clock(context: Any, trained: Any, *others: Any) -> Any:
-        trainer = build(context, trained, *others)
-        configured = trained.config.get_text_config()._attn_implementation
-        trainer.add_callback(Ticks(clock(result, asked, facts(recipe, trained, sequences, configured))))
-        return trainer
-
-    sft.trainer = with_clock
-    sft.datasets = lambda *_: Datasets(sequences, None, None, [])
-    chat_templates.load_tokenizer = lambda _: synthetic.tokenizer()
-    load.load_config = packing_check.load_config = lambda _: synthetic.config_of(recipe, asked["draft"])
-    load._pretrained = lambda chosen, kind: synthetic.random_model(chosen, asked["draft"])
+    """Train the recipe by the steps of the project's own run, `run.execute`, on synthetic weights and sequences."""
+    sequences, tokenizer = sequences_for(recipe, asked), synthetic.tokenizer()
     folder = RunFolder(result.with_suffix(".run"))
-    write_recipe(folder, replace(recipe, deepspeed=str(config_file(recipe))))
-    run.main(str(folder.path))
+    synthetic.config_of(recipe, asked["draft"]).save_pretrained(folder.draft_model)
+    trained = replace(
+        recipe,
+        deepspeed=str(config_file(recipe)),
+        model=replace(recipe.model, path=str(folder.draft_model)),
+    )
+    write_recipe(folder, trained)
+    file = deepspeed_file.read(trained.deepspeed)
+
+    distributed.start()
+    trained = run.checked(trained, file, tokenizer)
+    arguments = sft.arguments(common_arguments(trained, folder, file, 1, distributed.on_gpu()), trained)
+    model = load.load_model(trained, synthetic.RandomWeights(trained, asked["draft"]))
+    upstream.tell_whether_packed(model, trained.packing)
+    context = run.prepare(trained, folder, file, Datasets(sequences, None, None, []), model)
+    trainer = sft.trainer(context, model, arguments, sequences, tokenizer)
+    attention = model.config.get_text_config()._attn_implementation
+    trainer.add_callback(Ticks(clock(result, asked, facts(recipe, model, sequences, attention))))
+    trainer.train()
 
 
 def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -> None:
@@ -147,11 +153,11 @@ def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any
 
     Packed documents attend to each other here, so that no mask is needed.
     """
-    masking_utils.find_packed_sequence_indices = lambda _: None  # a compiled model would build a dense mask regardless
     sequences = sequences_for(recipe, asked)
     trained = synthetic.random_model(recipe, asked["draft"]).train()
     if recipe.lora:
         trained = adapters.add(trained, recipe.lora)
+    upstream.tell_whether_packed(trained, packed=False)  # a compiled model would build a dense mask regardless
     if recipe.gradient_checkpointing:
         trained.gradient_checkpointing_enable({"use_reentrant": False})
     watch = clock(result, asked, facts(recipe, trained, sequences, "sdpa"))

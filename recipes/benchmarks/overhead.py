@@ -20,7 +20,7 @@ from ..launching import paths
 from ..launching.command import deepspeed_command, rank_count, rank_environment, visible_gpus
 from ..spec import pages
 from ..spec.project import PACKAGE
-from ..spec.recipe import Schedule, Wandb
+from ..spec.recipe import Precision, Schedule, Wandb
 from ..spec.run_folder import RunFolder, read_jsonl, write_recipe
 
 WARM_UP = 20
@@ -38,7 +38,7 @@ class Bench:
     gpus: int
     micro_batch: int
     length: int
-    dtype: str
+    dtype: Precision
     folder: Path
 
 

@@ -1,5 +1,6 @@
 """Synthetic model and data: random weights with a page's real dimensions, and documents of random tokens."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,18 @@ def random_model(recipe: Recipe, draft: bool, dtype: torch.dtype | None = None) 
             attn_implementation=attention.loadable(recipe.model.attention),
         )
     return quantized(model) if recipe.model.quantization == "nf4" else model
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """Makes the model of a recipe where `load_model` would read it: in the place of `AutoModelForCausalLM`."""
+
+    recipe: Recipe
+    draft: bool
+
+    def from_pretrained(self, path: str, **options: Any) -> PreTrainedModel:
+        """Return the model with random weights; the recipe says what `options` say."""
+        return random_model(self.recipe, self.draft)
 
 
 def quantized(model: PreTrainedModel) -> PreTrainedModel:

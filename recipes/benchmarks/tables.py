@@ -24,7 +24,7 @@ def table(result: dict[str, Any]) -> str:
             [*lines, *(f"| {name} | {n or '-'} | {why} |" for name, (n, why) in result["longest"].items())]
         )
     first = None
-    rows = []
+    rows: list[Sequence[str]] = []
     for name, runs in result["runs"].items():
         ended = completed_runs(result, name)
         if not ended:
@@ -41,8 +41,8 @@ def table(result: dict[str, Any]) -> str:
             _memory(ended, "peak_allocated_gib"), _memory(ended, "peak_reserved_gib"),
             f"{max(run['reads_per_step'] for run in ended)}",
         ])  # fmt: skip
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def summary(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:

@@ -208,7 +208,7 @@ def in_own_process(order: dict[str, Any], folder: Path, seconds: float) -> dict[
         return {"error": "not finished in time"}
     if result.exists():
         return json.loads(result.read_text())
-    return {"error": cause(done.stderr + done.stdout)}
+    return {"error": cause(done.stdout + done.stderr)}
 
 
 def ranks_of_one() -> dict[str, str]:

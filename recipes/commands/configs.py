@@ -15,20 +15,21 @@ from pathlib import Path
 
 from ..spec.errors import UserError
 from ..spec.project import CONFIGS, command
-from .main import Parser, refuse
+from .main import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Copy a file and say where it is."""
+    """Copy a file, say where it is, and return 0.
+
+    Raises:
+        UserError: as `copy` raises it.
+    """
     parser = Parser("configs", __doc__, epilog=f"configs: {', '.join(names())}")
     parser.add_argument("action", choices=["copy"], help="what to do")
     parser.add_argument("name", metavar="NAME", help="one of the configs below, with or without .json")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="DIR", help="default: where you are")
     options = parser.parse_args(words)
-    try:
-        written = copy(options.name, options.folder)
-    except UserError as error:
-        return refuse("configs", error)
+    written = copy(options.name, options.folder)
     print(f"written: {written}  (check your changes: {command('check')} {written})")
     return 0
 

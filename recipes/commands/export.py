@@ -13,11 +13,15 @@ from pathlib import Path
 
 from ..spec.errors import UserError
 from ..spec.run_folder import RunFolder, newest_checkpoint
-from .main import Parser, refuse
+from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the folder and say what it holds; return 2 for a user's mistake."""
+    """Write the folder, say what it holds, and return 0.
+
+    Raises:
+        UserError: there is nothing to export, it cannot be loaded, or the folder is not empty.
+    """
     parser = Parser("export", __doc__)
     parser.add_argument(
         "source", type=Path, metavar="RUN_FOLDER_OR_CHECKPOINT", help="a run's folder, or a checkpoint in it"
@@ -27,13 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base model")
     options = parser.parse_args(arguments)
-    try:
-        source = find_model(options.source)
-        from ..training import export
+    source = find_model(options.source)
+    from ..training import export
 
-        kind = export.write(source, options.output.resolve(), options.merge)
-    except UserError as error:
-        return refuse("export", error)
+    kind = export.write(source, options.output.resolve(), options.merge)
     print(f"{options.output}: {kind}, from {source}")
     return 0
 

@@ -11,21 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..spec.errors import UserError
-from .main import Parser, refuse
+from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the model's answer; return 2 for a user's mistake."""
+    """Print the model's answer and return 0.
+
+    Raises:
+        UserError: as `answer` raises it.
+    """
     parser = Parser("generate", __doc__)
     parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="a run's export/, or any Hugging Face folder")
     parser.add_argument("prompt", help="what to ask")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="a LoRA adapter for MODEL_DIR")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
     options = parser.parse_args(arguments)
-    try:
-        print(answer(options.model, options.adapter, options.prompt, options.max_new_tokens))
-    except UserError as error:
-        return refuse("generate", error)
+    print(answer(options.model, options.adapter, options.prompt, options.max_new_tokens))
     return 0
 
 

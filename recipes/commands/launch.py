@@ -29,9 +29,10 @@ from ..launching.ssh.hostfile import HostPool
 from ..planning.hardware.cluster import Cluster
 from ..planning.search import forecast
 from ..spec import deepspeed_file, overrides, pages, run_folder
+from ..spec.conversions import to_dict
 from ..spec.errors import UserError
 from ..spec.project import as_typed, require
-from ..spec.recipe import Recipe, to_dict
+from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from ..training import universal_checkpoint
 from .main import Parser
@@ -67,7 +68,8 @@ def run(options: argparse.Namespace) -> int:
     gpus = visible_gpus()
     pool = pool_of(options)
     allocation = scheduler.allocation_of(options, recipe)
-    ranks = (pool or allocation).ranks if pool or allocation else rank_count(options.gpus, gpus)
+    reserved = pool or allocation
+    ranks = reserved.ranks if reserved else rank_count(options.gpus, gpus)
     hardware = hardware_of(pool, ranks) if gpus and not allocation else None
     if recipe.deepspeed == forecast.AUTO:
         recipe = with_best_plan(recipe, page, options.overrides, hardware)

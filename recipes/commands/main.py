@@ -62,7 +62,8 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
     try:
         return importlib.import_module(f".{name}", __package__).main(words)
     except UserError as error:
-        return refuse(name, error)
+        print(f"{program(name)}: {as_typed(str(error))}", file=sys.stderr)
+        return 2
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", NAME):
@@ -99,9 +100,3 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return the help."""
         return as_typed(super().format_help())
-
-
-def refuse(name: str, error: UserError) -> int:
-    """Print a user's mistake, as the command `name` says it, and return the exit status."""
-    print(f"{program(name)}: {as_typed(str(error))}", file=sys.stderr)
-    return 2

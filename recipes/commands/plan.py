@@ -42,7 +42,7 @@ from ..spec.project import CONFIGS, IMPORT_ROOT, INSTALLED, as_typed, program
 from ..spec.recipe import Layout, Recipe
 from ..spec.run_folder import write_json
 from ..zero_config.resolve import Numbers, dumps, resolve
-from .main import Parser, refuse
+from .main import Parser
 
 PLANS_DRAWN = 8
 NODE = 16
@@ -50,26 +50,27 @@ NODE = 16
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Answer, and return the exit status."""
+    """Answer, and return the exit status: 1 where nothing fits.
+
+    Raises:
+        UserError: a mistake on the command line, or a file that cannot be read or written.
+    """
     arguments = parser().parse_intermixed_args(words)
-    try:
-        request = request_of(arguments)
-        result = strategies.search(request)
-        if arguments.json:
-            print(json.dumps(table.as_json(request, result), indent=2))
-        else:
-            table.show(request, result, console(), arguments.explain)
-        if result.best is None:
-            print(f"{program('plan')}: {as_typed(suggestions.sentence(request, result))}", file=sys.stderr)
-            return 1
-        if arguments.write:
-            with system_errors_of("--write", arguments.write):
-                write(request, result.best, arguments.write)
-        if arguments.figure:
-            with system_errors_of("--figure", arguments.figure):
-                draw(result, arguments.figure)
-    except UserError as error:
-        return refuse("plan", error)
+    request = request_of(arguments)
+    result = strategies.search(request)
+    if arguments.json:
+        print(json.dumps(table.as_json(request, result), indent=2))
+    else:
+        table.show(request, result, console(), arguments.explain)
+    if result.best is None:
+        print(f"{program('plan')}: {as_typed(suggestions.sentence(request, result))}", file=sys.stderr)
+        return 1
+    if arguments.write:
+        with system_errors_of("--write", arguments.write):
+            write(request, result.best, arguments.write)
+    if arguments.figure:
+        with system_errors_of("--figure", arguments.figure):
+            draw(result, arguments.figure)
     return 0
 
 

@@ -57,8 +57,9 @@ def _recipe(layout: Layout, method: str) -> Recipe:
 
 def _cell(whys: list[str | None], reasons: list[str]) -> str:
     """Return "yes" where one of several combinations is possible, else the number of the last one's reason."""
-    if None in whys:
+    against = [why for why in whys if why is not None]
+    if len(against) < len(whys):
         return "yes"
-    if whys[-1] not in reasons:
-        reasons.append(whys[-1])
-    return f"[{reasons.index(whys[-1]) + 1}]"
+    if against[-1] not in reasons:
+        reasons.append(against[-1])
+    return f"[{reasons.index(against[-1]) + 1}]"

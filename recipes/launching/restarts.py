@@ -7,6 +7,7 @@ universal checkpoint if the number of ranks has changed. The global batch size s
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from ..spec import deepspeed_file, limits, run_folder
 from ..spec.errors import UserError
@@ -71,18 +72,23 @@ def run_with_restarts(
             return outcome.status
         else:
             restarts += 1
-        checkpoint = run_folder.newest_checkpoint(run)
-        if checkpoint is None:
-            raise UserError(
-                f"nothing to restart from: {run.checkpoints} has no complete checkpoint yet; lower save_steps "
-                f"(now {recipe.save_steps})."
-            )
+        checkpoint = _newest_checkpoint(recipe, run)
         ranks = largest_world_size(recipe, run, min(asked, available()))  # it may grow again when a host is back
         prepare(recipe, run, ranks)
         what = "rewinding" if outcome.status == REWIND else f"restart {restarts} of {most}"
         print(f"{what}: resuming from {checkpoint} with {ranks} ranks", flush=True)
         step = run_folder.step_of(checkpoint)
         append_jsonl(run.restarts, {"time": time.time(), "cause": outcome.cause, "from_step": step, "ranks": ranks})
+
+
+def _newest_checkpoint(recipe: Recipe, run: RunFolder) -> Path:
+    checkpoint = run_folder.newest_checkpoint(run)
+    if checkpoint is None:
+        raise UserError(
+            f"nothing to restart from: {run.checkpoints} has no complete checkpoint yet; lower save_steps "
+            f"(now {recipe.save_steps})."
+        )
+    return checkpoint
 
 
 def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
@@ -107,9 +113,9 @@ def prepare(recipe: Recipe, run: RunFolder, ranks: int) -> None:
     """Convert the newest checkpoint if these ranks need another form of it, and discard the steps after it.
 
     Raises:
-        UserError: no room for the other form, or DeepSpeed cannot convert it.
+        UserError: there is no checkpoint, no room for the other form, or DeepSpeed cannot convert it.
     """
-    checkpoint = run_folder.newest_checkpoint(run)
+    checkpoint = _newest_checkpoint(recipe, run)
     if universal_checkpoint.is_needed(recipe.layout, run, ranks):
         written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
         print(f"{checkpoint} was written by {written_by} ranks; converting it for {ranks}", flush=True)

@@ -6,8 +6,9 @@ import shutil
 from dataclasses import replace
 
 from ..spec import run_folder
+from ..spec.conversions import to_dict
 from ..spec.errors import UserError
-from ..spec.recipe import Recipe, to_dict
+from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from . import restarts
 from .allocation import Allocation

@@ -92,7 +92,7 @@ def _last_stage(
     best: dict[int, tuple[float, float, list[range]]], until: Sequence[float], stop: int
 ) -> tuple[float, float, list[range]]:
     """Return the best way to append a stage that ends at `stop` to the best splits that end before it."""
-    found = (math.inf, math.inf, [])
+    found: tuple[float, float, list[range]] = (math.inf, math.inf, [])
     for start in range(stop - 1, min(best) - 1, -1):
         cost = until[stop] - until[start]
         if cost > found[0]:

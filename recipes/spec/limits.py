@@ -160,8 +160,8 @@ def _kind(recipe: Recipe) -> str | None:
 
 def _family(recipe: Recipe, technique: str) -> Iterator[str]:
     kind = _kind(recipe)
-    if kind in FAMILIES[technique]:
-        yield f"{technique} parallelism does not support {kind}: {FAMILIES[technique][kind]}"
+    if kind and (why := FAMILIES[technique].get(kind)):
+        yield f"{technique} parallelism does not support {kind}: {why}"
 
 
 def _world(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Iterator[str]:

@@ -8,8 +8,9 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from .conversions import dataclass_in, from_dict, to_dict
 from .errors import UserError, redact
-from .recipe import Lora, Recipe, dataclass_in, from_dict, to_dict
+from .recipe import Lora, Recipe
 
 # Names in TrainingArguments, TRL, PEFT, LLaMA-Factory, Axolotl and torchtune -> our keys.
 FOREIGN_NAMES = {

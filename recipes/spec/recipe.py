@@ -4,9 +4,6 @@ A variant is another one with a few fields changed: `replace(full(size), deepspe
 The field names are the override keys of the command line (`learning_rate=5e-5 lora.rank=32`).
 """
 
-import dataclasses
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -290,35 +287,3 @@ def _get(recipe: Recipe, key: str) -> Any:
 def names(text: str | None) -> list[str]:
     """Return the values of a field that takes several, separated by commas, such as `data.path`."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as plain JSON types, the form of a run folder's `recipe.json`."""
-    return dataclasses.asdict(recipe)
-
-
-def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
-    """Rebuild a recipe from `to_dict`'s form.
-
-    Raises:
-        UserError: a field is unknown to this version, or missing.
-    """
-    hints = typing.get_type_hints(kind)
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
-        raise UserError(f"recipe.json: unknown field {unknown[0]!r} in {kind.__name__}; written by another version?")
-    try:
-        return kind(**{key: _rebuild(hints[key], value) for key, value in values.items()})
-    except TypeError as error:
-        raise UserError(f"recipe.json: {error}") from error
-
-
-def _rebuild(hint: Any, value: Any) -> Any:
-    nested = dataclass_in(hint)
-    return from_dict(value, nested) if nested and value is not None else value
-
-
-def dataclass_in(hint: Any) -> type | None:
-    """Return the dataclass that a field's type names (`Lora` for `Lora | None`), or None."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)

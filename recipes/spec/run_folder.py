@@ -8,9 +8,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from .conversions import from_dict, to_dict
 from .errors import UserError
 from .project import runs
-from .recipe import Recipe, from_dict, to_dict
+from .recipe import Recipe
 
 COMPLETE = "complete.json"
 """Written into a checkpoint last, by rank 0 after every rank has finished; without it the checkpoint is incomplete."""
@@ -198,7 +199,7 @@ def is_complete(checkpoint: Path) -> bool:
 def sizes(checkpoint: Path) -> dict[str, int]:
     """Return the size of every file in a checkpoint, in bytes."""
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(checkpoint)): _size(path) for path in files}
+    return {str(path.relative_to(checkpoint)): size for path in files if (size := _size(path)) is not None}
 
 
 def _size(path: Path) -> int | None:

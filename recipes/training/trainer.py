@@ -77,6 +77,14 @@ class OnTrainBegin(TrainerCallback):
         self.action()
 
 
+class EngineSetup(OnTrainBegin):
+    """Calls `RunHooks.on_engine_ready`; a class of its own, because the Trainer warns of two callbacks of one class."""
+
+
+class FirstEvaluation(OnTrainBegin):
+    """Calls `RunHooks.evaluate_at_start`."""
+
+
 class RunHooks(Hooked):
     """What a run changes in transformers' Trainer; put it before the trainer's own class."""
 
@@ -94,7 +102,7 @@ class RunHooks(Hooked):
     def _callbacks(self) -> Iterator[TrainerCallback]:
         """Yield the run's callbacks in the order in which each event reaches them."""
         context = self.context
-        yield OnTrainBegin(self.on_engine_ready)
+        yield EngineSetup(self.on_engine_ready)
         yield context.guard  # reads a log before Metrics writes it
         yield context.checkpoints
         yield Progress()
@@ -103,7 +111,7 @@ class RunHooks(Hooked):
             yield Routing()  # adds to what Metrics writes
         yield context.metrics
         if context.evaluation:
-            yield OnTrainBegin(self.evaluate_at_start)
+            yield FirstEvaluation(self.evaluate_at_start)
             yield context.evaluation
         yield context.watchdog  # its clock starts after everything else
 

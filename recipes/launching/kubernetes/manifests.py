@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...spec.conversions import to_dict
 from ...spec.errors import UserError
 from ...spec.project import CHECKOUT, PACKAGE
-from ...spec.recipe import Recipe, names, to_dict
+from ...spec.recipe import Recipe, names
 from ...spec.run_folder import RunFolder
 from .. import variables
 from ..allocation import Allocation

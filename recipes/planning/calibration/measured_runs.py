@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...spec import deepspeed_file
-from ...spec.recipe import Layout, Recipe, from_dict
+from ...spec.conversions import from_dict
+from ...spec.recipe import Layout, Recipe
 from ..cost.training_setup import TrainingSetup, training_setup
 from ..hardware.cluster import Cluster
 from ..hardware.gpus import find

@@ -200,7 +200,7 @@ def measure(model: nn.Module, layers: Sequence[nn.Module], sequences: int, lengt
     with live, saved_tensors_hooks(save, lambda tensor: tensor):
         tokens = torch.zeros(sequences, length, dtype=torch.long, device="meta")
         loss = model(input_ids=tokens, labels=tokens).loss
-    saved = Counter()
+    saved: Counter[int] = Counter()
     for number, size in live.saved.values():
         saved[number] += size
     with live:

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ...spec.conversions import lora_options
 from ...spec.errors import UserError, first_line
-from ...spec.peft_options import lora_options
 from ...spec.recipe import Lora
 from .batch_fit import BatchFit, decoder_layers, fit, measure_batch
 from .profile import LayerProfile, ModelProfile, training_mode

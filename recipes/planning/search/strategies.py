@@ -178,8 +178,13 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
     for checkpointing in (True, False) if fixed is None else (fixed,):
         for size in _micro_batches(request, sequences):
             sized = replace(recipe, micro_batch_size=size, gradient_checkpointing=checkpointing)
-            batch = {"micro_batch_size": size, "gradient_accumulation_steps": sequences // size}
-            plan = _plan(request, sized, file, replace(setup, gradient_checkpointing=checkpointing is True, **batch))
+            sized_setup = replace(
+                setup,
+                micro_batch_size=size,
+                gradient_accumulation_steps=sequences // size,
+                gradient_checkpointing=checkpointing is True,
+            )
+            plan = _plan(request, sized, file, sized_setup)
             if plan.fits or size == 1:
                 yield plan
             if not plan.fits:

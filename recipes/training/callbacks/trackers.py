@@ -5,8 +5,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from ...spec.conversions import to_dict
 from ...spec.project import display
-from ...spec.recipe import Recipe, to_dict
+from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder
 from .. import distributed
 

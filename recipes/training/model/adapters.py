@@ -8,8 +8,8 @@ from deepspeed.runtime.zero import GatheredParameters
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from ...spec.conversions import lora_options
 from ...spec.errors import UserError
-from ...spec.peft_options import lora_options
 from ...spec.recipe import Lora
 
 

@@ -1,0 +1,56 @@
+"""A recipe in other forms: as the plain types of `recipe.json` and back, and its adapters in PEFT's words."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import UserError
+from .recipe import Lora, Recipe, names
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as plain JSON types, the form of a run folder's `recipe.json`."""
+    return dataclasses.asdict(recipe)
+
+
+def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
+    """Rebuild a recipe from `to_dict`'s form.
+
+    Raises:
+        UserError: a field is unknown to this version, or missing.
+    """
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise UserError(f"recipe.json: unknown field {unknown[0]!r} in {kind.__name__}; written by another version?")
+    try:
+        return kind(**{key: _rebuild(hints[key], value) for key, value in values.items()})
+    except TypeError as error:
+        raise UserError(f"recipe.json: {error}") from error
+
+
+def _rebuild(hint: Any, value: Any) -> Any:
+    nested = dataclass_in(hint)
+    return from_dict(value, nested) if nested and value is not None else value
+
+
+def dataclass_in(hint: Any) -> type | None:
+    """Return the dataclass that a field's type names (`Lora` for `Lora | None`), or None."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
+
+
+def lora_options(lora: Lora) -> dict[str, Any]:
+    """Return the arguments of `peft.LoraConfig`."""
+    modules = names(lora.target_modules)
+    return {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": "all-linear" if modules == ["all-linear"] else modules,
+        "target_parameters": names(lora.target_parameters) or None,
+        "use_dora": lora.dora,
+        "task_type": "CAUSAL_LM",
+    }
