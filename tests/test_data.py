@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from recipes.spec.errors import UserError
-from recipes.training.console import marked
+from recipes.training.console import highlighted
 from recipes.training.data import tokenize
 from recipes.training.data.collate import IGNORED, Collator
 from recipes.training.model.load import load_model
@@ -72,12 +72,12 @@ def test_the_report_counts_lengths_and_shows_what_is_learned(tmp_path, model_fol
     assert all(sum(low <= n <= high for n in lengths) == count for low, high, count in report.lengths)
     assert report.lengths[0][0] == min(lengths) and report.lengths[-1][1] >= max(lengths) and len(report.bars()) == 6
     assert report.tokens == sum(lengths) and f"{100 * sum(lengths) / 128:.0f}% filled" in report.lines("a", 128)[0]
-    first, second = (marked(pieces) for pieces in tokenize.first_documents(rows, tokenizer))
+    first, second = (highlighted(pieces) for pieces in tokenize.first_documents(rows, tokenizer))
     assert first == "<|bos|><|user|>Hi?<|end|><|assistant|>«" + "Yes. " * 20 + "No.<|end|>»" and "«" in second
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = marked([("Hi", False), ("Yes", True)])
+    coloured = highlighted([("Hi", False), ("Yes", True)])
     assert "\x1b[32mYes" in coloured and "«" not in coloured
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes.machine import room
+from recipes.machine import capacity
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import (
@@ -196,11 +196,11 @@ def test_the_guard_reads_nothing_from_the_device(ranks, tmp_path, model_folder, 
 
 
 def test_memory_is_asked_for_before_a_save(monkeypatch):
-    assert room.gathered_bytes(100, 100, 2, 3) == 200 and room.gathered_bytes(100, 10, 2, 3) == 20
-    assert room.gathered_bytes(100, 100, 2, 2) == 0
-    free = room.free_memory()
+    assert capacity.gathered_bytes(100, 100, 2, 3) == 200 and capacity.gathered_bytes(100, 10, 2, 3) == 20
+    assert capacity.gathered_bytes(100, 100, 2, 2) == 0
+    free = capacity.free_memory()
     assert 2**26 < free < 2**45
-    room.check_memory(2**20, "a checkpoint")
-    monkeypatch.setattr(room, "free_memory", lambda: 2**30)
+    capacity.check_memory(2**20, "a checkpoint")
+    monkeypatch.setattr(capacity, "free_memory", lambda: 2**30)
     with pytest.raises(UserError, match=r"gathers 2\.00 GiB in host memory, but only 1\.00 GiB is free"):
-        room.check_memory(2**31, "a checkpoint")
+        capacity.check_memory(2**31, "a checkpoint")

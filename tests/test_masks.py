@@ -138,7 +138,9 @@ def test_tool_calls_are_learned_and_their_results_are_not(name):
 def test_rendering_turn_by_turn_gives_the_marks_that_the_template_has(name):
     tokenizer = tokenizer_with(name)
     for messages in (TURNS[:2], TURNS, TURNS[:3]):
-        by_template = chat_templates._by_template(tokenizer, chat_templates.marked(tokenizer), messages, None)
+        by_template = chat_templates._by_template(
+            tokenizer, chat_templates.training_template(tokenizer), messages, None
+        )
         ids, assistant = chat_templates._by_rendering(tokenizer, messages, None)
         assert ids == by_template[0]
         differ = {tokenizer.decode(ids[i]) for i, said in enumerate(assistant) if said != by_template[1][i]}

@@ -80,7 +80,7 @@ def unknown_to_the_list(folder):
     ("main", "why"),
     [
         (training_run.main, "sequence parallelism does not support bloom"),
-        (unknown_to_the_list, "bloom with model.attention=eager computes something else"),
+        (unknown_to_the_list, "bloom with model.attention=eager trains differently"),
     ],
 )
 def test_a_run_that_would_train_another_model_is_refused(ranks, tmp_path, conversations, main, why):

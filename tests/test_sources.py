@@ -157,7 +157,7 @@ BAD = {
     corrupt: "a.parquet: cannot be read as parquet",
     wrong_type: "b.parquet: row 1: the field 'completion' must be a string or a list of turns; it is of type int",
     bad_row: "a.parquet: row 6: no assistant turn in 'messages'",
-    no_rows: "a.parquet: it holds no example",
+    no_rows: "a.parquet: contains no examples",
     no_files: "void: no file of the split 'train'",
     no_such_split: "no file of the split 'train' in this folder",
     no_saved_split: "has the splits test",
@@ -231,7 +231,7 @@ def test_a_share_is_held_out_and_nothing_stands_on_both_sides(tmp_path):
 def test_a_share_leaves_something_to_train_on(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(lines([CHATS[0]] * 5))
-    with pytest.raises(UserError, match="leaves nothing of"):
+    with pytest.raises(UserError, match="leaves no example of"):
         sources.split(sources.read(str(path), small(tmp_path, path)), 0.2, 1)
 
 

@@ -19,6 +19,7 @@ def verdict(name: str) -> str:
         None: "does not mark the assistant's tokens and TRL does not know it; they are found by rendering it",
     }
     how = known.get(
-        chat_templates.marked(tokenizer), "is known to TRL, which has a version that marks the assistant's tokens"
+        chat_templates.training_template(tokenizer),
+        "is known to TRL, which has a version that marks the assistant's tokens",
     )
     return f"the chat template of {recipe.model.path} {how}"

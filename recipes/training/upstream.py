@@ -21,14 +21,14 @@ from transformers.masking_utils import find_packed_sequence_indices
 from trl.trainer import utils as trl_utils
 
 UNIVERSAL = "latest_universal"
-"""Written by DeepSpeed last of all, into a checkpoint: names the folder of its universal form."""
+"""The last file that DeepSpeed writes into a universal checkpoint; it names the folder."""
 
 
 def release_shared_memory() -> None:
-    """Take the name off this rank's shared-memory buffer, so that nothing of it outlives the rank.
+    """Unlink this rank's shared-memory buffer, so that it does not outlive the rank.
 
-    DeepSpeed's collectives between ranks on CPU map 66 MB per rank from /dev/shm, and a rank that is killed leaves
-    them there, in memory, for good. Once every rank has mapped them nobody needs the names. `test_launch.py` passes
+    DeepSpeed's collectives between ranks on CPU map 66 MB per rank from /dev/shm, and a rank that is killed leaves them
+    there, in memory, for good. Once every rank has mapped them, the names are no longer needed. `test_launch.py` passes
     without this when it can go.
     """
     dist.barrier()
@@ -73,7 +73,7 @@ def keep_4bit_layout(model: torch.nn.Module) -> None:
     """Keep 4-bit weights as they were packed.
 
     On CPUs with AVX-512 bitsandbytes repacks them in place in the first forward pass of an evaluation, into bytes that
-    DeepSpeed and a checkpoint would take for the old ones, and it asks for widths that are multiples of 32.
+    DeepSpeed and a checkpoint would take for the old ones, and it requires widths that are multiples of 32.
     `test_bitsandbytes_repacks_on_the_cpu` tells when this can go. By attribute and not by class: most runs need not
     import bitsandbytes (`peft_without_bitsandbytes.py`).
     """
@@ -124,9 +124,9 @@ def remember_gradient_norm(engine: Any) -> None:
 def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
     """Call `look` when the engine is about to refuse an update whose gradients are not finite.
 
-    DeepSpeed 0.19.8 throws the gradients away before anybody else could look; it calls `_update_scale(overflow)` just
-    before, at every ZeRO stage. Without ZeRO there is nothing to see. `test_guard.py` passes without this when it can
-    go.
+    DeepSpeed 0.19.8 throws the gradients away before anyone else can inspect them; it calls `_update_scale(overflow)`
+    just before, at every ZeRO stage. Without ZeRO there is nothing to see. `test_guard.py` passes without this when it
+    can go.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "_update_scale"):
@@ -144,10 +144,10 @@ def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
 def route_as_transformers(model: PreTrainedModel) -> None:
     """Make AutoEP's routers of DeepSeek's models compute what transformers' do.
 
-    DeepSpeed 0.19.8 multiplies in the weights' dtype, where transformers does so in fp32: in bf16 a token near the
-    border goes to another expert. And it looks for the best groups of experts before the best experts wherever a
-    configuration counts groups, though V2's `topk_method` can be `greedy`. `test_autoep_routes_deepseek_differently`
-    tells when this can go.
+    DeepSpeed 0.19.8 multiplies in the weights' dtype, where transformers does so in fp32: in bf16 a token near a
+    decision boundary goes to another expert. It also restricts tokens to the best groups of experts wherever a
+    configuration has groups, though V2's `topk_method` can be `greedy`. `test_autoep_routes_deepseek_differently` tells
+    when this can go.
     """
     if model.config.model_type not in ("deepseek_v2", "deepseek_v3"):
         return
@@ -160,7 +160,7 @@ def route_as_transformers(model: PreTrainedModel) -> None:
 
 
 def restore_parameter_groups(engine: Any, checkpoint: Path) -> None:
-    """Under ZeRO-3, mend what DeepSpeed does to the optimizer when it loads a universal checkpoint.
+    """Under ZeRO-3, repair what DeepSpeed does to the optimizer when it loads a universal checkpoint.
 
     DeepSpeed 0.19.8, stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`: every group of parameters gets
     the first one's hyper-parameters, so norms and biases are decayed from there on, and all states share one tensor
@@ -195,8 +195,8 @@ def reshard_small_parameters(engine: Any) -> None:
 def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
     """Return the loss of one optimizer step over `micro_batches`, of which an epoch's last step may have fewer.
 
-    DeepSpeed 0.19.8 takes as many as its configuration says, and waits for more. `test_pipeline.py` ends an epoch with
-    fewer; it passes without this when it can go.
+    DeepSpeed 0.19.8 expects as many as its configuration says, and waits for the rest. `test_pipeline.py` ends an epoch
+    with fewer; it passes without this when it can go.
     """
     engine.micro_batches = len(micro_batches)
     return engine.train_batch(iter(micro_batches)).detach()
@@ -205,7 +205,7 @@ def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
 def evaluate_pipeline(engine: Any, micro_batches: list[Any]) -> list[torch.Tensor]:
     """Return what the last stage's loss function makes of each micro-batch; a collective.
 
-    DeepSpeed 0.19.8 adds it to the loss that training has left, which has another shape. `test_pipeline.py` evaluates
+    DeepSpeed 0.19.8 adds it to the loss left over from training, which has another shape. `test_pipeline.py` evaluates
     between steps; it passes without this when it can go.
     """
     engine.total_loss = None

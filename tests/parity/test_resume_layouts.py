@@ -199,12 +199,14 @@ def test_an_ordinary_resume_is_not_refused(tmp_path, whole):
         assert launch.main(arguments) == 0
 
 
-def test_room_is_asked_for_before_the_conversion_and_suffices(tmp_path, whole, monkeypatch):
+def test_disk_space_is_checked_before_the_conversion_and_suffices(tmp_path, whole, monkeypatch):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     checkpoint = newest_checkpoint(run)
     source = checkpoint / "global_step3"
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=universal_checkpoint.room(source) - 1))
-    with pytest.raises(UserError, match="another number of ranks needs about"):
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda _: SimpleNamespace(free=universal_checkpoint.conversion_bytes(source) - 1)
+    )
+    with pytest.raises(UserError, match="for another number of ranks needs about"):
         universal_checkpoint.convert(checkpoint)
     assert not (checkpoint / universal_checkpoint.MARKER).exists()
     monkeypatch.undo()
@@ -212,7 +214,7 @@ def test_room_is_asked_for_before_the_conversion_and_suffices(tmp_path, whole, m
     (checkpoint / "global_step3_universal").mkdir()
     universal_checkpoint.convert(checkpoint)
     written = sum(path.stat().st_size for path in (checkpoint / "global_step3_universal").rglob("*"))
-    assert universal_checkpoint.room(source) / 4 < written < universal_checkpoint.room(source)
+    assert universal_checkpoint.conversion_bytes(source) / 4 < written < universal_checkpoint.conversion_bytes(source)
 
 
 def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsys):
@@ -221,4 +223,4 @@ def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsy
     write_json(complete, read_json(complete) | {"layout": asdict(Layout(tensor=2))})
     write_recipe(run, replace(read_recipe(run), layout=Layout(tensor=2)))
     said = refusal(run, capsys, "--gpus", "4")
-    assert "converts no matrices that are split under ZeRO-3" in said and "use --gpus 2 layout.tensor=2." in said
+    assert "cannot convert matrices that are split under ZeRO-3" in said and "use --gpus 2 layout.tensor=2." in said
