@@ -202,7 +202,7 @@ def test_the_command_says_how_a_model_marks_its_turns(capsys, monkeypatch):
     assert say("tiny-3m") == 0
     assert "marks the assistant's tokens itself" in capsys.readouterr().out
     monkeypatch.setattr(chat_template.chat_templates, "load_tokenizer", lambda recipe: tokenizer_with("qwen3"))
-    assert say("tiny-3m") == 0 and "is known to TRL" in capsys.readouterr().out
+    assert say("tiny-3m") == 0 and "TRL has a version that does" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.setattr(chat_template.pages.page("tiny"), "SIZES", {"3m": Model(path="someone/model")})
     assert say("tiny-3m") == 2 and "someone/model: cannot load the tokenizer" in capsys.readouterr().err

@@ -186,7 +186,7 @@ def test_a_page_made_of_the_template_is_right_once_everything_is_replaced(tmp_pa
         (
             '"intermediate_size": 8192',
             '"intermediate_size": 12288',
-            "parameters=1,235,814,400, but its dimensions make",
+            "parameters=1,235,814,400, but its dimensions give",
         ),
         ("parameters=1_235_814_400", "parameters=1_640_000_000", "parameters 1.24B, but it is 1.64B"),
         ("    1b    16      2048", "    2b    16      2048", "has 2b; the page has 1b"),
@@ -194,7 +194,7 @@ def test_a_page_made_of_the_template_is_right_once_everything_is_replaced(tmp_pa
         ("full      SFT       all weights  ZeRO-2", "full      SFT       all weights  ZeRO-3", "1b has ZeRO-2"),
         ("lora      SFT       adapters   ", "lora      SFT       all weights", "trains 'all weights', but its recipe"),
         ("lora      SFT ", "lora      DPO ", "'DPO', but its method is sft"),
-        ("a model of our own, made of the template.", "a model.", "--list shows, is no sentence"),
+        ("a model of our own, made of the template.", "a model.", "--list shows, is not a sentence"),
         ('"""mine: ', '"""_template: ', "has to begin with the page's name"),
         ("All weights: for plenty of data.", "All weights: TODO when to choose it.", "replace the TODO"),
         ("python scripts/launch.py mine-1b lora --draft\n", "\n", "needs a command that runs the page"),

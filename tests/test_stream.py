@@ -59,7 +59,7 @@ def test_two_ranks_train_on_different_rows_of_a_stream(ranks, model_folder, tmp_
     once = [{tuple(json.loads(row)) for row in mine} - repeated for mine in seen]
     assert not once[0] & once[1] and all(len(mine) > len(seen[0]) / 2 for mine in once)
     screen = read_logs(tmp_path / "log")[0]
-    assert "/a.jsonl: streamed in the form messages" in screen and "tokenized while training" in screen
+    assert "/a.jsonl: streamed in the form messages" in screen and "tokenized during training" in screen
     assert screen.count("example: ") == 2
 
 
