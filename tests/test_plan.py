@@ -219,7 +219,7 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "layout.tensor=3"): "layout.tensor=3: 8 ranks are not divisible by 3",
     ("llama3-8b", *EIGHT, "layout.expert=8"): "layout.expert=8: llama has no experts",
     ("llama3-8b", *EIGHT, "deepspeed=zero3.json", "layout.pipeline=4"): "pipeline supports ZeRO 0 and 1 only",
-    ("llama3-8b", *EIGHT, "lora.rank=8"): "--method full: your key=value make it lora; write --method lora",
+    ("llama3-8b", *EIGHT, "lora.rank=8"): "--method full: your key=value settings make it lora; write --method lora",
     ("llama3-8b", "lora", *EIGHT): "lora: the method is an option here: --method lora",
     ("llama3-8b", *EIGHT, "--figure", "plan.pdf"): "--figure plan.pdf: the format is PNG; name it plan.png",
     ("llama3-8b", *EIGHT, "--figure", "/proc/plan.png"): "--figure /proc/plan.png: cannot be written",
