@@ -24,8 +24,19 @@ from functools import cache, partial
 
 import pytest
 
-from tests.launching import train_with
+from tests.launching import LAUNCH, train_with
 from tests.ranks import Ranks
+
+STARTS = dict.fromkeys(("ranks", "launcher", "accelerate", "execute", "happened", "attempt"), "engine")
+STARTS |= dict.fromkeys(("hosts", "cluster"), "server")
+"""The mark of a test that uses a fixture, itself or through another one: `make quick` leaves these tests out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts ranks and what starts servers."""
+    for item in items:
+        for name in STARTS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(STARTS[name])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,6 +64,12 @@ def ranks(caches):
     """Start ranks as forks of a process that has imported the stack once."""
     with Ranks() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def launcher() -> list[str]:
+    """Return the words that start the launcher: a test that asks for them starts real ranks."""
+    return LAUNCH
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from tests.workers.use_config import use
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ROOT / "tests" / "workers"
 BIN = Path(sys.executable).parent
+LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 
 
 def gpus() -> int:

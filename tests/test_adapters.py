@@ -17,6 +17,7 @@ from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import export
 from recipes.training.model import adapters
 from tests.test_catalogue import lesson
+from tests.tiers import tiered
 from tests.workers import adapters as worker
 
 ROUNDING = 2**-8
@@ -40,7 +41,7 @@ def trained(ranks, tmp_path, recipe, variant, precision="bf16"):
     return run
 
 
-@pytest.mark.parametrize(("recipe", "variant"), VARIANTS)
+@pytest.mark.parametrize(("recipe", "variant"), tiered(VARIANTS, {("llama3-8b", "qlora")}))
 def test_only_adapters_change_and_they_merge_into_the_base(ranks, tmp_path, recipe, variant):
     run = trained(ranks, tmp_path, recipe, variant)
     found = read_json(worker.path_of(run))

@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,12 +53,6 @@ def representative() -> set[tuple[str, str, str]]:
     return chosen
 
 
-def cases() -> list[Any]:
-    """Return every combination; those beyond the representative ones are left to `make test-all`."""
-    few = representative()
-    return [pytest.param(*one, marks=() if one in few else pytest.mark.every) for one in combinations()]
-
-
 def test_the_matrix_is_whole():
     assert len(combinations()) >= 150
     assert len({family for family, _, _ in combinations()}) == len(pages.families()) >= 18
@@ -92,8 +85,13 @@ def lesson(recipe: Recipe, folder: Path) -> Recipe:
     )
 
 
-@pytest.mark.parametrize(("family", "size", "variant"), cases())
-def test_it_trains_resumes_and_exports(ranks, tmp_path, family, size, variant):
+@pytest.mark.parametrize(("family", "size", "variant"), sorted(representative()))
+def test_it_trains_and_exports(ranks, tmp_path, family, size, variant):
+    trained(ranks, tmp_path, family, size, variant)
+
+
+def trained(ranks, tmp_path, family, size, variant):
+    """Train and export, and return the run's folder and its number of ranks."""
     run = RunFolder(tmp_path / "run")
     recipe = lesson(pages.find(f"{family}-{size}", variant), tmp_path)
     write_recipe(run, locate(recipe))
@@ -107,7 +105,14 @@ def test_it_trains_resumes_and_exports(ranks, tmp_path, family, size, variant):
     else:
         assert records[2]["loss"] < records[0]["loss"]
     assert summary["logit_difference"] <= (1e-4 if read_json(run.recipe)["precision"] == "fp32" else 3e-2)
+    return run, world_size
 
+
+@pytest.mark.every
+@pytest.mark.parametrize(("family", "size", "variant"), combinations())
+def test_it_trains_resumes_and_exports(ranks, tmp_path, family, size, variant):
+    run, world_size = trained(ranks, tmp_path, family, size, variant)
+    records = read_jsonl(run.metrics)
     again = RunFolder(tmp_path / "again")
     shutil.copytree(run.path, again.path)
     shutil.rmtree(again.export)

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from recipes.machine import ops
 from recipes.spec.deepspeed_file import read
 from tests.launching import BIN, ROOT, WORKERS, accelerate_launch, gpus, run
 from tests.ranks import free_port
+from tests.tiers import tiered
 
 LIBAIO = Path("/usr/include/libaio.h").exists()
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 # The kernels of these exist for CUDA only; tests below give them to DeepSpeed's own config class.
 CUDA = ("fp16", "zeropp", "zero3_lora", "superoffload", "deepcompile")
 RUN = sorted(path.stem for path in CONFIGS if path.stem not in CUDA)
+ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 
 STAGES = {
     "zero0": 0,
@@ -65,13 +68,18 @@ def check(seen: dict, name: str) -> None:
     assert ACTIVE[name](seen), seen
 
 
+def often(case: tuple[str, str]) -> bool:
+    """Return whether `make test` runs a template this way: each with the Trainer, a few in a plain loop."""
+    name, mode = case
+    return mode == "trainer" or (mode == "plain" and name in ("zero1", "zero3", "zero3_offload", "pipeline"))
+
+
 def test_every_template_is_accounted_for():
     assert len(CONFIGS) == 22
     assert {path.stem for path in CONFIGS} == {*CUDA, *ACTIVE}
 
 
-@pytest.mark.parametrize("mode", ["trainer", pytest.param("sft", marks=pytest.mark.every), "plain"])
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize(("name", "mode"), tiered(product(RUN, ("trainer", "sft", "plain")), often))
 def test_template_trains(used, mode: str, name: str):
     if name == "zero3_nvme" and not LIBAIO:
         pytest.skip("/usr/include/libaio.h is missing (Debian's libaio-dev): nothing can be written to NVMe")
@@ -84,12 +92,18 @@ def test_template_trains(used, mode: str, name: str):
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory) -> Path:
+def accelerate():
+    """Return a function that runs `accelerate launch` in a folder with a file of configs/accelerate."""
+    return lambda folder, *arguments: run(accelerate_launch(*arguments), folder)
+
+
+@pytest.fixture(scope="module")
+def launched(accelerate, tmp_path_factory) -> Path:
     """Train with every template under one real `accelerate launch`, each in a fork of the two ranks."""
     folder = tmp_path_factory.mktemp("accelerate")
     (folder / "configs").symlink_to(ROOT / "configs")  # the YAML's path starts where one launches
     files = [str(template(name)) for name in RUN if LIBAIO or name != "zero3_nvme"]
-    run(accelerate_launch("zero3.yaml", str(WORKERS / "use_config.py"), "accelerate", str(folder), *files), folder)
+    accelerate(folder, "zero3.yaml", str(WORKERS / "use_config.py"), "accelerate", str(folder), *files)
     return folder
 
 
@@ -101,18 +115,20 @@ def test_template_trains_under_accelerate_launch(launched: Path, name: str):
     check(json.loads((launched / name / "seen.json").read_text()), name)
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_accelerate_file_starts_its_ranks_with_its_template(tmp_path: Path, file: Path):
+@pytest.mark.parametrize(
+    "file", tiered(ACCELERATE, lambda file: file.stem in ("zero3_two_nodes", "fsdp2")), ids=lambda file: file.stem
+)
+def test_every_accelerate_file_starts_its_ranks_with_its_template(accelerate, tmp_path: Path, file: Path):
     """What reaches the ranks; that a template trains when it reaches them is the test above."""
     content = yaml.safe_load(file.read_text())
     script = [str(WORKERS / "say_environment.py"), str(tmp_path)]
     if content["num_machines"] == 1:
-        run(accelerate_launch(file.name, *script), tmp_path)
+        accelerate(tmp_path, file.name, *script)
     else:  # two hosts of one rank, both of them this machine
         hosts = ["--main_process_ip", "127.0.0.1", "--num_processes", "2"]
-        command = accelerate_launch(file.name, *hosts)
+        hosts += ["--main_process_port", str(free_port())]
         with ThreadPoolExecutor() as both:
-            list(both.map(lambda rank: run([*command, "--machine_rank", rank, *script], tmp_path), "01"))
+            list(both.map(lambda rank: accelerate(tmp_path, file.name, *hosts, "--machine_rank", rank, *script), "01"))
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert {rank["WORLD_SIZE"] for rank in seen} == {"2"}
     for rank in seen:

@@ -26,6 +26,7 @@ from recipes.training.data import example_numbers
 from tests.ranks import read_logs
 from tests.small import in_sub_groups, small
 from tests.spoiled import leave_out, spoil_data, spoil_model
+from tests.tiers import tiered
 from tests.workers.reads import count_reads
 
 BAD = 5
@@ -38,7 +39,7 @@ CASES = {
     "bf16": ("zero2.json", {"precision": "bf16"}),
     "pipeline": ("pipeline.json", {"layout": Layout(pipeline=2)}),
 }
-CORE = ("zero0", "sub_groups")
+CORE = ("sub_groups",)
 EARLIER = {"step": 0, "loss": 0.01, "learning_rate": 1e-2, "grad_norm": 1, "tokens": 1, "seconds": 1}
 EARLIER["tokens_per_second"] = 1
 
@@ -61,7 +62,7 @@ def train(ranks, run, recipe, log):
     return statuses, read_logs(log)[0]
 
 
-@pytest.mark.parametrize("case", [pytest.param(one, marks=() if one in CORE else pytest.mark.every) for one in CASES])
+@pytest.mark.parametrize("case", tiered(CASES, CORE))
 def test_a_nan_stops_the_run_and_names_where_it_came_from(ranks, tmp_path, spoiled, case):
     config, changes = CASES[case]
     config = config(tmp_path) if callable(config) else config

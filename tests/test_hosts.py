@@ -15,7 +15,7 @@ from recipes.launching.ssh import host_checks, host_info, hostfile
 from recipes.launching.ssh.pdsh_environment import write_environment
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder
-from tests.test_launch import LAUNCH
+from tests.launching import LAUNCH
 
 MISTAKES = {
     "a 8\n": "`a 8` is not a valid hostfile line",

@@ -17,9 +17,10 @@ from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests import test_launch
+from tests.launching import LAUNCH
 from tests.machines import Hosts, without_hosts
 from tests.small import small
-from tests.test_launch import LAUNCH, processes_of, ranks_of
+from tests.test_launch import processes_of, ranks_of
 
 wait_for_step = partial(test_launch.wait_for_step, seconds=240)
 wait_until = partial(test_launch.wait_until, seconds=240)
@@ -28,7 +29,7 @@ HERE = pytest.mark.skipif(bool(without_hosts()), reason=without_hosts() or "two 
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def hosts(tmp_path_factory):
     with Hosts(tmp_path_factory.mktemp("machines") / "two") as started:
         yield started
 
@@ -40,10 +41,10 @@ def shared(tmp_path):
     return RunFolder(tmp_path / "shared" / "run")
 
 
-def launch(two, run, *arguments, **options):
+def launch(hosts, run, *arguments, **options):
     command = [*LAUNCH, "tiny", "full", "--output-dir", str(run.path), *map(str, arguments)]
     return subprocess.Popen(
-        command, env=two.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        command, env=hosts.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
     )
 
 
@@ -65,24 +66,24 @@ def overrides(recipe, **changes):
 
 
 @HERE
-def test_two_hosts_train_what_two_ranks_on_one_host_train(two, shared, ranks, model_folder, conversations, tmp_path):
+def test_two_hosts_train_what_two_ranks_on_one_host_train(hosts, shared, ranks, model_folder, conversations, tmp_path):
     recipe = small(model_folder, conversations, "zero3.json")
     one = RunFolder(tmp_path / "one")
     write_recipe(one, recipe)
     ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
-    output = ended(launch(two, shared, "--hostfile", two.hostfile(), *overrides(recipe)))
+    output = ended(launch(hosts, shared, "--hostfile", hosts.hostfile(), *overrides(recipe)))
     rows = [line for line in output.splitlines() if line.endswith("  shared")]
     assert len(rows) == 2 and all("in sync" in row and "eth0" in row for row in rows), output
     ours, theirs = ([(row["loss"], row["grad_norm"]) for row in read_jsonl(run.metrics)] for run in (shared, one))
     assert len(ours) == recipe.max_steps and ours == theirs
     assert read_json(shared.environment)["world_size"] == 2
-    assert f"'{two.addresses[1]}': [0]" in output  # DeepSpeed's own words: the second rank was there
+    assert f"'{hosts.addresses[1]}': [0]" in output  # DeepSpeed's own words: the second rank was there
 
 
 @HERE
-def test_a_host_that_cannot_take_part_is_named_and_nothing_starts(two, shared, tmp_path):
-    dead = f"{two.network}.9"
-    output = ended(launch(two, shared, "--hostfile", two.hostfile(hosts=[two.addresses[0], dead])), 2)
+def test_a_host_that_cannot_take_part_is_named_and_nothing_starts(hosts, shared, tmp_path):
+    dead = f"{hosts.network}.9"
+    output = ended(launch(hosts, shared, "--hostfile", hosts.hostfile(hosts=[hosts.addresses[0], dead])), 2)
     assert f"{dead}: not reachable" in output and not shared.path.exists()
 
     name = metadata.distribution("deepspeed").locate_file("deepspeed-0.19.8.dist-info/METADATA")
@@ -98,30 +99,30 @@ def test_a_host_that_cannot_take_part_is_named_and_nothing_starts(two, shared, t
         (f"mount -t tmpfs none {shared.path.parent}", "is a different folder there"),
         (f"mount -t tmpfs none {ROOT}", nowhere),
     ):
-        two.change(1, before)
-        output = ended(launch(two, shared, "--hostfile", two.hostfile()), 2)
-        assert f"launch: {two.addresses[1]}: " in output and hint in output, output
+        hosts.change(1, before)
+        output = ended(launch(hosts, shared, "--hostfile", hosts.hostfile()), 2)
+        assert f"launch.py: {hosts.addresses[1]}: " in output and hint in output, output
         assert not shared.path.exists() and not list(shared.path.parent.iterdir()) and not processes_of(shared)
-    two.change(1, "true")
+    hosts.change(1, "true")
 
 
 @HERE
 @pytest.mark.every
-def test_ctrl_c_writes_a_checkpoint_on_two_hosts_and_a_dead_rank_ends_both(two, shared, model_folder, conversations):
+def test_ctrl_c_writes_a_checkpoint_on_two_hosts_and_a_dead_rank_ends_both(hosts, shared, model_folder, conversations):
     words = overrides(small(model_folder, conversations, "zero3.json", max_steps=400, save_steps=5))
-    process = launch(two, shared, "--hostfile", two.hostfile(), *words)
+    process = launch(hosts, shared, "--hostfile", hosts.hostfile(), *words)
     wait_for_step(process, shared, 6)
     process.send_signal(signal.SIGINT)
     output = ended(process)
     stopped = read_json(shared.summary)
     assert stopped["stopped"] and newest_checkpoint(shared).name == f"checkpoint-{stopped['steps']}", output
     assert not processes_of(shared)
-    process = launch(two, shared, "--resume", "--hostfile", two.hostfile())
+    process = launch(hosts, shared, "--resume", "--hostfile", hosts.hostfile())
     wait_for_step(process, shared, stopped["steps"] + 2)
     rank_of(shared, 0).kill()
     output, _ = process.communicate(timeout=60)
     assert process.returncode not in (0, 2) and not processes_of(shared)
-    assert f"rank 0 on {two.addresses[0]} was killed by SIGKILL; the last lines of its log:\n  | " in output
+    assert f"rank 0 on {hosts.addresses[0]} was killed by SIGKILL; the last lines of its log:\n  | " in output
 
 
 LONG = {"max_steps": 60, "save_steps": 10, "epochs": 99, "learning_rate": 1e-4}
@@ -140,16 +141,16 @@ def undisturbed(ranks, tmp_path_factory, model_folder, conversations):
 
 @HERE
 @pytest.mark.every
-def test_a_host_that_was_cut_off_is_named_and_the_others_go_on(two, shared, model_folder, conversations, undisturbed):
+def test_a_host_that_was_cut_off_is_named_and_the_others_go_on(hosts, shared, model_folder, conversations, undisturbed):
     words = overrides(small(model_folder, conversations, "zero3.json", **LONG), epochs=99)
-    process = launch(two, shared, "--hostfile", two.hostfile(), "--max-restarts", 1, *words)
-    with mended(two, process):
+    process = launch(hosts, shared, "--hostfile", hosts.hostfile(), "--max-restarts", 1, *words)
+    with mended(hosts, process):
         wait_for_step(process, shared, 35)
         other = rank_of(shared, 0)
-        two.cut(1)
+        hosts.cut(1)
         assert psutil.wait_procs([other], timeout=30)[0]
         output = ended(process)
-    lost = two.addresses[1]
+    lost = hosts.addresses[1]
     (restart,) = read_jsonl(shared.restarts)
     assert restart["cause"].startswith(f"{lost} stopped answering") and restart["cause"] in output
     assert restart["ranks"] == 1 and restart["from_step"] >= 30 and f"continuing without {lost}" in output
@@ -159,25 +160,25 @@ def test_a_host_that_was_cut_off_is_named_and_the_others_go_on(two, shared, mode
 
 @HERE
 @pytest.mark.every
-def test_a_host_that_is_back_takes_part_in_the_next_restart(two, shared, model_folder, conversations, undisturbed):
+def test_a_host_that_is_back_takes_part_in_the_next_restart(hosts, shared, model_folder, conversations, undisturbed):
     """It is the first one, which all ranks meet at: meanwhile they meet at the other, whatever was asked for."""
     words = overrides(small(model_folder, conversations, "zero3.json", **LONG), epochs=99)
-    master = ["--master-addr", two.addresses[0]]
-    process = launch(two, shared, "--hostfile", two.hostfile(), "--max-restarts", 2, *master, *words)
-    with mended(two, process):
+    master = ["--master-addr", hosts.addresses[0]]
+    process = launch(hosts, shared, "--hostfile", hosts.hostfile(), "--max-restarts", 2, *master, *words)
+    with mended(hosts, process):
         wait_for_step(process, shared, 15)
         other = rank_of(shared, 1)
-        two.switch_off(0)
+        hosts.switch_off(0)
         assert psutil.wait_procs([other], timeout=30)[0]
         wait_until(process, shared.restarts.exists)
-        two.mend()
+        hosts.mend()
         wait_until(process, lambda: ranks_of(shared))
         wait_for_step(process, shared, 35)
         rank_of(shared, 0).kill()
         output = ended(process)
     first, second = read_jsonl(shared.restarts)
     assert (first["ranks"], second["ranks"]) == (1, 2), output
-    assert second["cause"].startswith(f"rank 0 on {two.addresses[1]} was killed by SIGKILL"), second
+    assert second["cause"].startswith(f"rank 0 on {hosts.addresses[1]} was killed by SIGKILL"), second
     ends_as(undisturbed, shared)
     assert not processes_of(shared)
 
@@ -185,12 +186,12 @@ def test_a_host_that_is_back_takes_part_in_the_next_restart(two, shared, model_f
 @HERE
 @pytest.mark.every
 def test_a_stopped_rank_ends_both_hosts_and_without_a_host_nothing_restarts(
-    two, shared, model_folder, conversations, tmp_path
+    hosts, shared, model_folder, conversations, tmp_path
 ):
     long = {**LONG, "max_steps": 2000, "hang_minutes": 0.3}
     words = overrides(small(model_folder, conversations, "zero3.json", **long), epochs=9999, hang_minutes=0.3)
-    process = launch(two, shared, "--hostfile", two.hostfile(), *words)
-    with mended(two, process):
+    process = launch(hosts, shared, "--hostfile", hosts.hostfile(), *words)
+    with mended(hosts, process):
         wait_for_step(process, shared, 15)
         rank_of(shared, 1).suspend()
         output, _ = process.communicate(timeout=0.3 * 60 + 30)
@@ -198,19 +199,19 @@ def test_a_stopped_rank_ends_both_hosts_and_without_a_host_nothing_restarts(
         assert (
             "no step finished for 0.3 minutes" in output and "none from rank 1, which was stopped or cut off" in output
         ), output
-        process = launch(two, shared, "--resume", "--hostfile", two.hostfile(), "--max-restarts", 1)
+        process = launch(hosts, shared, "--resume", "--hostfile", hosts.hostfile(), "--max-restarts", 1)
         wait_until(process, lambda: len(ranks_of(shared)) == 2)
         for index in range(2):
-            two.switch_off(index)
-        assert f"cannot restart: {', '.join(two.addresses)} do not answer." in ended(process, 2)
+            hosts.switch_off(index)
+        assert f"cannot restart: {', '.join(hosts.addresses)} do not answer." in ended(process, 2)
     assert not processes_of(shared)
 
 
 @HERE
 @pytest.mark.every
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(two, shared, model_folder, conversations):
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(hosts, shared, model_folder, conversations):
     words = overrides(small(model_folder, conversations, "zero3.json", **LONG | {"max_steps": 2000}), epochs=9999)
-    process = launch(two, shared, "--hostfile", two.hostfile(), *words)
+    process = launch(hosts, shared, "--hostfile", hosts.hostfile(), *words)
     wait_for_step(process, shared, 2)
     process.kill()
     process.wait()
@@ -219,13 +220,13 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(two, shared, model_folde
 
 
 @contextlib.contextmanager
-def mended(two, process):
+def mended(hosts, process):
     """End the launcher and mend the hosts, whatever happens."""
     try:
         yield
     finally:
         process.kill()
-        two.mend()
+        hosts.mend()
 
 
 def rank_of(run, number):

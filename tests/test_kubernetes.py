@@ -18,7 +18,8 @@ from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import from_dict
 from recipes.spec.run_folder import COMPLETE, RunFolder, read_jsonl, write_json
-from tests.test_launch import LAUNCH, launch
+from tests.launching import LAUNCH
+from tests.test_launch import launch
 
 SCHEMAS = Path(__file__).parent / "kubernetes_schemas"
 CORE = {"Job": "batch.v1", "Service": "core.v1", "ConfigMap": "core.v1"}

@@ -15,12 +15,11 @@ import pytest
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_jsonl, step_of
 from tests.conftest import shared_buffers
-
-LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
+from tests.launching import LAUNCH
 
 
 @pytest.fixture
-def small_run(model_folder, conversations, tmp_path):
+def small_run(launcher, model_folder, conversations, tmp_path):
     """Return the launch command of a short fp32 run, and its folder."""
     run = RunFolder(tmp_path / "run")
     overrides = [
@@ -37,7 +36,7 @@ def small_run(model_folder, conversations, tmp_path):
         "logging_steps=1",
         "wandb.mode=disabled",
     ]
-    return [*LAUNCH, "tiny", "full", "--output-dir", str(run.path)], overrides, run
+    return [*launcher, "tiny", "full", "--output-dir", str(run.path)], overrides, run
 
 
 def launch(*arguments, **options):

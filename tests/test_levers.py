@@ -26,6 +26,7 @@ from recipes.training.arguments import loader_processes
 from recipes.training.data.collate import Collator
 from recipes.training.model import adapters, attention, draft, kernels, packing_check, tiling
 from tests.small import small
+from tests.tiers import tiered
 from tests.workers import scalar_reads
 
 HIDDEN = 4096
@@ -56,7 +57,7 @@ def counted(ranks, tmp_path, model_folder, conversations, stage, mistake=None, *
     return sum(found["counts"].values()), found
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.every) for stage in (0, 1)] + [2, 3])
+@pytest.mark.parametrize("stage", tiered(range(4), (2, 3)))
 def test_a_steady_step_reads_no_scalar_that_deepspeed_does_not(ranks, tmp_path, model_folder, conversations, stage):
     ours, found = counted(ranks, tmp_path, model_folder, conversations, stage)
     alone = reads_of(ranks, tmp_path / "run-None", scalar_reads.of_deepspeed)

@@ -50,14 +50,14 @@ def test_a_run_that_would_pack_what_leaks_is_refused(tmp_path, tokenizer, conver
     recipe = pages.page("bloom").full("560m")
     draft.write(recipe, tmp_path, torch.float32)
     asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="eager"))
-    with pytest.raises(UserError, match=r"packing=true: bloom.*see each other; add packing=false"):
+    with pytest.raises(UserError, match=r"packing=true: in bloom.*attend to each other; add packing=false"):
         packing_check.check(asked, tokenizer)
     packing_check.check(replace(asked, packing=False), tokenizer)
     packing_check.check(replace(asked, method="dpo"), tokenizer)
 
 
-def test_a_class_that_cannot_be_tried_out_is_refused_too(tmp_path, tokenizer, conversations):
+def test_a_model_class_that_cannot_be_checked_is_refused_too(tmp_path, tokenizer, conversations):
     draft.write(pages.page("llama3").full("1b"), tmp_path, torch.float32)
     asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="nonsense"))
-    with pytest.raises(UserError, match=r"cannot try it out on a draft of llama.*\nAdd packing=false"):
+    with pytest.raises(UserError, match=r"cannot be checked on a shrunken llama.*\nAdd packing=false"):
         packing_check.check(asked, tokenizer)

@@ -26,6 +26,7 @@ from recipes.training.callbacks.stop_signal import StopOnSignal
 from tests.launching import BIN
 from tests.ranks import read_logs
 from tests.small import small
+from tests.tiers import tiered
 
 STEPS = 16
 LORA = Lora(rank=4, alpha=8, dropout=0.1)
@@ -41,7 +42,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, {"zero1", "lora_zero3"}))
 def test_resumed_run_logs_what_the_uninterrupted_one_logs(ranks, tmp_path, model_folder, conversations, case):
     config, lora = CASES[case]
     recipe = small(model_folder, conversations, config, lora=lora, max_steps=STEPS, save_steps=5)

@@ -17,10 +17,11 @@ from recipes.launching.slurm import batch_job, partitions
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, step_of, write_recipe
 from recipes.training import run as training_run
+from tests.launching import LAUNCH
 from tests.ranks import free_port
 from tests.small import small
 from tests.test_hosts_run import overrides, wait_for_step
-from tests.test_launch import LAUNCH, ranks_of
+from tests.test_launch import ranks_of
 
 SINFO = """\
 cpu|4|(null)

@@ -12,6 +12,7 @@ from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import RunFolder, write_recipe
 from tests.ranks import read_logs
 from tests.small import small
+from tests.tiers import tiered
 from tests.workers import measure_layouts, measure_states
 
 HALF = measure_states.LAYERS // 2
@@ -61,20 +62,31 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
     )  # at stage 3 the last weight is still whole
 
 
+def measure(ranks, folder, count):
+    """Return the cases of `count` ranks with what each rank holds."""
+    ranks.check(measure_states.main, cases(count), world_size=count, log=folder / "log", timeout=500)
+    lines = [line for text in read_logs(folder / "log") for line in text.splitlines() if line.startswith("{")]
+    assert len(lines) == count * len(cases(count))
+    return [{**json.loads(line), "ranks": count} for line in lines]
+
+
 @pytest.fixture(scope="module")
 def measured(ranks, tmp_path_factory):
-    """Return every case with what each rank holds."""
-    found = []
-    for count in (1, 2, 4):
-        log = tmp_path_factory.mktemp("measured") / "log"
-        ranks.check(measure_states.main, cases(count), world_size=count, log=log, timeout=500)
-        lines = [line for text in read_logs(log) for line in text.splitlines() if line.startswith("{")]
-        assert len(lines) == count * len(cases(count))
-        found += [{**json.loads(line), "ranks": count} for line in lines]
-    return found
+    return measure(ranks, tmp_path_factory.mktemp("measured"), 2)
 
 
 def test_what_each_rank_holds_is_what_is_predicted_to_one_percent(measured):
+    agree(measured)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("count", [1, 4])
+def test_so_it_is_on_other_numbers_of_ranks(ranks, tmp_path, count):
+    agree(measure(ranks, tmp_path, count))
+
+
+def agree(measured):
+    """Fail unless every rank holds what is predicted, to one percent."""
     for case in measured:
         for moment in MOMENTS if not case.get("expert_ranks") else ("backward",):
             assert case["bytes"][moment] == pytest.approx(predicted(case, moment), rel=0.01), (moment, case)
@@ -117,7 +129,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", tiered(LAYOUTS, {"sequence", "pipeline_tensor"}))
 def test_what_a_rank_holds_of_a_spread_model_is_what_is_predicted(ranks, tmp_path, model_folder, conversations, name):
     layout = LAYOUTS[name]
     world_size = 2 * layout.tensor * layout.pipeline * layout.sequence

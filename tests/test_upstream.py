@@ -41,6 +41,7 @@ def test_deepspeed_forgets_the_fp32_gradient_norm():
     assert "clip_grad_norm_(" in source and "_global_grad_norm" not in source
 
 
+@pytest.mark.every
 def test_deepspeed_averages_the_norms_of_different_experts(ranks, tmp_path):
     """`deepspeed_config` in recipes/training/arguments.py can allow ZeRO stage 0 when this norm is the whole one's."""
     ranks.check(expert_norm.main, log=tmp_path / "log")
@@ -48,6 +49,7 @@ def test_deepspeed_averages_the_norms_of_different_experts(ranks, tmp_path):
     assert "the whole 5.0, DeepSpeed 3.5" in said
 
 
+@pytest.mark.every
 def test_autoep_routes_deepseek_differently(ranks, tmp_path):
     """`route_as_transformers` in training/upstream.py can go when nothing differs before it."""
     ranks.check(expert_routes.main, log=tmp_path / "log")
@@ -60,6 +62,7 @@ def test_autoep_routes_deepseek_differently(ranks, tmp_path):
         assert (before > 1e-3) == (dtype == torch.bfloat16)
 
 
+@pytest.mark.every
 def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):
     """`restore_rotary_frequencies` in training/upstream.py can go when `zero.Init` leaves buffers alone."""
     ranks.check(zero_init.main, world_size=1, log=tmp_path / "log")
@@ -68,12 +71,14 @@ def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):
     assert 1e-3 < float(re.search(r"off by ([\d.]+)", said)[1]) < 5e-3
 
 
+@pytest.mark.every
 def test_autotp_loses_adapters(ranks, tmp_path):
     """The adapters' half of `shard_where_autotp_cannot` in parallel/tensor.py can go when AutoTP keeps them."""
     ranks.check(split_layers.lose_adapters, log=tmp_path / "log")
     assert "14 layers with adapters, 0 after AutoTP" in read_logs(tmp_path / "log")[0]
 
 
+@pytest.mark.every
 def test_peft_imports_bitsandbytes():
     """training/peft_without_bitsandbytes.py can go when `import peft` leaves bitsandbytes alone."""
     for code, expected in (("import peft", True), ("import recipes.training.run", False)):
@@ -91,6 +96,7 @@ def test_bitsandbytes_repacks_on_the_cpu():
     assert layer.support_avx512bf16_for_cpu is False
 
 
+@pytest.mark.every
 def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, model_folder, conversations):
     """`restore_parameter_groups` in training/upstream.py can go when a loaded group is what was saved."""
     run = RunFolder(tmp_path / "run")
@@ -105,6 +111,7 @@ def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, mod
     assert "mended: decays [0.1, 0.0], 2 counters for 2 states" in said, said
 
 
+@pytest.mark.every
 def test_deepspeed_joins_split_matrices_wrongly(ranks, tmp_path, model_folder, conversations):
     """`_not_convertible` in universal_checkpoint.py can let them pass when they are joined to what they were."""
     folder = {}
@@ -125,6 +132,7 @@ def test_deepspeed_joins_split_matrices_wrongly(ranks, tmp_path, model_folder, c
     assert joined.numel() == 2 * whole.numel()
 
 
+@pytest.mark.every
 def test_deepspeed_spreads_no_experts_in_a_pipeline(ranks, tmp_path, conversations):
     """`_expert` in recipes/spec/limits.py can let pipelines pass when AutoEP finds the experts of a stage."""
     run = RunFolder(tmp_path / "run")
@@ -135,6 +143,7 @@ def test_deepspeed_spreads_no_experts_in_a_pipeline(ranks, tmp_path, conversatio
     assert all("AutoEP's layers 0, experts in each of the others [4]" in said for said in read_logs(tmp_path / "log"))
 
 
+@pytest.mark.every
 def test_zenflow_forgets_what_is_on_its_way(ranks, tmp_path, model_folder, conversations):
     """`check` in universal_checkpoint.py can let it be resumed when the norms go on as they were."""
     run = RunFolder(tmp_path / "run")
@@ -145,6 +154,7 @@ def test_zenflow_forgets_what_is_on_its_way(ranks, tmp_path, model_folder, conve
     assert abs(read_jsonl(run.metrics)[-1]["grad_norm"] / undisturbed - 1) > 0.01
 
 
+@pytest.mark.every
 def test_the_trainers_own_sequence_parallelism_doubles_gradients_below_stage_3(ranks, tmp_path):
     """configs/README.md warns of it, and can stop when the two norms are the same."""
     template = json.loads((ROOT / "configs" / "sequence_parallel.json").read_text())

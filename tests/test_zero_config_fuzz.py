@@ -14,8 +14,8 @@ from recipes.zero_config import schema
 from recipes.zero_config.lint import judge
 from recipes.zero_config.rule import REJECTED, Facts
 from recipes.zero_config.rules import RULES
+from tests.tiers import tiered
 
-EXAMPLES = 3500
 KINDS = {rule.id: rule.kind for rule in RULES}
 PLAIN = Facts(trainer="plain", world_size=1)
 ROOT = schema.load()["root"]
@@ -184,13 +184,14 @@ def mutated(draw, base: st.SearchStrategy) -> dict:
     return config
 
 
-def test_linter_and_deepspeed_agree(config_class):
+@pytest.mark.parametrize("examples", tiered((1200, 3500), (1200,)))
+def test_linter_and_deepspeed_agree(config_class, examples):
     """A config that DeepSpeed rejects gets an error; one that it loads gets them only from rules about such configs."""
     seen = {"all": 0, "valid": 0}
     started = time.monotonic()
 
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         deadline=None,
         database=None,
         derandomize=True,
@@ -212,7 +213,7 @@ def test_linter_and_deepspeed_agree(config_class):
     differential()
     share = seen["valid"] / seen["all"]
     print(f"{seen['all']} configs, {share:.0%} valid, {time.monotonic() - started:.0f} s")
-    assert seen["all"] >= 3000
+    assert seen["all"] >= 0.85 * examples
     assert share >= 0.4
 
 

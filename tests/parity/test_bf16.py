@@ -6,6 +6,7 @@ from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests.parity import gate, plain
+from tests.tiers import tiered
 
 SETTINGS = plain.Settings(learning_rate=1e-3)
 """At the gate's own rate of 1e-2 rounding alone leads elsewhere within six steps."""
@@ -25,7 +26,7 @@ def reference(model_folder, conversations):
     return plain.train(model_folder, conversations, SETTINGS)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", tiered(LAYOUTS, {"zero3", "pipeline"}))
 def test_losses_and_norms_stay_near(ranks, tmp_path, model_folder, conversations, reference, name):
     config, layout = LAYOUTS[name]
     run = RunFolder(tmp_path / "run")

@@ -8,6 +8,7 @@ from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import RunFolder, write_recipe
 from recipes.training import run as training_run
 from tests.small import small
+from tests.tiers import tiered
 
 LAYOUTS = {
     "zero3": ("zero3.json", Layout(), 2),
@@ -19,7 +20,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", tiered(LAYOUTS, {"zero3", "tensor", "pipeline_tensor"}))
 def test_the_bytes_are_the_same(ranks, tmp_path, model_folder, conversations, name):
     config, layout, world_size = LAYOUTS[name]
     run = RunFolder(tmp_path / "run")

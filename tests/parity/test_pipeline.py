@@ -16,6 +16,7 @@ from recipes.training import run as training_run
 from recipes.training.model import draft
 from recipes.training.model.adapters import add
 from tests.parity import gate, plain
+from tests.tiers import tiered
 from tests.workers import pipeline_mistakes
 
 SETTINGS = plain.Settings()
@@ -39,15 +40,15 @@ class Case:
 
 CASES = [
     Case(Layout(pipeline=2), 2, stage=0, micro_batch=2),
-    Case(Layout(pipeline=2), 2, checkpointing=True, family="gemma3-1b"),
-    Case(Layout(pipeline=4), 4, stage=0, micro_batch=2, family="qwen3-0.6b"),
     Case(Layout(pipeline=2), 4, checkpointing=True),
-    Case(Layout(pipeline=2, tensor=2), 4, stage=0, family="qwen3-0.6b"),
-    Case(Layout(pipeline=2, tensor=2), 4, micro_batch=2, checkpointing=True),
-    Case(Layout(pipeline=2, sequence=2), 4, stage=0, checkpointing=True, family="gemma3-1b"),
     Case(Layout(pipeline=2, tensor=2, sequence=2), 8, family="qwen3-0.6b"),
 ]
 MORE = [
+    Case(Layout(pipeline=2), 2, checkpointing=True, family="gemma3-1b"),
+    Case(Layout(pipeline=4), 4, stage=0, micro_batch=2, family="qwen3-0.6b"),
+    Case(Layout(pipeline=2, tensor=2), 4, stage=0, family="qwen3-0.6b"),
+    Case(Layout(pipeline=2, tensor=2), 4, micro_batch=2, checkpointing=True),
+    Case(Layout(pipeline=2, sequence=2), 4, stage=0, checkpointing=True, family="gemma3-1b"),
     Case(Layout(pipeline=4), 8, family="gemma3-1b"),
     Case(Layout(pipeline=2, tensor=2), 8, checkpointing=True, family="qwen3-0.6b"),
     Case(Layout(pipeline=3), 3, stage=0, family="qwen3_moe-30b-a3b"),
@@ -100,7 +101,7 @@ def recipe_of(case: Case, model: Path, data: Path, **changes):
     )
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.every) for case in MORE)], ids=str)
+@pytest.mark.parametrize("case", tiered([*CASES, *MORE], CASES), ids=str)
 def test_same_model_as_plain_pytorch(ranks, tmp_path, models, conversations, references, case):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe_of(case, models(case.family), conversations))

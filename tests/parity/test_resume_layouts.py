@@ -24,6 +24,7 @@ from recipes.spec.run_folder import (
 from recipes.training import run as training_run
 from recipes.training import universal_checkpoint, upstream
 from tests.small import in_sub_groups, small
+from tests.tiers import tiered
 
 STEPS = 6
 LORA = Lora(rank=4, alpha=8)
@@ -55,8 +56,7 @@ CHANGES = [
 ]
 """What, written by how many ranks, resumed by how many."""
 CORE = {
-    *(("zero1", 2, 4), ("zero2", 2, 1), ("zero3", 2, 4), ("sub_groups", 2, 1), ("lora_zero3", 2, 1)),
-    *(("pipeline", 2, 4), ("tensor", 2, 4)),
+    *(("zero2", 2, 1), ("zero3", 2, 4), ("pipeline", 2, 4), ("tensor", 2, 4)),
 }
 """Those that `make test` tries; `make test-all` tries them all."""
 
@@ -98,7 +98,7 @@ def stopped_after_three(whole, folder):
 
 @pytest.mark.parametrize(
     ("case", "written_by", "resumed_by"),
-    [pytest.param(*one, marks=() if one in CORE else pytest.mark.every) for one in CHANGES],
+    tiered(CHANGES, CORE),
 )
 def test_same_losses_with_another_number_of_ranks(ranks, tmp_path, whole, case, written_by, resumed_by):
     run = stopped_after_three(whole(case, written_by), tmp_path)
@@ -106,7 +106,7 @@ def test_same_losses_with_another_number_of_ranks(ranks, tmp_path, whole, case, 
     agree(run, whole(case, written_by))
 
 
-@pytest.mark.parametrize(("case", "converted"), [("sequence", False), ("tensor", True)])
+@pytest.mark.parametrize(("case", "converted"), tiered([("sequence", False), ("tensor", True)], {("tensor", True)}))
 def test_same_losses_in_another_layout(ranks, tmp_path, whole, case, converted):
     """Ranks of a sequence are data ranks to DeepSpeed: as many as before take their states as they are."""
     run = stopped_after_three(whole(case, 2), tmp_path)

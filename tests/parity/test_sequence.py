@@ -12,6 +12,7 @@ from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_reci
 from recipes.training import run as training_run
 from recipes.training.model.adapters import add
 from tests.parity import gate, plain
+from tests.tiers import tiered
 from tests.workers import sequence_mistakes
 
 SETTINGS = plain.Settings()
@@ -94,7 +95,7 @@ def recipe_of(case, model, data, **changes):
     )
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.every) for case in MORE)], ids=str)
+@pytest.mark.parametrize("case", tiered([*CASES, *MORE], CASES), ids=str)
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, tokens, case):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe_of(case, model_folder, conversations))

@@ -13,6 +13,7 @@ from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_reci
 from recipes.training import run as training_run
 from recipes.training.model import draft
 from tests.parity import gate, plain
+from tests.tiers import tiered
 from tests.workers import split_layers
 
 SETTINGS = plain.Settings()
@@ -54,7 +55,7 @@ def differences(run, reference) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("stage", "world_size"),
-    [*((stage, 2) for stage in range(4)), (1, 4), (3, 4), *(pytest.param(stage, 4, marks=EVERY) for stage in (0, 2))],
+    tiered([(stage, size) for stage in range(4) for size in (2, 4)], {(0, 2), (2, 2), (1, 4), (3, 4)}),
 )
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, world_size):
     recipe = exact(model_folder, conversations, stage, gradient_checkpointing=stage in (1, 3))
