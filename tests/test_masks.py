@@ -1,4 +1,4 @@
-"""Loss masks: with every chat template that TRL ships for these families, exactly the assistant's turns are learned."""
+"""Loss masks: with every chat template that TRL ships for these families, only assistant turns are in the loss."""
 
 import re
 from dataclasses import replace
@@ -182,7 +182,7 @@ def test_the_template_can_be_chosen(tmp_path):
         load_tokenizer(mine)
 
 
-def test_chatml_is_what_it_says():
+def test_chatml_renders_the_documented_form():
     tokenizer = tokenizer_with("chatml")
     text = tokenizer.apply_chat_template([SYSTEM, *TURNS[:2]], tokenize=False)
     assert text == (
@@ -195,7 +195,7 @@ def test_chatml_is_what_it_says():
     assert "Yes.<|im_end|>\n" in tokenizer.apply_chat_template(TURNS[:2], tokenize=False)
 
 
-def test_the_command_says_how_a_model_marks_its_turns(capsys, monkeypatch):
+def test_the_command_tells_how_a_model_marks_its_turns(capsys, monkeypatch):
     def say(name: str) -> int:
         return main.run("page", ["template", name])
 

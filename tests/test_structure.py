@@ -1,4 +1,4 @@
-"""The structure of the house: which way imports run, and that what is pinned is what is installed and tested."""
+"""The structure of the code: which way imports run, and that pinned versions are installed and tested."""
 
 import ast
 import json

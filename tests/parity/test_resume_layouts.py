@@ -1,4 +1,4 @@
-"""A run that goes on with another number of ranks logs what the uninterrupted one logs."""
+"""A run that resumes with another number of ranks logs what the uninterrupted one logs."""
 
 import shutil
 from dataclasses import asdict, replace
@@ -108,7 +108,7 @@ def test_same_losses_with_another_number_of_ranks(ranks, tmp_path, whole, case, 
 
 @pytest.mark.parametrize(("case", "converted"), tiered([("sequence", False), ("tensor", True)], {("tensor", True)}))
 def test_same_losses_in_another_layout(ranks, tmp_path, whole, case, converted):
-    """Ranks of a sequence are data ranks to DeepSpeed: as many as before take their states as they are."""
+    """Sequence-parallel ranks are data-parallel to DeepSpeed: as many ranks can load the states."""
     run = stopped_after_three(whole(case, 2), tmp_path)
     write_recipe(run, replace(read_recipe(run), layout=Layout()))
     assert universal_checkpoint.is_needed(Layout(), run, 2) == converted
@@ -117,7 +117,7 @@ def test_same_losses_in_another_layout(ranks, tmp_path, whole, case, converted):
 
 
 def resume(ranks, run, world_size, log):
-    """Go on with a run as the launcher does."""
+    """Resume a run as the launcher does."""
     if universal_checkpoint.is_needed(read_recipe(run).layout, run, world_size):
         universal_checkpoint.convert(newest_checkpoint(run))
     ranks.check(training_run.main, str(run.path), world_size=world_size, log=log)
@@ -134,7 +134,7 @@ def agree(run, whole):
 
 
 def forgetful(folder):
-    """Run without what mends DeepSpeed's loading; executed on every rank."""
+    """Run without the workarounds for DeepSpeed's loading; executed on every rank."""
     upstream.restore_parameter_groups = lambda engine, checkpoint: None
     training_run.main(folder)
 

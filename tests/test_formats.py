@@ -1,4 +1,4 @@
-"""Every form in which people write examples, and what they are told where one is wrong."""
+"""Every form in which people write examples, and the messages for wrong ones."""
 
 import csv
 import json
@@ -159,7 +159,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_bad_rows_are_named(mistake, tmp_path):
+def test_bad_examples_are_named(mistake, tmp_path):
     content, method, hint = MISTAKES[mistake]
     path = tmp_path / "bad.jsonl"
     path.write_text(content + "\n", encoding="utf-8")
