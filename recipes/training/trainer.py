@@ -195,7 +195,7 @@ class RunHooks(Hooked):
         """Return the engine's gradient norm, still on the device; the engine clips by itself.
 
         The Trainer and accelerate read the norm at every step. A read blocks until the device has caught up, and the
-        device then idles until the next kernel launch. `test_levers.py` tells when this can go.
+        device then idles until the next kernel launch. `test_levers.py` passes without this once it can be removed.
         """
         return self.deepspeed.get_global_grad_norm()
 

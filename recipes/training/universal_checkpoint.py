@@ -45,7 +45,7 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
     assert checkpoint, "call this only for a run that has a complete one"
     complete, saved_file = read_json(checkpoint / COMPLETE), deepspeed_file.read(run.deepspeed)
     if saved_file.has_zenflow:
-        # `test_zenflow_checkpoints_lose_pending_updates` tells when this can go.
+        # `test_zenflow_checkpoints_lose_pending_updates` fails once this can be removed.
         raise UserError(
             f"{checkpoint} was written with ZenFlow, whose pending updates DeepSpeed does not save; start a new run "
             f"from its weights: without --resume, with model.path={checkpoint}."
@@ -116,7 +116,7 @@ def _not_convertible(file: DeepSpeedFile, saved: Layout, adapters: bool) -> str 
     """Return what the universal form cannot hold; None if it holds everything.
 
     It holds split matrices only where AutoTP has split and described them, below ZeRO-3; others it would join wrongly.
-    `test_deepspeed_joins_split_matrices_incorrectly` tells when this can go.
+    `test_deepspeed_joins_split_matrices_incorrectly` fails once this can be removed.
     """
     if not file.stage:
         return None

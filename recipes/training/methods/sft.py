@@ -19,7 +19,7 @@ from ..parallel.sequence import PartCollator
 from ..trainer import RunContext, RunTrainer
 
 GATHER_LIMIT = 2**30
-"""Up to so many bytes of weights, ZeRO-3's shards are gathered once to generate, not once per layer and token."""
+"""Bytes of weights up to which ZeRO-3's shards are gathered once for generation, not per layer and token."""
 
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> TrainingArguments:

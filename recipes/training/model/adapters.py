@@ -1,4 +1,4 @@
-"""LoRA, QLoRA and DoRA: what is frozen, in which form, and what is trained beside it."""
+"""LoRA, QLoRA and DoRA: what is frozen, in which form, and what is trained on top of it."""
 
 import math
 import zlib

@@ -15,7 +15,7 @@ class TrainingFlops:
     """Causal attention, per squared length of a document: scores and values, s^2 d each forward, twice that back."""
 
     def of(self, tokens: float, squared_lengths: float) -> float:
-        """Return the operations for documents with so many tokens, and so large a sum of squared lengths."""
+        """Return the operations for documents with this number of tokens and this sum of squared lengths."""
         return self.per_token * tokens + self.per_squared_length * squared_lengths
 
 

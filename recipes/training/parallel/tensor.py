@@ -102,7 +102,7 @@ def shard_where_autotp_cannot(model: PreTrainedModel | PeftModel, size: int) -> 
 
     AutoTP mistakes PEFT's layer for the linear one inside it, and replaces it by a layer without adapters. It also
     refuses plans in which a layer splits whole inputs, though it has a layer for that. `test_autotp_loses_adapters` and
-    `test_autotp_splits_correctly_what_its_plan_allows_and_nothing_else` tell when this can go.
+    `test_autotp_splits_correctly_what_its_plan_allows_and_nothing_else` fail once this can be removed.
     """
     styles = plan(model.config)
     if not isinstance(model, PeftModel) and "rowwise_split_input" not in styles.values():
