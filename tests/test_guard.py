@@ -134,7 +134,7 @@ def test_every_sequence_left_out_is_refused(tmp_path):
     example_numbers.leave_out(run, [1, 0])
     example_numbers.leave_out(run, [1])
     assert example_numbers.left_out(run) == [0, 1]
-    with pytest.raises(UserError, match="every sequence"):
+    with pytest.raises(UserError, match="every training sequence"):
         example_numbers.numbered([{}, {}], run)
 
 

@@ -95,7 +95,7 @@ def test_a_run_says_what_its_data_is(ranks, model_folder, tmp_path):
     first, second = read_logs(tmp_path / "log")
     for part in ("a.jsonl: 30 examples in the form messages", "b.jsonl: 10 examples in the form messages"):
         assert part in first
-    assert "held out: 10 of them, by data.validation_share" in first
+    assert "held out: 10 examples, by data.validation_share" in first
     assert "training: 30 examples, " in first and "held out: 10 examples, " in first
     assert " tokens  ###" in first and "Yes.<|end|>»" in first
     assert "examples in the form" not in second

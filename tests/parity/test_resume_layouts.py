@@ -184,10 +184,10 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whol
     )
     write_json(run.deepspeed, engine)
     write_json(run.deepspeed, engine | {"optimizer": {"type": "Lion", "params": {}}})
-    assert "states of Lion, only Adam's; use --gpus 2" in refusal(run, capsys, "--gpus", "4")
+    assert "states of Lion (only Adam's) for another number; use --gpus 2" in refusal(run, capsys, "--gpus", "4")
     zero = engine["zero_optimization"] | {"offload_optimizer": {"device": "nvme"}}
     write_json(run.deepspeed, engine | {"zero_optimization": zero})
-    assert "states on NVMe (offload_optimizer); use --gpus 2" in refusal(run, capsys, "--gpus", "4")
+    assert "states on NVMe (offload_optimizer) for another number; use --gpus 2" in refusal(run, capsys, "--gpus", "4")
     write_json(run.deepspeed, engine | {"zero_optimization": engine["zero_optimization"] | {"zenflow": {}}})
     assert "was written with ZenFlow" in refusal(run, capsys, "--gpus", "2")
 
