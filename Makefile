@@ -6,7 +6,7 @@ VENV := $(ROOT).venv
 PREPARE := $(VENV)/.installed
 endif
 PYTHON := $(VENV)/bin/python
-# Python compiles what it imports, when it imports it; pip would compile all of it, for half a minute.
+# Without --no-compile pip would compile every module, for half a minute; Python compiles what it imports.
 PIP = $(PYTHON) -m pip install --quiet --no-compile --disable-pip-version-check
 ARGS =
 
@@ -26,10 +26,10 @@ help:
 install: $(PREPARE)
 	@$(PYTHON) -m recipes.machine.ops
 
-# torch and DeepSpeed first: their op compiles while the rest is installed.
+# torch and DeepSpeed first, so that DeepSpeed's op compiles while the rest is installed.
 $(ROOT).venv/.installed: constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
-	@echo "installing torch and DeepSpeed, then the rest of constraints.txt: about a minute, and the download"
+	@echo "installing torch and DeepSpeed, then the rest of constraints.txt: about a minute plus the download"
 	$(PIP) -c constraints.txt torch deepspeed ninja setuptools
 	$(PYTHON) -m recipes.machine.ops & ops=$$!; $(PIP) -r constraints.txt && wait $$ops
 	touch $@

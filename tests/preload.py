@@ -1,4 +1,4 @@
-"""What ranks import, some of it only when they first need it, and the ops that they load: seconds in each of them.
+"""Imports what ranks import, some of it lazily, and loads the ops that they load: seconds for each of them.
 
 `tests/ranks.py` forks ranks from a process that has imported this.
 """

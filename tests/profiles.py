@@ -1,4 +1,4 @@
-"""Decoders taken apart by hand, for tests that need no trace."""
+"""Model profiles written by hand, for tests that need no tracing."""
 
 from dataclasses import replace
 

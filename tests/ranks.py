@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes forked from one that has imported the stack, so that each starts in a moment."""
+"""Real ranks for tests: processes forked from one that has imported the stack, so that they start at once."""
 
 import multiprocessing
 import os

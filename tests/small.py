@@ -1,4 +1,4 @@
-"""The recipe that tests run: seconds long, exact in fp32, changed by keyword."""
+"""The recipe that tests run: takes seconds, is exact in fp32, and is changed by keyword."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""LoRA, QLoRA, DoRA and adapters on experts: what they change, what they merge to, and what 4 bits reach."""
+"""LoRA, QLoRA, DoRA and adapters on experts: what they change, how they merge, and which weights get 4 bits."""
 
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def rounding(merged: torch.Tensor, before: torch.Tensor, after: torch.Tensor) ->
     return ((merged.float() - after).abs() / allowed).max().item()
 
 
-def test_pefts_own_merge_into_4_bits_is_further_off_than_rounding(ranks, tmp_path):
+def test_pefts_merge_into_4_bits_loses_more_than_rounding(ranks, tmp_path):
     """Why `export.load_merged` dequantises first."""
     run = trained(ranks, tmp_path, "llama3-8b", "qlora")
     ours = dict(export.load_merged(run.export).named_parameters())
@@ -118,7 +118,7 @@ def test_qlora_is_offered_where_90_percent_of_the_layers_weights_become_4_bit(fa
 
 
 @pytest.mark.parametrize(("family", "size"), MIXTURES)
-def test_mixtures_have_no_qlora_because_their_experts_would_stay_as_they_are(family, size):
+def test_mixtures_have_no_qlora_because_their_experts_would_not_be_quantised(family, size):
     assert share_in_4_bits(family, size)[0] < 0.9
     assert "qlora" not in pages.variants(pages.page(family))
     assert pages.page(family).lora(size).lora.target_parameters or family == "deepseek"
@@ -129,7 +129,7 @@ def test_4_bit_weights_without_adapters_are_refused():
         overrides.apply(pages.find("llama3-8b", "full"), ["model.quantization=nf4"])
 
 
-def test_targets_that_are_not_there_are_named(model_folder):
+def test_missing_targets_are_named(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     lora = pages.find("mixtral-8x7b", "lora").lora
     with pytest.raises(UserError, match=r"lora.target_modules=query_key_value"):

@@ -1,4 +1,4 @@
-"""The benchmarks: each runs from end to end as a draft, takes turns, and tells what it has when it is cut off."""
+"""The benchmarks: each runs end to end as a draft, takes turns, and keeps its results when it is interrupted."""
 
 import argparse
 import json
@@ -63,7 +63,7 @@ def test_each_benchmark_runs_as_a_draft(forked, tmp_path, name):
 COMPARED = [one.name for one in BENCHMARKS.values() if not one.estimates]
 
 
-def test_all_that_were_promised_are_there():
+def test_all_promised_benchmarks_exist():
     promised = "full_1b zero_tax full_8b lora_8b qlora_8b packing attention long_context offload planner_error"
     assert set(BENCHMARKS) == {*promised.split(), "planner_error_8b"}
     assert LIMIT < 480 and STEPS >= 20 and WARM_UP > 0
@@ -104,14 +104,14 @@ def test_contenders_take_turns():
     assert asked == ["limits", "a", "b", "b", "a"]
 
 
-def test_one_that_fails_is_told_and_not_tried_again():
+def test_a_failure_is_reported_and_not_retried():
     start, asked = of([FOUND, {"error": "out of memory"}, FOUND])
     result = benchmark.run(TWO, argparse.Namespace(draft=True, quick=False, output=None), start)
     assert asked == ["limits", "a", "b", "a"]
     assert "| b |" in tables.table(result) and "out of memory" in tables.table(result)
 
 
-def test_what_there_is_is_kept_when_it_is_cut_off(tmp_path):
+def test_results_are_kept_when_interrupted(tmp_path):
     start, _ = of([FOUND])  # and then the list ends
     with pytest.raises(StopIteration):
         benchmark.run(TWO, argparse.Namespace(draft=True, quick=False, output=tmp_path), start)
@@ -120,7 +120,7 @@ def test_what_there_is_is_kept_when_it_is_cut_off(tmp_path):
     assert "not reached" in (tmp_path / "packing_draft.md").read_text()
 
 
-def test_nothing_starts_that_would_not_end_in_time(monkeypatch, capsys):
+def test_no_run_starts_that_would_exceed_the_time_limit(monkeypatch, capsys):
     ticks = iter(range(0, 10**6, 100))
     monkeypatch.setattr(benchmark.time, "monotonic", lambda: next(ticks))
     start, asked = of([FOUND] * 4)
@@ -136,7 +136,7 @@ def test_a_draft_is_never_kept_among_the_measurements(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_table_says_medians_and_shares():
+def test_a_table_shows_medians_and_shares():
     runs = {"a": [FOUND], "b": [{**FOUND, "step_seconds": [1.0] * 20, "peak_allocated_gib": 12.34}], "c": []}
     table = tables.table({"runs": runs, **MACHINE})
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
@@ -154,14 +154,14 @@ def test_a_table_says_medians_and_shares():
         ("", "ended without any output"),
     ],
 )
-def test_why_it_failed_is_said_in_a_few_words(output, why):
+def test_the_cause_of_a_failure_is_given_in_a_few_words(output, why):
     assert benchmark.cause(output) == why
 
 
 # From the measurements into the planner's constants
 
 
-def test_what_is_measured_is_what_calibrate_reads(forked, tmp_path, monkeypatch):
+def test_calibrate_reads_what_is_measured(forked, tmp_path, monkeypatch):
     labels = ("llama3-3b full, zero2, 2 x 4,096", "qwen3-4b lora, zero3, 4 x 4,096, checkpointing")
     cases = [case for case in BENCHMARKS["planner_error"].cases if case.label in labels]
     compiled = replace(cases[0], label="compiled", changes=(*cases[0].changes, "compile=regional"))

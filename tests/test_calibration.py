@@ -68,11 +68,11 @@ def test_a_missing_term_is_noticed(term):
         ),
     ],
 )
-def test_another_set_up_is_noticed(change):
+def test_a_different_setup_is_noticed(change):
     assert not holds(held_out(change))
 
 
-def test_the_tables_say_where_they_are_from():
+def test_the_tables_name_their_sources():
     files = sorted(measured_runs.MEASUREMENTS.glob("*.json"))
     published = [found for file in files if "rows" in (found := json.loads(file.read_text()))]
     assert len(published) == 2
@@ -82,7 +82,7 @@ def test_the_tables_say_where_they_are_from():
         assert all(len(row) == len(table["columns"]) for row in table["rows"])
 
 
-def test_batches_of_the_tables_are_whole():
+def test_batches_in_the_tables_are_whole_numbers():
     for run in runs():
         layout = run.setup.layout
         assert (
@@ -101,7 +101,7 @@ def test_fitting_lowers_the_loss_and_finds_what_was_changed():
     assert calibrate.fit(data, {place: (0.5, 0.95)}, lambda changed: calibrate.loss(rows, changed)) < right * 1.05
 
 
-def test_score_is_what_it_says():
+def test_the_score_is_the_documented_one():
     found = calibrate.score([(1.1, 1.0), (1.8, 2.0), (3.0, 3.0)])
     assert found.error == pytest.approx(0.2 / 3)
     assert found.worst == pytest.approx(0.1)
@@ -110,7 +110,7 @@ def test_score_is_what_it_says():
     assert calibrate.score([(1, 1), (3, 2), (2, 3), (4, 4)]).rank == pytest.approx(0.8)
 
 
-def test_a_gpu_that_nobody_measured_has_anothers_shares_and_says_so():
+def test_an_unmeasured_gpu_borrows_another_gpus_shares_and_says_so():
     assert constants("H100").measured and constants("A100 40GB PCIe").measured
     assert constants("H200") == replace(constants("H100"), measured=False)
     assert constants("RTX 4090") == replace(constants("A100 80GB"), measured=False)

@@ -53,7 +53,7 @@ def representative() -> set[tuple[str, str, str]]:
     return chosen
 
 
-def test_the_matrix_is_whole():
+def test_the_matrix_is_complete():
     assert len(combinations()) >= 150
     assert len({family for family, _, _ in combinations()}) == len(pages.families()) >= 18
     few = representative()

@@ -1,4 +1,4 @@
-"""Machines that fail: a run with a fault at a random moment ends with the right loss, or names the fault."""
+"""Fault injection: a run with a fault at a random moment ends with the right loss, or names the fault."""
 
 import contextlib
 import os
@@ -39,14 +39,14 @@ from recipes.spec.run_folder import (
 from recipes.training import run as training_run
 from tests.conftest import shared_buffers
 from tests.launching import LAUNCH
+from tests.nan_data import leave_out, write_nan_data, write_nan_model
 from tests.ranks import Ranks, free_port
-from tests.spoiled import leave_out, spoil_data, spoil_model
 from tests.test_launch import processes_of, ranks_of
 from tests.tiers import tiered
 from tests.workers.quick_launch import PROCESSES, quick_launch
 
 RANKS, STEPS, EVERY = 4, 24, 4
-SPOILT = 9
+NAN_EXAMPLE = 9
 """The example that makes the loss NaN, for the faults that need one."""
 FAULTS = ("kill", "stop", "truncated", "nan", "disk", "kill", "stop", "truncated", "rewind", "network")
 """What happens in seeds 0, 10; 1, 11; and so on."""
@@ -58,11 +58,11 @@ THROUGH_DEEPSPEED = (0,)
 
 @dataclass
 class Setup:
-    """What the runs are made of, and the losses that they have to end with."""
+    """The settings of the runs, and the losses that they have to end with."""
 
     ranks: Ranks
     overrides: list[str]
-    spoiled: list[str]
+    with_nan: list[str]
     final: float
     without: float
     through_deepspeed: bool = False
@@ -70,22 +70,27 @@ class Setup:
 
 @pytest.fixture(scope="module")
 def setup(ranks, tmp_path_factory, model_folder, conversations):
-    """Train undisturbed, on all examples and without the one that is spoilt elsewhere."""
+    """Train undisturbed, on all examples and without the one that has a NaN elsewhere."""
     folder = tmp_path_factory.mktemp("chaos")
     rows = folder / "rows.jsonl"
     rows.write_text(conversations.read_text() * 4)
-    model, poison = spoil_model(model_folder, folder / "model"), spoil_data(rows, folder / "poison.jsonl", SPOILT)
+    model, with_nan = (
+        write_nan_model(model_folder, folder / "model"),
+        write_nan_data(rows, folder / "with_nan.jsonl", NAN_EXAMPLE),
+    )
     fixed = [f"model.path={model}", "data.validation=none", "data.metric=loss", "packing=false", "deepspeed=zero2.json"]
     fixed += ["global_batch_size=8", "micro_batch_size=1", "sequence_length=128", f"max_steps={STEPS}", "epochs=99"]
     fixed += [f"save_steps={EVERY}", "logging_steps=1", "wandb.mode=disabled", "precision=fp32", "hang_minutes=0.4"]
     final = {}
-    for name, path in (("all", rows), ("without", leave_out(poison, folder / "without.jsonl", SPOILT))):
+    for name, path in (("all", rows), ("without", leave_out(with_nan, folder / "without.jsonl", NAN_EXAMPLE))):
         run = RunFolder(folder / name)
         write_recipe(run, recipe_of([*fixed, f"data.path={path}"]))
         ranks.check(training_run.main, str(run.path), world_size=RANKS, log=folder / f"{name}.log")
         final[name] = read_jsonl(run.metrics)[-1]["loss"]
         shutil.rmtree(run.path)
-    return Setup(ranks, [*fixed, f"data.path={rows}"], [*fixed, f"data.path={poison}"], final["all"], final["without"])
+    return Setup(
+        ranks, [*fixed, f"data.path={rows}"], [*fixed, f"data.path={with_nan}"], final["all"], final["without"]
+    )
 
 
 def recipe_of(changes: list[str]) -> Recipe:
@@ -94,7 +99,7 @@ def recipe_of(changes: list[str]) -> Recipe:
 
 
 class Chaos:
-    """One run through the launcher, and the hand that disturbs it."""
+    """One run through the launcher, and the fault that disturbs it."""
 
     def __init__(self, run: RunFolder, start: Callable[[str], Any], log: Path) -> None:
         self.run = run
@@ -204,7 +209,7 @@ def kill(stack, folder, setup, draw):
 
 
 def stop(stack, folder, setup, draw):
-    """Stop a rank: it holds up the others, and cannot say where it was."""
+    """Stop a rank: it blocks the others, and cannot report where it was."""
     step, victim = draw.randrange(EVERY + 1, STEPS - 6), draw.randrange(RANKS)
     chaos = started(stack, folder, setup, setup.overrides)
     chaos.reach(step)
@@ -219,7 +224,7 @@ def stop(stack, folder, setup, draw):
 
 
 def truncated(stack, folder, setup, draw):
-    """Cut off a file of the newest checkpoint as the run ends: the one before it is taken."""
+    """Truncate a file of the newest checkpoint as the run ends: the one before it is used."""
     chaos = started(stack, folder, setup, setup.overrides)
     wanted = EVERY * draw.randrange(2, STEPS // EVERY - 1)
     newest = chaos.run.checkpoints / f"checkpoint-{wanted}"
@@ -234,25 +239,25 @@ def truncated(stack, folder, setup, draw):
 
 
 def nan(stack, folder, setup, draw):
-    chaos = started(stack, folder, setup, setup.spoiled, "--max-restarts", "2")
+    chaos = started(stack, folder, setup, setup.with_nan, "--max-restarts", "2")
     assert chaos.end() == 2, chaos.said()
     told = re.search(r"step (\d+): the loss is not finite on rank (\d), sequences (\d+) of", chaos.said())
-    assert int(told[3]) == SPOILT and "restart" not in chaos.said() and "Traceback" not in chaos.said()
+    assert int(told[3]) == NAN_EXAMPLE and "restart" not in chaos.said() and "Traceback" not in chaos.said()
     checkpoint = newest_checkpoint(chaos.run)
     assert checkpoint is None or step_of(checkpoint) < int(told[1])
 
 
 def rewind(stack, folder, setup, draw):
-    """Save after every step, since the row comes in the first epoch, which has four."""
+    """Save after every step, since the example comes in the first epoch, which has four."""
     chaos = started(
-        stack, folder, setup, [*setup.spoiled, "on_nan=rewind", "save_steps=1", f"seed={draw.randrange(99)}"]
+        stack, folder, setup, [*setup.with_nan, "on_nan=rewind", "save_steps=1", f"seed={draw.randrange(99)}"]
     )
     status = chaos.end()
     if "nothing to restart from" in chaos.said():  # the row came in the first step
         assert status == 2
         return
     assert status == 0 and "rewinding: resuming from" in chaos.said(), chaos.said()
-    assert read_json(chaos.run.left_out) == [SPOILT]
+    assert read_json(chaos.run.left_out) == [NAN_EXAMPLE]
     assert all(abs(row["loss"]) < 100 for row in read_jsonl(chaos.run.metrics))
 
 
@@ -322,7 +327,7 @@ def connect(stack, names: list[str]) -> None:
 
 
 def test_a_restart_with_fewer_ranks_ends_with_the_same_loss(ranks, tmp_path, setup):
-    """As when a host is gone for good: the states are converted, the global batch stays what it was."""
+    """As when a host is lost for good: the states are converted, the global batch stays the same."""
     run = RunFolder(tmp_path / "run")
     recipe = recipe_of(setup.overrides)
     write_recipe(run, recipe)
@@ -347,7 +352,7 @@ def test_a_restart_with_fewer_ranks_ends_with_the_same_loss(ranks, tmp_path, set
     assert rows[-1]["loss"] == pytest.approx(setup.final, rel=1e-4)
 
 
-def test_restarts_are_counted_and_have_something_to_start_from(tmp_path, setup, capsys):
+def test_restarts_are_counted_and_have_a_checkpoint_to_start_from(tmp_path, setup, capsys):
     run = RunFolder(tmp_path)
     recipe = recipe_of(setup.overrides)
     bad = restarts.Outcome(1, "rank 0 on here exited with status 1", False)
@@ -370,7 +375,7 @@ def test_a_launch_that_could_not_restart_is_refused(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_truncated_checkpoint_is_passed_over(tmp_path):
+def test_a_truncated_checkpoint_is_skipped(tmp_path):
     run = RunFolder(tmp_path)
     for step in (5, 10):
         folder = run.checkpoints / f"checkpoint-{step}"

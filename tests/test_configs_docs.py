@@ -1,4 +1,4 @@
-"""The pages in configs/ say what is there."""
+"""The documents in configs/ agree with the files and the code."""
 
 import json
 import re
@@ -24,19 +24,19 @@ def keys(config: dict, path: tuple[str, ...] = ()) -> Iterator[str]:
             yield ".".join((*path, name))
 
 
-def test_the_table_of_combinations_is_what_the_launcher_says():
+def test_the_table_of_combinations_agrees_with_the_launcher():
     table = block(README, "combinations")
     assert table.count("yes") >= 30 and table.count("\n") <= 45
     assert "| pipeline | yes | yes | [" in table and "| data | yes | yes | yes | yes | yes | yes | yes | yes |" in table
 
 
-def test_the_decision_chart_is_what_the_planner_says():
+def test_the_decision_chart_agrees_with_the_planner():
     rows = block(README, "chart").splitlines()
     assert len(rows) == 2 + 15 and sum("GiB" in cell for row in rows for cell in row.split("|")) >= 30
     assert "`zero3" in rows[2 + 9] and rows[2 + 10].startswith("| 70B | lora | ")
 
 
-def test_every_template_has_its_row_and_says_what_was_seen():
+def test_every_template_has_its_row_and_says_what_was_tested():
     rows = {found[1]: found[0] for found in re.finditer(r"^\| `(\w+)\.json` \|.*$", README, re.MULTILINE)}
     assert set(rows) == {path.stem for path in CONFIGS}
     for name, row in rows.items():

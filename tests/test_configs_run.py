@@ -1,4 +1,4 @@
-"""Every template trains, unmodified, by each of the ways in which people use one."""
+"""Every template trains, unmodified, in each of the four ways in which people use one."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +121,7 @@ def test_template_trains_under_accelerate_launch(launched: Path, name: str):
 def test_every_accelerate_file_starts_its_ranks_with_its_template(accelerate, tmp_path: Path, file: Path):
     """What reaches the ranks; that a template trains when it reaches them is the test above."""
     content = yaml.safe_load(file.read_text())
-    script = [str(WORKERS / "say_environment.py"), str(tmp_path)]
+    script = [str(WORKERS / "write_environment.py"), str(tmp_path)]
     if content["num_machines"] == 1:
         accelerate(tmp_path, file.name, *script)
     else:  # two hosts of one rank, both of them this machine

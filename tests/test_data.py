@@ -1,4 +1,4 @@
-"""Data: what is in the loss, what is dropped, and that packed documents do not see each other."""
+"""Data: what is in the loss, what is dropped, and that packed documents do not attend to each other."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from recipes.spec.errors import UserError
-from recipes.training.console import marked
+from recipes.training.console import highlighted
 from recipes.training.data import tokenize
 from recipes.training.data.collate import IGNORED, Collator
 from recipes.training.model.load import load_model
@@ -48,7 +48,7 @@ def test_only_the_assistants_tokens_are_in_the_loss(tmp_path, model_folder, toke
     assert (report.examples, report.tokens, report.loss_tokens) == (1, len(rows[0]["input_ids"]), len(learned))
 
 
-def test_raw_text_is_learned_whole_and_cut_where_it_is_too_long(tmp_path, model_folder, tokenizer):
+def test_raw_text_is_entirely_in_the_loss_and_cut_if_too_long(tmp_path, model_folder, tokenizer):
     texts = ["Short.", "A longer text about 12 pears and 34 apples. " * 8]
     path = write(tmp_path / "text.jsonl", [{"text": text} for text in texts])
     recipe = small(model_folder, path, method="pretrain", sequence_length=40)
@@ -62,7 +62,7 @@ def test_raw_text_is_learned_whole_and_cut_where_it_is_too_long(tmp_path, model_
     assert any("cut into" in line for line in report.lines("training", 40))
 
 
-def test_the_report_counts_lengths_and_shows_what_is_learned(tmp_path, model_folder, tokenizer, monkeypatch):
+def test_the_report_counts_lengths_and_shows_what_is_in_the_loss(tmp_path, model_folder, tokenizer, monkeypatch):
     chats = [conversation("Hi?", "Yes. " * n + "No.") for n in (0, 0, 1, 20)]
     path = write(tmp_path / "chat.jsonl", chats)
     recipe = small(model_folder, path, packing=True)
@@ -72,16 +72,16 @@ def test_the_report_counts_lengths_and_shows_what_is_learned(tmp_path, model_fol
     assert all(sum(low <= n <= high for n in lengths) == count for low, high, count in report.lengths)
     assert report.lengths[0][0] == min(lengths) and report.lengths[-1][1] >= max(lengths) and len(report.bars()) == 6
     assert report.tokens == sum(lengths) and f"{100 * sum(lengths) / 128:.0f}% filled" in report.lines("a", 128)[0]
-    first, second = (marked(pieces) for pieces in tokenize.first_documents(rows, tokenizer))
+    first, second = (highlighted(pieces) for pieces in tokenize.first_documents(rows, tokenizer))
     assert first == "<|bos|><|user|>Hi?<|end|><|assistant|>«" + "Yes. " * 20 + "No.<|end|>»" and "«" in second
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = marked([("Hi", False), ("Yes", True)])
+    coloured = highlighted([("Hi", False), ("Yes", True)])
     assert "\x1b[32mYes" in coloured and "«" not in coloured
 
 
-def test_what_has_nothing_to_learn_is_dropped_and_counted(tmp_path, model_folder):
+def test_examples_without_a_token_in_the_loss_are_dropped_and_counted(tmp_path, model_folder):
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.chat_template = (
         "{% for turn in messages %}{% if turn.content == 'Yes.' %}{% generation %}{{ turn.content + eos_token }}"
@@ -96,7 +96,7 @@ def test_what_has_nothing_to_learn_is_dropped_and_counted(tmp_path, model_folder
         tokenize.prepare(path, small(model_folder, path), tokenizer)
 
 
-def test_what_is_too_long_is_dropped_and_counted(tmp_path, model_folder, tokenizer):
+def test_examples_that_are_too_long_are_dropped_and_counted(tmp_path, model_folder, tokenizer):
     rows = [conversation("Hi", "Hello"), conversation("Hi", "Hello " * 100), conversation("Hi", "Bye")]
     path = write(tmp_path / "chat.jsonl", rows)
     kept, report = tokenize.prepare(path, small(model_folder, path, sequence_length=64), tokenizer)
@@ -106,7 +106,7 @@ def test_what_is_too_long_is_dropped_and_counted(tmp_path, model_folder, tokeniz
         tokenize.prepare(path, small(model_folder, path, sequence_length=8), tokenizer)
 
 
-def test_packing_keeps_every_document_and_fills_the_rows(conversations, model_folder, tokenizer):
+def test_packing_keeps_every_document_and_fills_the_sequences(conversations, model_folder, tokenizer):
     recipe = small(model_folder, conversations)
     alone, before = tokenize.prepare(str(conversations), recipe, tokenizer)
     packed, after = tokenize.prepare(str(conversations), replace(recipe, packing=True), tokenizer)
@@ -162,7 +162,7 @@ def without_counts(batch):
     return batch
 
 
-def test_the_loss_of_packed_rows_is_the_loss_of_their_documents(model, conversations, model_folder, tokenizer):
+def test_the_loss_of_packed_sequences_is_that_of_their_documents(model, conversations, model_folder, tokenizer):
     _, batch = packed_batch(conversations, model_folder, tokenizer)
     alone, report = tokenize.prepare(str(conversations), small(model_folder, conversations), tokenizer)
     without_counts(batch)
@@ -176,7 +176,7 @@ def test_the_loss_of_packed_rows_is_the_loss_of_their_documents(model, conversat
     assert (batch["labels"][:, 1:] != IGNORED).sum() == report.loss_tokens
 
 
-def test_padding_counts_on_and_has_no_label(tokenizer):
+def test_padding_continues_the_positions_and_has_no_label(tokenizer):
     rows = [
         {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7], "seq_lengths": [2, 1]},
         {"input_ids": list(range(10, 21)), "labels": [IGNORED] * 11, "seq_lengths": [11]},

@@ -133,7 +133,7 @@ def test_help_teaches_without_importing_torch(script):
     assert "python scripts/" in done.stdout and len(done.stdout.splitlines()) > 10
 
 
-def test_nothing_names_what_the_project_must_not_name():
+def test_no_forbidden_name_occurs():
     pattern = r"(^|[^a-z.])/(w[o]rk|f[a]rm)/|pyt[h]onhosted|pyp[i]\.|\.libr[a]ry/"
     done = subprocess.run(["git", "grep", "-nIE", pattern], cwd=ROOT, capture_output=True, text=True)
     assert not done.stdout

@@ -1,4 +1,4 @@
-"""What the planner says of the cases of `planner_error`, beside other estimators and what was measured."""
+"""The planner's estimates for the cases of `planner_error`, compared with other estimators and measurements."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ def rows():
     return list(estimates.rows({}))
 
 
-def test_the_cases_are_those_that_the_comparison_is_to_have():
+def test_the_cases_cover_the_comparison():
     recipes = [recipe_of(case, 1, draft=False) for case in CASES]
     stages = {json.loads((ROOT / "configs" / one.deepspeed).read_text())["zero_optimization"]["stage"]
               for one in recipes}  # fmt: skip
@@ -55,7 +55,7 @@ def test_measurements_are_shown_beside_the_estimates_with_the_error(rows):
     assert "Over 1 of 14 runs memory is off by 50.0% in the median and 50.0% at worst, speed by 10.0%" in table
 
 
-def test_what_was_to_fit_and_ran_out_is_said(rows):
+def test_runs_that_ran_out_of_memory_against_the_prediction_are_named(rows):
     failed = {"error": "out of memory"}
     assert "fit, but ran out of memory: llama3-1b full, zero1, 4 x 4,096." in estimates.summary(
         [replace(rows[0], run=failed)]
@@ -64,7 +64,7 @@ def test_what_was_to_fit_and_ran_out_is_said(rows):
     assert not warned.ran_out_of_memory, "it was said that it would not fit"
 
 
-def test_rows_are_those_of_the_gpu_that_ran_them(tmp_path):
+def test_estimates_are_for_the_gpu_that_was_measured(tmp_path):
     label = CASES[0].label
     ran = {"peak_allocated_gib": 50.0, "tokens_per_second": 1000.0}
     write_json(tmp_path / "planner_error_gpu.json", GPU | {"benchmark": "planner_error", "runs": {label: [ran]}})

@@ -24,7 +24,7 @@ LENGTH = 48
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("adapters", [False, True])
-def test_work_is_what_torch_counts(tied: bool, adapters: bool):
+def test_flops_are_what_torch_counts(tied: bool, adapters: bool):
     config = AutoConfig.for_model("qwen3", tie_word_embeddings=tied, **SIZES)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if adapters:
@@ -48,11 +48,11 @@ def test_a_token_uses_some_of_the_experts():
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     config.num_experts_per_tok = 8
     assert training_flops(model).per_token - 6 * experts * 6 / 8 == pytest.approx(
-        work_of_with(model, config, 2).per_token, rel=1e-6
+        flops_with_experts(model, config, 2).per_token, rel=1e-6
     )
 
 
-def work_of_with(model, config, used):
+def flops_with_experts(model, config, used):
     config.num_experts_per_tok = used
     return training_flops(model)
 
@@ -71,5 +71,5 @@ def work_of_with(model, config, used):
         ("GeForce GTX 1080", None),
     ],
 )
-def test_a_gpu_is_known_by_what_it_calls_itself(device: str, name: str | None):
+def test_a_gpu_is_recognised_by_its_device_name(device: str, name: str | None):
     assert peak_flops(device) == (BF16_TFLOPS[name] * 1e12 if name else None)

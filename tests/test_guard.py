@@ -1,4 +1,4 @@
-"""Numbers that no model recovers from are noticed, named, and never written into a checkpoint."""
+"""NaNs and loss spikes are noticed, named, and never written into a checkpoint."""
 
 import re
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes.machine import room
+from recipes.machine import capacity
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import (
@@ -23,14 +23,14 @@ from recipes.spec.run_folder import (
 from recipes.training import run as training_run
 from recipes.training.callbacks import loss_guard
 from recipes.training.data import example_numbers
+from tests.nan_data import leave_out, write_nan_data, write_nan_model
 from tests.ranks import read_logs
 from tests.small import in_sub_groups, small
-from tests.spoiled import leave_out, spoil_data, spoil_model
 from tests.tiers import tiered
-from tests.workers.reads import count_reads
+from tests.workers.guard_reads import count_reads
 
 BAD = 5
-"""The number of the row that is spoilt."""
+"""The number of the example with the NaN."""
 CASES = {
     **{f"zero{stage}": (f"zero{stage}.json", {}) for stage in range(4)},
     "sub_groups": (in_sub_groups, {}),
@@ -45,14 +45,14 @@ EARLIER["tokens_per_second"] = 1
 
 
 @pytest.fixture(scope="module")
-def spoiled(tmp_path_factory, model_folder, conversations):
-    """Return a model for which row 5 of the data is poison, and that data."""
-    folder = tmp_path_factory.mktemp("spoiled")
-    return spoil_model(model_folder, folder / "model"), spoil_data(conversations, folder / "rows.jsonl", BAD)
+def nan_setup(tmp_path_factory, model_folder, conversations):
+    """Return a model and data, in which one example has a NaN loss."""
+    folder = tmp_path_factory.mktemp("nan")
+    return write_nan_model(model_folder, folder / "model"), write_nan_data(conversations, folder / "rows.jsonl", BAD)
 
 
-def recipe_of(spoiled, config, **changes):
-    recipe = small(*spoiled, config, save_steps=1, max_steps=8, global_batch_size=2, micro_batch_size=1)
+def recipe_of(nan_setup, config, **changes):
+    recipe = small(*nan_setup, config, save_steps=1, max_steps=8, global_batch_size=2, micro_batch_size=1)
     return replace(recipe, **changes)
 
 
@@ -63,11 +63,11 @@ def train(ranks, run, recipe, log):
 
 
 @pytest.mark.parametrize("case", tiered(CASES, CORE))
-def test_a_nan_stops_the_run_and_names_where_it_came_from(ranks, tmp_path, spoiled, case):
+def test_a_nan_stops_the_run_and_names_where_it_came_from(ranks, tmp_path, nan_setup, case):
     config, changes = CASES[case]
     config = config(tmp_path) if callable(config) else config
     run = RunFolder(tmp_path / "run")
-    statuses, said = train(ranks, run, recipe_of(spoiled, config, logging_steps=3, **changes), tmp_path / "log")
+    statuses, said = train(ranks, run, recipe_of(nan_setup, config, logging_steps=3, **changes), tmp_path / "log")
     assert statuses == [2, 2], said
     found = re.search(
         r"step (\d+): the loss is not finite on rank ([\d, ]+), sequences ([\d, ]+) of the training data", said
@@ -87,9 +87,9 @@ def test_a_nan_stops_the_run_and_names_where_it_came_from(ranks, tmp_path, spoil
 
 
 @pytest.mark.parametrize("config", ["zero1.json", pytest.param("zero3.json", marks=pytest.mark.every)])
-def test_skip_leaves_the_update_out(ranks, tmp_path, spoiled, config):
+def test_skip_leaves_the_update_out(ranks, tmp_path, nan_setup, config):
     run = RunFolder(tmp_path / "run")
-    recipe = recipe_of(spoiled, config, on_nan="skip", keep_checkpoints=8)
+    recipe = recipe_of(nan_setup, config, on_nan="skip", keep_checkpoints=8)
     statuses, said = train(ranks, run, recipe, tmp_path / "log")
     assert statuses == [0, 0], said
     skipped = [int(step) for step in re.findall(r"step (\d+): the loss is not finite.*: this update is skipped", said)]
@@ -102,17 +102,17 @@ def test_skip_leaves_the_update_out(ranks, tmp_path, spoiled, config):
     assert [row["step"] for row in rows if row["grad_norm"] is None] == skipped
 
 
-def test_skip_is_refused_where_nobody_checks_before_the_update(ranks, tmp_path, spoiled):
+def test_skip_is_refused_where_updates_are_not_checked(ranks, tmp_path, nan_setup):
     run = RunFolder(tmp_path / "run")
-    statuses, said = train(ranks, run, recipe_of(spoiled, "zero0.json", on_nan="skip"), tmp_path / "log")
+    statuses, said = train(ranks, run, recipe_of(nan_setup, "zero0.json", on_nan="skip"), tmp_path / "log")
     assert statuses == [2, 2] and "on_nan=skip: without ZeRO" in said and not run.metrics.exists()
 
 
 @pytest.mark.parametrize("left", [(BAD,), pytest.param((), marks=pytest.mark.every)], ids=["left out", "mutation"])
-def test_rewind_resumes_without_the_sequence(ranks, tmp_path, spoiled, conversations, left, monkeypatch):
+def test_rewind_resumes_without_the_sequence(ranks, tmp_path, nan_setup, conversations, left, monkeypatch):
     """As if the next sequence had been in its place from the start; with the sequence still in, it rewinds again."""
     run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "other")
-    recipe = recipe_of(spoiled, "zero2.json", on_nan="rewind")
+    recipe = recipe_of(nan_setup, "zero2.json", on_nan="rewind")
     statuses, said = train(ranks, run, recipe, tmp_path / "log")
     assert statuses == [REWIND, REWIND] and "resuming from the newest checkpoint" in said, said
     assert example_numbers.left_out(run) == [BAD] and not run.summary.exists()
@@ -134,7 +134,7 @@ def test_every_sequence_left_out_is_refused(tmp_path):
     example_numbers.leave_out(run, [1, 0])
     example_numbers.leave_out(run, [1])
     assert example_numbers.left_out(run) == [0, 1]
-    with pytest.raises(UserError, match="every sequence"):
+    with pytest.raises(UserError, match="every training sequence"):
         example_numbers.numbered([{}, {}], run)
 
 
@@ -145,7 +145,7 @@ def test_the_next_sequence_replaces_one_that_is_left_out():
     assert [sequences[number]["at"] for number in range(4)] == [0, 2, 2, 3]
 
 
-def test_a_spike_is_what_stands_six_deviations_out():
+def test_a_spike_is_six_standard_deviations_above_the_mean():
     flat = [2.0, 2.2] * 64  # mean 2.1, deviation 0.1
     deviation = torch.tensor(flat).std().item()
     assert loss_guard.is_spike(2.1 + 6.01 * deviation, flat) and not loss_guard.is_spike(2.1 + 5.99 * deviation, flat)
@@ -154,7 +154,7 @@ def test_a_spike_is_what_stands_six_deviations_out():
 
 
 @pytest.mark.parametrize("on_spike", ["warn", "stop"])
-def test_a_spike_is_told(ranks, tmp_path, model_folder, conversations, on_spike):
+def test_a_spike_is_reported(ranks, tmp_path, model_folder, conversations, on_spike):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, small(model_folder, conversations, "zero1.json", max_steps=3, on_spike=on_spike))
     for _ in range(128):
@@ -173,12 +173,12 @@ def test_a_spike_is_told(ranks, tmp_path, model_folder, conversations, on_spike)
         ({"hang_minutes": -1}, "hang_minutes=-1: must be at least 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(model_folder, conversations, changes, said):
+def test_contradictory_settings_are_refused(model_folder, conversations, changes, said):
     with pytest.raises(UserError, match=said):
         small(model_folder, conversations, **changes)
 
 
-def test_rewind_wants_rows_with_numbers(model_folder, conversations):
+def test_rewind_needs_numbered_sequences(model_folder, conversations):
     recipe = small(model_folder, conversations, save_steps=1)
     with pytest.raises(UserError, match=r"needs numbered examples"):
         replace(recipe, on_nan="rewind", data=replace(recipe.data, streaming=True))
@@ -196,12 +196,12 @@ def test_the_guard_reads_nothing_from_the_device(ranks, tmp_path, model_folder, 
     assert counts["curious"] == counts["with"] + 6
 
 
-def test_memory_is_asked_for_before_a_save(monkeypatch):
-    assert room.gathered_bytes(100, 100, 2, 3) == 200 and room.gathered_bytes(100, 10, 2, 3) == 20
-    assert room.gathered_bytes(100, 100, 2, 2) == 0
-    free = room.free_memory()
+def test_memory_is_checked_before_a_save(monkeypatch):
+    assert capacity.gathered_bytes(100, 100, 2, 3) == 200 and capacity.gathered_bytes(100, 10, 2, 3) == 20
+    assert capacity.gathered_bytes(100, 100, 2, 2) == 0
+    free = capacity.free_memory()
     assert 2**26 < free < 2**45
-    room.check_memory(2**20, "a checkpoint")
-    monkeypatch.setattr(room, "free_memory", lambda: 2**30)
+    capacity.check_memory(2**20, "a checkpoint")
+    monkeypatch.setattr(capacity, "free_memory", lambda: 2**30)
     with pytest.raises(UserError, match=r"gathers 2\.00 GiB in host memory, but only 1\.00 GiB is free"):
-        room.check_memory(2**31, "a checkpoint")
+        capacity.check_memory(2**31, "a checkpoint")

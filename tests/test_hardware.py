@@ -1,4 +1,4 @@
-"""GPUs and nodes by the names that people use; what nobody can mean is refused in a line or two."""
+"""GPUs and nodes by the names that people use; impossible values are refused in a line or two."""
 
 import sys
 import types
@@ -67,7 +67,7 @@ def test_flags_name_a_cluster():
     assert cluster("p5.48xlarge", gpus=4).gpus_per_node == 4
 
 
-def test_a_network_that_nobody_gave_is_the_usual_one():
+def test_the_default_network_is_the_usual_one():
     assert cluster("H100", gpus=8, nodes=2).node_network_gbs == 400  # 8 cards of 400 Gbit/s
     assert Cluster(find("H100"), 8, 2, network_gbs=12.5).node_network_gbs == 12.5
 
@@ -97,7 +97,7 @@ def test_only_the_memory_is_known(gib, like):
         ({"gpu": "H100", "nvme": -5}, "--nvme -5"),
     ],
 )
-def test_refuses_what_is_no_cluster(flags, said):
+def test_invalid_clusters_are_refused(flags, said):
     with pytest.raises(UserError) as error:
         cluster(**flags)
     assert said in str(error.value)
@@ -112,7 +112,7 @@ def fake_torch(name, gib, count):
     return types.SimpleNamespace(cuda=cuda)
 
 
-def test_this_machine_is_what_torch_says(monkeypatch):
+def test_this_machine_is_described_by_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake_torch("NVIDIA H100 80GB HBM3", 79.1, 8))
     here = cluster()
     assert (here.gpu.name, here.gpus_per_node) == ("H100", 8)
@@ -121,7 +121,7 @@ def test_this_machine_is_what_torch_says(monkeypatch):
     assert cluster(gpus=2).gpus == 2
 
 
-def test_an_unknown_gpu_here_counts_by_its_memory(monkeypatch):
+def test_an_unknown_gpu_is_described_by_its_memory(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake_torch("NVIDIA RTX A6000", 47.5, 1))
     here = this_machine()
     assert here.gpu.memory_gib == pytest.approx(47.5)

@@ -54,13 +54,13 @@ def test_a_hostfile_with_a_mistake_is_refused_with_its_line(text, tmp_path):
 
 
 @pytest.mark.parametrize("asked", FILTERS)
-def test_a_filter_that_names_what_is_not_there_is_refused(asked, two_hosts):
+def test_a_filter_that_names_a_missing_host_is_refused(asked, two_hosts):
     for name in ("include", "exclude"):
         with pytest.raises(UserError, match=FILTERS[asked]):
             hostfile.read(two_hosts, **{name: asked})
 
 
-def test_more_than_there_is_and_contradictions_are_refused(two_hosts, tmp_path):
+def test_too_many_hosts_and_contradictory_options_are_refused(two_hosts, tmp_path):
     for wanted, hint in (
         ({"nodes": 3}, "has 2 hosts"),
         ({"nodes": 0}, "has 2 hosts"),
@@ -83,7 +83,7 @@ PARTS = st.lists(st.tuples(st.sampled_from(NAMES), SLOTS), min_size=1, max_size=
 
 
 @given(st.lists(st.integers(1, 4), min_size=3, max_size=3), PARTS, st.booleans(), st.integers(0, 3))
-def test_what_is_left_of_a_hostfile_is_what_deepspeed_leaves(tmp_path_factory, counts, parts, include, nodes):
+def test_filters_select_the_hosts_that_deepspeed_selects(tmp_path_factory, counts, parts, include, nodes):
     path = tmp_path_factory.mktemp("filter") / "hosts"
     path.write_text("".join(f"{name} slots={count}\n" for name, count in zip(NAMES, counts, strict=True)))
     text = "@".join(f"{name}:{','.join(map(str, slots))}" if slots else name for name, slots in parts)
@@ -190,7 +190,7 @@ def test_each_difference_between_hosts_is_a_reason_not_to_start(name, tmp_path):
     assert head.split()[0] == "host" and len(rows) == 2 and rows[0] != rows[1].replace("n2", "n1")
 
 
-def test_a_clock_is_off_by_its_distance_from_question_and_answer(monkeypatch):
+def test_clock_skew_is_measured_against_the_round_trip(monkeypatch):
     result = subprocess.CompletedProcess([], 0, 'welcome\n{"time": 100.0}\n', "")
     for asked, answered, off in ((99, 101, 0), (90, 95, 5), (103, 104, 3)):
         assert host_checks.parse_answer(result, asked, answered)["clock"] == off

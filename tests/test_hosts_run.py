@@ -1,4 +1,4 @@
-"""Runs over ssh on two real hosts: undisturbed, stopped, with a rank that fails or hangs, with a host that is lost."""
+"""Runs over ssh on two real hosts: undisturbed, stopped, with a failing or hanging rank, with a lost host."""
 
 import contextlib
 import signal
@@ -18,7 +18,7 @@ from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, rea
 from recipes.training import run as training_run
 from tests import test_launch
 from tests.launching import LAUNCH
-from tests.machines import Hosts, without_hosts
+from tests.network_hosts import Hosts, without_hosts
 from tests.small import small
 from tests.test_launch import processes_of, ranks_of
 
@@ -141,7 +141,9 @@ def undisturbed(ranks, tmp_path_factory, model_folder, conversations):
 
 @HERE
 @pytest.mark.every
-def test_a_host_that_was_cut_off_is_named_and_the_others_go_on(hosts, shared, model_folder, conversations, undisturbed):
+def test_a_lost_host_is_named_and_training_resumes_on_the_others(
+    hosts, shared, model_folder, conversations, undisturbed
+):
     words = overrides(small(model_folder, conversations, "zero3.json", **LONG), epochs=99)
     process = launch(hosts, shared, "--hostfile", hosts.hostfile(), "--max-restarts", 1, *words)
     with mended(hosts, process):
@@ -160,8 +162,8 @@ def test_a_host_that_was_cut_off_is_named_and_the_others_go_on(hosts, shared, mo
 
 @HERE
 @pytest.mark.every
-def test_a_host_that_is_back_takes_part_in_the_next_restart(hosts, shared, model_folder, conversations, undisturbed):
-    """It is the first one, which all ranks meet at: meanwhile they meet at the other, whatever was asked for."""
+def test_a_host_that_is_back_joins_the_next_restart(hosts, shared, model_folder, conversations, undisturbed):
+    """It is the first one, the rendezvous of all ranks: meanwhile they use the other, whatever was asked for."""
     words = overrides(small(model_folder, conversations, "zero3.json", **LONG), epochs=99)
     master = ["--master-addr", hosts.addresses[0]]
     process = launch(hosts, shared, "--hostfile", hosts.hostfile(), "--max-restarts", 2, *master, *words)
@@ -221,7 +223,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(hosts, shared, model_fol
 
 @contextlib.contextmanager
 def mended(hosts, process):
-    """End the launcher and mend the hosts, whatever happens."""
+    """End the launcher and repair the hosts, whatever happens."""
     try:
         yield
     finally:
@@ -241,7 +243,7 @@ def ends_as(undisturbed, run):
 
 
 def wait_until_gone(run, seconds):
-    """Wait for what a host ends by itself."""
+    """Wait until a host has ended the processes by itself."""
     deadline = time.monotonic() + seconds
     while processes_of(run):
         assert time.monotonic() < deadline, [process.cmdline() for process in processes_of(run)]

@@ -1,4 +1,4 @@
-"""The comparison of pages with the Hub, on a folder in its form; the network itself is never asked here."""
+"""The comparison of pages with the Hub, on a local folder of the same form; these tests use no network."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from recipes.page_checks import hub
 from recipes.spec import pages
 
 
-def test_a_page_that_says_what_the_model_says_has_no_differences(tmp_path):
+def test_a_page_that_matches_the_model_has_no_differences(tmp_path):
     model = pages.page("llama3").SIZES["8b"]
     AutoConfig.for_model(**model.config).save_pretrained(tmp_path)
     assert hub.compare(replace(model, path=str(tmp_path))) == []

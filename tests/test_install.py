@@ -158,7 +158,7 @@ def test_recipes_are_listed_and_a_run_is_shown_without_torch(bare, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["plan llama3-8b --gpu H100 --gpus 8", "check zero3", "list", "resolve zero1"])
-def test_nothing_of_the_stack_is_asked_for(bare, tmp_path, command):
+def test_no_package_of_the_stack_is_imported(bare, tmp_path, command):
     """Were a package of the stack there, it would not be imported either: each is made to fail."""
     for name in STACK:
         (tmp_path / f"{name}.py").write_text(f"raise AssertionError('{name} was imported')\n")
@@ -238,7 +238,7 @@ def test_a_checkout_in_the_wrong_python_says_what_to_do(tmp_path):
     assert run([python, ROOT / "scripts" / "check_config.py", "zero3"], tmp_path).returncode == 0
 
 
-def test_an_old_python_is_told_too(tmp_path):
+def test_an_old_python_gets_a_message_too(tmp_path):
     """What an older Python would do with the script: `sys.version_info` is all that it looks at first."""
     code = "import sys; sys.version_info = (3, 9, 0); import _checkout; _checkout.run('launch')"
     done = run([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(ROOT / "scripts"))

@@ -82,7 +82,7 @@ def objects(name, variant, nodes, gpus, changes, environment=None):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: "-".join(recipe[:2]))
-def test_manifests_are_valid_and_their_parts_fit(recipe, validators):
+def test_manifests_are_valid_and_consistent(recipe, validators):
     name, variant, nodes, gpus, changes = recipe
     files = objects(name, variant, nodes, gpus, changes)
     kinds = {file: [one["kind"] for one in found] for file, found in files.items()}
@@ -171,7 +171,7 @@ def test_a_wrong_value_is_refused(file, path, value, validators):
     assert not validators[one["kind"]].is_valid(one)
 
 
-def test_secrets_go_by_reference_and_this_machines_paths_do_not_go(validators):
+def test_secrets_are_references_and_local_paths_are_left_out(validators):
     token = "hf_" + "a1B2" * 8
     environment = {
         "HF_TOKEN": token,
@@ -231,7 +231,7 @@ def test_the_image_has_the_checkout_where_the_manifests_say():
         assert step in text and step in (ROOT / "Makefile").read_text()
 
 
-def test_a_node_that_starts_again_forgets_what_was_lost(tmp_path):
+def test_a_restarted_node_forgets_the_lost_attempt(tmp_path):
     run = RunFolder(tmp_path / "run")
     (tmp_path / "recipe.json").write_text("{}")
     node.prepare(run, tmp_path / "recipe.json")

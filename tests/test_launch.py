@@ -140,7 +140,7 @@ def test_list_is_quick_and_imports_no_torch():
     assert "llama3: " in text and "llama3: llama3" not in text and "  sizes         1b, 3b, 8b, 70b" in text
 
 
-def test_a_reader_who_has_seen_enough_gets_no_traceback():
+def test_a_closed_pipe_gets_no_traceback():
     reads, writes = os.pipe()
     os.close(reads)
     done = subprocess.run([*LAUNCH, "--list"], stdout=writes, stderr=subprocess.PIPE, text=True)
@@ -192,7 +192,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_get_a_line_and_leave_nothing(mistake, tmp_path):
+def test_mistakes_get_a_line_and_leave_nothing_behind(mistake, tmp_path):
     arguments, hint = MISTAKES[mistake]
     done = launch(*arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -255,7 +255,7 @@ def test_another_recipes_folder_is_left_alone(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
-def test_a_mistake_found_by_the_ranks_leaves_nothing_either(small_run, tmp_path):
+def test_a_mistake_found_by_the_ranks_leaves_nothing_behind(small_run, tmp_path):
     command, overrides, run = small_run
     pickled = tmp_path / "pickled"
     pickled.mkdir()

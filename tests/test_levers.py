@@ -1,4 +1,4 @@
-"""The levers of speed: that they compute what the plain way computes, and that each saves what it is there for."""
+"""Optimisations for speed and memory: each computes the same as without it, and saves what it is meant to save."""
 
 import json
 import weakref
@@ -27,7 +27,7 @@ from recipes.training.data.collate import Collator
 from recipes.training.model import adapters, attention, draft, kernels, packing_check, tiling
 from tests.small import small
 from tests.tiers import tiered
-from tests.workers import scalar_reads
+from tests.workers import device_reads_per_step
 
 HIDDEN = 4096
 LAYER = {
@@ -53,14 +53,14 @@ def counted(ranks, tmp_path, model_folder, conversations, stage, mistake=None, *
     settings = {"precision": "bf16", "packing": True, "logging_steps": 100, "micro_batch_size": 1}
     recipe = small(model_folder, conversations, f"zero{stage}.json", global_batch_size=1, **settings | changes)
     write_recipe(run, recipe)
-    found = reads_of(ranks, run.path, scalar_reads.of_a_run, mistake)
+    found = reads_of(ranks, run.path, device_reads_per_step.of_a_run, mistake)
     return sum(found["counts"].values()), found
 
 
 @pytest.mark.parametrize("stage", tiered(range(4), (2, 3)))
 def test_a_steady_step_reads_no_scalar_that_deepspeed_does_not(ranks, tmp_path, model_folder, conversations, stage):
     ours, found = counted(ranks, tmp_path, model_folder, conversations, stage)
-    alone = reads_of(ranks, tmp_path / "run-None", scalar_reads.of_deepspeed)
+    alone = reads_of(ranks, tmp_path / "run-None", device_reads_per_step.of_deepspeed)
     assert ours == sum(alone["counts"].values()), found["places"]
     assert all("/deepspeed/" in place for place in found["places"]), found["places"]
 
@@ -235,7 +235,7 @@ def test_variable_length_attention_computes_what_a_dense_mask_does(tokenizer, fa
     assert agree(passed(told, boundaries=False), expected), "without boundaries it uses SDPA and its mask"
 
 
-def test_documents_that_begin_elsewhere_are_noticed(tokenizer, monkeypatch):
+def test_wrong_document_boundaries_are_noticed(tokenizer, monkeypatch):
     expected = passed(packing_check.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32), boundaries=False)
     begin = attention.document_boundaries
 
@@ -249,14 +249,14 @@ def test_documents_that_begin_elsewhere_are_noticed(tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_the_kernel_cannot_is_refused(tokenizer, family):
+def test_what_the_kernel_does_not_support_is_refused(tokenizer, family):
     try:
         assert not packing_check.keeps_documents_apart(family_of(family), tokenizer, "varlen")
     except (ValueError, NotImplementedError) as error:
         assert REFUSED[family] in str(error)
 
 
-def test_generation_with_padding_on_the_left_takes_sdpa_and_its_mask(tokenizer):
+def test_generation_with_left_padding_uses_sdpa_and_its_mask(tokenizer):
     told = packing_check.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32)
     masked = packing_check.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32)
     tokens = torch.arange(5, 25).view(2, 10)
@@ -293,7 +293,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("stage", "changes"), CASES)
-def test_runs_with_every_lever_on_and_all_off_are_the_same(
+def test_runs_with_all_optimisations_on_and_off_are_the_same(
     ranks, tmp_path, model_folder, conversations, stage, changes
 ):
     chosen = Model(path=str(model_folder), attention="varlen")
@@ -318,7 +318,7 @@ def test_compiled_layers_compute_the_same(model_folder):
 # When which is taken
 
 
-def test_attention_is_chosen_by_what_there_is(monkeypatch, model_folder, conversations):
+def test_attention_is_chosen_by_what_is_available(monkeypatch, model_folder, conversations):
     recipe = small(model_folder, conversations, packing=True, precision="bf16")
     config = AutoConfig.from_pretrained(model_folder)
     chosen = partial(attention.candidates, config=config, on_gpu=True)
@@ -334,7 +334,7 @@ def test_attention_is_chosen_by_what_there_is(monkeypatch, model_folder, convers
     assert chosen(recipe) == ["sdpa"]
 
 
-def test_tiles_are_taken_where_whole_logits_would_be_large():
+def test_the_loss_is_tiled_where_whole_logits_would_be_large():
     recipe = replace(pages.find("llama3-8b", "full"), micro_batch_size=1, sequence_length=4096, tiled_loss=None)
     assert PER_ENTRY * 4096 * 128256 > LARGE and tiles_loss(recipe, 128256)
     assert not tiles_loss(replace(recipe, sequence_length=256), 128256)
@@ -344,14 +344,14 @@ def test_tiles_are_taken_where_whole_logits_would_be_large():
         assert not tiles_loss(replace(recipe, **changes), 128256)
 
 
-def test_loader_processes_are_for_gpus(model_folder, conversations):
+def test_loader_processes_are_used_with_gpus_only(model_folder, conversations):
     recipe = small(model_folder, conversations)
     assert (loader_processes(recipe, True), loader_processes(recipe, False)) == (2, 0)
     stream = replace(recipe, data=replace(recipe.data, streaming=True, workers=4))
     assert loader_processes(stream, True) == 1
 
 
-def test_levers_are_typed_like_anything_else(model_folder, conversations):
+def test_optimisations_are_override_keys_like_any_other(model_folder, conversations):
     recipe = small(model_folder, conversations)
     typed = ["gradient_checkpointing=selective", "compile=regional", "tiled_loss=none", "model.attention=varlen"]
     changed = overrides.apply(recipe, typed)
@@ -364,7 +364,7 @@ def test_levers_are_typed_like_anything_else(model_folder, conversations):
             overrides.apply(recipe, [f"{known}=true"])
 
 
-def test_what_cannot_be_had_is_said(model_folder, conversations):
+def test_unavailable_optimisations_are_refused(model_folder, conversations):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     with pytest.raises(UserError, match="pip install liger-kernel"):
         kernels.fuse(model)

@@ -1,4 +1,4 @@
-"""Loss masks: with every chat template that TRL ships for these families, exactly the assistant's turns are learned."""
+"""Loss masks: with every chat template that TRL ships for these families, only assistant turns are in the loss."""
 
 import re
 from dataclasses import replace
@@ -138,7 +138,9 @@ def test_tool_calls_are_learned_and_their_results_are_not(name):
 def test_rendering_turn_by_turn_gives_the_marks_that_the_template_has(name):
     tokenizer = tokenizer_with(name)
     for messages in (TURNS[:2], TURNS, TURNS[:3]):
-        by_template = chat_templates._by_template(tokenizer, chat_templates.marked(tokenizer), messages, None)
+        by_template = chat_templates._by_template(
+            tokenizer, chat_templates.training_template(tokenizer), messages, None
+        )
         ids, assistant = chat_templates._by_rendering(tokenizer, messages, None)
         assert ids == by_template[0]
         differ = {tokenizer.decode(ids[i]) for i, said in enumerate(assistant) if said != by_template[1][i]}
@@ -180,7 +182,7 @@ def test_the_template_can_be_chosen(tmp_path):
         load_tokenizer(mine)
 
 
-def test_chatml_is_what_it_says():
+def test_chatml_renders_the_documented_form():
     tokenizer = tokenizer_with("chatml")
     text = tokenizer.apply_chat_template([SYSTEM, *TURNS[:2]], tokenize=False)
     assert text == (
@@ -193,14 +195,14 @@ def test_chatml_is_what_it_says():
     assert "Yes.<|im_end|>\n" in tokenizer.apply_chat_template(TURNS[:2], tokenize=False)
 
 
-def test_the_command_says_how_a_model_marks_its_turns(capsys, monkeypatch):
+def test_the_command_tells_how_a_model_marks_its_turns(capsys, monkeypatch):
     def say(name: str) -> int:
         return main.run("page", ["template", name])
 
     assert say("tiny-3m") == 0
     assert "marks the assistant's tokens itself" in capsys.readouterr().out
     monkeypatch.setattr(chat_template.chat_templates, "load_tokenizer", lambda recipe: tokenizer_with("qwen3"))
-    assert say("tiny-3m") == 0 and "is known to TRL" in capsys.readouterr().out
+    assert say("tiny-3m") == 0 and "TRL has a version that does" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.setattr(chat_template.pages.page("tiny"), "SIZES", {"3m": Model(path="someone/model")})
     assert say("tiny-3m") == 2 and "someone/model: cannot load the tokenizer" in capsys.readouterr().err

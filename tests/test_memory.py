@@ -1,4 +1,4 @@
-"""What training takes: the examples that everybody knows, and what has to hold for every way to train."""
+"""Predicted memory: well-known examples, and properties that hold for every way to train."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def profile_of(family, size, lora=None):
 
 
 def planned(name, variant, gpus, **changes):
-    """Return what a recipe of the catalogue takes with its own DeepSpeed file."""
+    """Return the memory that a recipe of the catalogue needs with its own DeepSpeed file."""
     recipe = replace(pages.find(name, variant), **changes)
     setup = training_setup(recipe, deepspeed_file.read(ROOT / "configs" / recipe.deepspeed), gpus)
     cluster = replace(NODE, gpus_per_node=min(gpus, 8), nodes=max(1, gpus // 8))
@@ -103,14 +103,14 @@ models = st.sampled_from(sorted(MODELS)).map(lambda family: profile_of(family, M
 
 @settings(max_examples=150, deadline=None)
 @given(models, setups())
-def test_more_gpus_never_take_more_on_each(profile, setup):
+def test_more_gpus_never_need_more_memory_each(profile, setup):
     more = peak_memory(profile, replace(setup, world_size=2 * setup.world_size), NODE)
     assert more.worst.total <= peak_memory(profile, setup, NODE).worst.total
 
 
 @settings(max_examples=150, deadline=None)
 @given(models, setups())
-def test_checkpointing_never_takes_more(profile, setup):
+def test_checkpointing_never_needs_more(profile, setup):
     """But for one layer's input, which is there beside what the layer keeps when it has been computed again."""
     kept = peak_memory(profile, replace(setup, gradient_checkpointing=False), NODE).worst.total
     again = peak_memory(profile, replace(setup, gradient_checkpointing=True), NODE).worst.total
@@ -120,7 +120,7 @@ def test_checkpointing_never_takes_more(profile, setup):
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(["llama3", "qwen3", "mistral"]), st.sampled_from([4, 16, 64]), setups())
-def test_adapters_never_take_more_than_all_weights(family, rank, setup):
+def test_adapters_never_need_more_than_full_training(family, rank, setup):
     lora = Lora(rank=rank)
     profile = profile_of(family, MODELS[family], lora)
     full = peak_memory(profile, setup, NODE)
@@ -163,7 +163,7 @@ def test_the_first_stage_of_a_pipeline_waits_for_the_others():
     ] == [2, 2, 2, 1]
 
 
-def test_parallel_ranks_share_what_they_split():
+def test_parallel_ranks_divide_what_they_split():
     profile = profile_of("llama3", "8b")
     alone = TrainingSetup(8, zero_stage=1, sequence_length=8192, packing=False)
     worst = {moment.moment: moment for moment in peak_memory(profile, alone, NODE).moments}
@@ -174,7 +174,7 @@ def test_parallel_ranks_share_what_they_split():
     assert tensor.components["parameters"] < worst["loss"].components["parameters"] / 4
 
 
-def test_experts_are_spread_before_they_reach_a_gpu():
+def test_experts_are_distributed_before_they_reach_a_gpu():
     loading = {
         ranks: planned("qwen3_moe-30b-a3b", "expert", 8, layout=Layout(expert=ranks)).moments[0] for ranks in (1, 8)
     }
@@ -185,7 +185,7 @@ def test_experts_are_spread_before_they_reach_a_gpu():
     assert saved == pytest.approx(routed * 7 / 8)
 
 
-def test_the_file_says_what_the_trainer_will_do():
+def test_the_setup_follows_from_the_deepspeed_file():
     recipe = pages.find("llama3-8b", "full_offload")
     file = deepspeed_file.read(ROOT / "configs" / recipe.deepspeed)
     setup = training_setup(recipe, file, 8)

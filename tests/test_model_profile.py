@@ -1,4 +1,4 @@
-"""A model's profile agrees with what autograd saves, measured on drafts of every family; and so do the shipped ones."""
+"""A model's profile agrees with what autograd saves, measured on drafts of every family; so do the shipped profiles."""
 
 import json
 import subprocess
@@ -122,14 +122,14 @@ def test_the_worst_moment_is_what_is_predicted(family, name):
     assert kept + max(worst, activations.loss_bytes(profile, setup)) == pytest.approx(found, rel=0.1)
 
 
-def test_a_mask_that_is_forgotten_is_noticed():
+def test_a_forgotten_mask_is_noticed():
     profile = profile_model(draft_of("llama3").to_dict(), device="cpu")
     model = AutoModelForCausalLM.from_config(draft_of("llama3"), dtype=torch.bfloat16).train()
     found = measured(model, setup_for("llama3", packing=True))
     assert predicted(profile, setup_for("llama3")) != pytest.approx(found, rel=0.05)
 
 
-def test_weights_in_4_bits_save_what_others_do_and_take_what_is_predicted(tmp_path):
+def test_4_bit_weights_save_the_same_activations_and_need_the_predicted_memory(tmp_path):
     config = draft_of("llama3", hidden=256)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
@@ -208,7 +208,7 @@ def test_another_model_is_profiled_once_and_cached(tmp_path):
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "nonsense"}, {"model_type": "bert"}, {"model_type": "t5"}])
-def test_what_is_no_decoder_is_refused(config):
+def test_models_that_are_not_decoders_are_refused(config):
     with pytest.raises(UserError, match=r"decoder") as caught:
         profile_model(config)
     assert str(caught.value).count("\n") <= 2

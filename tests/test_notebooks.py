@@ -113,7 +113,7 @@ def test_the_first_fine_tune_shows_answers_before_and_after(execute, tmp_path):
     assert (run / "my-model" / "model.safetensors").exists()
 
 
-def test_the_experiment_ends_with_the_command_that_it_leads_to(execute, tmp_path):
+def test_the_experiment_ends_with_the_resulting_command(execute, tmp_path):
     cells = execute("experiment")
     assert images(cells) == 1
     rates = {run.name for run in (tmp_path / "runs").iterdir()}

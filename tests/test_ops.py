@@ -84,7 +84,7 @@ def test_a_compiler_that_fails_is_one_line_and_no_run(tmp_path, monkeypatch, cap
     assert "error" in said.err.lower() and "Traceback" not in said.err
 
 
-def test_a_lock_that_a_killed_build_has_left_is_removed(tmp_path, monkeypatch):
+def test_the_lock_of_a_killed_build_is_removed(tmp_path, monkeypatch):
     """Else torch would wait for it for ever."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "cpu_adam").mkdir()
@@ -97,7 +97,7 @@ def test_a_lock_that_a_killed_build_has_left_is_removed(tmp_path, monkeypatch):
         assert (tmp_path / "fused_adam" / "lock").exists()
 
 
-def test_what_every_run_needs_is_asked_for_without_importing_torch(tmp_path):
+def test_the_ops_that_every_run_needs_are_checked_without_importing_torch(tmp_path):
     """`make install` and `make demo` call it each time."""
     library = tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
     library.parent.mkdir()

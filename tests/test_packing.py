@@ -1,4 +1,4 @@
-"""Packing: whether a family's code keeps documents apart is tried out on a draft, and the run acts on it."""
+"""Packing: whether a family's code keeps documents apart is checked on a draft, and the run acts on it."""
 
 from dataclasses import replace
 
@@ -39,14 +39,14 @@ def test_packed_documents_have_the_logits_of_each_alone_or_the_page_does_not_pac
         assert not (packs and family in CROSSING), variant
 
 
-def test_a_cache_makes_documents_see_each_other_and_the_probe_says_so(tokenizer):
+def test_a_cache_lets_documents_attend_to_each_other_and_the_check_notices(tokenizer):
     config = AutoConfig.for_model(**pages.page("llama3").SIZES["1b"].config)
     model = packing_check.draft_of(config, tokenizer, "sdpa", torch.float32)
     model.config.use_cache = True
     assert packing_check.leak(model) > 0.1
 
 
-def test_a_run_that_would_pack_what_leaks_is_refused(tmp_path, tokenizer, conversations):
+def test_packing_is_refused_where_documents_attend_to_each_other(tmp_path, tokenizer, conversations):
     recipe = pages.page("bloom").full("560m")
     draft.write(recipe, tmp_path, torch.float32)
     asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="eager"))

@@ -1,4 +1,4 @@
-"""The recipe pages: what they say is true, and every variant can be launched."""
+"""The recipe pages: what they state is true, and every variant can be launched."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ def test_a_prediction_is_that_of_the_recipe_as_it_is_written_on_the_smallest_har
     assert layout.setup.world_size % 36 == 0, "GPUs come in multiples of what the layout takes"
 
 
-def test_offloading_is_shown_with_what_it_takes_of_the_host():
+def test_offloading_is_shown_with_its_host_memory():
     plan = index.smallest(pages.find("llama3-8b", "full_offload"))
     row = next(line for line in index.hardware().splitlines() if line.startswith("| llama3-8b |"))
     shown = f"1 x {plan.cluster.gpu.name} ({plan.gpu_gib:.0f}, host {plan.host_gib:,.0f})"
@@ -141,11 +141,11 @@ def test_the_shipped_model_has_the_dimensions_of_the_page():
 
 
 @pytest.mark.parametrize("family", pages.families())
-def test_a_page_says_of_itself_what_is_so(family):
+def test_pages_have_no_problems(family):
     assert docstring.problems(pages.page(family)) == []
 
 
-def test_the_template_is_short_and_has_nothing_wrong_but_what_is_to_be_replaced():
+def test_the_template_is_short_and_only_its_placeholders_are_reported():
     source = ROOT / "recipes" / "_template.py"
     assert len(source.read_text(encoding="utf-8").splitlines()) < 90
     assert pages.variants(pages.page(pages.TEMPLATE)) == ["full", "lora", "pretrain"]
@@ -168,7 +168,7 @@ def written(folder, **changes):
     return path
 
 
-def test_a_page_made_of_the_template_is_right_once_everything_is_replaced(tmp_path):
+def test_a_page_made_from_the_template_has_no_problems_once_filled_in(tmp_path):
     assert docstring.problems(pages.known_page(str(written(tmp_path)))) == []
     assert docstring.check_all([str(tmp_path / "mine.py")]) is False
 
@@ -186,7 +186,7 @@ def test_a_page_made_of_the_template_is_right_once_everything_is_replaced(tmp_pa
         (
             '"intermediate_size": 8192',
             '"intermediate_size": 12288',
-            "parameters=1,235,814,400, but its dimensions make",
+            "parameters=1,235,814,400, but its dimensions give",
         ),
         ("parameters=1_235_814_400", "parameters=1_640_000_000", "parameters 1.24B, but it is 1.64B"),
         ("    1b    16      2048", "    2b    16      2048", "has 2b; the page has 1b"),
@@ -194,7 +194,7 @@ def test_a_page_made_of_the_template_is_right_once_everything_is_replaced(tmp_pa
         ("full      SFT       all weights  ZeRO-2", "full      SFT       all weights  ZeRO-3", "1b has ZeRO-2"),
         ("lora      SFT       adapters   ", "lora      SFT       all weights", "trains 'all weights', but its recipe"),
         ("lora      SFT ", "lora      DPO ", "'DPO', but its method is sft"),
-        ("a model of our own, made of the template.", "a model.", "--list shows, is no sentence"),
+        ("a model of our own, made of the template.", "a model.", "--list shows, is not a sentence"),
         ('"""mine: ', '"""_template: ', "has to begin with the page's name"),
         ("All weights: for plenty of data.", "All weights: TODO when to choose it.", "replace the TODO"),
         ("python scripts/launch.py mine-1b lora --draft\n", "\n", "needs a command that runs the page"),
@@ -202,7 +202,7 @@ def test_a_page_made_of_the_template_is_right_once_everything_is_replaced(tmp_pa
         ("--draft data.path=FILE lora.rank=8", "--draft lora.rnk=8", "lora.rank"),
     ],
 )
-def test_a_page_that_says_what_is_not_so_is_noticed(tmp_path, capsys, before, after, what):
+def test_a_wrong_statement_on_a_page_is_noticed(tmp_path, capsys, before, after, what):
     path = written(tmp_path, one=(before, after))
     assert [problem for problem in docstring.problems(pages.known_page(str(path))) if what in problem]
     assert docstring.check_all([str(path)]) is True and what in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Stages of a pipeline compute what the whole model does, for any decoder; and cannot be mixed up."""
+"""Stages of a pipeline compute what the whole model does, for any decoder; wrong stages are noticed."""
 
 import copy
 from itertools import pairwise
@@ -34,11 +34,11 @@ def test_stages_compute_what_the_whole_model_does(tokenizer, model_type):
     assert stages.staged_difference(whole_model(model_type, tokenizer)) == 0
 
 
-def test_every_family_was_tried():
+def test_every_family_was_checked():
     assert len(FAMILIES) >= 17
 
 
-def test_a_stage_that_is_cut_wrongly_is_noticed(tokenizer, monkeypatch):
+def test_a_wrongly_cut_stage_is_noticed(tokenizer, monkeypatch):
     whole = whole_model("granite", tokenizer)
     monkeypatch.setattr(stages, "_enter", lambda whole, layer: None)
     assert stages.staged_difference(whole) > 0.1
@@ -58,7 +58,7 @@ def test_a_stage_holds_its_own_weights_by_their_own_names(tokenizer):
         assert not (one & other) - tied
 
 
-def test_what_is_no_decoder_of_the_usual_shape_is_refused(tokenizer):
+def test_models_without_the_usual_decoder_shape_are_refused(tokenizer):
     config = AutoConfig.for_model("opt", num_hidden_layers=2, hidden_size=32, num_attention_heads=2, ffn_dim=32)
     with pytest.raises(UserError, match="not a decoder of the usual shape"):
         stages.stages(config, 2)

@@ -1,4 +1,4 @@
-"""The planner's command line: what it answers, what it writes, and what a mistake is answered with."""
+"""The planner's command line: its output, the files it writes, and its error messages."""
 
 import json
 import os
@@ -160,7 +160,7 @@ def test_the_figure_is_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_fixed_stays(answer):
+def test_fixed_settings_are_kept(answer):
     asked = ["deepspeed=zero3.json", "layout.tensor=2", "micro_batch_size=2", "gradient_checkpointing=true"]
     found = answer("llama3-8b", *EIGHT, *asked, "global_batch_size=128")
     [one] = found["plans"]
@@ -219,7 +219,7 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "layout.tensor=3"): "layout.tensor=3: 8 ranks are not divisible by 3",
     ("llama3-8b", *EIGHT, "layout.expert=8"): "layout.expert=8: llama has no experts",
     ("llama3-8b", *EIGHT, "deepspeed=zero3.json", "layout.pipeline=4"): "pipeline supports ZeRO 0 and 1 only",
-    ("llama3-8b", *EIGHT, "lora.rank=8"): "--method full: your key=value make it lora; write --method lora",
+    ("llama3-8b", *EIGHT, "lora.rank=8"): "--method full: your key=value settings make it lora; write --method lora",
     ("llama3-8b", "lora", *EIGHT): "lora: the method is an option here: --method lora",
     ("llama3-8b", *EIGHT, "--figure", "plan.pdf"): "--figure plan.pdf: the format is PNG; name it plan.png",
     ("llama3-8b", *EIGHT, "--figure", "/proc/plan.png"): "--figure /proc/plan.png: cannot be written",
@@ -230,7 +230,7 @@ MISTAKES = {
 }
 
 
-def test_a_config_of_another_name_is_not_taken_for_its_folders(tmp_path, config_json, capsys):
+def test_a_config_of_another_name_is_not_mistaken_for_its_folders(tmp_path, config_json, capsys):
     other = tmp_path / "other.json"
     other.write_text(Path(config_json()).read_text())
     assert main.run("plan", [str(other), *EIGHT]) == 2
@@ -279,13 +279,13 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_config_that_is_no_decoders_is_refused(config_json, capsys, changes, said):
+def test_a_config_that_is_not_a_decoders_is_refused(config_json, capsys, changes, said):
     assert main.run("plan", [config_json(**changes), *EIGHT]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.strip().splitlines()) <= 2, error
 
 
-def test_what_cannot_go_together_is_said_of_what_was_set(capsys):
+def test_contradictions_are_reported_for_the_settings_given(capsys):
     given = ["deepspeed=expert_parallel.json", "layout.tensor=2"]
     assert plan.main(["llama3-8b", *EIGHT, *given]) == 1
     assert f"plan.py: {' '.join(given)}: this model cannot train like this on 8 GPUs" in capsys.readouterr().err
@@ -295,7 +295,7 @@ def test_auto_is_what_the_planner_does_anyway(answer):
     assert answer("llama3-8b", *EIGHT, "deepspeed=auto") == answer("llama3-8b", *EIGHT)
 
 
-def test_a_file_that_is_no_config_is_refused(tmp_path, capsys):
+def test_a_file_that_is_not_a_config_is_refused(tmp_path, capsys):
     for text, said in (("{", "not JSON"), ("[]", "not a Hugging Face config.json")):
         (tmp_path / "config.json").write_text(text)
         assert main.run("plan", [str(tmp_path), *EIGHT]) == 2
@@ -319,7 +319,7 @@ def test_a_machine_without_gpus_is_told_what_to_give(capsys):
     assert "This machine has no GPU: give --gpu NAME or --gpu-memory GIB" in capsys.readouterr().err
 
 
-def test_where_nothing_fits_the_answer_is_what_would(capsys):
+def test_where_nothing_fits_the_answer_says_what_would(capsys):
     assert plan.main(["llama3-8b", "--gpu", "RTX 4090", "--host-memory", "32"]) == 1
     shown = capsys.readouterr()
     assert "does not fit" in shown.out and "python scripts/launch.py" not in shown.out

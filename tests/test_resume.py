@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if it had not been."""
+"""A run that was killed resumes as if it had not been."""
 
 import glob
 import os
@@ -43,7 +43,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", tiered(CASES, {"zero1", "lora_zero3"}))
-def test_resumed_run_logs_what_the_uninterrupted_one_logs(ranks, tmp_path, model_folder, conversations, case):
+def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(ranks, tmp_path, model_folder, conversations, case):
     config, lora = CASES[case]
     recipe = small(model_folder, conversations, config, lora=lora, max_steps=STEPS, save_steps=5)
     # Two epochs and a half, in batches that differ: a wrong data order would show.

@@ -1,4 +1,4 @@
-"""Every method, end to end on two ranks: what a run folder holds, and that what it exports is what was trained."""
+"""Every method, end to end on two ranks: what a run folder holds, and that the export is the model that was trained."""
 
 import json
 import re
@@ -145,7 +145,7 @@ def test_lora_gives_an_adapter_and_on_request_the_merged_model(ranks, tmp_path, 
     assert "not empty" in capsys.readouterr().err
 
 
-def test_a_question_to_what_is_no_model_is_answered_with_where_it_is(tmp_path, capsys):
+def test_generate_on_a_folder_without_a_model_says_where_the_model_is(tmp_path, capsys):
     (tmp_path / "export").mkdir()
     for words, said in (
         ([str(tmp_path), "Ada?"], "neither a model nor an adapter; a run's model is in its export/"),
@@ -156,14 +156,14 @@ def test_a_question_to_what_is_no_model_is_answered_with_where_it_is(tmp_path, c
         assert said in capsys.readouterr().err
 
 
-def test_what_is_to_be_exported_is_one_model(tmp_path, capsys):
+def test_only_a_single_model_can_be_exported(tmp_path, capsys):
     (tmp_path / "checkpoint-3").mkdir()
     for source, said in ((tmp_path, "name one of them"), (tmp_path / "checkpoint-3", "no .safetensors file")):
         assert main.run("export", [str(source), "--output", str(tmp_path / "out")]) == 2
         assert said in capsys.readouterr().err
 
 
-def test_dpo_raises_the_share_of_pairs_ranked_rightly(ranks, tmp_path, samples):
+def test_dpo_raises_the_share_of_correctly_ranked_pairs(ranks, tmp_path, samples):
     run, screen = train(ranks, tmp_path, samples, "dpo_lora", max_steps=20, eval_steps=None, global_batch_size=8)
     summary = read_json(run.summary)
     assert summary["metric"] == "preference_accuracy" and summary["after"] > summary["before"]
@@ -187,7 +187,7 @@ def test_a_draft_trains_a_shrunken_model_of_the_same_class(ranks, tmp_path, samp
     assert read_json(run.export / "adapter_config.json")["base_model_name_or_path"] == str(run.draft_model)
 
 
-def test_the_room_for_a_checkpoint_is_estimated_from_above_but_not_wildly(ranks, tmp_path, samples):
+def test_the_size_of_a_checkpoint_is_bounded_from_above_but_not_loosely(ranks, tmp_path, samples):
     for variant, config in (("full", "zero3.json"), ("full", "zero1.json"), ("lora", "zero2.json")):
         folder = tmp_path / f"{variant}-{config}"
         folder.mkdir()

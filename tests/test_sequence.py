@@ -1,4 +1,4 @@
-"""Sequence parallelism: which families compute the same over parts of rows, and what a rank's part is."""
+"""Sequence parallelism: which families compute the same over parts of sequences, and what a rank's part is."""
 
 import json
 from dataclasses import replace
@@ -45,16 +45,16 @@ def test_every_family_computes_the_same_over_parts_or_is_refused_before_the_run(
     assert refused and refused <= set(limits.FAMILIES["sequence"])
 
 
-def test_frequencies_are_those_of_the_whole_row(found):
+def test_rotary_frequencies_are_those_of_the_whole_sequence(found):
     assert is_right(found["short and long"])
     assert not is_right(found["short on one rank, long on the other"])
 
 
-def test_an_implementation_that_reads_position_ids_gets_those_of_the_whole_row(found):
+def test_an_implementation_that_reads_position_ids_gets_those_of_the_whole_sequence(found):
     assert is_right(found["masked by position ids"])
 
 
-def test_parts_are_the_row_and_no_label_is_lost():
+def test_parts_make_up_the_sequence_and_no_label_is_lost():
     layout = Layout(tensor=2, sequence=4)
     tokens = torch.arange(2 * 64).view(2, 64)
     batch = {"input_ids": tokens, "labels": tokens, "position_ids": tokens, "tokens": 100}
@@ -70,7 +70,7 @@ def test_parts_are_the_row_and_no_label_is_lost():
     assert whole["shift_labels"][:, :-1].equal(tokens[:, 1:]) and (whole["shift_labels"][:, -1] == IGNORED).all()
 
 
-def unknown_to_the_list(folder):
+def without_the_list(folder):
     """Run as if nobody had listed what goes wrong; executed on every rank."""
     limits.FAMILIES = {**limits.FAMILIES, "sequence": {}}
     training_run.main(folder)
@@ -80,10 +80,10 @@ def unknown_to_the_list(folder):
     ("main", "why"),
     [
         (training_run.main, "sequence parallelism does not support bloom"),
-        (unknown_to_the_list, "bloom with model.attention=eager computes something else"),
+        (without_the_list, "bloom with model.attention=eager trains differently"),
     ],
 )
-def test_a_run_that_would_train_another_model_is_refused(ranks, tmp_path, conversations, main, why):
+def test_a_run_that_would_train_a_different_model_is_refused(ranks, tmp_path, conversations, main, why):
     run = RunFolder(tmp_path / "run")
     draft.write(pages.page("bloom").full("560m"), tmp_path / "model", torch.float32)
     asked = small(tmp_path / "model", conversations, layout=Layout(sequence=2))
@@ -94,7 +94,7 @@ def test_a_run_that_would_train_another_model_is_refused(ranks, tmp_path, conver
     assert "Traceback" not in said
 
 
-def test_heads_that_cannot_be_shared_out_are_refused(model_folder, conversations):
+def test_indivisible_heads_are_refused(model_folder, conversations):
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     with pytest.raises(UserError, match=r"layout\.sequence=3: each rank's 4 attention heads are not divisible by 3"):
         sequence_check.check(small(model_folder, conversations, layout=Layout(sequence=3)), tokenizer)

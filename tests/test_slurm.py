@@ -286,7 +286,7 @@ def test_ctrl_c_leaves_the_job_running_and_a_failed_job_fails(cluster, model_fol
 
 @HERE
 @pytest.mark.every
-def test_a_rank_that_dies_starts_the_nodes_again_in_the_same_job(cluster, ranks, model_folder, conversations, tmp_path):
+def test_after_a_rank_dies_the_nodes_restart_in_the_same_job(cluster, ranks, model_folder, conversations, tmp_path):
     recipe = small(model_folder, conversations, "zero3.json", max_steps=60, save_steps=10, learning_rate=1e-3)
     one, run = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "run")
     write_recipe(one, recipe)

@@ -82,7 +82,7 @@ WRITERS = {name.removeprefix("write_"): value for name, value in list(globals().
 
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-def test_every_kind_of_source_gives_the_same_rows(kind, streaming, tmp_path):
+def test_every_kind_of_source_gives_the_same_examples(kind, streaming, tmp_path):
     path = WRITERS[kind](tmp_path)
     [source] = sources.read(str(path), small(tmp_path, path), streaming)
     assert [row["messages"] for row in source.examples] == [row["messages"] for row in CHATS]
@@ -101,7 +101,7 @@ def test_tool_calls_keep_their_own_arguments(tmp_path):
     assert found == calls
 
 
-def test_datasets_makes_dates_of_strings(tmp_path):
+def test_datasets_turns_strings_into_dates(tmp_path):
     """`files.py` can give JSON back to datasets' own loader when this fails."""
     path = tmp_path / "a.jsonl"
     path.write_text(lines(TEXTS))
@@ -127,12 +127,12 @@ def wrong_type(folder):
     return folder / "b.parquet"
 
 
-def bad_row(folder):
+def bad_example(folder):
     Dataset.from_list([*CHATS, {"messages": CHATS[0]["messages"][:1]}]).to_parquet(folder / "a.parquet")
     return folder / "a.parquet"
 
 
-def no_rows(folder):
+def no_examples(folder):
     Dataset.from_list(CHATS).select([]).to_parquet(folder / "a.parquet")
     return folder / "a.parquet"
 
@@ -156,8 +156,8 @@ def no_saved_split(folder):
 BAD = {
     corrupt: "a.parquet: cannot be read as parquet",
     wrong_type: "b.parquet: row 1: the field 'completion' must be a string or a list of turns; it is of type int",
-    bad_row: "a.parquet: row 6: no assistant turn in 'messages'",
-    no_rows: "a.parquet: it holds no example",
+    bad_example: "a.parquet: row 6: no assistant turn in 'messages'",
+    no_examples: "a.parquet: contains no examples",
     no_files: "void: no file of the split 'train'",
     no_such_split: "no file of the split 'train' in this folder",
     no_saved_split: "has the splits test",
@@ -198,7 +198,7 @@ def questions(found):
     return [row["messages"][0]["content"] for row in found]
 
 
-def test_without_weights_every_row_of_every_source_comes_once(tmp_path):
+def test_without_weights_every_example_of_every_source_comes_once(tmp_path):
     recipe, path = two(tmp_path, 30, 10)
     mixed = questions(sources.mix(sources.read(path, recipe), None, 1))
     assert len(mixed) == 40 and len(set(mixed)) == 40
@@ -216,7 +216,7 @@ def test_weights_are_the_shares_of_the_mixture(tmp_path, streaming):
     assert mixed != questions(sources.mix(found, [0.75, 0.25], 2))
 
 
-def test_a_share_is_held_out_and_nothing_stands_on_both_sides(tmp_path):
+def test_a_share_is_held_out_and_nothing_is_on_both_sides(tmp_path):
     recipe, path = two(tmp_path, 200, 100)
     (tmp_path / "b.jsonl").write_text(lines([conversation(f"a{n}?", "Yes.") for n in range(100)]))
     found = sources.read(path, recipe)
@@ -231,7 +231,7 @@ def test_a_share_is_held_out_and_nothing_stands_on_both_sides(tmp_path):
 def test_a_share_leaves_something_to_train_on(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(lines([CHATS[0]] * 5))
-    with pytest.raises(UserError, match="leaves nothing of"):
+    with pytest.raises(UserError, match="leaves no example of"):
         sources.split(sources.read(str(path), small(tmp_path, path)), 0.2, 1)
 
 

@@ -66,7 +66,7 @@ def test_the_order_of_overrides_never_breaks_a_valid_set(full):
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
-def test_nothing_but_a_user_error_comes_of_any_text(key, value):
+def test_any_text_gives_at_worst_a_user_error(key, value):
     recipe = pages.find("tiny", "full")
     for name in [key, *list(override_keys())[:40:3]]:
         try:
@@ -98,19 +98,19 @@ def test_a_misspelt_key_names_the_nearest(full):
 
 
 @pytest.mark.parametrize(("world", "micro", "expected"), [(2, 8, 1), (1, 8, 2), (2, 4, 2), (4, 2, 2)])
-def test_accumulation_makes_up_the_global_batch(full, world, micro, expected):
+def test_accumulation_completes_the_global_batch(full, world, micro, expected):
     recipe = replace(full, global_batch_size=16, micro_batch_size=micro)
     assert gradient_accumulation_steps(recipe, world) == expected
 
 
-def test_a_global_batch_that_cannot_be_made_up_names_those_that_can(full):
+def test_an_impossible_global_batch_names_possible_ones(full):
     with pytest.raises(UserError, match="12, 18"):
         gradient_accumulation_steps(replace(full, global_batch_size=16, micro_batch_size=2), 3)
     with pytest.raises(UserError, match="8, 16"):
         gradient_accumulation_steps(replace(full, global_batch_size=4, micro_batch_size=4), 2)
 
 
-def test_an_unknown_field_in_a_file_is_a_mistake_and_not_a_crash(full):
+def test_an_unknown_field_in_a_file_is_a_user_error(full):
     with pytest.raises(UserError, match="'speed'"):
         from_dict(to_dict(full) | {"speed": 1})
     with pytest.raises(UserError, match="missing"):

@@ -1,4 +1,4 @@
-"""The planner's model states are what a rank holds, to 1 %: all its tensors are measured, each storage once."""
+"""The planner predicts the model states of a rank to 1 %: all its tensors are measured, each storage once."""
 
 import json
 from typing import Any
@@ -130,7 +130,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", tiered(LAYOUTS, {"sequence", "pipeline_tensor"}))
-def test_what_a_rank_holds_of_a_spread_model_is_what_is_predicted(ranks, tmp_path, model_folder, conversations, name):
+def test_what_a_rank_holds_of_a_split_model_is_what_is_predicted(ranks, tmp_path, model_folder, conversations, name):
     layout = LAYOUTS[name]
     world_size = 2 * layout.tensor * layout.pipeline * layout.sequence
     run = RunFolder(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""How long a step takes: each choice costs what it must, over the link that it goes over."""
+"""The time of a step: each choice costs what it must, over the right link."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def test_windows_and_causal_masks_halve_what_is_attended():
     assert attended_tokens(kind, 4096) == pytest.approx((1024 * 512 + 3072 * 1024) / 4096)
 
 
-def test_parts_add_up_and_mfu_is_what_is_left_of_the_peak():
+def test_parts_add_up_and_mfu_is_the_rest_of_the_peak():
     setup = TrainingSetup(
         16, Layout(tensor=4, pipeline=2), zero_stage=1, micro_batch_size=8, gradient_accumulation_steps=8
     )
@@ -131,7 +131,7 @@ def test_parallelism_is_paid_for_over_the_right_link():
     )
 
 
-def test_groups_stand_where_ranks_are_placed():
+def test_groups_follow_the_placement_of_ranks():
     layout, here = Layout(tensor=2, pipeline=2, sequence=2), Cluster(find("H100"), 8, 4)
     places = {rank: rank_position(layout, rank, here.gpus) for rank in range(here.gpus)}
     mine = places[0]
@@ -146,7 +146,7 @@ def test_groups_stand_where_ranks_are_placed():
         assert group.nodes(here) == len({rank // 8 for rank in members})
 
 
-def test_collectives_take_what_their_volume_takes():
+def test_collectives_take_as_long_as_their_volume():
     known = replace(constants("H100"), latency=0.0)
     one, four = Cluster(find("H100"), 8), Cluster(find("H100"), 8, 4, network_gbs=100.0)
     inside, between = 450e9 * known.link, 100e9 * known.network

@@ -1,4 +1,4 @@
-"""The search: what it may choose, how it chooses, and what the field's guides say that it should choose."""
+"""The search: what it may choose, how it chooses, and that it agrees with published guides."""
 
 from dataclasses import replace
 
@@ -120,7 +120,7 @@ def test_the_order_is_by_speed_apart_from_simplicity(plan):
     assert [one.recipe.layout.tensor for one in ranked(plans)] == [4, 8, 2]
 
 
-def test_room_is_worth_more_than_a_lower_stage(plan):
+def test_spare_memory_is_worth_more_than_a_lower_stage(plan):
     tight, room = like(plan, 1.0, "zero1.json"), like(plan, 0.97, "zero2.json")
     assert ranked([replace(tight, tight=True), replace(room, tight=False)])[0].recipe.deepspeed == "zero2.json"
     assert ranked([replace(tight, tight=False), replace(room, tight=False)])[0].recipe.deepspeed == "zero1.json"
@@ -153,14 +153,14 @@ def test_offload_comes_last():
     assert no_host.best is None or no_host.best.setup.offload_optimizer != "cpu"
 
 
-def test_checkpointing_and_micro_batch_follow_from_the_room():
+def test_checkpointing_and_micro_batch_follow_from_free_memory():
     room = search(asked("llama3-1b", gpu="H200", fixed=["deepspeed"], deepspeed="zero2.json")).best
     none = search(asked("llama3-8b", gpu="A100 40GB", fixed=["deepspeed"], deepspeed="zero3.json")).best
     assert not room.recipe.gradient_checkpointing and none.recipe.gradient_checkpointing
     assert room.speed > none.speed
 
 
-def test_a_global_batch_that_ranks_cannot_share_out_is_raised():
+def test_a_global_batch_that_ranks_cannot_divide_is_raised():
     assert search(asked("llama3-8b", "lora", gpus=6)).best.recipe.global_batch_size == 66
     kept = asked("llama3-8b", "lora", gpus=6, fixed=["global_batch_size"])
     for plan in search(kept).plans:

@@ -1,4 +1,4 @@
-"""Data that is read while training, and what a run says about its data, on two real ranks."""
+"""Data that is read during training, and what a run prints about its data, on two real ranks."""
 
 import json
 from dataclasses import replace
@@ -28,8 +28,8 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY_MODEL)
 
 
-def train_and_remember(folder):
-    """Run as the launcher does, and write down which rows this rank has seen."""
+def train_and_record(folder):
+    """Run as the launcher does, and record which sequences this rank has seen."""
     run = RunFolder(folder)
     batches = collate.Collator.__call__
 
@@ -44,13 +44,13 @@ def train_and_remember(folder):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_two_ranks_train_on_different_rows_of_a_stream(ranks, model_folder, tmp_path, packing):
+def test_two_ranks_train_on_different_sequences_of_a_stream(ranks, model_folder, tmp_path, packing):
     # Two files of very different size: shared out by file, one rank would have nothing but the two rows of b.
     path = f"{write(tmp_path / 'a.jsonl', 400, 'a')},{write(tmp_path / 'b.jsonl', 2, 'b')}"
     recipe = small(model_folder, path, max_steps=3, packing=packing, sequence_length=64)
     run = RunFolder(tmp_path / "run")
     write_recipe(run, replace(recipe, data=Data(path, weights="3,1", streaming=True)))
-    ranks.check(train_and_remember, run.path, log=tmp_path / "log")
+    ranks.check(train_and_record, run.path, log=tmp_path / "log")
     assert [row["step"] for row in read_jsonl(run.metrics)] == [1, 2, 3] and read_json(run.summary)["steps"] == 3
 
     repeated = {tuple(row["input_ids"]) for row in tokenize.prepare(path.partition(",")[2], recipe, tokenizer())[0]}
@@ -59,7 +59,7 @@ def test_two_ranks_train_on_different_rows_of_a_stream(ranks, model_folder, tmp_
     once = [{tuple(json.loads(row)) for row in mine} - repeated for mine in seen]
     assert not once[0] & once[1] and all(len(mine) > len(seen[0]) / 2 for mine in once)
     screen = read_logs(tmp_path / "log")[0]
-    assert "/a.jsonl: streamed in the form messages" in screen and "tokenized while training" in screen
+    assert "/a.jsonl: streamed in the form messages" in screen and "tokenized during training" in screen
     assert screen.count("example: ") == 2
 
 
@@ -77,7 +77,7 @@ def test_a_stream_never_ends_and_never_repeats_its_order(model_folder, tmp_path)
     assert {tuple(row["input_ids"]) for row in whole} == set(rounds[0])
 
 
-def test_a_stream_of_nothing_ends(model_folder, tmp_path):
+def test_an_empty_stream_ends(model_folder, tmp_path):
     path = write(tmp_path / "a.jsonl", 5)
     recipe = small(model_folder, path, sequence_length=8)
     raw = sources.mix(sources.read(path, recipe, streaming=True), None, 1)
@@ -95,7 +95,7 @@ def test_a_run_says_what_its_data_is(ranks, model_folder, tmp_path):
     first, second = read_logs(tmp_path / "log")
     for part in ("a.jsonl: 30 examples in the form messages", "b.jsonl: 10 examples in the form messages"):
         assert part in first
-    assert "held out: 10 of them, by data.validation_share" in first
+    assert "held out: 10 examples, by data.validation_share" in first
     assert "training: 30 examples, " in first and "held out: 10 examples, " in first
     assert " tokens  ###" in first and "Yes.<|end|>»" in first
     assert "examples in the form" not in second

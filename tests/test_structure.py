@@ -1,4 +1,4 @@
-"""The structure of the house: which way imports run, and that what is pinned is what is installed and tested."""
+"""The structure of the code: which way imports run, and that pinned versions are installed and tested."""
 
 import ast
 import json
@@ -229,16 +229,16 @@ def test_no_file_is_larger_than_8_mb_and_lint_is_clean():
         assert done.returncode == 0, done.stdout
 
 
-ROOMS = ["run", "methods", "callbacks", "parallel", "data", "model", "distributed"]
-"""Of `recipes/training`, from the top: a room imports from those below it only."""
+TRAINING_LAYERS = ["run", "methods", "callbacks", "parallel", "data", "model", "distributed"]
+"""Of `recipes/training`, from the top: a layer imports only from those below it."""
 
 
-def test_the_rooms_of_training_import_downwards():
-    for number, room in enumerate(ROOMS):
-        place = ROOT / "recipes" / "training" / room
+def test_layers_of_training_import_downwards():
+    for number, layer in enumerate(TRAINING_LAYERS):
+        place = ROOT / "recipes" / "training" / layer
         for file in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
             names = {name.split(".")[2] for name in imports(file) if name.startswith("recipes.training.")}
-            assert not names & set(ROOMS[:number]), file
+            assert not names & set(TRAINING_LAYERS[:number]), file
 
 
 CHANGED_BY_SUBCLASS = {"trainer", "engine", "accelerator", "deepspeed"}

@@ -1,4 +1,4 @@
-"""What remains of a run when one of its processes dies: no process, and the reason."""
+"""When one process of a run dies, the others are ended and the reason is reported."""
 
 import socket
 import sys
@@ -84,7 +84,7 @@ def test_secrets_stay_out_of_the_cause(attempt, tmp_path):
     assert "key ***" in outcome.cause
 
 
-def test_a_launcher_that_starts_nobody_is_named(tmp_path):
+def test_a_launcher_that_starts_no_rank_is_named(tmp_path):
     outcome = supervise.supervise([sys.executable, "-c", "raise SystemExit(4)"], None, RunFolder(tmp_path), 2)
     assert outcome == supervise.Outcome(4, "the DeepSpeed launcher exited with status 4", False)
 
@@ -97,7 +97,7 @@ def test_how_a_process_ended(code, status, said):
 
 
 @pytest.mark.parametrize("how", tiered(("asleep", "with the interpreter's lock"), ("with the interpreter's lock",)))
-def test_a_run_in_which_nothing_happens_ends_and_shows_where(ranks, tmp_path, model_folder, conversations, how):
+def test_a_run_that_hangs_ends_and_shows_where(ranks, tmp_path, model_folder, conversations, how):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, small(model_folder, conversations, hang_minutes=0.1, save_steps=2))
     begun = time.monotonic()

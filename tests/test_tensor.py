@@ -31,7 +31,7 @@ def sharded(ranks, tmp_path_factory):
     return said(ranks, tmp_path_factory.mktemp("sharded"), split_layers.shard_all)
 
 
-def test_every_model_type_is_split_rightly_or_refused(sharded):
+def test_every_model_type_is_split_correctly_or_refused(sharded):
     assert len(sharded) >= 18
     for kind, found in sharded.items():
         if kind in TENSOR_PARALLEL_TYPES:
@@ -42,7 +42,7 @@ def test_every_model_type_is_split_rightly_or_refused(sharded):
     assert set(sharded) > set(TENSOR_PARALLEL_TYPES)
 
 
-def test_norms_of_local_heads_that_are_not_summed_are_noticed(ranks, tmp_path):
+def test_unsummed_gradients_of_head_norms_are_noticed(ranks, tmp_path):
     wrong = said(ranks, tmp_path, split_layers.shard_wrongly)
     assert wrong["llama"]["gradient"] < EXACT, "it has none"
     assert wrong["qwen3"]["gradient"] > 0.1 and "_norm" in wrong["qwen3"]["worst"]
@@ -53,7 +53,7 @@ def by_deepspeed(ranks, tmp_path_factory):
     return said(ranks, tmp_path_factory.mktemp("autotp"), split_layers.autotp_all)
 
 
-def test_deepspeed_splits_rightly_what_its_plan_allows_and_nothing_else(by_deepspeed):
+def test_autotp_splits_correctly_what_its_plan_allows_and_nothing_else(by_deepspeed):
     """AutoTP, which splits what `tensor.shard_where_autotp_cannot` leaves to it."""
     assert set(by_deepspeed) > set(TENSOR_PARALLEL_TYPES)
     for kind, found in by_deepspeed.items():
@@ -68,7 +68,7 @@ def test_the_launcher_refuses_before_anything_starts(capsys):
     assert "not mixtral" in capsys.readouterr().err
 
 
-def test_a_file_that_splits_wants_a_layout_that_does():
+def test_a_file_with_tensor_parallelism_needs_the_layout_too():
     file = deepspeed_file.read(ROOT / "configs" / "tensor_parallel.json")
     with pytest.raises(UserError, match=r"tensor_parallel\.json splits layers over 2 ranks; add layout\.tensor=2"):
         deepspeed_config(small("", "", "tensor_parallel.json"), file)

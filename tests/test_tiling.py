@@ -1,4 +1,4 @@
-"""Tiles compute what the whole does: loss and gradients on a draft of every family, and what is held at once."""
+"""Tiles compute what the whole does: loss and gradients on a draft of every family, and the memory in use at once."""
 
 import copy
 from dataclasses import replace
@@ -59,7 +59,7 @@ def test_loss_and_gradients_are_those_of_the_whole(family):
         assert (tiles_gradients[name] - gradient).abs().max() <= 1e-5 * largest, name
 
 
-def test_a_scale_that_is_not_honoured_is_noticed():
+def test_an_ignored_scale_is_noticed():
     for family, name in (("granite", "logits_scaling"), ("gemma3", "final_logit_softcapping")):
         whole = model_of(family)
         tiled = copy.deepcopy(whole)
@@ -121,7 +121,7 @@ def saved(model: torch.nn.Module) -> int:
     return sum(size for place, size in held.items() if place not in weights)
 
 
-def test_a_row_is_about_as_many_tiles_as_the_model_is_wide():
+def test_a_tile_is_about_as_long_as_the_model_is_wide():
     recipe = pages.find("llama3-8b", "full")
     assert tiling.tiles(replace(recipe, sequence_length=32768), 4096) == 8
     assert tiling.tiles(replace(recipe, sequence_length=32768, layout=Layout(sequence=2)), 4096) == 4
@@ -131,6 +131,6 @@ def test_a_row_is_about_as_many_tiles_as_the_model_is_wide():
 @pytest.mark.parametrize(
     "changes", [{"method": "dpo"}, {"layout": Layout(pipeline=2)}, {"router_aux_loss_coef": 0.01}], ids=str
 )
-def test_where_there_is_nothing_to_tile_it_says_so(changes):
+def test_models_without_layers_to_tile_are_refused(changes):
     with pytest.raises(UserError, match="leave tiled_loss out"):
         replace(pages.find("llama3-8b", "full"), tiled_loss=True, **changes)

@@ -1,4 +1,4 @@
-"""Workarounds for other projects' mistakes, each held against the mistake: a test that fails says that it can go."""
+"""The defects of libraries that we work around: a test that fails says that its workaround can be removed."""
 
 import inspect
 import json
@@ -112,7 +112,7 @@ def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, mod
 
 
 @pytest.mark.every
-def test_deepspeed_joins_split_matrices_wrongly(ranks, tmp_path, model_folder, conversations):
+def test_deepspeed_joins_split_matrices_incorrectly(ranks, tmp_path, model_folder, conversations):
     """`_not_convertible` in universal_checkpoint.py can let them pass when they are joined to what they were."""
     folder = {}
     for config, lora in (("zero1.json", Lora(rank=4)), ("zero3.json", None)):
@@ -133,7 +133,7 @@ def test_deepspeed_joins_split_matrices_wrongly(ranks, tmp_path, model_folder, c
 
 
 @pytest.mark.every
-def test_deepspeed_spreads_no_experts_in_a_pipeline(ranks, tmp_path, conversations):
+def test_deepspeed_distributes_no_experts_in_a_pipeline(ranks, tmp_path, conversations):
     """`_expert` in recipes/spec/limits.py can let pipelines pass when AutoEP finds the experts of a stage."""
     run = RunFolder(tmp_path / "run")
     recipe = small(tmp_path, conversations, "expert_parallel.json", layout=Layout(pipeline=2, expert=2), max_steps=1)
@@ -144,7 +144,7 @@ def test_deepspeed_spreads_no_experts_in_a_pipeline(ranks, tmp_path, conversatio
 
 
 @pytest.mark.every
-def test_zenflow_forgets_what_is_on_its_way(ranks, tmp_path, model_folder, conversations):
+def test_zenflow_checkpoints_lose_pending_updates(ranks, tmp_path, model_folder, conversations):
     """`check` in universal_checkpoint.py can let it be resumed when the norms go on as they were."""
     run = RunFolder(tmp_path / "run")
     write_recipe(run, small(model_folder, conversations, "zenflow.json", save_steps=3))

@@ -170,7 +170,7 @@ def outcomes(folder: str, rules: set[str]) -> dict[str, dict]:
     cases = [(name, kind, config) for name, (kind, config, _) in PROOFS.items() if name in rules]
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    command = [sys.executable, str(WORKERS / "prove.py"), os.path.join(folder, "outcomes.json")]
+    command = [sys.executable, str(WORKERS / "run_configs.py"), os.path.join(folder, "outcomes.json")]
     run = subprocess.run(
         command,
         input=json.dumps(cases),

@@ -7,18 +7,18 @@ from ..spec import overrides, pages
 from ..spec.recipe import Data, Recipe, Schedule, Wandb
 
 WARM_UP = 10
-"""Steps that are not timed: allocator, ZeRO's trace, compilation, autotuning."""
+"""Warm-up steps, not timed: allocator, ZeRO's trace, compilation, autotuning."""
 STEPS = 20
 """Steps that are timed."""
 FEW = (3, 5)
-"""Both, where memory matters and not the last percent of speed."""
+"""(warm-up, timed) steps where memory matters and the last percent of speed does not."""
 LIMIT = 460
-"""Seconds after which a benchmark starts nothing more and ends what is running, below 8 minutes; `--quick`: half."""
+"""Seconds, below 8 minutes, after which a benchmark starts no more runs and ends the current one; `--quick`: half."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One contender: a row of the result's table."""
+    """One contender: a line of the result's table."""
 
     label: str
     peer: Literal["recipe", "plain", "trainer", "sft_trainer"]
@@ -26,11 +26,11 @@ class Case:
     page: str = "llama3-1b"
     variant: str = "full"
     changes: tuple[str, ...] = ()
-    """Overrides, as typed."""
+    """Overrides, as on the command line."""
     states: Literal["fp32", "bf16"] = "fp32"
-    """Of the plain loop: whether Adam has master weights and states in fp32."""
+    """For the plain loop: whether Adam keeps master weights and states in fp32."""
     compiled: bool = False
-    """Of the plain loop."""
+    """For the plain loop: whether to compile the model."""
     on_cpu: bool = True
     """Whether a draft on a CPU can run it."""
 
@@ -43,7 +43,7 @@ class Benchmark:
     about: str
     cases: tuple[Case, ...]
     grows: bool = False
-    """Sequences are doubled until a contender runs out of memory; the table says how long they became."""
+    """Double the sequence length until a contender runs out of memory; the table gives the longest that trained."""
     estimates: bool = False
     """Each case is compared with the planner's estimate (`estimates.py`). It runs once and for `FEW` steps: its peak is
     the same at every step, and its speed has to be known to a few percent only."""
@@ -87,7 +87,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "zero_tax",
-            "ZeRO 0 to 3 on one rank, beside the same without DeepSpeed",
+            "ZeRO-0 to 3 on one rank, and the same without DeepSpeed",
             (Case("no DeepSpeed", "plain", changes=FAST), *(_zero(stage) for stage in range(4))),
         ),
         Benchmark(
@@ -117,7 +117,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "qlora_8b",
-            "the same on 4-bit weights, with checkpointing",
+            "QLoRA of rank 16 on all linear layers of Llama 3.1 8B, with checkpointing",
             (
                 QLORA,
                 replace(QLORA, label="recipe, selective", changes=(*ROOMY, "gradient_checkpointing=selective")),
@@ -126,7 +126,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "packing",
-            "the same documents packed, and one per sequence: non-padding tokens per second",
+            "the same documents, packed and one per sequence: non-padding tokens per second",
             (
                 Case("packed", "recipe", changes=FAST),
                 Case("padded", "recipe", changes=(*FAST, "packing=false", "tiled_loss=true")),
@@ -134,7 +134,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "attention",
-            "implementations on packed sequences of 8,192 tokens",
+            "attention implementations on packed sequences of 8,192 tokens",
             tuple(
                 Case(name, "recipe", changes=(*FAST, "sequence_length=8192", "micro_batch_size=1",
                                               "global_batch_size=1", f"model.attention={name}"), on_cpu=on_cpu)
@@ -143,7 +143,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "long_context",
-            "the longest sequence that trains, adapters on Llama 3.1 8B; from 8,192 tokens, doubled",
+            "the longest sequence that trains, adapters on Llama 3.1 8B; doubled from 8,192 tokens",
             (
                 Case("recipe, tiled", "recipe", "llama3-8b", "lora",
                      ("micro_batch_size=1", "global_batch_size=1", "tiled_loss=true", "tiled_mlp=true")),
@@ -162,7 +162,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "planner_error",
-            "the planner's estimates beside measurements, 1B to 4B",
+            "the planner's estimates and measurements, 1B to 4B",
             (
                 _estimated("llama3-1b", "full", "zero1", 4096, 4, False),
                 _estimated("llama3-1b", "full", "zero2", 8192, 2, True),
@@ -194,7 +194,7 @@ BENCHMARKS = {
 
 
 def recipe_of(case: Case, steps: int, draft: bool) -> Recipe:
-    """Return a case as a recipe that trains so many steps, on sequences that the benchmark makes."""
+    """Return the recipe of a case, which trains `steps` steps on sequences that the benchmark makes."""
     recipe = overrides.apply(pages.find(case.page, case.variant), case.changes)
     if draft:
         recipe = replace(

@@ -1,4 +1,4 @@
-"""The clock of a benchmark's run: times single steps without making the device wait."""
+"""Times the single steps of a benchmark's run without making the device wait."""
 
 import json
 import os
@@ -17,13 +17,13 @@ GIB = 2**30
 
 
 class Clock:
-    """Times the steps after a warm-up, then counts the device reads of one more step, then ends the process.
+    """Times the steps after a warm-up, counts the device reads of one more step, and ends the process.
 
-    On a GPU it times between events in the queue, so that measuring waits for nothing.
+    On a GPU it uses CUDA events, so that measuring does not synchronise.
     """
 
     def __init__(self, result: Path, warm_up: int, steps: int, facts: dict[str, Any]) -> None:
-        """`facts`: kept beside the numbers in `result`."""
+        """`facts`: written to `result` with the numbers."""
         self.result, self.warm_up, self.steps, self.facts = result, warm_up, steps, facts
         self.on_gpu = torch.cuda.is_available()
         self.marks: list[Any] = []
@@ -71,4 +71,4 @@ class Clock:
             "loss": loss,
         }
         self.result.write_text(json.dumps({**self.facts, **numbers, **memory}))
-        os._exit(0)  # what would follow, such as an export, is not measured
+        os._exit(0)  # skip what would follow, such as the export

@@ -14,18 +14,18 @@ OF_VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_uniqu
 class Reads(TorchDispatchMode):
     """Counts reads of tensors' values by Python, and blocking copies from a GPU, backward passes included.
 
-    Only on this thread: on a GPU, not on those that PyTorch starts for the backward pass.
+    Counts on this thread only, so on a GPU not on the threads that PyTorch starts for the backward pass.
     """
 
     def __init__(self, places: bool = False) -> None:
-        """`places`: also record the lines that read, which is slow."""
+        """`places`: also record the lines that cause reads, which is slow."""
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.places: Counter[str] | None = Counter() if places else None
 
     @property
     def total(self) -> int:
-        """How many there were."""
+        """The number of reads."""
         return self.counts.total()
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:

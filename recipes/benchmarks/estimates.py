@@ -1,4 +1,4 @@
-"""The planner's estimates of a benchmark's cases, beside DeepSpeed's and accelerate's and what was measured."""
+"""Compares the planner's estimates of a benchmark's cases with DeepSpeed's, accelerate's and measurements."""
 
 import statistics
 from collections.abc import Iterator, Mapping
@@ -13,9 +13,9 @@ from ..planning.search.plans import GIB, Plan
 from .cases import BENCHMARKS, Benchmark, Case, recipe_of
 
 GPU = "H200"
-"""Of the predictions, where nothing has been measured yet."""
+"""The GPU to predict for where nothing has been measured yet."""
 MOMENTS = ("loss", "backward", "gradients", "step")
-"""During which a benchmark measures its peak: neither loading nor saving."""
+"""The phases in which a benchmark measures its peak: neither loading nor saving."""
 HEAD = (
     "case", "DeepSpeed", "accelerate", "planner", "allocates", "measured", "error", "tokens/s", "measured", "error",
 )  # fmt: skip
@@ -23,17 +23,17 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Row:
-    """One case of the table: its estimates, and what was measured."""
+    """A line of the table: one case, with its estimates and measurements."""
 
     label: str
     deepspeed: float
-    """GiB of a GPU by DeepSpeed's estimator of ZeRO's model states; there is one for stage 2, also taken for 1, and
-    one for 3."""
+    """GiB per GPU by DeepSpeed's estimators of ZeRO's model states: one for stage 2, used for stage 1 too, and one for
+    3."""
     accelerate: float
     """GiB by `accelerate estimate-memory`, in bf16."""
     plan: Plan
     run: Mapping[str, Any] | None
-    """What the benchmark wrote; None where it has not been run."""
+    """What the benchmark wrote; None: not run."""
 
     @property
     def allocates(self) -> float:
@@ -43,7 +43,7 @@ class Row:
 
     @property
     def measured(self) -> Mapping[str, Any] | None:
-        """What was measured, where the run was completed on a GPU."""
+        """The measurements, if the run was completed on a GPU."""
         return self.run if self.run and "peak_allocated_gib" in self.run else None
 
     @property
@@ -63,7 +63,7 @@ class Row:
 
 
 def rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
-    """Yield every case that is compared with an estimate, with what the results have of it."""
+    """Yield a line for every case with an estimate, with its results."""
     for benchmark in BENCHMARKS.values():
         if benchmark.estimates:
             yield from _rows(benchmark, results.get(benchmark.name))
@@ -78,7 +78,7 @@ def _rows(benchmark: Benchmark, result: Mapping[str, Any] | None) -> Iterator[Ro
 
 def row(case: Case, cluster: Cluster, run: Mapping[str, Any] | None = None) -> Row:
     """Return a case on one GPU of a cluster, as `plan.py` and the two estimators see it."""
-    # Half a minute of imports, which listing the benchmarks does not need.
+    # Imported here: it takes half a minute, and listing the benchmarks does not need it.
     from accelerate.commands.estimate import estimate_training_usage
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
@@ -98,7 +98,7 @@ def row(case: Case, cluster: Cluster, run: Mapping[str, Any] | None = None) -> R
 
 
 def render(found: list[Row]) -> str:
-    """Return the rows as Markdown, and the planner's error in a sentence."""
+    """Return the lines as a Markdown table, and the planner's error in a sentence."""
     lines = [HEAD, ["---"] * len(HEAD), *(_cells(one) for one in found)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{summary(found)}\n"
 
@@ -121,7 +121,7 @@ def _percent(error: float | None) -> str:
 
 
 def summary(found: list[Row]) -> str:
-    """Return the median and the worst error, and the cases that ran out of memory although they should fit."""
+    """Return the median and the worst error, and the cases that ran out of memory despite the prediction."""
     ran = [one for one in found if one.measured]
     failed = [one.label for one in found if one.ran_out_of_memory]
     failures = f"Predicted to fit, but ran out of memory: {', '.join(failed)}." if failed else ""

@@ -1,9 +1,9 @@
-"""`overhead`: a small recipe, from the command to the last step, compared with the same training without this project.
+"""`overhead`: compares a small recipe, as the command runs it, with the same training without this project.
 
-Tokens per second and peak memory beside (a) recipes/plain_loop.py and (b) a bare transformers.Trainer
+Tokens per second and peak memory are compared with (a) recipes/plain_loop.py and (b) a bare transformers.Trainer
 (`peer_trainer.py`), on the same model, data, ranks, ZeRO stage, dtype, optimizer, batch and logging interval. The peers
-take turns (ours plain trainer trainer plain ours ...), so that a machine whose speed drifts treats them equally; the
-first steps of each run are warm-up.
+take turns (ours plain trainer trainer plain ours ...), so that a drift in the machine's speed affects all of them
+equally; the first steps of each run are warm-up.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from ..spec.recipe import Precision, Schedule, Wandb
 from ..spec.run_folder import RunFolder, read_jsonl, write_recipe
 
 WARM_UP = 20
-"""Steps that do not count: compilation of ops, allocator, ZeRO-3's trace."""
+"""Steps that are not counted: compilation of ops, allocator, ZeRO-3's trace."""
 LOG_EVERY = 10
 
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def overhead(bench: Bench, rounds: int) -> dict[str, Any]:
-    """Return every peer's throughput and memory, run by run."""
+    """Return every peer's throughput and memory in each run."""
     save_sequences(bench)
     peers = {"recipe": run_recipe, "plain_loop": run_plain_loop, "trainer": run_trainer}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
@@ -117,7 +117,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Return the table of a stored result, under what was measured, where and when."""
+    """Return the table of a stored result, under a line that says what was measured, where and when."""
     settings, rounds = result["settings"], len(result["runs"]["recipe"])
     where = "GPUs" if result["environment"]["gpus"] else "CPU ranks"
     about = f"ZeRO-{settings['zero_stage']}, medians of {rounds} runs on {settings['ranks']} {where}, {result['date']}"

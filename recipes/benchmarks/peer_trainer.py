@@ -1,4 +1,4 @@
-"""A bare `transformers.Trainer` under DeepSpeed, as people write it: the peer that benchmark.py measures beside ours.
+"""A bare `transformers.Trainer` under DeepSpeed, as people write it: the peer that benchmark.py compares with ours.
 
     deepspeed --no_local_rank --num_gpus 2 peer_trainer.py MODEL SEQUENCES CONFIG MICRO_BATCH STEPS LOG_EVERY DTYPE
 

@@ -1,6 +1,6 @@
-"""`planner`: how fast plan.py itself is, the seconds and the peak memory of its answers.
+"""`planner`: the seconds and the peak memory that plan.py itself takes.
 
-For a recipe, for 1,024 GPUs, and for a config.json that it sees for the first and for the second time.
+For a recipe, for 1,024 GPUs, and for a config.json, the first and the second time.
 """
 
 import os
@@ -19,7 +19,7 @@ from ..spec.run_folder import write_json
 
 
 def plan_speed(rounds: int) -> dict[str, Any]:
-    """Return the seconds and the peak memory of each question to plan.py."""
+    """Return the seconds and the peak memory of each run of plan.py."""
     eight = ["--gpu", "H100", "--gpus", "8", "--json"]
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.json")
@@ -38,7 +38,7 @@ def plan_speed(rounds: int) -> dict[str, Any]:
 
 
 def answered(words: list[str], cache: Path) -> dict[str, float]:
-    """Return the seconds, the CPU seconds and the peak memory of one plan.py.
+    """Return the seconds, the CPU seconds and the peak memory of one run of plan.py.
 
     Raises:
         RuntimeError: it failed.

@@ -1,4 +1,4 @@
-"""Synthetic model and data: random weights with a page's real dimensions, and documents of random tokens."""
+"""Synthetic models and data: random weights with a page's real dimensions, and documents of random tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,11 @@ from ..training.model.draft import TINY_MODEL, shrink
 from ..training.model.load import DTYPES
 
 MEAN, SPREAD = 900, 0.7
-"""Of the documents' lengths, log-normal like those of chat data: the median in tokens, the spread of the logarithm."""
+"""Median in tokens and standard deviation of the logarithm of the documents' lengths: log-normal, as in chat data."""
 
 
 def tokenizer() -> Any:
-    """Return a tokenizer that names the padding; its vocabulary is not the model's."""
+    """Return a tokenizer that only provides the padding token; its vocabulary is not the model's."""
     return AutoTokenizer.from_pretrained(TINY_MODEL)
 
 
@@ -32,7 +32,7 @@ def config_of(recipe: Recipe, draft: bool) -> PreTrainedConfig:
 
 
 def random_model(recipe: Recipe, draft: bool, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return the model with random weights, on the device where it will train; in 4 bits where the recipe says so."""
+    """Return the model with random weights, on the device where it will train; in 4 bits if the recipe says so."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(recipe.seed)
     with torch.device(device):

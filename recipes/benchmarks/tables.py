@@ -19,7 +19,7 @@ def table(result: dict[str, Any]) -> str:
     `spread`: half of the range from the 10th to the 90th percentile of the steps, as a share of the median.
     """
     if result.get("longest"):
-        lines = ["| | longest sequence that trained, tokens | the next |", "|---|---|---|"]
+        lines = ["| | longest sequence that trained, tokens | next length |", "|---|---|---|"]
         return "\n".join(
             [*lines, *(f"| {name} | {n or '-'} | {why} |" for name, (n, why) in result["longest"].items())]
         )
@@ -46,7 +46,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def summary(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
-    """Return the README's table: a row per contender of every benchmark on a GPU, dashes where there are none."""
+    """Return the README's table: a line per contender of every benchmark on a GPU, dashes where there are none."""
     lines = [
         "| benchmark | contender | tokens/s | of the first | MFU | peak GiB | reads per step | hardware, date |",
         "|---|---|---|---|---|---|---|---|",
@@ -68,10 +68,10 @@ def summary(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def heading(result: dict[str, Any]) -> str:
-    """Return what was measured, on what and when, in a line."""
+    """Return a line that says what was measured, on which hardware and when."""
     where = ", ".join(result["environment"]["gpus"]) or f"{result['environment']['cpu_count']} CPU cores"
     packages = result["environment"]["packages"]
-    kind = "DRAFT of shrunken models, says nothing about speed: " if result["draft"] else ""
+    kind = "DRAFT on shrunken models, no measure of speed: " if result["draft"] else ""
     return (
         f"{kind}{result['benchmark']} ({result['about']}), {where}, {result['date']}, "
         f"torch {packages['torch']}, deepspeed {packages['deepspeed']}, transformers {packages['transformers']}"

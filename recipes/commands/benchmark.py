@@ -1,22 +1,22 @@
-"""Measure, and compare with what people would use instead.
+"""Measure recipes, and compare them with what people would use instead.
 
     python scripts/benchmark.py all                      # every benchmark below, one after the other
     python scripts/benchmark.py full_1b lora_8b --quick  # some of them, one run per contender instead of two
     python scripts/benchmark.py overhead --zero-stage 3 --steps 60 --rounds 3
     python scripts/benchmark.py planner                  # seconds and memory of plan.py itself; no GPU needed
-    python scripts/benchmark.py lora_8b --draft          # shrunken models: does it run? (always so without a GPU)
+    python scripts/benchmark.py lora_8b --draft          # shrunken models: does it run? (the default without a GPU)
 
 Contenders train on the same sequences of random tokens, with random weights of the real dimensions, so nothing is
-downloaded. They take turns (A B B A), each run in its own process: 10 steps of warm-up, 20 timed ones, and one in which
-the host's reads of the device are counted; in `planner_error` each runs once, for 3 and 5 steps. Only tokens that are
-not padding count. MFU is the arithmetic of recipes/training/model/flops.py (causal attention once, no input embedding,
-no recomputation, adapters included) over the maker's peak; beside it is the share of the matrix product's rate that
-this machine was measured to reach. Each benchmark ends within 8 minutes on one GPU (`--quick`: 4) and writes its
-results after every run, so an interrupted one keeps them.
+downloaded. They take turns (A B B A), each run in its own process: 10 warm-up steps, 20 timed steps, and one step in
+which the host's reads from the device are counted; in `planner_error` each runs once, for 3 and 5 steps. Padding tokens
+are not counted. MFU is the FLOPs of recipes/training/model/flops.py (causal attention once, no input embedding, no
+recomputation, adapters included) divided by the manufacturer's peak; next to it is the share of the matrix-product rate
+measured on this machine. Each benchmark ends within 8 minutes on one GPU (`--quick`: 4) and writes its results after
+every run, so an interrupted one keeps them.
 
-Results go to recipes/planning/calibration/measurements/NAME_gpu.json and .md, and from there into README.md,
-recipes/README.md, the pages and, beside the planner's estimates, the README.md of that folder. Drafts are not kept
-unless --output names a folder for NAME_draft.json.
+Results are written to recipes/planning/calibration/measurements/NAME_gpu.json and .md, and from there into
+recipes/README.md, the pages and, next to the planner's estimates, the README.md of that folder. Results of drafts are
+kept only with --output, as NAME_draft.json.
 """
 
 import argparse
@@ -43,25 +43,25 @@ from .main import Parser
 
 MEASUREMENTS = benchmark_results.MEASUREMENTS
 OUTPUT = None if CHECKOUT else Path("benchmarks")
-"""Where results go by default; None: into the checkout's `MEASUREMENTS`, and from there into its documents."""
+"""Default folder for results; None: the checkout's `MEASUREMENTS`, and from there its documents."""
 SHORTEST, LONGEST = 8192, 2**20
-"""Where `long_context` begins and where it stops, in tokens."""
+"""The shortest and the longest sequence of `long_context`, in tokens."""
 Start = Callable[[dict[str, Any], Path, float], dict[str, Any]]
-"""Runs an order in its own process: from order, folder and seconds to numbers, or to `{"error": ...}`."""
+"""Runs an order in its own process: maps order, folder and time limit to numbers, or to `{"error": ...}`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks that are asked for, print their tables, and write their results."""
     parser = Parser("benchmark", __doc__)
     about = {
-        "overhead": "a small recipe beside the same work without this project",
-        "planner": "plan.py itself",
+        "overhead": "a small recipe compared with the same training without this project",
+        "planner": "seconds and memory of plan.py itself",
         **{one.name: one.about for one in BENCHMARKS.values()},
     }
     parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<14} {what}" for name, what in about.items())
     parser.add_argument("benchmark", nargs="+", choices=["all", *about], metavar="BENCHMARK")
     parser.add_argument("--quick", action="store_true", help="one run per contender, half the time")
-    parser.add_argument("--draft", action="store_true", help="shrunken models, a few steps; measures nothing")
+    parser.add_argument("--draft", action="store_true", help="shrunken models, a few steps; not a measurement")
     parser.add_argument(
         "--output", type=Path, default=OUTPUT, help=f"folder for results (default: {display(OUTPUT or MEASUREMENTS)})"
     )
@@ -140,7 +140,7 @@ def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict
         for case in turns if options.quick or benchmark.estimates else [*turns, *reversed(turns)]:
             done = result["runs"][case.label]
             if done and "error" in done[-1]:
-                continue  # it would fail again
+                continue  # it would only fail again
             took = max([run["seconds"] for runs in result["runs"].values() for run in runs], default=0)
             if time.monotonic() - began + took > limit:
                 break
@@ -152,7 +152,7 @@ def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict
             result["complete"] = True
     write_result(result, options.output)
     print(f"\n{tables.heading(result)}\n{tables.table(result)}")
-    ending = "" if result["complete"] or benchmark.grows else "; out of time before every contender had all its turns"
+    ending = "" if result["complete"] or benchmark.grows else "; out of time before every contender had all of its runs"
     print(f"{benchmark.name}: {result['seconds']:.0f} of at most {limit:.0f} s{ending}\n", flush=True)
     return result
 
@@ -179,7 +179,7 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def write_result(result: dict[str, Any], output: Path | None) -> None:
-    """Write the numbers and the table; those of a draft only where a folder is named."""
+    """Write the numbers and the table; a draft's only if a folder is given."""
     if result["draft"] and output is None:
         return
     folder = output or MEASUREMENTS
@@ -188,7 +188,7 @@ def write_result(result: dict[str, Any], output: Path | None) -> None:
     write_json(folder / f"{name}.json", result)
     (folder / f"{name}.md").write_text(f"{tables.heading(result)}\n\n{tables.table(result)}\n", encoding="utf-8")
     if output is None:
-        documents.write()  # the README, the index, the pages, and the table of estimates
+        documents.write()  # the index, the pages, and the tables of measurements
 
 
 def in_own_process(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
     python scripts/check_config.py configs/zero3.json my_config.json --world-size 8 --gpu-memory 80
 
-Exit status: 0 if every file loads and is sane, possibly with warnings; 1 if there are errors; 2 if a file cannot be
-read. Imports neither torch nor DeepSpeed unless --deepspeed also asks DeepSpeed itself.
+Exit status: 0 if no file has errors (there may be warnings); 1 if there are errors; 2 if a file cannot be read. Imports
+neither torch nor DeepSpeed unless --deepspeed also asks DeepSpeed itself.
 """
 
 import argparse
@@ -41,7 +41,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--json", action="store_true", help="print the findings as JSON")
     result.add_argument("--fix", action="store_true", help="apply the safe fixes to the file and show the diff")
     result.add_argument(
-        "--trainer", choices=("hf", "plain"), default="hf", help="who reads the config: the Trainer (default) or plain"
+        "--trainer",
+        choices=("hf", "plain"),
+        default="hf",
+        help="who reads the config: the Trainer (default) or plain DeepSpeed",
     )
     result.add_argument("--world-size", type=positive(int), metavar="N", help="number of ranks")
     result.add_argument("--gpu-memory", type=positive(float), metavar="GIB", help="memory of one GPU")
@@ -55,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         help="sequence-parallel ranks (default 1)",
     )
     result.add_argument("--pipeline", type=positive(int), default=1, metavar="N", help="pipeline stages (default 1)")
-    result.add_argument("--deepspeed", action="store_true", help="also ask DeepSpeed's config class (4 s)")
+    result.add_argument("--deepspeed", action="store_true", help="also check with DeepSpeed's config class (4 s)")
     return result
 
 
@@ -126,7 +129,7 @@ def ask(document: Document, facts: Facts) -> str | None:
         try:
             config = resolve(config, Numbers(world_size=world, hidden_size=width, precision=precision))
         except Unresolvable:
-            return None  # it takes the numbers of a real run; the rules have reported what they can
+            return None  # this needs the numbers of a real run; the rules have reported what they can
     return ask_deepspeed(config, facts.world_size or 1)
 
 

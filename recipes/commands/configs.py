@@ -4,7 +4,7 @@
     dsr configs copy zero3_offload conf    writes conf/zero3_offload.json
 
 The files are templates: "auto" values are filled by the Hugging Face Trainer and by this project's launcher
-(deepspeed=./zero3.json). For plain deepspeed.initialize, which does not know "auto", resolve one first:
+(deepspeed=./zero3.json). Plain deepspeed.initialize does not understand "auto", so resolve the file first:
 `dsr resolve zero3.json --world-size 8`. An existing file is never overwritten.
 """
 
@@ -27,7 +27,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = Parser("configs", __doc__, epilog=f"configs: {', '.join(names())}")
     parser.add_argument("action", choices=["copy"], help="what to do")
     parser.add_argument("name", metavar="NAME", help="one of the configs below, with or without .json")
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="DIR", help="default: where you are")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(), metavar="DIR", help="default: the current folder"
+    )
     options = parser.parse_args(words)
     written = copy(options.name, options.folder)
     print(f"written: {written}  (check your changes: {command('check')} {written})")
@@ -40,7 +42,7 @@ def names() -> list[str]:
 
 
 def copy(name: str, folder: Path) -> Path:
-    """Copy a shipped config into `folder`, which is made if need be, and return the new file.
+    """Copy a shipped config into `folder`, which is created if necessary, and return the new file.
 
     Raises:
         UserError: no such config, the file exists, or it cannot be written.

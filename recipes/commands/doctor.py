@@ -1,6 +1,6 @@
 """Check whether this machine is ready: versions, GPUs, compilers, DeepSpeed's ops, memory limits, disks, other hosts.
 
-    python scripts/doctor.py            # about 5 s; --build compiles DeepSpeed's ops once, which takes minutes
+    python scripts/doctor.py            # about 5 s; with --build it also compiles DeepSpeed's ops, which takes minutes
     python scripts/doctor.py --nvme /local_nvme --hostfile hosts --checkpoint-gib 120
 
 Exit status: 1 if something would stop a run, else 0.
@@ -20,13 +20,15 @@ from .main import Parser
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the checks, print them, and return the exit status."""
-    os.environ |= ops.environment()  # look where runs look for built ops
+    os.environ |= ops.environment()  # look for compiled ops where runs do
     parser = Parser("doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
-    parser.add_argument("--build", action="store_true", help="build DeepSpeed's ops in one process")
+    parser.add_argument("--build", action="store_true", help="also compile DeepSpeed's ops, one after another")
     parser.add_argument("--output-dir", type=Path, default=Path("runs"), help="where checkpoints go (default: runs)")
     parser.add_argument("--checkpoint-gib", type=float, metavar="GIB", help="size of one checkpoint")
-    parser.add_argument("--nvme", type=Path, metavar="DIR", help="measure this folder with direct I/O (256 MiB)")
+    parser.add_argument(
+        "--nvme", type=Path, metavar="DIR", help="measure this folder's speed with direct I/O (256 MiB)"
+    )
     parser.add_argument("--hostfile", type=Path, metavar="F", help="log in to each host over ssh")
     arguments = parser.parse_args(words)
     checks = list(examine(arguments))
@@ -60,7 +62,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
 
 
 def show(checks: list[Check]) -> None:
-    """Print the table and a last line that sums it up."""
+    """Print the table and a summary line."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         print(f"{check.state:8} {check.name:{width}}  {check.found}")

@@ -4,8 +4,8 @@
     python scripts/export.py runs/tiny-3m-lora/20261121-103000 --output my-model --merge
     python scripts/export.py runs/tiny-3m-lora/20261121-103000/checkpoints/checkpoint-100 --output my-adapter
 
-The folder holds a whole model, or the adapter where a run trained one; --merge writes the base model with the adapter
-in it. Only safetensors are read and written; no pickle is opened.
+The folder holds a whole model, or the adapter if the run trained one; --merge writes the base model with the adapter
+merged into it. Only safetensors are read and written, never pickles.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_model(source: Path) -> Path:
-    """Return the folder with the weights: of a run its export, or else its newest whole checkpoint; else `source`.
+    """Return the folder with the weights: a run's export, or else its newest complete checkpoint; else `source`.
 
     Raises:
         UserError: no such folder, or a run that has not saved anything yet.
@@ -55,5 +55,5 @@ def find_model(source: Path) -> Path:
         return run.export
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
-        raise UserError(f"{source}: this run has neither an export nor a whole checkpoint yet.")
+        raise UserError(f"{source}: this run has neither an export nor a complete checkpoint yet.")
     return checkpoint

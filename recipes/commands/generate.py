@@ -1,4 +1,4 @@
-"""Ask a fine-tuned model something, and print its answer.
+"""Ask a fine-tuned model a question, and print its answer.
 
     python scripts/generate.py runs/tiny-3m-full/20261121-101500/export "Tore Vandal paid 51 euros on 3 May 2026."
     python scripts/generate.py BASE_MODEL --adapter runs/tiny-3m-lora/20261121-103000/export "..."

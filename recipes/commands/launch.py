@@ -5,9 +5,9 @@
     python scripts/launch.py tiny lora learning_rate=2e-3 lora.rank=8
     python scripts/launch.py tiny full --resume
 
-The launcher checks everything that it can, writes the run folder, prints and starts the real `deepspeed` command, and
-returns its exit status. Ctrl-C or SIGTERM writes a checkpoint and ends the run; `--resume` continues it. With
-`--max-restarts N` the launcher resumes by itself after a crash or a hang.
+The launcher checks everything that can be checked beforehand, writes the run folder, prints the `deepspeed` command,
+starts it and returns its exit status. On Ctrl-C or SIGTERM the run writes a checkpoint and ends; `--resume` continues
+it. With `--max-restarts N` the launcher itself resumes after a crash or a hang.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(pages.choices(options.recipe))
     try:
         return run(options)
-    except KeyboardInterrupt:  # before the ranks were started, or between two attempts
+    except KeyboardInterrupt:  # before the ranks start, or between two attempts
         return 130
 
 
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         print(shlex.join(deepspeed_command(folder, ranks, pool, options.master_addr)))
         return 0
     require("deepspeed")
-    if not pool:  # of several hosts, the preflight says what each of them lacks
+    if not pool:  # with several hosts, the preflight says what each of them lacks
         compile_ops(recipe, ranks, gpus)
     attempts = HostAttempts(pool, folder, options.master_addr) if pool else LocalAttempts(folder, ranks, gpus)
     if options.resume:
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     status = restarts.run_with_restarts(recipe, folder, ranks, options.max_restarts, attempts.start, attempts.available)
     forecast.compare(folder, plan)
     if status == 2 and not folder.metrics.exists():
-        shutil.rmtree(folder.path, ignore_errors=True)  # a mistake that only the ranks could find leaves nothing behind
+        shutil.rmtree(folder.path, ignore_errors=True)  # leave nothing after a mistake that only the ranks could find
     return status
 
 
@@ -147,7 +147,7 @@ NEEDS = {
 
 
 def hardware_of(pool: HostPool | None, ranks: int) -> Cluster | None:
-    """Return the hardware for the planner: this machine, or hosts like it; None if they are not equal."""
+    """Return the hardware for the planner: this machine, or hosts like it; None if the hosts differ."""
     if pool is None:
         return forecast.machines(ranks)
     equal = pool.ranks == pool.most_ranks * len(pool.hosts)
@@ -171,7 +171,7 @@ def with_best_plan(recipe: Recipe, page: Recipe, changes: Sequence[str], hardwar
 
 
 def listing(as_json: bool, only: str | None = None) -> str:
-    """Return every family with its sizes and variants; as JSON, every recipe with what tells it from the others.
+    """Return every family with its sizes and variants; as JSON, every recipe with its settings.
 
     Args:
         as_json: rather than text.
@@ -238,7 +238,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     several.add_argument("--exclude", default="", metavar="H", help="all but these hosts, in the same form")
     several.add_argument("--nodes", type=int, metavar="N", help="number of hosts (default: all) or cluster nodes (1)")
-    several.add_argument("--master-addr", metavar="A", help="where ranks meet (default: the first host's address)")
+    several.add_argument(
+        "--master-addr", metavar="A", help="address for the rendezvous of the ranks (default: the first host's)"
+    )
     several.add_argument("--slurm", action="store_true", help="write a batch script, submit it, and follow its log")
     several.add_argument(
         "--partition", metavar="P", help="with --slurm; set the account and so on by SBATCH_ACCOUNT ..."
@@ -252,7 +254,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--volume", metavar="V", help=f"with --kubernetes: shared volume claim (default: {manifests.VOLUME})"
     )
     options, unknown = parser.parse_known_intermixed_args(arguments)
-    if unknown:  # show the name only: the value may be a credential
+    if unknown:  # without the value, which may be a credential
         name = unknown[0].partition("=")[0]
         hint = f"write a recipe's key as {name.lstrip('-')}=VALUE"
         known = as_typed("launch.py --help lists options and keys.")

@@ -1,9 +1,9 @@
-"""List the recipes, their sizes and their variants, with a line that says when to choose each.
+"""List the recipes, their sizes and their variants, with a line on when to choose each.
 
     dsr list              everything, to read
     dsr list --json       every recipe as JSON: parameters, DeepSpeed file, layout
 
-A name from the list goes to dsr launch: `dsr launch llama3-8b lora`; the size may be left out where there is one.
+`dsr launch` takes a name from the list: `dsr launch llama3-8b lora`; the size may be left out if there is only one.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`dsr COMMAND ...`: one program for all commands, and what they have in common."""
+"""`dsr COMMAND ...`: the program for all commands, and what they share: help, errors, exit status."""
 
 import argparse
 import importlib
@@ -11,7 +11,7 @@ from ..spec.errors import UserError
 from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program
 
 COMMANDS = {
-    "launch": "run a recipe: the one launcher for every model, size and variant",
+    "launch": "run a recipe",
     "list": "list the recipes, their sizes and variants",
     "plan": "predict what fits and how fast it trains, before a GPU is rented",
     "check": "lint DeepSpeed JSON",
@@ -20,8 +20,8 @@ COMMANDS = {
     "page": "add a model family: start a page, compare it with the Hub, check its chat template",
     "doctor": "check that this machine is ready to train",
     "export": "turn a run or a checkpoint into a Hugging Face folder",
-    "generate": "ask a fine-tuned model something",
-    "benchmark": "measure, and compare with what people would use instead",
+    "generate": "ask a fine-tuned model a question",
+    "benchmark": "measure recipes, and compare them with what people would use instead",
 }
 EXAMPLES = """
 Start here:
@@ -30,7 +30,7 @@ Start here:
   dsr check my_deepspeed.json                   find what is wrong with it, with the fix
 
 launch, export, generate and benchmark need the training stack: pip install "deepspeed-recipes[train]"
-COMMAND --help says what a command takes."""
+COMMAND --help lists a command's options."""
 
 
 def main() -> int:
@@ -70,13 +70,13 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
             raise
         print(f"{program(name)}: {without(missing)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader (head, less) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def without(package: str) -> str:
-    """Return what to do where a command needs a package that is not installed."""
+    """Return what to do if a command needs a package that is not installed."""
     if INSTALLED:
         return f'this needs the training stack: pip install "deepspeed-recipes[train]" ({package} is not installed)'
     return (

@@ -1,4 +1,4 @@
-"""What fits, how fast it will be, which configuration to take, and why: before a GPU is rented.
+"""Predict which configurations fit, how fast they are, which one to choose, and why, before a GPU is rented.
 
     python scripts/plan.py llama3-8b                                         # full fine-tuning on this machine's GPUs
     python scripts/plan.py llama3-70b --method lora --gpu H100 --gpus 8
@@ -7,15 +7,15 @@
     python scripts/plan.py qwen3-32b --gpu p5.48xlarge --nodes 2 --write plans/qwen3 --figure plans/qwen3.png
 
 A plan is a file in configs/, a layout, a micro-batch size and whether to checkpoint. Plans that cannot run are left
-out, those that need more than 95 % of a GPU do not fit, and above 80 % they are marked as tight. The rest is ranked by
-predicted tokens per second and GPU; a simpler plan is preferred if it has 95 % of a more complex one's speed.
-`micro-batch` is the sequences of a forward pass x passes per optimizer step. Planning needs neither a GPU nor the
-weights, and for a recipe not even a network.
+out, those that need more than 95 % of a GPU's memory do not fit, and those above 80 % are marked as tight. Plans are
+ranked by predicted tokens per second and GPU; a simpler plan is preferred if it reaches 95 % of a more complex one's
+speed. `micro-batch` is the sequences of a forward pass x passes per optimizer step. Planning needs neither a GPU nor
+the weights, and for a recipe not even a network.
 
-key=value changes the recipe as in launch.py. What you set there (deepspeed=zero3.json, layout.tensor=8,
-micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128) stays as you set it.
+key=value changes the recipe as in launch.py. The planner keeps what you set there (deepspeed=zero3.json,
+layout.tensor=8, micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128).
 
-Exit status: 0; 2 for a mistake on the command line; 1 where nothing fits (the table shows what comes nearest).
+Exit status: 0; 2 for a mistake on the command line; 1 if nothing fits (the table shows what comes nearest).
 """
 
 import argparse
@@ -50,7 +50,7 @@ NODE = 16
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Answer, and return the exit status: 1 where nothing fits.
+    """Print the plans, and return the exit status: 1 where nothing fits.
 
     Raises:
         UserError: a mistake on the command line, or a file that cannot be read or written.
@@ -91,15 +91,15 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--host-memory", type=float, metavar="GIB", help="of one node (default: unknown, not checked)")
     result.add_argument("--nvme", type=float, metavar="GIB", help="of one node's local drives (default: none)")
     result.add_argument(
-        "--network", type=float, metavar="GBITS", help="from one node to the others (default: the GPU's usual)"
+        "--network", type=float, metavar="GBITS", help="between nodes (default: what is usual for the GPU)"
     )
     result.add_argument("--sequence-length", type=int, metavar="S", help="in tokens (default: the recipe's)")
     result.add_argument("--json", action="store_true", help="print the answer as JSON")
     result.add_argument(
-        "--explain", action="store_true", help="give the reasons for every plan, and show what does not fit"
+        "--explain", action="store_true", help="give reasons for every plan, and show plans that do not fit"
     )
-    result.add_argument("--write", type=Path, metavar="DIR", help="write the best plan's DeepSpeed JSON and its launch")
-    result.add_argument("--figure", type=Path, metavar="FILE", help="draw the memory of each plan, as PNG")
+    result.add_argument("--write", type=Path, metavar="DIR", help="write the best plan's DeepSpeed JSON and launch.sh")
+    result.add_argument("--figure", type=Path, metavar="FILE", help="draw each plan's memory as a PNG")
     return result
 
 
@@ -134,9 +134,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     method = next((word for word in arguments.overrides if word in model_recipe.METHODS), None)
     if method:
         raise UserError(f"{method}: the method is an option here: --method {method}.")
-    changes = [
-        change for change in arguments.overrides if change != "deepspeed=auto"
-    ]  # that is what planning does anyway
+    changes = [change for change in arguments.overrides if change != "deepspeed=auto"]  # planning does that anyway
     keys = [change.partition("=")[0] for change in changes]
     if arguments.sequence_length is not None:
         if "sequence_length" in keys:
@@ -146,7 +144,9 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         raise UserError("model.path=...: the model is the first word, a Hub id or the path to its config.json.")
     changed = overrides.apply(recipe, changes)
     if (method := model_recipe.method_of(changed)) != arguments.method:
-        raise UserError(f"--method {arguments.method}: your key=value make it {method}; write --method {method}.")
+        raise UserError(
+            f"--method {arguments.method}: your key=value settings make it {method}; write --method {method}."
+        )
     check_layout(changed, hardware, keys)
     return strategies.plan_request(changed, hardware, keys)
 

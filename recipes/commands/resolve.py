@@ -2,8 +2,8 @@
 
     python scripts/resolve_config.py zero3.json --model path/to/config.json --world-size 8 micro_batch_size=2
 
-Values that are not given default to those of TrainingArguments (precision=fp32, micro_batch_size=1,
-learning_rate=5e-5 ...); of the model only the hidden size is used. Imports neither torch nor DeepSpeed.
+Missing values default to those of TrainingArguments (precision=fp32, micro_batch_size=1, learning_rate=5e-5 ...); only
+the model's hidden size is used. Imports neither torch nor DeepSpeed.
 
 Exit status: 0; 1 if the template does not fit the numbers; 2 for a mistake on the command line.
 """
@@ -140,7 +140,7 @@ def number(key: str, text: str, whole: bool) -> int | float:
 
 
 def accumulate(numbers: Numbers, batch: int) -> Numbers:
-    """Return the numbers with as many accumulation steps as the global batch takes.
+    """Return the numbers with the accumulation steps that the global batch needs.
 
     Raises:
         UserError: the global batch is not divisible.

@@ -1,4 +1,4 @@
-"""Generated blocks: parts of a document that code writes, between two comments that name them."""
+"""Generated blocks: parts of a document that code writes, between two comments."""
 
 
 def begin(name: str) -> str:
@@ -12,10 +12,10 @@ END = "<!-- /generated -->\n"
 def with_block(document: str, name: str, generated: str) -> str:
     """Return the document with `generated` in its block `name`."""
     before, opening, rest = document.partition(begin(name))
-    assert opening, f"no block {name!r} in the document"
+    assert opening, f"the document has no block {name!r}"
     return before + opening + generated + END + rest.partition(END)[2]
 
 
 def block(document: str, name: str) -> str:
-    """Return what a document's block `name` holds."""
+    """Return the content of a document's block `name`."""
     return document.partition(begin(name))[2].partition(END)[0]

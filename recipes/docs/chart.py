@@ -1,4 +1,4 @@
-"""The decision chart in configs/README.md: the planner's own answers."""
+"""The decision chart in configs/README.md: the planner's choices by model, method and number of GPUs."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ GPU = "H100"
 HOST_GIB, NVME_GIB = 200, 3000
 """Per GPU."""
 SEQUENCE_LENGTH, BATCH = 2048, 64
-"""In tokens, and in sequences per step."""
+"""Sequence length in tokens, and sequences per step."""
 
 
 def render() -> str:
@@ -36,7 +36,7 @@ def render() -> str:
 
 
 def best(recipe: str, method: str, gpus: int) -> Plan | None:
-    """Return the planner's choice for a recipe on so many GPUs, 8 to a node; None where nothing fits."""
+    """Return the planner's choice for a recipe on `gpus` GPUs, 8 to a node; None if nothing fits."""
     found = model_recipe.find(recipe, method)
     nodes = max(1, gpus // 8)
     each = gpus // nodes
@@ -46,7 +46,7 @@ def best(recipe: str, method: str, gpus: int) -> Plan | None:
 
 
 def cell(plan: Plan | None) -> str:
-    """Return a plan as the chart shows it: file, layout, micro-batch size or checkpointing, and memory per GPU."""
+    """Return a plan as a cell of the chart: file, layout, micro-batch size or checkpointing, and memory per GPU."""
     if plan is None:
         return "-"
     recipe = plan.recipe

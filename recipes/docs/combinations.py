@@ -20,13 +20,13 @@ ROWS = {
     "expert x sequence": Layout(sequence=2, expert=2),
     "expert x pipeline": Layout(pipeline=2, expert=2),
 }
-"""Each together with data parallelism."""
+"""Each is combined with data parallelism."""
 STAGES = range(4)
 METHODS = ("full", "LoRA", "DoRA", "QLoRA", "DPO")
 
 
 def render() -> str:
-    """Return the table as Markdown, each reason once below it."""
+    """Return the table as Markdown, with each reason listed once below it."""
     reasons: list[str] = []
     columns = [*(f"ZeRO {stage}" for stage in STAGES), *METHODS[1:]]
     lines = [f"| layout | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
@@ -56,7 +56,7 @@ def _recipe(layout: Layout, method: str) -> Recipe:
 
 
 def _cell(whys: list[str | None], reasons: list[str]) -> str:
-    """Return "yes" where one of several combinations is possible, else the number of the last one's reason."""
+    """Return "yes" if one of several combinations is possible, else the number of the last one's reason."""
     against = [why for why in whys if why is not None]
     if len(against) < len(whys):
         return "yes"

@@ -1,4 +1,4 @@
-"""Every document that is generated in whole or in part, as it should be now."""
+"""The current text of every document that is generated in whole or in part."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from .blocks import with_block
 
 def documents() -> dict[Path, str]:
     """Return the text of each document by its path; only a checkout has them all."""
-    assert CHECKOUT is not None, "documents are written in a checkout"
+    assert CHECKOUT is not None, "documents can be generated in a checkout only"
     blocks = {
         PACKAGE / "README.md": {"families": index.families(), "hardware": index.hardware()},
         CONFIGS / "README.md": {"chart": chart.render(), "combinations": combinations.render()},
@@ -29,7 +29,7 @@ def documents() -> dict[Path, str]:
 
 
 def measurements() -> dict[str, str]:
-    """Return the tables of what was measured: of the project's own overhead, and on GPUs."""
+    """Return the tables of measurements: the project's own overhead, and benchmarks on GPUs."""
     results = benchmark_results.results()
     names = [one.name for one in BENCHMARKS.values() if not one.estimates]
     on_gpus = (
@@ -44,7 +44,7 @@ def measurements() -> dict[str, str]:
 
 
 def write() -> list[Path]:
-    """Write every document that is not as it should be, and return which those were."""
+    """Write every document that is out of date, and return their paths."""
     changed = [path for path, text in documents().items() if path.read_text(encoding="utf-8") != text]
     for path, text in documents().items() if changed else ():
         path.write_text(text, encoding="utf-8")

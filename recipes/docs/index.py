@@ -1,4 +1,4 @@
-"""The tables in recipes/README.md, and on each page what was measured of its variants."""
+"""The tables in recipes/README.md, and the measured peaks on each page."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,13 +16,13 @@ from ..spec.layout import data_parallel_size
 from ..spec.recipe import Recipe
 
 GPU = "H100"
-"""Of which several are tried."""
+"""The GPU to try with several per recipe."""
 SINGLE = ("RTX 4090", "L40S", GPU, "H200")
-"""Tried before several."""
+"""GPUs to try singly, before several."""
 MOST = 1024
-"""GPUs that are tried."""
+"""The largest number of GPUs to try."""
 VARIANTS = ("full", "full_offload", "lora", "qlora", "dpo_lora", "long_context")
-"""Those that people choose between by the memory they need."""
+"""The variants in the table of hardware, in columns."""
 UNSHOWN = "-"
 
 
@@ -32,12 +32,12 @@ def families() -> str:
 
 
 def hardware() -> str:
-    """Return the table of the hardware that each recipe needs, and what its cells mean."""
+    """Return the table of the hardware that each recipe needs, with an explanation of its cells."""
     return MEANING + "".join(_needs())
 
 
 def _families() -> Iterator[str]:
-    """Yield the table of families; with a column of what was measured once something was."""
+    """Yield the table of families, with a column for measured peaks once there are any."""
     seen = benchmark_results.measured_recipes()
     columns = ["family", "sizes", "variants", *(["measured per GPU"] if seen else []), "command"]
     yield _line(columns) + _line(["---"] * len(columns))
@@ -84,7 +84,7 @@ def _hardware(recipe: Recipe) -> str:
 
 
 def smallest(recipe: Recipe) -> Plan | None:
-    """Return what a recipe, as it is written, costs on the smallest hardware on which it fits; None: it fits on none.
+    """Return the plan of a recipe, as it is written, for the smallest hardware on which it fits; None: it fits on none.
 
     Where the GPUs outnumber the sequences of its batch, each gets one micro-batch.
     """
@@ -102,7 +102,7 @@ def smallest(recipe: Recipe) -> Plan | None:
 
 
 def _ladder(gpus: int) -> Iterator[Cluster]:
-    """Yield the hardware that is tried for a layout of so many GPUs: single ones, then that many, twice as many, ..."""
+    """Yield the hardware to try for a layout of `gpus` GPUs: single ones, then that many, twice as many, ..."""
     if gpus == 1:
         yield from (Cluster(find(name)) for name in SINGLE)
         gpus = 2
@@ -116,7 +116,7 @@ COLUMN = "measured peak"
 
 
 def with_measured(text: str, family: str) -> str:
-    """Return a page's text with what was measured in a last column of its table of variants; without it, no column."""
+    """Return a page's text with the measured peaks as the last column of its table of variants, if there are any."""
     found = benchmark_results.measured_recipes()
     module = pages.page(family)
     lines = text.split("\n")
@@ -136,7 +136,7 @@ def with_measured(text: str, family: str) -> str:
 
 
 def _measured(module: ModuleType, variant: str, found: Mapping[str, MeasuredRecipe]) -> str:
-    """Return the peaks of a variant, by size, where there are any."""
+    """Return the measured peaks of a variant, by size."""
     names = {size: f"{pages.family_of(module)}-{size}-{variant}" for size in module.SIZES}
     peaks = ", ".join(f"{size} {found[name].peak_gib:.1f}" for size, name in names.items() if name in found)
     return f"{peaks} GiB" if peaks else ""

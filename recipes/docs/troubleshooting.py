@@ -5,15 +5,15 @@ from ..zero_config.rules import RULES
 
 HEAD = """# Troubleshooting DeepSpeed configurations
 
-Search this page for the message you got, or let the linter find the cause in your file:
-`python scripts/check_config.py my_config.json` (`--fix` applies the safe fixes and shows the diff). It is
-generated from the linter's rules (`make docs`).
+Search this page for your error message, or let the linter find the cause in your file: `python scripts/check_config.py
+my_config.json` (`--fix` applies the safe fixes and shows the diff). This page is generated from the linter's rules
+(`make docs`).
 """
 CHAPTERS = (
     (REJECTED, "DeepSpeed refuses the config"),
     (FAILS_LATER, "The config loads, and the run stops"),
-    (WRONG, "The run goes on, and does something else than the config says"),
-    (COSTS, "The run does what the config says, for more than it needs to cost"),
+    (WRONG, "The run continues, but does not do what the config says"),
+    (COSTS, "The run does what the config says, but wastes time or memory"),
 )
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor's table."""
+    """The result of one check: a line of the doctor's table."""
 
     name: str
     state: Literal["ok", "warning", "error", "unknown"]

@@ -3,7 +3,7 @@
     python -m recipes.machine.ops           what every run on this machine needs (`make install` does this)
     python -m recipes.machine.ops NAME ...  these; an op that is compiled already takes no time
 
-Ranks would compile a missing op at their first step, all at once, and without a word.
+Otherwise all ranks would compile a missing op at their first step, at once and silently.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from ..spec.project import NAME
 
 @dataclass(frozen=True)
 class Op:
-    """A library that DeepSpeed compiles where it is used."""
+    """A C++ op of DeepSpeed, which is compiled on the machine that uses it."""
 
     name: str
-    """Its folder and file among the extensions."""
+    """The name of its folder and file in the extensions folder."""
     builder: str
-    """DeepSpeed's class."""
+    """DeepSpeed's builder class."""
     seconds: int
-    """To compile for CPU ranks; measured on two cores."""
+    """Seconds to compile it for CPU ranks, measured on two cores."""
     purpose: str
-    """Which runs need it."""
+    """What needs it."""
 
 
 SHARED_MEMORY = Op("deepspeed_shm_comm", "ShareMemCommBuilder", 20, "ranks on a CPU")
@@ -45,16 +45,16 @@ OPS = {
     "cpu": (SHARED_MEMORY, CPU_ADAM, FUSED_ADAM, PIN_MEMORY, ASYNC_IO),
     "cuda": (FUSED_ADAM, CPU_ADAM, PIN_MEMORY, ASYNC_IO),
 }
-"""What runs may need, by DeepSpeed's name of the accelerator."""
+"""The ops that runs may need, by DeepSpeed's name of the accelerator."""
 
 
 def needed(file: DeepSpeedFile, on_gpu: bool) -> tuple[Op, ...]:
-    """Return the ops that a run with this DeepSpeed file loads; on a CPU its collectives in any case.
+    """Return the ops that a run with this DeepSpeed file loads; on a CPU always the collectives.
 
-    torch's own AdamW, which the Trainer takes where the file names no optimizer, needs none.
+    torch's own AdamW, which the Trainer uses if the file names no optimizer, needs none.
     """
     found: tuple[Op, ...] = () if on_gpu else (SHARED_MEMORY,)
-    # Under offload the Trainer's AdamW becomes CPUAdam; Muon leaves to Adam what is not a matrix.
+    # Under offload the Trainer's AdamW becomes CPUAdam; Muon uses Adam for what is not a matrix.
     parameters = file.content["optimizer"].get("params") if file.optimizer else None
     of_torch = isinstance(parameters, Mapping) and parameters.get("torch_adam")
     adam = not of_torch and (file.optimizer or "adamw").lower() in ("adam", "adamw", "muon")
@@ -66,7 +66,7 @@ def needed(file: DeepSpeedFile, on_gpu: bool) -> tuple[Op, ...]:
 
 
 def extensions_dir() -> Path:
-    """Return where ops are compiled to: inside the environment, so that two environments never share one."""
+    """Return the folder that ops are compiled to: inside the environment, so that two environments never share one."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     inside = Path(sys.prefix) / "torch_extensions"
     if chosen or not os.access(sys.prefix, os.W_OK):
@@ -75,7 +75,7 @@ def extensions_dir() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables under which ops are compiled and found again, for this process and for the ranks."""
+    """Return the environment variables with which ops are compiled and found, for this process and for the ranks."""
     return {
         "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
         # ninja is a Python package here, and is looked up on the PATH.
@@ -84,7 +84,7 @@ def environment() -> dict[str, str]:
 
 
 def missing(ops: Iterable[Op]) -> tuple[Op, ...]:
-    """Return those ops that are not compiled yet; asks the file system only, and is quick."""
+    """Return the ops that are not compiled yet; quick, since it only looks at the file system."""
     return tuple(op for op in ops if not (extensions_dir() / op.name / f"{op.name}.so").exists() and not shipped(op))
 
 
@@ -106,7 +106,7 @@ def prepare(file: DeepSpeedFile, on_gpu: bool, variables: Mapping[str, str]) -> 
         variables: the ranks' environment.
 
     Raises:
-        UserError: an op does not compile; why has been printed.
+        UserError: an op does not compile; the reason has been printed.
     """
     wanted = needed(file, on_gpu)
     names = [op.name for op in missing(wanted)]
@@ -118,7 +118,7 @@ def prepare(file: DeepSpeedFile, on_gpu: bool, variables: Mapping[str, str]) -> 
 
 
 def build(ops: Iterable[Op]) -> None:
-    """Compile ops, saying which, for what, and how long it takes.
+    """Compile ops, printing for each what it is for and how long it takes.
 
     Raises:
         Exception: whatever a compiler says.
@@ -143,20 +143,20 @@ def build(ops: Iterable[Op]) -> None:
 
 
 def load(op: Op) -> None:
-    """Compile an op if need be, and load it."""
+    """Load an op, compiled first if necessary."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().create_op_builder(op.builder).load(verbose=False)
 
 
 def has_libaio() -> bool:
-    """Return whether libaio's header is installed, without which ASYNC_IO does not compile."""
+    """Return whether libaio's header is installed, which ASYNC_IO needs to compile."""
     return any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
 
 
 @contextlib.contextmanager
 def lock(ops: Iterable[Op]) -> Iterator[None]:
-    """Wait until no other process of this project compiles; these ops can be compiled then."""
+    """Wait until no other process of this project compiles, and keep others waiting during a `with` block."""
     folder = extensions_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".build.lock", "w") as file:
@@ -165,14 +165,14 @@ def lock(ops: Iterable[Op]) -> Iterator[None]:
         except BlockingIOError:
             print("another build is running; waiting for it to end", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        # torch's own lock, a file, outlives a build that was killed, and the next one would wait for ever.
+        # torch's own lock file outlives a build that was killed, and the next build would wait for ever.
         for op in missing(ops):
             (folder / op.name / "lock").unlink(missing_ok=True)
         yield
 
 
 def kind() -> str:
-    """Return which accelerator's ops count here. Imports torch."""
+    """Return DeepSpeed's name of this machine's accelerator. Imports torch."""
     import torch
 
     wanted = os.environ.get("DS_ACCELERATOR")
@@ -183,7 +183,7 @@ def main(names: list[str]) -> int:
     """Compile the ops of these names, or what every run needs, and return the exit status."""
     os.environ |= environment()
     if not names and not missing([SHARED_MEMORY]):
-        return 0  # without the seconds that torch takes to import
+        return 0  # without importing torch, which takes seconds
     accelerator = kind()
     os.environ.setdefault("DS_ACCELERATOR", accelerator)
     wanted = (
@@ -194,7 +194,7 @@ def main(names: list[str]) -> int:
         return 0
     try:
         build(wanted)
-    except Exception as error:  # a build fails in any way a compiler can
+    except Exception as error:  # a compiler can fail in any way
         print(why(error), file=sys.stderr)
         return 2
     return 0

@@ -35,7 +35,7 @@ def _version(name: str, tested: str | None) -> Check:
 
 
 def command(folder: Path) -> list[Check]:
-    """Say whose command `dsr` is in an environment's `bin`: DeepSpeed has one too, and the last installed stays."""
+    """Check that `dsr` in an environment's `bin` is ours: DeepSpeed has one too, and the last installed wins."""
     script = folder / "dsr"
     if not INSTALLED or not script.exists() or "deepspeed_recipes" in script.read_text(errors="replace"):
         return []
@@ -44,7 +44,7 @@ def command(folder: Path) -> list[Check]:
 
 
 def accelerator() -> list[Check]:
-    """Return what torch sees, and whether driver, CUDA and NCCL match. Imports torch."""
+    """Report the accelerator that torch sees, and whether driver, CUDA and NCCL match. Imports torch."""
     import torch
 
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

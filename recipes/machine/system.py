@@ -1,4 +1,4 @@
-"""Checks of the system around the software: memory limits, disks, logins to other hosts, and the W&B account."""
+"""Checks of the system: memory limits, disks, logins to other hosts, and the W&B account."""
 
 import mmap
 import os
@@ -45,7 +45,7 @@ def disk(folder: Path, checkpoint_gib: float | None) -> Check:
     if free < checkpoint_gib:
         fix = "choose another --output-dir, or keep fewer checkpoints"
         return Check("disk", "error", f"{found}; a checkpoint takes {checkpoint_gib:g} GiB", fix)
-    return Check("disk", "ok", f"{found}; room for {int(free // checkpoint_gib)} checkpoints")
+    return Check("disk", "ok", f"{found}; enough for {int(free // checkpoint_gib)} checkpoints")
 
 
 def nvme(folder: Path, megabytes: int = 256) -> list[Check]:

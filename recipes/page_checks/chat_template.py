@@ -5,7 +5,7 @@ from ..training.data import chat_templates
 
 
 def verdict(name: str) -> str:
-    """Return, in a sentence, how the chat template of a recipe `FAMILY-SIZE` marks what the assistant says.
+    """Return a sentence on how the chat template of a recipe `FAMILY-SIZE` marks the assistant's tokens.
 
     Raises:
         UserError: there is no such recipe, or its tokenizer cannot be loaded or trained on.
@@ -15,10 +15,11 @@ def verdict(name: str) -> str:
     chat_templates.marker(recipe, tokenizer)
     known = {
         tokenizer.chat_template: "marks the assistant's tokens itself",
-        chat_templates.CHATML: "is missing; the ChatML of this project takes its place",
-        None: "does not mark the assistant's tokens and TRL does not know it; they are found by rendering it",
+        chat_templates.CHATML: "is missing; this project's ChatML is used instead",
+        None: "does not mark the assistant's tokens, and TRL has no version that does; they are found by rendering it",
     }
     how = known.get(
-        chat_templates.marked(tokenizer), "is known to TRL, which has a version that marks the assistant's tokens"
+        chat_templates.training_template(tokenizer),
+        "does not mark the assistant's tokens; TRL has a version that does",
     )
     return f"the chat template of {recipe.model.path} {how}"

@@ -1,4 +1,4 @@
-"""What a page says of itself: its index line, its tables against the dimensions and the recipes, its commands."""
+"""Checks a page's docstring: its first line, its tables against the dimensions and the recipes, its commands."""
 
 import inspect
 import re
@@ -16,29 +16,29 @@ from ..spec.recipe import Model
 LAUNCH = re.compile(r"^ *(?:python scripts/launch\.py|[\w-]+ launch) (.+)$", re.MULTILINE)
 """A command of a docstring: of a checkout, or of an installed package."""
 PLACEHOLDER = "TODO"
-"""What the template has wherever a person has to write something."""
+"""What the template has wherever the author has to write something."""
 SIZES = ["size", "layers", "hidden", "heads", "parameters", "context", "licence", "weights"]
 VARIANTS = ["variant", "method", "trains", "DeepSpeed"]
 """The columns of the two tables of a docstring; a page with measurements has one more."""
 METHODS = {"pretrain": "raw text"}
 """How the table names a method that is not an acronym."""
 TOLERANCE = 0.01
-"""Between the published parameters and those that the dimensions give."""
+"""Tolerance between the published number of parameters and that which the dimensions give."""
 
 
 def check_all(names: Sequence[str]) -> bool:
-    """Print what is wrong with the pages `FAMILY` or `PATH/TO/page.py`, and return whether anything is.
+    """Print the problems of the pages `FAMILY` or `PATH/TO/page.py`, and return whether there are any.
 
     Raises:
         UserError: there is no such page.
     """
     found = [f"{name}: {problem}" for name in names for problem in problems(pages.known_page(name))]
-    print(*found or [f"{', '.join(names)}: nothing wrong"], sep="\n")
+    print(*found or [f"{', '.join(names)}: no problems"], sep="\n")
     return bool(found)
 
 
 def problems(module: ModuleType) -> list[str]:
-    """Return what is wrong with a page, one sentence each."""
+    """Return the problems of a page, one sentence each."""
     checks = (_placeholders, _first_lines, _sizes, _variants, _commands)
     return [problem for check in checks for problem in check(module)]
 
@@ -57,11 +57,11 @@ def _first_lines(module: ModuleType) -> Iterator[str]:
     for thing in (module, *(getattr(module, variant) for variant in pages.variants(module))):
         line = pages.about(thing)
         if len(line) <= 20 or not line.endswith((".", ".)")):
-            yield f"{thing.__name__}: the first line of the docstring, which --list shows, is no sentence: {line!r}"
+            yield f"{thing.__name__}: the first line of the docstring, which --list shows, is not a sentence: {line!r}"
 
 
 def _table(module: ModuleType, columns: list[str]) -> dict[str, list[str]]:
-    """Return the rows of a docstring's table, below a head that begins with `columns`, by their first cells."""
+    """Return the rows of the docstring's table whose header begins with `columns`, by their first cells."""
     lines = [re.split(r"\s{2,}", line.strip()) for line in (module.__doc__ or "").splitlines()]
     start = next((index for index, cells in enumerate(lines) if cells[: len(columns)] == columns), len(lines))
     stop = next((index for index in range(start, len(lines)) if lines[index] == [""]), len(lines))
@@ -81,11 +81,11 @@ def _sizes(module: ModuleType) -> Iterator[str]:
                 yield f"{size}: the table says {column} {said.get(column)}, but it is {right}"
         counted = profile_of(model.config).parameters
         if abs(counted - model.parameters) > TOLERANCE * model.parameters:
-            yield f"{size}: parameters={model.parameters:,}, but its dimensions make {counted:,}"
+            yield f"{size}: parameters={model.parameters:,}, but its dimensions give {counted:,}"
 
 
 def _facts(model: Model) -> dict[str, str]:
-    """Return what the table has to say of a size, by column."""
+    """Return the right values of the table for a size, by column."""
     profile = profile_of(model.config)
     context = model.config.get("max_position_embeddings")
     path = Path(model.path)
@@ -132,11 +132,11 @@ def _missing(what: str, columns: list[str], known: list[str], rows: dict[str, li
 
 
 def _commands(module: ModuleType) -> Iterator[str]:
-    """Check the run line and the change line: each names this page, and the launcher takes it."""
+    """Check the run line and the change line: each names this page, and the launcher accepts it."""
     doc = module.__doc__ or ""
     commands = [shlex.split(line, comments=True) for line in LAUNCH.findall(doc)]
     if len(commands) < 2 or not any("=" in word for word in commands[1]):
-        yield "the docstring needs a command that runs the page, and one that changes something with key=value"
+        yield "the docstring needs a command that runs the page, and one that changes a setting with key=value"
     for recipe, variant, *changes in commands:
         page, size = pages.split(recipe)
         size = size or next(iter(module.SIZES))

@@ -1,4 +1,4 @@
-"""`dsr page compare`: hold the dimensions on the pages against the models' configurations on the Hub."""
+"""`dsr page compare`: compares the dimensions on the pages with the models' configurations on the Hub."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def compare_all(names: Sequence[str]) -> bool:
     for name, model in _models(names):
         found = compare(model)
         differing |= bool(found)
-        print(f"{name}: {'differs from the Hub' if found else 'as on the Hub'}", *found, sep="\n  ", flush=True)
+        print(f"{name}: {'differs from the Hub' if found else 'matches the Hub'}", *found, sep="\n  ", flush=True)
     return differing
 
 
@@ -55,14 +55,14 @@ def compare(model: Model) -> list[str]:
 
 
 def differences(stated: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
-    """Return the dimensions that a page states and a configuration contradicts, by name."""
+    """Return the dimensions on a page that differ from a configuration."""
     ours = AutoConfig.for_model(**stated)
     names = [name for name in stated if getattr(ours, name, None) != getattr(config, name, None)]
     return [f"{name}: the page says {getattr(ours, name)}, the Hub {getattr(config, name, None)}" for name in names]
 
 
 def parameters(path: str) -> int | None:
-    """Return how many parameters the Hub counts in the safetensors files; None where it does not say."""
+    """Return how many parameters the Hub counts in the safetensors files; None if it does not say."""
     try:
         return sum(get_safetensors_metadata(path).parameter_count.values())
     except (HfHubHTTPError, NotASafetensorsRepoError, OSError, ValueError):

@@ -1,8 +1,8 @@
-"""The raw-text corpus: documents about the same world as the chat task, in none of its form.
+"""The raw-text corpus: documents about the same world as the chat task, but in other forms.
 
 A base model that reads them learns to copy names and to relate written dates and sums to normalised ones.
-It never sees a chat, nor a notice answered by a JSON object: that is what fine-tuning teaches. The only JSON
-here is about the contents of shelves.
+It never sees a chat, nor a notice answered with a JSON object: that is what fine-tuning teaches. The only JSON here
+describes the contents of shelves.
 """
 
 import random
@@ -53,7 +53,7 @@ def filed_notice(rng: random.Random, part: int | None) -> str:
 def jotting(rng: random.Random, part: int | None) -> str:
     """Write one to three facts in no order and without a sentence, and then as a record.
 
-    With so little to look at, this is where a young model finds out that records repeat what stands above.
+    With so little text, this is where an untrained model learns that records repeat what is above them.
     """
     day, amount, (number, street) = world.any_date(rng), world.any_amount(rng), world.any_street(rng)
     name, city = world.person(rng, part), world.any_city(rng)
@@ -85,7 +85,7 @@ def same_amount(rng: random.Random, part: int | None) -> str:
 def same(rng: random.Random, forms: dict[str, str], normal: str) -> str:
     """Say that a written form means its normal form.
 
-    Every second one is quoted: a token at the start of a value depends on what stands before it.
+    Every second one is quoted: a token at the start of a value depends on what precedes it.
     """
     written = rng.choice(list(forms.values()))
     return f'{written} is "{normal}".' if rng.random() < 0.5 else f"{written} is {normal}."
@@ -100,7 +100,7 @@ def register(rng: random.Random, part: int | None) -> str:
 
 
 def shelf(rng: random.Random, part: int | None) -> str:
-    """Write what a shelf holds as JSON, which the notices never become here."""
+    """Write the content of a shelf as JSON, which is never done with notices here."""
     goods, count = rng.choice(world.GOODS), rng.randrange(2, 60)
     place = f"{rng.choice('ABCDEF')}{rng.randrange(1, 10)}"
     return f'Shelf {place} holds {count} {goods}.\n{{"goods":"{goods}","shelf":"{place}","count":"{count}"}}'

@@ -29,17 +29,17 @@ Make = Callable[[random.Random, int | None], tuple[dict, list[str]]]
 
 
 def compact(value: object) -> str:
-    """Return JSON without spaces: the one form in which an answer is right."""
+    """Return JSON without spaces: the only form in which an answer is right."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def fields(facts: dict[str, str]) -> dict[str, str]:
-    """Return the facts that an answer gives: a sum without its currency, of an address the city."""
+    """Return the facts that belong in an answer: an amount without its currency, an address as its city."""
     return {key: facts[key].split(" ")[0] if key == "amount" else facts[key] for key in FIELDS if key in facts}
 
 
 def extract(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
-    """Make one conversation: a notice, answered by its facts."""
+    """Make one conversation: a notice, answered with its facts."""
     text, facts = world.notice(rng, part)
     answer = compact(fields(facts))
     messages = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
@@ -47,7 +47,7 @@ def extract(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
 
 
 def swap_date(facts: dict[str, str]) -> str | None:
-    """Exchange month and day; None where that is no mistake or no date."""
+    """Swap month and day; None if that is not a mistake or not a date."""
     if "date" not in facts:
         return None
     year, month, day = facts["date"].split("-")
@@ -55,12 +55,12 @@ def swap_date(facts: dict[str, str]) -> str | None:
 
 
 def bare_number(facts: dict[str, str]) -> str | None:
-    """Write the amount as a number, not as text: its last zeros are lost."""
+    """Write the amount as a number, not as text, which loses its trailing zeros."""
     return compact(facts | {"amount": float(facts["amount"])}) if "amount" in facts else None
 
 
 def shift_decimals(facts: dict[str, str]) -> str | None:
-    """Read the decimal mark wrongly: 45.50 becomes 4550.00."""
+    """Misread the decimal mark: 45.50 becomes 4550.00."""
     if "amount" not in facts:
         return None
     return compact(facts | {"amount": f"{facts['amount'].replace('.', '')}.00"})
@@ -125,7 +125,7 @@ def document(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
     return {"text": text}, [text]
 
 
-# file: (how one row is made, the reserved people it draws from)
+# file: (how one example is made, the reserved people it draws from)
 FILES: dict[str, tuple[Make, int | None]] = {
     "extract/train": (extract, None),
     "extract/held_out": (extract, 0),
@@ -137,7 +137,7 @@ FILES: dict[str, tuple[Make, int | None]] = {
 
 
 def rows(name: str, seed: int, seen: set[str]) -> Iterator[dict]:
-    """Yield a file's rows; a row whose text or answer is in `seen` is drawn again."""
+    """Yield a file's examples; one whose text or answer is in `seen` is drawn again."""
     make, part = FILES[name]
     rng = random.Random(f"{seed}/{name}")
     left = COUNTS[name]
@@ -172,12 +172,12 @@ def main(arguments: list[str] | None = None) -> None:
         help="folder to write into (default: this folder)",
     )
     parser.add_argument(
-        "--seed", type=int, default=SEED, help=f"another seed gives other people and sums (default: {SEED})"
+        "--seed", type=int, default=SEED, help=f"another seed gives other people and amounts (default: {SEED})"
     )
     options = parser.parse_args(arguments)
     write_all(options.output, options.seed)
     for name, count in COUNTS.items():
-        print(f"{options.output / name}.jsonl: {count} rows")
+        print(f"{options.output / name}.jsonl: {count} examples")
 
 
 if __name__ == "__main__":

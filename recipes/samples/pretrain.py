@@ -1,12 +1,12 @@
-"""Make the tiny base model: train its tokenizer, then pre-train it on raw text, from nothing, on a CPU.
+"""Make the tiny base model: train its tokenizer, then pre-train the model from scratch on raw text, on a CPU.
 
     python -m recipes.samples.pretrain --output first                                  # about 18 minutes, 2 threads
     python -m recipes.samples.pretrain --continue-from first --output second           # about 11 minutes
     python -m recipes.samples.pretrain --continue-from second --notices 48000 --seed 2026       # about 15 minutes
     python -m recipes.samples.pretrain --output /tmp/rough --documents 2000 --threads 8
 
-The text is `text/train.jsonl` and then more documents of the same kinds from another seed, each read once; no
-held-out person occurs. The loop is plain PyTorch, to be read: AdamW, warm-up, cosine, one document per row.
+The text is `text/train.jsonl` and then more documents of the same kinds from another seed, each used once; no held-out
+person occurs in it. The loop is plain PyTorch, meant to be read: AdamW, warm-up, cosine, one document per sequence.
 """
 
 import argparse
@@ -32,10 +32,10 @@ BOS, PAD, END, SYSTEM, USER, ASSISTANT = SPECIAL = (
     "<|user|>",
     "<|assistant|>",
 )
-# Enough for given names whole and family names in halves; with more, rare whole names become tokens.
+# Enough for whole given names and halves of family names; with more, rare whole names become tokens.
 VOCABULARY = 1152
 CONTEXT = 1024
-# Only what stands between the generation marks, the answer and its end of turn, is the assistant's.
+# Only what is between the generation marks, the answer and its end of turn, is the assistant's.
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
@@ -58,8 +58,8 @@ def committed_text() -> list[str]:
     return [json.loads(line)["text"] for line in lines]
 
 
-# A word, a digit, a blank, a run of punctuation, other white space. The blank is a token of its own, so that a word
-# is the same token wherever it stands: then copying " Lars" to "Lars" is copying, and not a table to be learned.
+# A word, a digit, a blank, a run of punctuation, other white space. The blank is a token of its own, so that a word is
+# the same token everywhere: copying " Lars" to "Lars" is then copying, not a mapping to be learned.
 PIECES = Regex(r"\p{L}+|\p{N}| |[^\s\p{L}\p{N}]+|\s")
 
 
@@ -130,14 +130,14 @@ def documents(count: int, seed: int) -> Iterator[str]:
 
 
 def primer(count: int, seed: int) -> Iterator[str]:
-    """Yield the jottings that are read first: copying is learned from far fewer tokens in short documents."""
+    """Yield the jottings that come first: in short documents, copying is learned from far fewer tokens."""
     rng = random.Random(f"{seed}/primer")
     for _ in range(count):
         yield corpus.jotting(rng, None)
 
 
 def notices(count: int, seed: int) -> Iterator[str]:
-    """Yield the notices of the later rounds, each with one record: nothing else to learn but what follows from what."""
+    """Yield the notices of the later rounds, each with one record, so that only the mapping is to be learned."""
     rng = random.Random(f"{seed}/notices")
     for _ in range(count):
         text, facts = world.notice(rng, None)
@@ -147,7 +147,7 @@ def notices(count: int, seed: int) -> Iterator[str]:
 def batches(
     tokenizer: PreTrainedTokenizerFast, texts: Iterator[str], tokens_per_batch: int, seed: int
 ) -> list[list[list[int]]]:
-    """Return batches of token lists, each document whole, beside others of like length to save padding."""
+    """Return batches of token lists, each document whole, with others of similar length to save padding."""
     rows = [[*tokens, tokenizer.eos_token_id] for tokens in tokenizer(list(texts))["input_ids"]]
     rng = random.Random(seed)
     rng.shuffle(rows)
@@ -219,7 +219,7 @@ def mean(losses: list[tuple[float, float]]) -> tuple[float, float]:
 def losses_of(logits: torch.Tensor, labels: torch.Tensor, newline: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss per token, and that of the tokens after a document's first line.
 
-    The first line is mostly chance (who ordered what?); what stands after it follows from it. So the second number
+    The first line is mostly random (who ordered what?); the rest follows from it. So the second number
     goes towards zero as the model learns to copy and to normalise, while the first stops at the entropy of the text.
     """
     each = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")

@@ -1,8 +1,7 @@
 """The small invented world that the sample data is about: people, places, dates, sums of money, notices.
 
-Everything here is made up from the word lists below (no real persons, no copied text) and is a pure
-function of the `random.Random` it is given. `make_data.py` writes the committed files from it; `pretrain.py`
-draws more raw text from it.
+Everything here is made up from the word lists below (no real persons, no copied text) and is a pure function of the
+given `random.Random`. `make_data.py` writes the committed files from it; `pretrain.py` draws more raw text from it.
 
 A *notice* is one or two sentences as somebody at a counter would write them. Its *facts* are the normalised
 values:
@@ -110,7 +109,7 @@ NOTICES = (
     "Note: {name}, {street}, {city}, owes {amount}.",
     "Insured parcel, value {amount}, from {name} in {city}, posted {date}.",
 )
-# Said around a notice, never a fact: these numbers are no amounts, and the clerks no customers.
+# Added around a notice, never facts: these numbers are not amounts, and the clerks are not customers.
 ASIDES = (
     "Order no. {number}.",
     "Ring twice.",
@@ -139,7 +138,7 @@ def person(rng: random.Random, part: int | None) -> str:
 
 
 def write_name(rng: random.Random, name: str) -> str:
-    """Write a name as one meets it: mostly plain, sometimes with a title or family name first."""
+    """Write a name as it occurs in practice: mostly plain, sometimes with a title or family name first."""
     roll = rng.random()
     if roll < 0.15:
         return f"{rng.choice(['Dr', 'Captain', 'Prof.'])} {name}"
@@ -188,7 +187,7 @@ def in_words(number: int) -> str:
 
 
 def amount_forms(hundredths: int, code: str) -> dict[str, str]:
-    """Return the written forms that can say this amount; all mean `normal_amount(hundredths, code)`."""
+    """Return the written forms of this amount; all mean `normal_amount(hundredths, code)`."""
     sign, many, small = CURRENCIES[code]
     whole, rest = divmod(hundredths, 100)
     english = f"{whole:,}.{rest:02}"

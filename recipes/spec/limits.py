@@ -243,7 +243,7 @@ def _expert(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
         yield f"expert parallelism supports {', '.join(EXPERT_PARALLEL_TYPES)}, not {kind}"
     if experts and experts % size:
         yield f"the model's {experts} experts are not divisible by {size}"
-    # AutoEP finds no experts in a pipeline's stages: `test_deepspeed_spreads_no_experts_in_a_pipeline`.
+    # AutoEP finds no experts in a pipeline's stages: `test_deepspeed_distributes_no_experts_in_a_pipeline`.
     if _model_parallel_size(recipe.layout) > 1:
         yield "expert parallelism cannot be combined with tensor, pipeline or sequence parallelism"
     if recipe.lora is not None:

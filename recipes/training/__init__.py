@@ -1,6 +1,6 @@
-"""What a run does. `run.py` composes the other modules and reads from top to bottom like a cookbook page."""
+"""What each rank executes. Start with `run.py`, which is one run from top to bottom."""
 
 import logging
 
-# On a CPU with AVX-512 it asks at every import for a package of inference kernels that nothing here needs.
+# On a CPU with AVX-512, every import warns about a missing package of inference kernels, which nothing here needs.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""A recipe in the words of `transformers.TrainingArguments`, and its DeepSpeed file with the layout's sizes."""
+"""Translates a recipe into `transformers.TrainingArguments`, and puts the layout into its DeepSpeed configuration."""
 
 import copy
 from typing import Any
@@ -48,8 +48,8 @@ def common_arguments(
         "save_steps": recipe.save_steps or 1,
         "save_total_limit": recipe.keep_checkpoints,
         "dataloader_num_workers": loader_processes(recipe, on_gpu),
-        # For streams accelerate would read on rank 0 and send the rest, which needs sequences of one length. From
-        # pinned memory sequences are copied while the GPU computes.
+        # Streams: accelerate would read on rank 0 and broadcast, which needs sequences of equal length. Pinned memory
+        # lets sequences be copied while the GPU computes.
         "accelerator_config": {"dispatch_batches": False, "non_blocking": on_gpu},
         "dataloader_pin_memory": on_gpu,
         "disable_tqdm": True,  # our own progress bar says more
@@ -63,16 +63,16 @@ def common_arguments(
 def loader_processes(recipe: Recipe, on_gpu: bool) -> int:
     """Return how many processes load data for a rank."""
     workers = recipe.data.workers if recipe.data.workers is not None else 2 * (on_gpu and not recipe.data.streaming)
-    # Of several processes that read one stream, all but one would have nothing to read.
+    # Only one process can read a stream; the others would have nothing to read.
     return min(workers, 1) if recipe.data.streaming else workers
 
 
 def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
-    """Return the recipe's DeepSpeed configuration, with the layout's number of tensor- and expert-parallel ranks.
+    """Return the recipe's DeepSpeed configuration, with the layout's tensor- and expert-parallel sizes.
 
     Raises:
-        UserError: the layout wants expert parallelism, and the file has no block for it, or the wrong stage; or the
-            file wants tensor parallelism, and the layout does not.
+        UserError: the layout asks for expert parallelism, but the file has no block for it or the wrong stage; or the
+            file asks for tensor parallelism, but the layout does not.
     """
     config, layout = copy.deepcopy(dict(file.content)), recipe.layout
     if layout.tensor > 1 and layout.pipeline == 1:  # stages are split by `tensor.shard`
@@ -92,15 +92,15 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
                 "deepspeed=expert_parallel.json."
             )
         if file.stage == 0:
-            # It clips at the mean of the ranks' norms: `test_deepspeed_averages_the_norms_of_different_experts`.
+            # DeepSpeed clips at the mean of the ranks' norms: `test_deepspeed_averages_the_norms_of_different_experts`.
             raise UserError(
                 f"layout.expert={layout.expert}: without ZeRO, DeepSpeed computes the wrong gradient norm; set "
-                f"zero_optimization.stage to 1 in {file.name}, which takes less memory too."
+                f"zero_optimization.stage to 1 in {file.name}, which also needs less memory."
             )
         config["expert_parallel"]["autoep_size"] = layout.expert
-        config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and spares norms the decay
+        config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and does not decay norms
     if layout.pipeline > 1:
         config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank
-        # Sending a share per tensor rank keeps the first shape, and sequences without packing have several.
+        # Sending one shard per tensor rank fixes the first shape, but unpacked sequences vary in length.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False, **config.get("pipeline", {})}
     return config

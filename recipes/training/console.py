@@ -18,8 +18,8 @@ def say(text: str = "") -> None:
         sys.stdout.flush()
 
 
-def marked(pieces: Sequence[tuple[str, bool]]) -> str:
-    """Return text with the parts that are learned in colour, or between « and » where there is no colour."""
+def highlighted(pieces: Sequence[tuple[str, bool]]) -> str:
+    """Return text with the parts in the loss in colour, or between « and » where there is no colour."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     if not console.is_terminal or console.no_color:
         return "".join(f"«{text}»" if learned else text for text, learned in pieces)

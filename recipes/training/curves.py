@@ -8,7 +8,7 @@ CURVES = {
     "loss": "loss per token (nats)",
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
-    "tokens_per_second": "tokens per second, whole world",
+    "tokens_per_second": "tokens per second, all ranks",
 }
 
 

@@ -18,7 +18,7 @@ from ..spec.recipe import Layout
 from . import upstream
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""DeepSpeed's own default of 10 minutes is shorter than a large checkpoint or a first tokenisation takes."""
+"""DeepSpeed's default, 10 minutes, is too short for a large checkpoint or a first tokenisation."""
 
 
 def start() -> None:

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, hardware and the project's commit, never a variable's value."""
+"""Describes what a run ran on: versions, hardware, the project's commit; never the value of an environment variable."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "
 
 
 def describe() -> dict[str, Any]:
-    """Return the facts that a measurement needs beside it."""
+    """Return the facts that have to accompany a measurement."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     own = ["deepspeed-recipes"] if INSTALLED else []
     return {
@@ -36,7 +36,7 @@ def describe() -> dict[str, Any]:
 def git_commit() -> str | None:
     """Return the checkout's commit, with `+changes` when files differ from it; None without a checkout or git."""
     if CHECKOUT is None:
-        return None  # git would answer for the repository that the environment lies in
+        return None  # git would describe the repository around the environment
     try:
         commit = _git("rev-parse", "HEAD")
         return commit + ("+changes" if _git("status", "--porcelain") else "")

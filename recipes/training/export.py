@@ -36,7 +36,7 @@ def save(trainer: Any, folder: Path) -> None:
     if distributed.is_first():
         shutil.rmtree(part, ignore_errors=True)
     torch.distributed.barrier()
-    trainer.context.way.save(trainer, part)
+    trainer.context.parallel.save(trainer, part)
     if distributed.is_first():
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
@@ -50,21 +50,21 @@ def verify(
     """Reload the export with plain transformers and return the largest difference in logits, relative to the largest.
 
     Args:
-        forward: from token ids to the trained model's logits; every rank must call, since under ZeRO-3 it is a
+        forward: maps token ids to the trained model's logits; every rank must call it, since under ZeRO-3 it is a
             collective.
         dtype: the trained model's.
         folder: what `save` wrote.
         tokens: one sequence of token ids to compare on.
 
     Raises:
-        RuntimeError: the reloaded model computes something else, so the export is not the model that was trained.
+        RuntimeError: the reloaded model computes different logits, so the export is not the model that was trained.
     """
     inputs = torch.tensor([tokens], device=distributed.device())
     trained = forward(inputs).float().cpu()
     difference = 0.0
     if distributed.is_first():
-        unset_hf_deepspeed_config()  # or transformers would shard what it loads
-        # On the host, unless it is quantised: a GPU that still holds the engine's states has no room for a whole model.
+        unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads
+        # On the host, unless it is quantised: a GPU that still holds the engine's states cannot fit a whole model.
         reloaded = load(folder, dtype=dtype).eval()
         logits = reloaded(input_ids=inputs.to(reloaded.device)).logits.float().cpu()
         difference = ((logits - trained).abs().max() / trained.abs().max()).item()
@@ -78,11 +78,11 @@ def verify(
 
 
 def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreTrainedModel | PeftModel:
-    """Return the model in `folder`: a whole one, or an adapter on its base model in the form that it was trained on.
+    """Return the model in `folder`: a whole model, or an adapter on its base model, quantised as it was in training.
 
     Args:
         folder: a whole model, or an adapter that names its base model.
-        dtype: of the weights; "auto" as they are stored.
+        dtype: of the weights; "auto": as stored.
         adapter: put this adapter on the whole model in `folder`.
 
     Raises:
@@ -131,7 +131,7 @@ def load_whole(folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None
 def load_merged(folder: Path) -> PreTrainedModel:
     """Return the adapter in `folder` merged into its base model.
 
-    Into a quantised base's own values, dequantised: those the adapter was trained on. PEFT would quantise the sum
+    A quantised base is dequantised first, to the values that the adapter was trained on. PEFT would quantise the sum
     again, and lose most of what was learned to rounding.
     """
     base = load_base(base_of(folder), folder)
@@ -168,9 +168,9 @@ def write(source: Path, output: Path, merge: bool) -> str:
     is_adapter = (source / ADAPTER).exists()
     if not is_adapter and not list(source.glob("*.safetensors")):
         if list(source.glob("checkpoint-*")):
-            raise UserError(f"{source}: no model, but checkpoints; name one of them, or the run's folder.")
+            raise UserError(f"{source}: holds checkpoints but no model; name one of them, or the run's folder.")
         raise UserError(
-            f"{source}: no .safetensors file. A ZeRO-3 checkpoint has one when the DeepSpeed config says\n"
+            f"{source}: no .safetensors file. A ZeRO-3 checkpoint has one if the DeepSpeed config sets\n"
             '"stage3_gather_16bit_weights_on_model_save": true.'
         )
     part = output.with_name(output.name + ".part")
@@ -178,7 +178,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
     if is_adapter and merge:
         load_merged(source).save_pretrained(part)
         load_tokenizer(source).save_pretrained(part)
-        kind = "a whole model, the adapter merged into it"
+        kind = "a whole model with the adapter merged into it"
     else:
         part.mkdir(parents=True)
         for file in sorted(source.iterdir()):

@@ -1,4 +1,4 @@
-"""What a rank printed, kept in a file of its own: the last lines of the rank that died say why it did."""
+"""Keeps what each rank prints in a log of its own: the last lines of a rank that died say why."""
 
 import contextlib
 import faulthandler
@@ -10,12 +10,12 @@ from ..spec.run_folder import RunFolder
 
 
 def keep(run: RunFolder) -> None:
-    """Write what this rank prints from Python into its log too, and its stack where it crashes.
+    """Copy what this rank prints from Python to its log, and its stack if it crashes.
 
-    Not what libraries print past Python: a pipe would hold it back, and lose it where the process is killed.
+    What native libraries print is not copied: a pipe would buffer it, and lose it when the process is killed.
     """
     run.ranks.mkdir(parents=True, exist_ok=True)
-    name = os.environ.get("RANK", f"of-process-{os.getpid()}")  # under mpirun it is not known before the ranks have met
+    name = os.environ.get("RANK", f"of-process-{os.getpid()}")  # mpirun's ranks learn it only when they connect
     log = (run.ranks / f"rank-{name}.log").open("a", encoding="utf-8", errors="replace", buffering=1)
     sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
     faulthandler.enable(log)
@@ -31,7 +31,7 @@ class Tee:
     def write(self, text: str) -> int:
         """Write `text`; a progress bar, which overwrites itself, does not go into the log."""
         if not text.startswith("\r"):
-            with contextlib.suppress(OSError):  # a full disk is no reason to lose the run
+            with contextlib.suppress(OSError):  # a full disk must not end the run
                 self.log.write(text)
         return self.stream.write(text)
 

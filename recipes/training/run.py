@@ -35,8 +35,8 @@ from .data.load import Datasets
 from .methods import method
 from .model import draft, kernels, load, packing_check
 from .model.flops import training_flops
-from .parallel import sequence_check, way
-from ..machine.room import gathered_bytes
+from .parallel import implementation, sequence_check
+from ..machine.capacity import gathered_bytes
 from .trainer import RunContext
 
 
@@ -60,15 +60,15 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     recipe = with_draft(recipe, run)
     tokenizer = chat_templates.load_tokenizer(recipe)
     recipe = checked(recipe, file, tokenizer)
-    methods, held = method(recipe.method), way(recipe.layout)
+    methods, parallel = method(recipe.method), implementation(recipe.layout)
     # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
     common = common_arguments(recipe, run, file, dist.get_world_size(), distributed.on_gpu())
     arguments = methods.arguments(common, recipe)
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
-    model = held.load(recipe)
+    model = parallel.load(recipe)
     upstream.tell_whether_packed(model, recipe.packing and recipe.method != "dpo")
-    context = prepare(recipe, run, file, datasets, held.outline(recipe, model))
+    context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model))
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
     trainer.train(resume_from_checkpoint=str(context.checkpoint) if context.checkpoint else None)
     conclude(trainer, datasets)
@@ -88,7 +88,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     """Return the recipe with the attention that it trains with.
 
     Raises:
-        UserError: it cannot run, or would train another model than it says.
+        UserError: it cannot run, or would train a different model.
     """
     # The launcher may not have known the dimensions of a model on the Hub.
     config = load.load_config(recipe).to_dict()
@@ -96,28 +96,28 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     kernels.check(recipe, file)
     attention = packing_check.check(recipe, tokenizer, distributed.on_gpu())
     recipe = replace(recipe, model=replace(recipe.model, attention=attention))
-    way(recipe.layout).check(recipe, tokenizer)
+    implementation(recipe.layout).check(recipe, tokenizer)
     if recipe.layout.sequence > 1:
         sequence_check.check(recipe, tokenizer)
     return recipe
 
 
 def prepare(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, datasets: Datasets, model: Any) -> RunContext:
-    """Return what the trainer works with; `model` is the one to count parameters and operations on."""
+    """Return what the trainer works with; `model` is used to count parameters and operations."""
     total, trainable = load.parameter_counts(model)
     say(f"model: {total:,} parameters, {trainable:,} of them trained; attention: {recipe.model.attention}")
     sizes = (total, trainable, DTYPE_BYTES[recipe.precision])
-    held = way(recipe.layout)
+    parallel = implementation(recipe.layout)
     tracker = Tracker(recipe, run)
     watchdog = Watchdog(run, recipe.hang_minutes)
     evaluation = None
     if datasets.held_out is not None:
-        evaluation = Evaluation(recipe, run, datasets, held, method(recipe.method), tracker.record)
+        evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method), tracker.record)
     return RunContext(
         recipe=recipe,
         run=run,
         file=file,
-        way=held,
+        parallel=parallel,
         checkpoint=newest_checkpoint(run),
         tracker=tracker,
         metrics=Metrics(run, tracker.record, distributed.place(recipe.layout).is_first_reader, training_flops(model)),
@@ -130,7 +130,7 @@ def prepare(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, datasets: Datas
 
 
 def conclude(trainer: Any, datasets: Datasets) -> None:
-    """Measure and export what was trained, and say so; or how to resume where the run was stopped."""
+    """Evaluate and export the trained model and print the last screen; after a stop, print how to resume."""
     context = trainer.context
     recipe, run, evaluation = context.recipe, context.run, context.evaluation
     if context.stop.stopped:
@@ -139,16 +139,19 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
     after = evaluation.measure(trainer, with_metric=True)[evaluation.metric] if evaluation else None
     export.save(trainer, run.export)
     difference = export.verify(
-        lambda tokens: context.way.logits(trainer, tokens), load.DTYPES[recipe.precision], run.export, datasets.sample
+        lambda tokens: context.parallel.logits(trainer, tokens),
+        load.DTYPES[recipe.precision],
+        run.export,
+        datasets.sample,
     )
     results = {"after": after, "logit_difference": difference}
     summary.finished(recipe, run, context.tracker, evaluation, results)
 
 
 def fail(error: Exception, status: int) -> None:
-    """Print once what every rank has found, and end this rank with `status`."""
+    """Print an error that every rank may have found, once, and exit with `status`."""
     if not distributed.is_first():
-        # Where every rank found the same mistake, the launcher ends this one before it repeats rank 0's message.
+        # If every rank found the same mistake, the launcher ends this one before it repeats rank 0's message.
         time.sleep(5)
     print(error, file=sys.stderr, flush=True)
     os._exit(status)

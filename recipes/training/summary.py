@@ -13,7 +13,7 @@ from .console import duration, say
 
 
 def stopped(run: RunFolder, step: int, tracker: Tracker) -> None:
-    """Leave a stopped run so that `--resume` continues it."""
+    """Close a stopped run and print how to resume it."""
     if distributed.is_first():
         tracker.end({"stopped": True})
         write_json(run.summary, {"stopped": True, "steps": step})

@@ -37,12 +37,12 @@ from .environment import describe
 from .parallel import expert
 
 if TYPE_CHECKING:
-    Hooked: TypeAlias = Trainer  # what the hooks are put before, for the type checker
+    Hooked: TypeAlias = Trainer  # the class that the hooks precede, for the type checker
 else:
     Hooked = object
 
 INFINITY = 2147483647
-"""Written for infinity, which strict JSON cannot express: a number that no run reaches."""
+"""Replaces infinity, which strict JSON cannot express; no run reaches this number."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class RunContext:
     recipe: Recipe
     run: RunFolder
     file: DeepSpeedFile
-    way: ModuleType
+    parallel: ModuleType
     """How the ranks hold the model: `parallel.whole` or `parallel.pipeline`."""
     checkpoint: Path | None
-    """The one to resume from."""
+    """The checkpoint to resume from; None: a new run."""
     tracker: Tracker
     metrics: Metrics
     guard: LossGuard
@@ -63,7 +63,7 @@ class RunContext:
     stop: StopOnSignal
     watchdog: Watchdog
     evaluation: Evaluation | None
-    """None: there is no held-out data."""
+    """None without held-out data."""
 
 
 class OnTrainBegin(TrainerCallback):
@@ -93,7 +93,7 @@ class RunHooks(Hooked):
     def __init__(self, context: RunContext, **options: Any) -> None:
         """`options`: those of the trainer's own class."""
         self.context = context
-        self.micro_batches: list[dict[str, Any]] = []  # that a pipeline has not trained on yet
+        self.micro_batches: list[dict[str, Any]] = []  # those that a pipeline collects until its step is complete
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
         for callback in self._callbacks():
@@ -118,9 +118,9 @@ class RunHooks(Hooked):
     # Before the first step
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader that gives all ranks that share a copy of the model the same sequences.
+        """Return a loader that gives all ranks of a model replica the same sequences.
 
-        accelerate's own preparation, which the Trainer calls, knows data-parallel ranks only.
+        The Trainer's own loader, prepared by accelerate, treats every rank as data-parallel.
         """
         arguments, accelerator, layout = self.args, self.accelerator, self.context.recipe.layout
         dataset = example_numbers.numbered(self.train_dataset, self.context.run)
@@ -151,7 +151,7 @@ class RunHooks(Hooked):
         )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the Trainer's optimizer, with spread experts in a group of their own."""
+        """Return the Trainer's optimizer, with expert-parallel weights in their own parameter group."""
         optimizer = super().create_optimizer(model)
         size = self.context.recipe.layout.expert
         if size > 1:
@@ -159,7 +159,7 @@ class RunHooks(Hooked):
         return optimizer
 
     def on_engine_ready(self) -> None:
-        """Mend what the engine gets wrong, and write down what it is."""
+        """Work around the engine's defects, and record its configuration and environment."""
         engine, context = self.deepspeed, self.context
         upstream.remember_gradient_norm(engine)
         if context.checkpoint:
@@ -179,7 +179,7 @@ class RunHooks(Hooked):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Any]:
-        """Return the micro-batches of a step and how many tokens they learn, counted and timed for the metrics."""
+        """Return a step's micro-batches and their number of tokens in the loss, counted and timed for the metrics."""
         metrics = self.context.metrics
         with metrics.waiting():
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -187,10 +187,10 @@ class RunHooks(Hooked):
         return batches, items
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Return the loss of a micro-batch, as `context.way` computes it and the guard wants it logged."""
+        """Return the loss of a micro-batch, as `context.parallel` computes it and the guard wants it logged."""
         numbers = inputs.pop(example_numbers.KEY)
         ordinary = partial(super().training_step, model)
-        loss = self.context.way.step(self, ordinary, inputs, num_items_in_batch)
+        loss = self.context.parallel.step(self, ordinary, inputs, num_items_in_batch)
         return self.context.guard.keep(self.state.global_step + 1, numbers, loss)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
@@ -200,15 +200,15 @@ class RunHooks(Hooked):
         return super().compute_loss(model, inputs, *arguments, **options)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """Return the norm that the engine has computed, still on the device; it clips by itself.
+        """Return the engine's gradient norm, still on the device; the engine clips by itself.
 
-        The Trainer and accelerate read it at every step. A read waits until the device has done everything before it,
-        and the device then waits for the next launch. `test_levers.py` tells when this can go.
+        The Trainer and accelerate read the norm at every step. A read blocks until the device has caught up, and the
+        device then idles until the next kernel launch. `test_levers.py` passes without this once it can be removed.
         """
         return self.deepspeed.get_global_grad_norm()
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Return the same; it is read when it is logged."""
+        """Return the same tensor, which is read only when it is logged."""
         return self.deepspeed.get_global_grad_norm()
 
     # Between steps, and at the end
@@ -219,21 +219,21 @@ class RunHooks(Hooked):
             self.context.evaluation.measure(self, with_metric=True)
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Measure the held-out data by `Evaluation`, in the Trainer's place."""
+        """Measure the held-out data with `Evaluation` instead of the Trainer's loop."""
         assert self.context.evaluation, "only Evaluation asks for it"
         measured = self.context.evaluation.measure(self, with_metric=False)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, measured)
         return measured
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write an ordinary Hugging Face folder, where the DeepSpeed file does not decline it; a collective.
+        """Write an ordinary Hugging Face folder, unless the DeepSpeed file turns that off; a collective.
 
-        Below ZeRO-3 the Trainer's own way stores tied weights twice; of split models it would store one rank's part;
-        and without `stage3_gather_16bit_weights_on_model_save` it writes DeepSpeed's checkpoint a second time instead.
-        Set that key to false, and ZeRO-3's checkpoints hold no weights besides DeepSpeed's own.
+        The Trainer's own method stores tied weights twice below ZeRO-3, stores only one rank's part of a split model,
+        and without `stage3_gather_16bit_weights_on_model_save` writes DeepSpeed's checkpoint a second time. With that
+        key set to false, ZeRO-3's checkpoints hold only DeepSpeed's own weights.
         """
         if self.context.file.gathers_weights:
-            self.context.way.save(self, Path(output_dir or self.args.output_dir))
+            self.context.parallel.save(self, Path(output_dir or self.args.output_dir))
 
 
 class RunTrainer(RunHooks, Trainer):

@@ -1,8 +1,8 @@
-"""A checkpoint for another number of ranks: DeepSpeed's universal form, made before any rank starts.
+"""Converts a checkpoint for another number of ranks to DeepSpeed's universal form, before any rank starts.
 
-Under ZeRO 1 to 3 each rank writes its own share of the optimizer's states, so N files fit N ranks only. The universal
-form has one file per weight and state, and any number of ranks takes its shares from it. Standard library only: the
-launcher refuses what cannot be converted in milliseconds, and the conversion is a process of its own.
+Under ZeRO-1 to 3 each rank writes its shard of the optimizer's states, so N files fit N ranks only. The universal form
+has one file per weight and state, from which any number of ranks can read its shards. Standard library only: the
+launcher refuses in milliseconds what cannot be converted, and the conversion is a process of its own.
 """
 
 import shutil
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..machine.room import check_disk
+from ..machine.capacity import check_disk
 from ..spec import deepspeed_file
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
@@ -20,34 +20,32 @@ from ..spec.recipe import Layout, Recipe
 from ..spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe
 
 MARKER = "latest_universal"
-"""Written by DeepSpeed last of all, into the checkpoint: names the folder of the whole universal form."""
-
-
+"""DeepSpeed writes this file last; it names the folder of the complete universal form."""
 DIMENSIONS = (
     *("model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "head_dim"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "intermediate_size", "n_inner"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
 )
-"""What makes an architecture, by the names that configurations have for it."""
+"""Keys of a config.json that define the architecture, under the names that model families give them."""
 
 
 def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) -> None:
-    """Refuse to resume with what the run's newest checkpoint does not hold, and what it cannot be converted to.
+    """Refuse to resume with settings that the run's newest checkpoint neither fits nor can be converted to.
 
     Args:
-        recipe: as it is about to run, overrides included; the run's folder still holds the old one.
-        run: has a whole checkpoint.
+        recipe: as it is about to run, with overrides; the run's folder still holds the old one.
+        run: must have a complete checkpoint.
         file: the recipe's DeepSpeed file.
-        world_size: ranks that are about to start.
+        world_size: number of ranks about to start.
 
     Raises:
         UserError: another architecture, adapter, ZeRO stage or layout; states that DeepSpeed cannot convert.
     """
     checkpoint = newest_checkpoint(run)
-    assert checkpoint, "only of a run that has a whole one"
+    assert checkpoint, "call this only for a run that has a complete one"
     complete, saved_file = read_json(checkpoint / COMPLETE), deepspeed_file.read(run.deepspeed)
     if saved_file.has_zenflow:
-        # `test_zenflow_forgets_what_is_on_its_way` tells when this can go.
+        # `test_zenflow_checkpoints_lose_pending_updates` fails once this can be removed.
         raise UserError(
             f"{checkpoint} was written with ZenFlow, whose pending updates DeepSpeed does not save; start a new run "
             f"from its weights: without --resume, with model.path={checkpoint}."
@@ -56,7 +54,7 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
     if file.stage != saved_file.stage:
         raise UserError(
             f"deepspeed={Path(recipe.deepspeed).name}: {checkpoint} was written under ZeRO-{saved_file.stage}, and "
-            f"DeepSpeed loads it under no other stage; use a file with stage {saved_file.stage}."
+            f"DeepSpeed cannot load it under another; use a file with stage {saved_file.stage}."
         )
     saved, asked = Layout(**complete["layout"]), recipe.layout
     for name in _unchangeable(saved, asked, saved_file.stage):
@@ -68,34 +66,36 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
     why = _not_convertible(saved_file, saved, recipe.lora is not None)
     if why and is_needed(asked, run, world_size):
         raise UserError(
-            f"{checkpoint} was written by {complete['world_size']} ranks, and for others DeepSpeed converts no {why}; "
-            f"use --gpus {complete['world_size']} {as_overrides(saved)}".rstrip()
+            f"{checkpoint} was written by {complete['world_size']} ranks, and DeepSpeed cannot convert {why} "
+            f"for another number; use --gpus {complete['world_size']} {as_overrides(saved)}".rstrip()
             + "."
         )
 
 
 def _unchangeable(saved: Layout, asked: Layout, stage: int) -> list[str]:
-    """Return which sizes of a layout are not what a checkpoint has to be loaded with."""
+    """Return the sizes of a layout that differ from what the checkpoint has to be loaded with."""
     changed = {
         "pipeline": saved.pipeline != asked.pipeline,
-        # Whole experts are other parameters than AutoEP's.
+        # AutoEP's experts have other parameters than whole ones.
         "expert": (saved.expert > 1) != (asked.expert > 1),
-        # Nothing in the checkpoint says how whole matrices would be split; and only ZeRO's states can be converted.
+        # A checkpoint of whole matrices does not say how to split them; and only ZeRO's states can be converted.
         "tensor": saved.tensor == 1 < asked.tensor or (not stage and saved.tensor != asked.tensor),
     }
     return [name for name, is_so in changed.items() if is_so]
 
 
-def _check_model(recipe: Recipe, held: Recipe, checkpoint: Path) -> None:
-    if recipe.draft != held.draft:
-        raise UserError(f"draft: {checkpoint} is of {held.draft}, not of {recipe.draft}; leave draft.* as it was.")
+def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
+    if recipe.draft != saved.draft:
+        raise UserError(
+            f"draft: {checkpoint} was written with {saved.draft}, not {recipe.draft}; leave draft.* unchanged."
+        )
     for name in ("rank", "target_modules", "target_parameters", "dora"):
-        now, then = (getattr(one.lora, name, None) for one in (recipe, held))
+        now, then = (getattr(one.lora, name, None) for one in (recipe, saved))
         if now != then:
-            raise UserError(f"lora.{name}={now}: {checkpoint} holds adapters with {then}; leave it as it was.")
+            raise UserError(f"lora.{name}={now}: {checkpoint} holds adapters with {then}; leave it unchanged.")
     if recipe.draft.enabled:
         return
-    files = [checkpoint / "config.json", Path(held.model.path, "config.json")]
+    files = [checkpoint / "config.json", Path(saved.model.path, "config.json")]
     then = next((_dimensions(file) for file in files if file.exists()), {})
     local = Path(recipe.model.path, "config.json")
     for name, size in (_dimensions(local) if local.exists() else {}).items():
@@ -115,8 +115,8 @@ def _dimensions(file: Path) -> dict[str, Any]:
 def _not_convertible(file: DeepSpeedFile, saved: Layout, adapters: bool) -> str | None:
     """Return what the universal form cannot hold; None if it holds everything.
 
-    Of split matrices it holds what AutoTP has split and described, below ZeRO-3; the others it would join wrongly.
-    `test_deepspeed_joins_split_matrices_wrongly` tells when this can go.
+    It holds split matrices only where AutoTP has split and described them, below ZeRO-3; others it would join wrongly.
+    `test_deepspeed_joins_split_matrices_incorrectly` fails once this can be removed.
     """
     if not file.stage:
         return None
@@ -124,7 +124,7 @@ def _not_convertible(file: DeepSpeedFile, saved: Layout, adapters: bool) -> str 
         return "states on NVMe (offload_optimizer)"
     kind = file.optimizer or "AdamW"
     if kind.lower() not in ("adam", "adamw"):
-        return f"states of {kind}, only Adam's"
+        return f"states of {kind} (only Adam's)"
     if saved.tensor > 1 and (file.stage == 3 or saved.pipeline > 1 or adapters):
         return "matrices that are split under ZeRO-3, in a pipeline or beside adapters"
     return None
@@ -152,23 +152,23 @@ def loading(config: dict[str, Any], layout: Layout, run: RunFolder, world_size: 
 
 
 def convert(checkpoint: Path) -> None:
-    """Write the universal form into `checkpoint`, in one process; nothing where it is there already.
+    """Write the universal form into `checkpoint`, in one process; do nothing if it exists already.
 
     Raises:
-        UserError: no room on the disk, or DeepSpeed could not convert it.
+        UserError: not enough disk space, or DeepSpeed could not convert it.
     """
     if (checkpoint / MARKER).exists():
         return
     source = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
     target = source.with_name(source.name + "_universal")
     shutil.rmtree(target, ignore_errors=True)
-    check_disk(checkpoint, room(source), "its form for another number of ranks")
+    check_disk(checkpoint, conversion_bytes(source), "the conversion for another number of ranks")
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--input_folder", str(source), "--output_folder", str(target)]
     # One worker each: with several DeepSpeed holds as many shares in memory at once.
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     if read_json(checkpoint / COMPLETE)["layout"]["tensor"] == 1:
-        command.append("--inject_missing_state")  # where matrices are split, what it tells of them must not be missing
+        command.append("--inject_missing_state")  # for split matrices a missing description must stay an error
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         shutil.rmtree(target, ignore_errors=True)
@@ -177,11 +177,11 @@ def convert(checkpoint: Path) -> None:
         raise UserError(f"{checkpoint}: DeepSpeed cannot convert it: {reason}\nUse --gpus {written_by}.")
 
 
-def room(source: Path) -> int:
+def conversion_bytes(source: Path) -> int:
     """Return the bytes that converting DeepSpeed's folder `source` needs at most.
 
-    The states are there twice, in pieces and joined; ZeRO-3 keeps one rank's file too, and ZeRO-1 and 2
-    write in fp32 what only the module's 16-bit state holds.
+    The states exist twice, in pieces and joined; ZeRO-3 also keeps one rank's file, and ZeRO-1 and 2 write in fp32 what
+    only the module's 16-bit state holds.
     """
     states = [file.stat().st_size for file in source.glob("*_optim_states.pt")]
     weights = [file.stat().st_size for file in source.glob("*_model_states.pt")]

@@ -21,15 +21,15 @@ from transformers.masking_utils import find_packed_sequence_indices
 from trl.trainer import utils as trl_utils
 
 UNIVERSAL = "latest_universal"
-"""Written by DeepSpeed last of all, into a checkpoint: names the folder of its universal form."""
+"""The last file that DeepSpeed writes into a universal checkpoint; it names the folder."""
 
 
 def release_shared_memory() -> None:
-    """Take the name off this rank's shared-memory buffer, so that nothing of it outlives the rank.
+    """Unlink this rank's shared-memory buffer, so that it does not outlive the rank.
 
-    DeepSpeed's collectives between ranks on CPU map 66 MB per rank from /dev/shm, and a rank that is killed leaves
-    them there, in memory, for good. Once every rank has mapped them nobody needs the names. `test_launch.py` passes
-    without this when it can go.
+    DeepSpeed's collectives between ranks on CPU map 66 MB per rank from /dev/shm, and a rank that is killed leaves them
+    there, in memory, for good. Once every rank has mapped them, the names are no longer needed. `test_launch.py` passes
+    without this once it can be removed.
     """
     dist.barrier()
     name = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{dist.get_rank()}"
@@ -42,7 +42,7 @@ def without_tensor_parallel_block() -> Iterator[None]:
     """Load a model as if it were not to be split: DeepSpeed splits it later, when it makes the engine.
 
     transformers refuses to load a checkpoint under ZeRO-3 where the configuration has tensor parallelism.
-    `test_tensor_parallel_refuses_adapters_and_zero3_checkpoints` tells when this can go.
+    `test_tensor_parallel_refuses_adapters_and_zero3_checkpoints` fails once this can be removed.
     """
     config = deepspeed_config() or {}
     block = config.pop("tensor_parallel", None)
@@ -58,8 +58,8 @@ def restore_rotary_frequencies(model: PreTrainedModel) -> None:
 
     Under ZeRO-3 DeepSpeed 0.19.8 casts every floating tensor that is made while the model is built, buffers too. In
     bf16 a frequency is off by up to 0.4 %: 4 radians at position 1,000, so the model trains at other positions than
-    those that every later load of its weights computes. `test_zero_init_rounds_the_rotary_frequencies` tells when this
-    can go.
+    those that every later load of its weights computes. `test_zero_init_rounds_the_rotary_frequencies` fails once this
+    can be removed.
     """
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
@@ -73,9 +73,9 @@ def keep_4bit_layout(model: torch.nn.Module) -> None:
     """Keep 4-bit weights as they were packed.
 
     On CPUs with AVX-512 bitsandbytes repacks them in place in the first forward pass of an evaluation, into bytes that
-    DeepSpeed and a checkpoint would take for the old ones, and it asks for widths that are multiples of 32.
-    `test_bitsandbytes_repacks_on_the_cpu` tells when this can go. By attribute and not by class: most runs need not
-    import bitsandbytes (`peft_without_bitsandbytes.py`).
+    DeepSpeed and a checkpoint would take for the old ones, and it requires widths that are multiples of 32.
+    `test_bitsandbytes_repacks_on_the_cpu` fails once this can be removed. By attribute and not by class: most runs need
+    not import bitsandbytes (`peft_without_bitsandbytes.py`).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -86,7 +86,7 @@ def tell_whether_packed(model: torch.nn.Module, packed: bool) -> None:
     """Let transformers' masks for `model` in training know whether sequences are packed, in this process.
 
     To find out, transformers reads the position ids at every pass, and waits for the device. `test_levers.py` passes
-    without this when it can go.
+    without this once it can be removed.
     """
 
     def known(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -101,7 +101,7 @@ def narrow_loss_tiles(columns: int) -> None:
     """Make TRL's fused head compute logits for `columns` vocabulary entries at a time.
 
     Its own 32,768 hold 8 bytes per token and entry of a 128k vocabulary at 4,096 tokens where there is no Triton.
-    `test_levers.py` passes without this when it can go.
+    `test_levers.py` passes without this once it can be removed.
     """
     trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = columns
 
@@ -110,7 +110,7 @@ def remember_gradient_norm(engine: Any) -> None:
     """Make the engine report its gradient norm in fp32 without ZeRO too, where DeepSpeed computes and forgets it.
 
     DeepSpeed 0.19.8, engine.py, `clip_fp32_gradients`: the return value of `clip_grad_norm_` is dropped.
-    `test_deepspeed_forgets_the_fp32_gradient_norm` tells when this can go.
+    `test_deepspeed_forgets_the_fp32_gradient_norm` fails once this can be removed.
     """
 
     def clip_and_remember() -> None:
@@ -124,9 +124,9 @@ def remember_gradient_norm(engine: Any) -> None:
 def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
     """Call `look` when the engine is about to refuse an update whose gradients are not finite.
 
-    DeepSpeed 0.19.8 throws the gradients away before anybody else could look; it calls `_update_scale(overflow)` just
-    before, at every ZeRO stage. Without ZeRO there is nothing to see. `test_guard.py` passes without this when it can
-    go.
+    DeepSpeed 0.19.8 throws the gradients away before anyone else can inspect them; it calls `_update_scale(overflow)`
+    just before, at every ZeRO stage. Without ZeRO there is nothing to see. `test_guard.py` passes without this once it
+    can be removed.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "_update_scale"):
@@ -144,10 +144,10 @@ def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
 def route_as_transformers(model: PreTrainedModel) -> None:
     """Make AutoEP's routers of DeepSeek's models compute what transformers' do.
 
-    DeepSpeed 0.19.8 multiplies in the weights' dtype, where transformers does so in fp32: in bf16 a token near the
-    border goes to another expert. And it looks for the best groups of experts before the best experts wherever a
-    configuration counts groups, though V2's `topk_method` can be `greedy`. `test_autoep_routes_deepseek_differently`
-    tells when this can go.
+    DeepSpeed 0.19.8 multiplies in the weights' dtype, where transformers does so in fp32: in bf16 a token near a
+    decision boundary goes to another expert. It also restricts tokens to the best groups of experts wherever a
+    configuration has groups, though V2's `topk_method` can be `greedy`. `test_autoep_routes_deepseek_differently` fails
+    once this can be removed.
     """
     if model.config.model_type not in ("deepseek_v2", "deepseek_v3"):
         return
@@ -160,12 +160,12 @@ def route_as_transformers(model: PreTrainedModel) -> None:
 
 
 def restore_parameter_groups(engine: Any, checkpoint: Path) -> None:
-    """Under ZeRO-3, mend what DeepSpeed does to the optimizer when it loads a universal checkpoint.
+    """Under ZeRO-3, repair what DeepSpeed does to the optimizer when it loads a universal checkpoint.
 
     DeepSpeed 0.19.8, stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`: every group of parameters gets
     the first one's hyper-parameters, so norms and biases are decayed from there on, and all states share one tensor
-    that counts the steps, which each of them advances. `test_zero3_forgets_the_groups_of_a_universal_checkpoint` tells
-    when this can go.
+    that counts the steps, which each of them advances. `test_zero3_forgets_the_groups_of_a_universal_checkpoint` fails
+    once this can be removed.
     """
     if not (engine.load_universal_checkpoint() and engine.zero_optimization_partition_weights()):
         return
@@ -185,7 +185,7 @@ def reshard_small_parameters(engine: Any) -> None:
 
     DeepSpeed 0.19.8 gathers them at the end of a load and releases each after its module's first forward pass; DoRA,
     which reads an adapter's weight from outside its module, then finds it empty. A fresh engine gathers at the first
-    forward pass, and keeps them. `test_catalogue.py` resumes DoRA under ZeRO-3 without this when it can go.
+    forward pass, and keeps them. `test_catalogue.py` resumes DoRA under ZeRO-3 without this once it can be removed.
     """
     small = getattr(engine.optimizer, "persistent_parameters", [])
     if small:
@@ -195,8 +195,8 @@ def reshard_small_parameters(engine: Any) -> None:
 def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
     """Return the loss of one optimizer step over `micro_batches`, of which an epoch's last step may have fewer.
 
-    DeepSpeed 0.19.8 takes as many as its configuration says, and waits for more. `test_pipeline.py` ends an epoch with
-    fewer; it passes without this when it can go.
+    DeepSpeed 0.19.8 expects as many as its configuration says, and waits for the rest. `test_pipeline.py` ends an epoch
+    with fewer; it passes without this once it can be removed.
     """
     engine.micro_batches = len(micro_batches)
     return engine.train_batch(iter(micro_batches)).detach()
@@ -205,8 +205,8 @@ def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
 def evaluate_pipeline(engine: Any, micro_batches: list[Any]) -> list[torch.Tensor]:
     """Return what the last stage's loss function makes of each micro-batch; a collective.
 
-    DeepSpeed 0.19.8 adds it to the loss that training has left, which has another shape. `test_pipeline.py` evaluates
-    between steps; it passes without this when it can go.
+    DeepSpeed 0.19.8 adds it to the loss left over from training, which has another shape. `test_pipeline.py` evaluates
+    between steps; it passes without this once it can be removed.
     """
     engine.total_loss = None
     return engine.eval_batch(

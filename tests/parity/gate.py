@@ -1,4 +1,4 @@
-"""The parity gate: a run by the recipe of some settings, held against what plain PyTorch made of the same."""
+"""The parity gate: trains a recipe and compares it with the same training in plain PyTorch."""
 
 import shutil
 from dataclasses import replace
@@ -22,7 +22,7 @@ NORM = 1e-4
 
 
 def lesson(settings: plain.Settings, model: Path, data: Path, deepspeed: str, **changes: Any) -> Recipe:
-    """Return the recipe of the settings on a data set of eight rows, all of them in every step."""
+    """Return the recipe of the settings on a dataset of eight examples, all of them in every step."""
     recipe = small(
         model,
         data,
@@ -44,7 +44,7 @@ def train_with_a_break(ranks: Any, run: RunFolder, log: Path, world_size: int) -
 
 
 def resume(ranks: Any, run: RunFolder, log: Path, world_size: int) -> None:
-    """Train again what a run did after step 3, with nothing left of it."""
+    """Remove what a run did after step 3, and train it again from there."""
     forget_after(run, run.checkpoints / "checkpoint-3")
     shutil.rmtree(run.export)
     ranks.check(training_run.main, str(run.path), log=log / "resumed", world_size=world_size)

@@ -1,4 +1,4 @@
-"""In bf16 every kind of parallelism stays as near to plain fp32 as rounding to 8 bits lets it."""
+"""In bf16 every kind of parallelism stays as close to plain fp32 as rounding to 8 bits allows."""
 
 import pytest
 

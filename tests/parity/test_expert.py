@@ -1,4 +1,4 @@
-"""Experts spread over ranks (AutoEP) train exactly the mixture that plain PyTorch trains in one process."""
+"""Expert parallelism (AutoEP) trains exactly the mixture that plain PyTorch trains in one process."""
 
 import shutil
 from dataclasses import replace
@@ -153,7 +153,7 @@ def test_same_model_as_plain_pytorch(
         {("deepseek_v3", 2, 4, 4)},
     ),
 )
-def test_resumed_run_logs_what_the_uninterrupted_one_logs(
+def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(
     ranks, tmp_path, conversations, mixture, family, stage, world_size, spread
 ):
     """Written by four ranks with the experts spread over two, resumed as they were or on other ranks."""

@@ -131,7 +131,7 @@ def test_a_mistake_is_noticed(ranks, tmp_path, models, conversations, references
         gate.agree(run, *references(case.family))
 
 
-def test_packed_rows_train_the_same_model(ranks, tmp_path, models, conversations, references):
+def test_packed_sequences_train_the_same_model(ranks, tmp_path, models, conversations, references):
     run = RunFolder(tmp_path / "run")
     case = Case(Layout(pipeline=2), 2, family="gemma3-1b")
     recipe = recipe_of(case, models(case.family), conversations, packing=True, sequence_length=128)

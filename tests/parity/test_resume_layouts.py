@@ -1,4 +1,4 @@
-"""A run that goes on with another number of ranks logs what the uninterrupted one logs."""
+"""A run that resumes with another number of ranks logs what the uninterrupted one logs."""
 
 import shutil
 from dataclasses import asdict, replace
@@ -108,7 +108,7 @@ def test_same_losses_with_another_number_of_ranks(ranks, tmp_path, whole, case, 
 
 @pytest.mark.parametrize(("case", "converted"), tiered([("sequence", False), ("tensor", True)], {("tensor", True)}))
 def test_same_losses_in_another_layout(ranks, tmp_path, whole, case, converted):
-    """Ranks of a sequence are data ranks to DeepSpeed: as many as before take their states as they are."""
+    """Sequence-parallel ranks are data-parallel to DeepSpeed: as many ranks can load the states."""
     run = stopped_after_three(whole(case, 2), tmp_path)
     write_recipe(run, replace(read_recipe(run), layout=Layout()))
     assert universal_checkpoint.is_needed(Layout(), run, 2) == converted
@@ -117,7 +117,7 @@ def test_same_losses_in_another_layout(ranks, tmp_path, whole, case, converted):
 
 
 def resume(ranks, run, world_size, log):
-    """Go on with a run as the launcher does."""
+    """Resume a run as the launcher does."""
     if universal_checkpoint.is_needed(read_recipe(run).layout, run, world_size):
         universal_checkpoint.convert(newest_checkpoint(run))
     ranks.check(training_run.main, str(run.path), world_size=world_size, log=log)
@@ -134,7 +134,7 @@ def agree(run, whole):
 
 
 def forgetful(folder):
-    """Run without what mends DeepSpeed's loading; executed on every rank."""
+    """Run without the workarounds for DeepSpeed's loading; executed on every rank."""
     upstream.restore_parameter_groups = lambda engine, checkpoint: None
     training_run.main(folder)
 
@@ -184,10 +184,10 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whol
     )
     write_json(run.deepspeed, engine)
     write_json(run.deepspeed, engine | {"optimizer": {"type": "Lion", "params": {}}})
-    assert "states of Lion, only Adam's; use --gpus 2" in refusal(run, capsys, "--gpus", "4")
+    assert "states of Lion (only Adam's) for another number; use --gpus 2" in refusal(run, capsys, "--gpus", "4")
     zero = engine["zero_optimization"] | {"offload_optimizer": {"device": "nvme"}}
     write_json(run.deepspeed, engine | {"zero_optimization": zero})
-    assert "states on NVMe (offload_optimizer); use --gpus 2" in refusal(run, capsys, "--gpus", "4")
+    assert "states on NVMe (offload_optimizer) for another number; use --gpus 2" in refusal(run, capsys, "--gpus", "4")
     write_json(run.deepspeed, engine | {"zero_optimization": engine["zero_optimization"] | {"zenflow": {}}})
     assert "was written with ZenFlow" in refusal(run, capsys, "--gpus", "2")
 
@@ -199,12 +199,14 @@ def test_an_ordinary_resume_is_not_refused(tmp_path, whole):
         assert launch.main(arguments) == 0
 
 
-def test_room_is_asked_for_before_the_conversion_and_suffices(tmp_path, whole, monkeypatch):
+def test_disk_space_is_checked_before_the_conversion_and_suffices(tmp_path, whole, monkeypatch):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     checkpoint = newest_checkpoint(run)
     source = checkpoint / "global_step3"
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=universal_checkpoint.room(source) - 1))
-    with pytest.raises(UserError, match="another number of ranks needs about"):
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda _: SimpleNamespace(free=universal_checkpoint.conversion_bytes(source) - 1)
+    )
+    with pytest.raises(UserError, match="for another number of ranks needs about"):
         universal_checkpoint.convert(checkpoint)
     assert not (checkpoint / universal_checkpoint.MARKER).exists()
     monkeypatch.undo()
@@ -212,7 +214,7 @@ def test_room_is_asked_for_before_the_conversion_and_suffices(tmp_path, whole, m
     (checkpoint / "global_step3_universal").mkdir()
     universal_checkpoint.convert(checkpoint)
     written = sum(path.stat().st_size for path in (checkpoint / "global_step3_universal").rglob("*"))
-    assert universal_checkpoint.room(source) / 4 < written < universal_checkpoint.room(source)
+    assert universal_checkpoint.conversion_bytes(source) / 4 < written < universal_checkpoint.conversion_bytes(source)
 
 
 def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsys):
@@ -221,4 +223,4 @@ def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsy
     write_json(complete, read_json(complete) | {"layout": asdict(Layout(tensor=2))})
     write_recipe(run, replace(read_recipe(run), layout=Layout(tensor=2)))
     said = refusal(run, capsys, "--gpus", "4")
-    assert "converts no matrices that are split under ZeRO-3" in said and "use --gpus 2 layout.tensor=2." in said
+    assert "cannot convert matrices that are split under ZeRO-3" in said and "use --gpus 2 layout.tensor=2." in said

@@ -23,7 +23,7 @@ ROWS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One way to share out rows."""
+    """One way to divide sequences."""
 
     stage: int
     layout: Layout = TWO
@@ -110,7 +110,7 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
 
 @pytest.mark.every
 @pytest.mark.parametrize("template", ["zero2_offload", "zero3_offload", "zero3_offload_params", "sequence_parallel"])
-def test_it_goes_with_any_template(ranks, tmp_path, model_folder, conversations, reference, template):
+def test_it_works_with_any_template(ranks, tmp_path, model_folder, conversations, reference, template):
     run = RunFolder(tmp_path / "run")
     recipe = recipe_of(Case(stage=3, accumulation=2), model_folder, conversations)
     write_recipe(run, replace(recipe, deepspeed=str(ROOT / "configs" / f"{template}.json")))

@@ -76,9 +76,7 @@ def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, refe
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=EVERY), 3])
-def test_the_export_is_to_the_byte_that_of_the_same_weights_unsplit(
-    ranks, tmp_path, model_folder, conversations, stage
-):
+def test_the_export_has_the_same_bytes_as_unsplit(ranks, tmp_path, model_folder, conversations, stage):
     """A learning rate that moves nothing: what is trained stays what was loaded."""
     still = exact(model_folder, conversations, stage, learning_rate=1e-60, weight_decay=0.0, max_steps=1)
     exports = []
@@ -92,7 +90,7 @@ def test_the_export_is_to_the_byte_that_of_the_same_weights_unsplit(
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=EVERY), 3])
-def test_it_is_measured_saved_and_resumed_as_unsplit(ranks, tmp_path, model_folder, conversations, stage):
+def test_evaluation_saving_and_resuming_match_the_unsplit_model(ranks, tmp_path, model_folder, conversations, stage):
     data = Data(path=str(conversations), validation=str(conversations), metric="exact_match", max_new_tokens=60)
     recipe = exact(
         model_folder,
@@ -136,7 +134,7 @@ def test_it_is_measured_saved_and_resumed_as_unsplit(ranks, tmp_path, model_fold
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=EVERY), 1, pytest.param(2, marks=EVERY), 3])
-def test_adapters_are_trained_as_unsplit(ranks, tmp_path, model_folder, conversations, stage):
+def test_adapters_train_as_in_the_unsplit_model(ranks, tmp_path, model_folder, conversations, stage):
     recipe = exact(model_folder, conversations, stage, lora=Lora(rank=4, alpha=8))
     runs = {}
     for name, layout in (("split", Layout(tensor=2)), ("whole", Layout())):
@@ -152,7 +150,7 @@ def test_adapters_are_trained_as_unsplit(ranks, tmp_path, model_folder, conversa
         assert weight.abs().max() > 0 and plain.worst(weight, whole[name]) <= 1, name
 
 
-def test_adapters_that_ranks_drew_differently_are_made_the_same(ranks, tmp_path, model_folder, conversations):
+def test_adapters_initialised_differently_are_synchronised(ranks, tmp_path, model_folder, conversations):
     """Rank 0 has drawn the draft's weights before: its adapters are others, until they are sent to the rest."""
     model = pages.page("llama3").full("1b").model
     recipe = exact(model_folder, conversations, 1, model=model, draft=Draft(enabled=True), lora=Lora(rank=4))
@@ -161,7 +159,7 @@ def test_adapters_that_ranks_drew_differently_are_made_the_same(ranks, tmp_path,
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=EVERY)])
-def test_what_autotp_refuses_is_trained_as_unsplit(ranks, tmp_path, conversations, stage):
+def test_what_autotp_refuses_trains_as_the_unsplit_model(ranks, tmp_path, conversations, stage):
     draft.write(pages.page("olmo3").full("7b"), tmp_path / "model", torch.float32)
     recipe = exact(tmp_path / "model", conversations, stage, precision="fp32")
     split = train(ranks, tmp_path, recipe, 4)

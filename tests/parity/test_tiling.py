@@ -84,7 +84,7 @@ def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, refe
 
 
 @pytest.mark.parametrize("pipeline", [pytest.param(False, id="data"), pytest.param(True, id="pipeline")])
-def test_feed_forward_layers_in_tiles_go_with_adapters(ranks, tmp_path, model_folder, conversations, pipeline):
+def test_tiled_feed_forward_layers_work_with_adapters(ranks, tmp_path, model_folder, conversations, pipeline):
     lora = Lora(rank=4, alpha=8)
     run = RunFolder(tmp_path / "run")
     layout = Layout(pipeline=2) if pipeline else Layout()

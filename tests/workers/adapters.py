@@ -1,4 +1,4 @@
-"""A run that looks, after training and before its export is checked, at what has changed; executed by every rank."""
+"""A run that records which weights have changed, after training and before its export; executed by every rank."""
 
 import deepspeed
 import torch

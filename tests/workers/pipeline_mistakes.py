@@ -13,7 +13,7 @@ def main(folder: str, mistake: str) -> None:
 
 
 def every_stage_counted() -> None:
-    """Take the tokens that the Trainer counts on every stage for as many tokens more."""
+    """Treat the tokens that the Trainer counts on every stage as additional tokens."""
     step = pipeline.step
 
     def counted(trainer, ordinary, inputs, items):

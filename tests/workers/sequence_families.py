@@ -1,4 +1,4 @@
-"""How far every family's draft over two sequence-parallel ranks is from itself on one; executed on both."""
+"""Compares every family's draft over two sequence-parallel ranks with the same on one; executed on both."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What differs between every family's draft whole and split over the ranks, by `tensor.shard` or by AutoTP."""
+"""Compares every family's draft whole and split over the ranks, by `tensor.shard` or by AutoTP."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Run what `limits` refuses, experts spread in a pipeline, and say how many of them a rank holds."""
+"""Runs what `limits` refuses, expert parallelism in a pipeline, and reports how many experts a rank holds."""
 
 from recipes.training import run, upstream
 from recipes.training.parallel import expert

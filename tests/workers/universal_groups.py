@@ -1,4 +1,4 @@
-"""Resume from a universal checkpoint and say what the optimizer's groups are, before and after they are mended."""
+"""Resume from a universal checkpoint and print the optimizer's groups, before and after the workaround."""
 
 import torch
 

@@ -1,1 +1,1 @@
-"""What happens beside the steps: numbers, evaluations, checkpoints, guards."""
+"""What happens around the steps: metrics, evaluations, checkpoints, guards."""

@@ -21,15 +21,15 @@ class Evaluation(TrainerCallback):
         recipe: Recipe,
         run: RunFolder,
         datasets: Datasets,
-        way: ModuleType,
+        parallel: ModuleType,
         method: ModuleType,
         on_record: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Take what measures: `way` the loss (`parallel`), `method` the metric (`methods`)."""
+        """`parallel` measures the loss and `method` (a module of `methods`) the metric."""
         self.recipe = recipe
         self.run = run
         self.datasets = datasets
-        self.way = way
+        self.parallel = parallel
         self.method = method
         self.on_record = on_record
 
@@ -49,7 +49,7 @@ class Evaluation(TrainerCallback):
         return f"{what}: {self.before():{form}} -> {after:{form}}"
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
-        """Ask for an evaluation where one is due, and for a log before it, which closes the window that is timed."""
+        """Request an evaluation where one is due, and a log before it, which ends the timed window."""
         every = self.recipe.eval_steps
         if every and state.global_step % every == 0 and state.global_step < state.max_steps:
             control.should_log = control.should_evaluate = True
@@ -60,7 +60,8 @@ class Evaluation(TrainerCallback):
 
         Args:
             trainer: whose model is measured.
-            with_metric: also compute a metric that takes more than the passes for the loss, such as generating answers.
+            with_metric: also compute a metric that needs more than the loss's forward passes, such as generated
+                answers.
         """
         record = {"step": trainer.state.global_step, **self._measured(trainer, with_metric)}
         if distributed.is_first():
@@ -74,7 +75,7 @@ class Evaluation(TrainerCallback):
         training = trainer.model.training
         trainer.model.eval()
         sequences = self.datasets.held_out_sequences
-        measured = self.way.measure(trainer, sequences) if sequences is not None else {}
+        measured = self.parallel.measure(trainer, sequences) if sequences is not None else {}
         measured = {name: value for name, value in measured.items() if name in ("loss", self.metric)}
         if self.metric not in measured and (with_metric or sequences is None):
             measured[self.metric] = self.method.metric(trainer, self.datasets.held_out)

@@ -1,4 +1,4 @@
-"""Which of the optimizer's groups of parameters had gradients that are not finite."""
+"""Finds the optimizer's parameter groups whose gradients are not finite."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def not_finite(engine: Any) -> list[str]:
-    """Return the names of such groups, of the gradients that this rank holds.
+    """Return the names of those groups, as far as this rank holds their gradients.
 
     Call it before DeepSpeed throws the gradients away (`upstream.before_refused_updates`).
     """
@@ -19,7 +19,7 @@ def _bad_groups(optimizer: Any) -> Iterator[int]:
     flat = getattr(optimizer, "single_partition_of_fp32_groups", None)
     flat = getattr(optimizer, "fp32_partitioned_groups_flat", []) if flat is None else flat
     for index in range(len(flat)):
-        held = optimizer.averaged_gradients.get(index) or [flat[index].grad]  # the latter where it is offloaded
+        held = optimizer.averaged_gradients.get(index) or [flat[index].grad]  # the latter with offload
         if any(gradient is not None and not torch.isfinite(gradient).all() for gradient in held):
             yield sub_groups.get(index, index)
 

@@ -1,8 +1,8 @@
-"""Numbers that no model recovers from: a loss or a gradient norm that is not finite, and a loss that jumps.
+"""Guards against NaNs and loss spikes: a loss or gradient norm that is not finite, and a loss that jumps.
 
-Nothing is fetched from the GPU for this. Whether an update was finite DeepSpeed has found out before it applied it, on
-every rank; the loss is looked at where it is fetched for the log. Only when a number is bad is each rank asked which of
-its sequences it came from.
+This needs no extra reads from the GPU. DeepSpeed checks on every rank whether an update is finite before it applies it,
+and the loss is checked when it is fetched for the log. Only when a number is bad does each rank look for the sequences
+that caused it.
 """
 
 import math
@@ -25,7 +25,7 @@ from ..data import example_numbers
 from . import gradient_groups
 
 WINDOW, DEVIATIONS = 128, 6
-"""Of the spike guard, as OLMo-core's `SkipStepOptimizer` has them; it judges nothing before half a window is full."""
+"""Of the spike guard, as in OLMo-core's `SkipStepOptimizer`; it waits until half a window is full."""
 SKIPS = 10
 """Updates skipped in a row, after which `on_nan=skip` ends the run: by then the model itself is beyond repair."""
 SHOWN = 20
@@ -42,7 +42,7 @@ class MicroBatch:
 
     step: int
     numbers: Sequence[int]
-    """Of its sequences in the training data."""
+    """Numbers of its sequences in the training data."""
     loss: torch.Tensor
 
 
@@ -63,12 +63,12 @@ class LossGuard(TrainerCallback):
         """Watch an engine that has not trained yet.
 
         Raises:
-            UserError: the recipe wants what this engine cannot do.
+            UserError: the recipe asks for what this engine cannot do.
         """
         self.engine = engine
         if self.recipe.on_nan == "skip" and not hasattr(engine.optimizer, "overflow"):
             raise UserError(
-                "on_nan=skip: without ZeRO, in fp32, DeepSpeed applies an update before anybody has checked it; use "
+                "on_nan=skip: without ZeRO, in fp32, DeepSpeed applies an update before it is checked; use "
                 "deepspeed=zero1.json, or on_nan=rewind."
             )
         upstream.before_refused_updates(engine, lambda: self.groups.extend(gradient_groups.not_finite(engine)))
@@ -76,7 +76,7 @@ class LossGuard(TrainerCallback):
     def keep(self, step: int, numbers: Sequence[int], loss: torch.Tensor) -> torch.Tensor:
         """Keep a micro-batch until the next log, and return the loss to log for it.
 
-        Under `on_nan=skip` a micro-batch that is not finite counts with the loss before it; computed on the device.
+        Under `on_nan=skip` a loss that is not finite is replaced by the one before it; computed on the device.
         """
         self.seen.append(MicroBatch(step, numbers, loss))
         if self.recipe.on_nan != "skip":
@@ -98,7 +98,7 @@ class LossGuard(TrainerCallback):
             return
         norm = logs.get("grad_norm")
         if norm is not None and not math.isfinite(norm):
-            logs["grad_norm"] = None  # JSON has no word for it
+            logs["grad_norm"] = None  # JSON cannot express it
             if self.recipe.precision != "fp16" and not self.skipped:
                 self._bad_number(state.global_step, "gradient norm", skippable=False)
         if not math.isfinite(logs["loss"]):
@@ -114,9 +114,7 @@ class LossGuard(TrainerCallback):
         steps = gather([seen.step for seen in mine])
         if steps:
             what, step = "loss", min(steps)
-        if (
-            not steps or self.recipe.layout.pipeline > 1
-        ):  # no single loss is to blame, or one stands for all micro-batches
+        if not steps or self.recipe.layout.pipeline > 1:  # no single loss is to blame, or one covers all micro-batches
             mine = self.seen
         found = gather([(dist.get_rank(), list(seen.numbers)) for seen in mine if seen.step == step])
         groups = sorted(set(gather(self.groups)))
@@ -169,7 +167,7 @@ def gather(mine: Sequence[Any]) -> list[Any]:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Return numbers with commas, the first of many."""
+    """Return numbers separated by commas; of many, the first ones."""
     ordered = sorted(numbers)
     more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
     return (", ".join(map(str, ordered[:SHOWN])) or "unknown") + more

@@ -20,10 +20,10 @@ GIB = 2**30
 
 
 class Metrics(TrainerCallback):
-    """Counts tokens and waiting where the batches come out of the loader, and writes a record at every log.
+    """Counts tokens and waiting time as batches come out of the loader, and writes a record at every log.
 
-    `tokens_per_second` counts every token that is not padding, over the whole world, in the time between two
-    logs that went into training: evaluations and checkpoints are left out.
+    `tokens_per_second` counts every token that is not padding, over all ranks, in the training time between two logs:
+    evaluations and checkpoints are left out.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Metrics(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Log the first and the last step too, and before every checkpoint.
 
-        A window of averages then never spans a checkpoint, and a resumed run logs what the first would have.
+        The window of an average then never spans a checkpoint, and a resumed run logs what an unbroken one would.
         """
         if state.global_step in (1, state.max_steps) or control.should_save:
             control.should_log = True
@@ -102,7 +102,7 @@ class Metrics(TrainerCallback):
         self.on_record(record)
 
     def _utilisation(self, tokens: float, squares: float, elapsed: float, logs: dict[str, Any]) -> dict[str, float]:
-        """Return `mfu` on a GPU whose peak is known; for preferences, with their second model, it has no meaning."""
+        """Return `mfu` on a GPU whose peak is known; it has no meaning for preferences, which run a second model."""
         peak = peak_flops(torch.cuda.get_device_name()) if distributed.on_gpu() else None
         if peak is None or not elapsed or "rewards/chosen" in logs:
             return {}

@@ -1,4 +1,4 @@
-"""What a person sees while the model trains: a bar on a terminal, a line per logged step elsewhere."""
+"""The progress of a run: a bar on a terminal, a line per logged step elsewhere."""
 
 import sys
 from typing import Any
@@ -29,12 +29,12 @@ class Progress(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Advance it."""
+        """Advance the bar."""
         if self.bar is not None:
             self.bar.update(1)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Close it."""
+        """Close the bar."""
         if self.bar is not None:
             self.bar.close()
 

@@ -24,7 +24,7 @@ class Routing(TrainerCallback):
         self.entropies: list[torch.Tensor] = []
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Listen to every router of the model, which by now has the layers that it trains with."""
+        """Attach hooks to every router of the model, whose layers are final by now."""
         for index, router in enumerate(routers(kwargs["model"])):
             experts = router.num_experts
             device = next(router.parameters()).device

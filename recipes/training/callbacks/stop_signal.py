@@ -1,4 +1,4 @@
-"""A run that stops in an orderly way when it gets a signal."""
+"""Stops a run cleanly when it gets a signal."""
 
 import os
 import signal
@@ -18,8 +18,8 @@ class StopOnSignal(TrainerCallback):
     """SIGTERM or SIGINT during training: all ranks finish the step, write a checkpoint and end the run.
 
     The signal is read by a thread, because the main thread may be waiting in a collective, where Python's
-    handlers do not run. When another rank of this machine has died there is nothing to save together: then the
-    process ends at once.
+    handlers do not run. If another rank of this machine has died, no checkpoint can be saved, and the process exits at
+    once.
     """
 
     def __init__(self, on_loss: Callable[[], None]) -> None:
@@ -30,8 +30,8 @@ class StopOnSignal(TrainerCallback):
         self.group: Any = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Listen, from here on."""
-        # gloo also where the rest is NCCL: asking must not wait for the GPU.
+        """Start to listen for signals."""
+        # gloo even where the rest uses NCCL: this must not wait for the GPU.
         self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -52,15 +52,15 @@ class StopOnSignal(TrainerCallback):
         asked = torch.tensor([self.asked], dtype=torch.int32)
         if self.group is not None:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
-        # Through numpy: it lies in host memory, where nothing has to be waited for.
+        # Through numpy: the tensor is in host memory, so there is no device to wait for.
         if asked.numpy()[0] and state.global_step < state.max_steps:
             self.stopped = True
             control.should_save = control.should_training_stop = True
-            say(f"asked to stop: writing a checkpoint after step {state.global_step}")
+            say(f"stopping on a signal: writing a checkpoint after step {state.global_step}")
         return control
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Let a signal end the process again; one that has stopped the run may still be on its way to this host."""
+        """Let signals end the process again, unless one has stopped the run: it may reach this host late."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN if self.stopped else signal.SIG_DFL)

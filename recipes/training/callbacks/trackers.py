@@ -1,4 +1,4 @@
-"""The W&B run of rank 0, or nothing."""
+"""Tracking with Weights & Biases, on rank 0."""
 
 import os
 import uuid
@@ -28,7 +28,7 @@ class Tracker:
         """Start the W&B run, with the recipe and the resolved DeepSpeed configuration as its config."""
         if self.mode == "disabled" or not distributed.is_first():
             return
-        import wandb  # a second of imports, which a run without it does not wait for
+        import wandb  # takes a second, which runs without it do not wait for
 
         self.wandb = wandb.init(
             mode=self.mode,

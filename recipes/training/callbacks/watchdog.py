@@ -1,4 +1,4 @@
-"""A run in which nothing happens any more ends by itself, and says where each rank was."""
+"""Ends a run that hangs, and records where each rank was."""
 
 import faulthandler
 import os
@@ -10,10 +10,10 @@ from ...spec.run_folder import RunFolder
 
 
 class Watchdog(TrainerCallback):
-    """When no step, evaluation or save ends for a while, writes this rank's Python stack and ends the process.
+    """Writes this rank's Python stack and ends the process when no step, evaluation or save ends in time.
 
-    The clock is a thread of the interpreter's own that needs no lock of Python's, so that it also ends a rank that
-    hangs inside a library. Every rank has one, and all of them hang together: a step is collective.
+    The timer is a native thread that needs no GIL, so it also ends a rank that hangs inside a library. Every rank has
+    one, and all ranks hang together: a step is collective.
     """
 
     def __init__(self, run: RunFolder, minutes: float) -> None:
@@ -23,7 +23,7 @@ class Watchdog(TrainerCallback):
         self.file: Any = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Begin to count."""
+        """Start the timer."""
         if self.seconds:
             self.run.ranks.mkdir(parents=True, exist_ok=True)
             self.file = (self.run.ranks / f"rank-{os.environ['RANK']}.stack").open("w")
@@ -36,13 +36,13 @@ class Watchdog(TrainerCallback):
     on_step_end = on_save = _wait
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Stop counting."""
+        """Stop the timer."""
         faulthandler.cancel_dump_traceback_later()
         if self.file:
             self.file.close()
             self.file = None
 
     def write_stack(self) -> None:
-        """Write where this rank is, since another one has died."""
+        """Write this rank's stack, since another rank has died."""
         if self.file:
             faulthandler.dump_traceback(self.file)

@@ -17,9 +17,9 @@ from ..model.load import cannot_load
 
 Turns = list[dict[str, Any]]
 Marked = tuple[list[int], list[bool]]
-"""Tokens, and which of them the assistant says."""
+"""Tokens, and whether each is the assistant's."""
 Mark = Callable[[Turns, Any], Marked]
-"""From a conversation's turns and tools."""
+"""Called with a conversation's turns and tools."""
 
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 """The project's own, for base models."""
@@ -61,15 +61,15 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mark]:
     """Return the template that a run trains with, and the function that marks the assistant's tokens in it.
 
-    The marks come from the template itself, from TRL's twin of it, or, where TRL knows none, from rendering it turn by
+    The marks come from the template itself, from TRL's version of it, or, where TRL has none, from rendering it turn by
     turn. All put a thinking model's empty think block into the loss, since the model has to write it before its answer.
 
     Raises:
-        UserError: the tokenizer has no template, or none of the three tells where the assistant's turns end.
+        UserError: the tokenizer has no template, or none of the three shows where the assistant's turns end.
     """
     if tokenizer.chat_template is None:
         raise UserError(f"model.path={recipe.model.path}: no chat template; add model.chat_template=chatml.")
-    template = marked(tokenizer)
+    template = training_template(tokenizer)
     if template is not None:
         return template, partial(_by_template, tokenizer, template)
     question, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}
@@ -78,14 +78,14 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mar
     except (UserError, TemplateError, NotImplementedError) as error:
         raise UserError(
             f"model.path={recipe.model.path}: its chat template does not mark the assistant's tokens, and they cannot "
-            f"be told from what it renders ({error}).\nPut {{% generation %}} ... {{% endgeneration %}} around the "
+            f"be found in what it renders ({error}).\nPut {{% generation %}} ... {{% endgeneration %}} around the "
             "assistant's turn in a copy of it, and name that file: model.chat_template=FILE."
         ) from None
     return tokenizer.chat_template, partial(_by_rendering, tokenizer)
 
 
-def marked(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the tokenizer's template if it marks the assistant's tokens, TRL's twin of it, or None."""
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokenizer's template if it marks the assistant's tokens, else TRL's version that does, or None."""
     if has_generation_markers(tokenizer.chat_template):
         return tokenizer.chat_template
     try:
@@ -102,7 +102,7 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, template: str, messages: Tu
 
 
 def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any) -> Marked:
-    """Mark what each assistant turn adds to the conversation before it and the prompt to answer."""
+    """Mark what each assistant turn adds to the conversation before it and the generation prompt."""
     render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
     whole = render(messages)
     spans = []
@@ -111,7 +111,7 @@ def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: An
             before = render(messages[:index], add_generation_prompt=True)
             after = render(messages[: index + 1])
             if not (after.startswith(before) and whole.startswith(after)):
-                raise UserError("it writes a turn differently once another follows")
+                raise UserError("it renders a turn differently once another follows")
             spans.append((len(before), len(after)))
     tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     starts = [start for start, _ in tokens["offset_mapping"]]
@@ -129,7 +129,7 @@ def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: An
 
 
 def renders_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Return whether `template` writes out tool calls and their results; some leave them out without a word."""
+    """Return whether `template` writes out tool calls and their results; some drop them silently."""
     probe = copy.copy(tokenizer)
     probe.chat_template = template
     return supports_tool_calling(probe)

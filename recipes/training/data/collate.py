@@ -1,4 +1,4 @@
-"""From packed or single sequences to the model's inputs: padding, labels, positions, document boundaries."""
+"""Collates packed or single sequences into the model's inputs: padding, labels, positions, document boundaries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Collator:
-    """Sequences of documents to the model's inputs.
+    """Collates sequences of documents into the model's inputs.
 
-    Position ids start again at every document, and there is no attention mask: from that, transformers keeps
-    every document to itself. Padding continues the positions of a sequence's last document; the causal mask hides it
-    from the document, and its labels keep it out of the loss.
+    Position ids restart at every document and there is no attention mask; from that, transformers infers the documents'
+    boundaries. Padding continues the positions of a sequence's last document; the causal mask hides it from the
+    document, and its labels keep it out of the loss.
     """
 
     pad_token_id: int
     multiple: int = 8
     boundaries: bool = False
-    """Also say where documents begin, for attention that wants to know."""
+    """Also return where documents begin, for attention implementations that need it."""
 
     def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return `input_ids`, `labels`, `position_ids`, each [sequences, longest], and two plain counts."""

@@ -1,4 +1,4 @@
-"""Training sequences that know their numbers, so that the ones that spoil a step can be named and left out."""
+"""Numbers for training sequences, so that those that spoil a step can be named and left out."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ def numbered(dataset: Any, run: RunFolder) -> Any:
         return dataset
     bad = frozenset(left_out(run))
     if len(bad) >= len(dataset):
-        raise UserError(f"{run.left_out}: every sequence of the training data is left out; the data is not the cause.")
+        raise UserError(f"{run.left_out}: lists every training sequence, so the data is not the cause.")
     return Numbered(dataset, bad)
 
 
@@ -35,7 +35,7 @@ def left_out(run: RunFolder) -> list[int]:
 
 
 def leave_out(run: RunFolder, numbers: Sequence[int]) -> None:
-    """Leave sequences out from the run's next start on."""
+    """Leave sequences out from the next start of the run."""
     write_json(run.left_out, sorted({*left_out(run), *numbers}))
 
 
@@ -43,7 +43,7 @@ def leave_out(run: RunFolder, numbers: Sequence[int]) -> None:
 class Numbered:
     """A dataset whose sequences have numbers; one that is left out is replaced by the next that is not.
 
-    So the order of the others, and with it the place where a checkpoint resumes, stays what it was.
+    This keeps the order of the others, and with it the place where a checkpoint resumes.
     """
 
     sequences: Any

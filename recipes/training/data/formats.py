@@ -1,10 +1,10 @@
-"""The forms in which people write examples, and the one form per method that training reads.
+"""The forms in which examples are written, and the one form per method that training reads.
 
-Standard library only: the launcher checks local files by these rules before a process is started, and the ranks
-convert by the same ones whatever they read.
+Standard library only: the launcher checks local files with these functions before it starts a process, and the ranks
+convert every source with the same ones.
 
     method    every form becomes
-    sft       messages (turns in OpenAI's form), tools, given (leading turns that are context and not learned)
+    sft       messages (turns in OpenAI's form), tools, given (leading turns that are context, not in the loss)
     dpo       prompt, chosen, rejected (turns each), tools
     pretrain  text
 """
@@ -27,7 +27,7 @@ FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "preference": ("dpo", ("chosen", "rejected")),
     "text": ("pretrain", ("text",)),
 }
-"""Each form's method, and the fields it is known by."""
+"""Each form's method, and the fields by which it is recognised."""
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -36,7 +36,7 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
-"""What people write, and which role they mean; `call`: an assistant's turn that holds a tool call as JSON."""
+"""Names of roles in use, and the role that each means; `call`: an assistant's turn that holds a tool call as JSON."""
 
 
 def form_of(where: str, example: Example, method: str, asked: str = "auto") -> str:
@@ -47,14 +47,14 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
     """
     if asked != "auto":
         if FORMS[asked][0] != method:
-            raise UserError(f"data.form={asked}: serves the method {FORMS[asked][0]}; {_needs(method)}.")
+            raise UserError(f"data.form={asked}: is for the method {FORMS[asked][0]}; {_needs(method)}.")
         return asked
     found = [form for form, (_, fields) in FORMS.items() if all(example.get(field) is not None for field in fields)]
     suitable = [form for form in found if FORMS[form][0] == method]
     if suitable:
         return suitable[0]
     if found:
-        raise UserError(f"{where}: has the form {found[0]}, for the method {FORMS[found[0]][0]}; {_needs(method)}.")
+        raise UserError(f"{where}: is in the form {found[0]}, for the method {FORMS[found[0]][0]}; {_needs(method)}.")
     raise UserError(f"{where}: its fields ({_fields(example)}) belong to no known form; {_needs(method)}.")
 
 
@@ -117,7 +117,7 @@ def _preference(where: str, example: Example) -> Example:
         if not prompt or not answer or answer[0]["role"] != "assistant":
             raise UserError(
                 f"{where}: {field!r} must continue the prompt with an assistant turn; give 'prompt', and in 'chosen' "
-                "and 'rejected' only the answers, or two conversations that part at an assistant turn."
+                "and 'rejected' only the answers, or two conversations that diverge at an assistant turn."
             )
         whole = _conversation(where, example, field, prompt + answer, given=len(prompt))
         sides |= {"prompt": whole["messages"][: whole["given"]], field: answer, "tools": whole["tools"]}
@@ -150,12 +150,12 @@ def _conversation(where: str, example: Example, field: str, turns: list[Turn], g
                 "answer between them."
             )
     if not any(turn["role"] == "assistant" for turn in turns[given:]):
-        raise UserError(f"{where}: no assistant turn in {field!r}, so nothing to learn from; remove the example.")
+        raise UserError(f"{where}: no assistant turn in {field!r}, so there is nothing to learn; remove the example.")
     return {"messages": turns, "tools": _tools(where, example), "given": given}
 
 
 def _side(where: str, example: Example, field: str, role: str) -> list[Turn]:
-    """Return a field that may be a string, said by `role`, or a list of turns."""
+    """Return the turns of a field, which is a list of them or one string, spoken by `role`."""
     if isinstance(example.get(field), str):
         return [_said(role, _string(where, example, field))]
     return _turns(where, example, field, "a string or a list of turns")
@@ -171,7 +171,7 @@ def _turns(where: str, example: Example, field: str, expected: str = "a list of 
 def _turn(where: str, turn: Any) -> Turn:
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}.")
-    # Tables fill the keys that other turns have with nothing, and templates would print it.
+    # Tables give a turn the keys of all others, set to null, and templates would print that.
     turn = {key: value for key, value in turn.items() if value is not None}
     said = turn.pop("from", None) if "role" not in turn else turn.pop("role")
     content = turn.pop("value", "") if "content" not in turn else turn.pop("content")
@@ -179,7 +179,7 @@ def _turn(where: str, turn: Any) -> Turn:
         raise UserError(f"{where} needs a 'role' and a 'content', both strings.")
     role = ROLES.get(said.lower())
     if role is None:
-        raise UserError(f"{where} has the unknown role {said!r}; known are {', '.join(ROLES)}.")
+        raise UserError(f"{where} has the unknown role {said!r}; known roles are {', '.join(ROLES)}.")
     if turn.get("weight") == 0:
         raise UserError(
             f"{where} has weight 0, which is not supported; split the example into 'prompt' and 'completion'."
@@ -202,7 +202,7 @@ def _turn(where: str, turn: Any) -> Turn:
 def _joined(where: str, parts: list[Any]) -> str:
     """Return the text of OpenAI's content parts."""
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise UserError(f"{where} holds 'content' parts that are not text; only text can be learned.")
+        raise UserError(f"{where} has 'content' parts that are not text; only text is supported.")
     return "".join(part["text"] for part in parts)
 
 

@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ...spec.recipe import Recipe
-from ..console import marked, say
+from ..console import highlighted, say
 from . import sources, text_files, tokenize
 from .report import Pieces
 from .stream import Stream
@@ -36,7 +36,7 @@ def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:
             say(f"{name}: {source.line()}")
     if recipe.data.validation_share and not held_out:
         training, held_out = sources.split(training, recipe.data.validation_share, recipe.seed)
-        say(f"held out: {sum(len(source.examples) for source in held_out)} of them, by data.validation_share")
+        say(f"held out: {sum(len(source.examples) for source in held_out)} examples, by data.validation_share")
     mixed = sources.mix(training, text_files.weights(recipe.data), recipe.seed)
     return mixed, sources.mix(held_out, None, recipe.seed) if held_out else None
 
@@ -45,7 +45,7 @@ def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Da
     """Return the datasets of a method that trains on tokens with labels: `tokenize.tokenized` of what is read."""
     examples, held_out = read_examples(recipe)
     sequences = _tokenized(examples, recipe, tokenizer, "training")
-    # One document per sequence: the loss of each then counts the same, whatever it would be packed with.
+    # One document per sequence, so that the loss of each counts the same, whatever it would be packed with.
     alone = replace(recipe, packing=False)
     held_out_sequences = held_out and _tokenized(held_out, alone, tokenizer, "held out")
     show(tokenize.first_documents(sequences, tokenizer))
@@ -54,15 +54,15 @@ def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Da
 
 
 def show(examples: list[Pieces]) -> None:
-    """Print examples, the parts that the loss is computed on marked."""
+    """Print examples with the parts that are in the loss highlighted."""
     for pieces in examples:
-        say(f"example: {marked(pieces)}")
+        say(f"example: {highlighted(pieces)}")
 
 
 def _tokenized(examples: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
     """Return the sequences that `examples` become, and say what they are."""
     if not isinstance(examples, Dataset):
-        say(f"{name}: tokenized while training, so its size and its lengths are not known")
+        say(f"{name}: tokenized during training, so its size and lengths are unknown")
         return tokenize.stream(examples, recipe, tokenizer)
     sequences, report = tokenize.tokenized(examples, recipe, tokenizer)
     say("\n".join(report.lines(name, recipe.sequence_length)))

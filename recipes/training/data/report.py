@@ -1,4 +1,4 @@
-"""What a dataset became, shown before training: counts, lengths, what was dropped, and examples with their mask."""
+"""The report on a tokenized dataset, shown before training: counts, lengths, what was dropped, masked examples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 BARS = 6
 WIDEST = 30
 LONGEST_SHOWN = 400
-"""Characters of a turn that an example shows."""
+"""Characters shown of each turn."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a dataset became."""
+    """Counts and lengths of a tokenized dataset."""
 
     examples: int
     """As read."""

@@ -51,7 +51,7 @@ class Source:
     """Converted to the columns of `FEATURES`."""
 
     def line(self) -> str:
-        """Return what was found, as a line for the screen."""
+        """Return a line for the screen that describes the source."""
         count = f"{len(self.examples)} examples" if isinstance(self.examples, Dataset) else "streamed"
         return f"{'/'.join(Path(self.name).parts[-2:])}: {count} in the form {self.form}"
 
@@ -69,13 +69,13 @@ def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
 def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
     first = next(_located(name, recipe.data.split, True), None)
     if first is None:
-        raise UserError(f"{name}: it holds no example.")
+        raise UserError(f"{name}: contains no examples.")
     form = formats.form_of(*first, recipe.method, recipe.data.form)
     found: dict[str, Any] = {"name": name, "split": recipe.data.split, "method": recipe.method, "form": form}
     features = FEATURES[recipe.method]
     if streaming:
         return Source(name, form, IterableDataset.from_generator(_converted, features, gen_kwargs=found))
-    # datasets caches what a generator made by its arguments, so one of them says which version of the data this is.
+    # datasets caches a generator's output by its arguments, so one of them identifies the version of the data.
     found["version"] = _version(name, recipe.data.split)
     try:
         return Source(name, form, Dataset.from_generator(_converted, features, gen_kwargs=found))
@@ -114,7 +114,7 @@ def _from_file(path: Path) -> Located:
         yield from _numbered(path, load_dataset(kind, data_files=str(path), split="train", streaming=True))
     except ArrowException as error:
         raise UserError(
-            f"{path}: cannot be read as {kind} ({first_line(error)}); was it copied whole? Write it again."
+            f"{path}: cannot be read as {kind} ({first_line(error)}); is the copy complete? Write it again."
         ) from error
 
 
@@ -156,7 +156,7 @@ def _from_hub(name: str, split: str, streaming: bool) -> Examples:
 
 
 def _version(name: str, split: str) -> tuple[Any, ...]:
-    """Return what changes whenever a source's examples may have."""
+    """Return a value that changes whenever a source's examples may have changed."""
     path = Path(name)
     if not path.exists():  # the cache's files are named by the commit they came from
         return tuple(file["filename"] for file in _from_hub(name, split, streaming=False).cache_files)
@@ -192,7 +192,7 @@ def split(sources: Sequence[Source], share: float, seed: int) -> tuple[list[Sour
     for source, left in zip(sources, training, strict=True):
         if not len(left.examples):
             raise UserError(
-                f"data.validation_share={share}: leaves nothing of {source.name} ({len(source.examples)} examples) to "
+                f"data.validation_share={share}: leaves no example of {source.name} ({len(source.examples)}) to "
                 "train on; lower it, or name a file in data.validation."
             )
     return training, [source for source in held_out if len(source.examples)]

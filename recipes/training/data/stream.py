@@ -1,4 +1,4 @@
-"""A dataset that is read while training: endless, in another order each time round."""
+"""A dataset that is read during training: endless, shuffled anew on every pass."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +10,10 @@ from ...spec.errors import UserError
 
 
 class Stream(TorchIterableDataset):
-    """Sequences without end, in another order each time round.
+    """Sequences without end, shuffled anew on every pass.
 
-    Every rank reads all of them and accelerate gives it its own batches, so that all ranks get as many. If accelerate
-    saw a dataset of `datasets`, it would give whole files to the ranks: some would be through theirs before others.
+    Every rank reads all of them and accelerate picks its batches, so that all ranks get equally many. If accelerate saw
+    a dataset of `datasets`, it would assign whole files to ranks, and some would finish before others.
     """
 
     def __init__(self, sequences: IterableDataset, if_empty: str) -> None:

@@ -1,8 +1,7 @@
 """Read examples from local text files, each with its place: JSON Lines, JSON arrays, CSV.
 
 Standard library only, so that the launcher can check a file before a process is started. The ranks read with the same
-functions, and not with the loaders of `datasets`, which turn strings that look like dates into dates, and digits into
-numbers.
+functions, and not with the loaders of `datasets`, which convert strings that look like dates or numbers.
 """
 
 import codecs
@@ -101,7 +100,7 @@ def _object(where: str, row: Any) -> dict[str, Any]:
 
 
 def _table(path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB per cell, is shorter than documents are
+    csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB per cell, is too small for documents
     rows = csv.DictReader((line for _, line in _lines(path)), delimiter=separator, strict=True)
     try:
         for row in rows:

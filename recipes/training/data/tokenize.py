@@ -20,7 +20,7 @@ from .stream import Stream
 
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 SHUFFLED = 1000
-"""How many examples of a stream are held to draw the next one from."""
+"""Examples in the shuffle buffer of a stream."""
 
 
 def prepare(path: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Report]:
@@ -79,7 +79,7 @@ def first_documents(
 
 
 def first_pair(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
-    """Return the first preference pair as text: the prompt with either answer, which is what is compared."""
+    """Return the first preference pair as text: the prompt with each of its two answers."""
     pair = pairs[0]
     prompt = tokenizer.apply_chat_template(pair["prompt"], pair["tools"], add_generation_prompt=True, return_dict=True)
     found = []

@@ -1,4 +1,4 @@
-"""The methods of training: a module each, named as the recipe's `method`, with the same functions.
+"""The methods of training: one module each, named like the recipe's `method`, with the same functions.
 
 arguments(common, recipe)                                       the Trainer's arguments, of the method's own kind
 datasets(recipe, tokenizer)                                     what to train on and what is held out

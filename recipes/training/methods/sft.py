@@ -1,7 +1,7 @@
 """Supervised fine-tuning: the loss on the assistant's tokens of conversations.
 
-By transformers' own Trainer on sequences that `data` has packed and masked. TRL's SFTTrainer computes entropy and
-accuracy and gathers them over all ranks at every step, which costs more than it tells.
+Runs on transformers' own Trainer, with sequences that `data` has packed and masked. TRL's SFTTrainer computes entropy
+and accuracy and gathers them over all ranks at every step, which costs more than it is worth.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from ..parallel.sequence import PartCollator
 from ..trainer import RunContext, RunTrainer
 
 GATHER_LIMIT = 2**30
-"""Bytes of weights up to which ZeRO-3's shards are gathered once for generating, and not once per layer and token."""
+"""Bytes of weights up to which ZeRO-3's shards are gathered once for generation, not per layer and token."""
 
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> TrainingArguments:

@@ -1,4 +1,4 @@
-"""LoRA, QLoRA and DoRA: what is frozen, in which form, and what is trained beside it."""
+"""LoRA, QLoRA and DoRA: what is frozen, in which form, and what is trained on top of it."""
 
 import math
 import zlib
@@ -14,7 +14,7 @@ from ...spec.recipe import Lora
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return 4-bit quantisation as QLoRA has it (arXiv:2305.14314): NF4, and its scales quantised once more.
+    """Return QLoRA's 4-bit quantisation (arXiv:2305.14314): NF4 with double quantisation.
 
     The packed bytes are stored as the training dtype: DeepSpeed casts every floating parameter to that dtype, which
     would convert bytes stored as another one as if they were numbers.
@@ -49,9 +49,9 @@ def add(model: PreTrainedModel, lora: Lora, seed: int = 0) -> PeftModel:
 
 
 def _start_by_name(adapted: PeftModel, seed: int) -> None:
-    """Give each adapter the random values that follow from its name and the seed.
+    """Initialise each adapter with random values that depend only on its name and the seed.
 
-    PEFT draws them one after the other, so that a stage of a pipeline, which has other layers, would have others.
+    PEFT draws them in sequence, so a stage of a pipeline, which has other layers, would get different ones.
     """
     for name, parameter in adapted.named_parameters():
         if "lora_A" in name and not parameter.is_meta:

@@ -1,4 +1,4 @@
-"""Which attention a run computes with: for packed sequences, one without a mask of length times length.
+"""Which attention implementation a run uses: for packed sequences, one without a length x length mask.
 
 With a mask, PyTorch's SDPA cannot use its flash kernel, and computes all pairs of tokens of a sequence, masked ones
 included. A variable-length kernel that knows where documents begin computes the pairs within documents only. torch has
@@ -46,14 +46,14 @@ def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[s
 
 
 def _fits(config: PreTrainedConfig) -> bool:
-    """Return whether the kernel takes the heads' width; and nothing is dropped out of attention, which it cannot do."""
+    """Return whether the kernel supports the heads' width; it does not support attention dropout."""
     heads = config.num_attention_heads
     width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     return width <= WIDEST and not (getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0))
 
 
 def document_boundaries(lengths: Sequence[Sequence[int]], width: int) -> dict[str, Any]:
-    """Return where documents begin, in the words of transformers' flash attention (`FlashAttentionKwargs`).
+    """Return where documents begin, as the arguments of transformers' flash attention (`FlashAttentionKwargs`).
 
     Counted on the host, so that no layer has to read them off the position ids on the device.
 
@@ -79,7 +79,7 @@ def needs_boundaries(model: torch.nn.Module) -> bool:
 
 
 def switch_by_batch(model: PreTrainedModel) -> None:
-    """Make `model` use `varlen` for batches that say where documents begin, and SDPA for others, if it was loaded so.
+    """Make a `model` loaded with `varlen` use it for batches that say where documents begin, and SDPA for others.
 
     The others are evaluation and generation, with masks and caches.
     """
@@ -137,7 +137,8 @@ def varlen(
     wanted = {name: options.get(name) for name in ("softcap", "s_aux", "position_bias")} | {"dropout": dropout or None}
     asked = [name for name, given in {**wanted, "attention_mask": attention_mask}.items() if given is not None]
     if asked or cu_seq_lens_q is None or options.get("is_causal") is False:
-        raise ValueError(f"{VARLEN} attention is causal, within documents, and has no {', '.join(asked) or 'other'}")
+        lacking = ", ".join(asked) or "anything else"
+        raise ValueError(f"{VARLEN} attention is causal, within documents, and does not support {lacking}")
     sequences, heads, length, width = query.shape
     query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
     narrow = value.shape[-1]
@@ -154,7 +155,7 @@ def varlen(
 def _one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, *_: Any, **options: Any
 ) -> torch.Tensor:
-    """Return what the kernel does, on a CPU; [tokens, heads, width] each."""
+    """Return what the kernel computes, on a CPU; [tokens, heads, width] each."""
     outputs = []
     for start, end in pairwise(starts.tolist()):
         queries, keys, values = (one[start:end].transpose(0, 1)[None] for one in (query, key, value))

@@ -21,7 +21,7 @@ WINDOW = 32
 
 
 def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
-    """Write the draft as a Hugging Face folder, so that everything after it is what the real model goes through."""
+    """Write the draft as a Hugging Face folder, so that every later step is the same as for the real model."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     config = shrink(AutoConfig.for_model(**recipe.model.config), recipe.draft, tokenizer)
     torch.manual_seed(recipe.seed)
@@ -33,7 +33,7 @@ def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenize
     """Return the architecture's configuration with the draft's layers and width.
 
     Widths keep their ratio to the hidden size, rounded up to a multiple of 16, and every kind of layer of the original
-    is there as long as there are layers enough: sliding and full attention, linear attention, dense and expert.
+    is kept if there are enough layers: sliding and full attention, linear attention, dense and expert.
     """
     values = {name: value for name, value in config.to_dict().items() if name not in _DERIVED}
     real = config.attribute_map

@@ -9,6 +9,6 @@ EXPERTS = 4
 def key_value_heads(heads: int, shared: int) -> int:
     """Return a draft's number of key/value heads: the original's ratio to its `heads`, but two if it has two or more.
 
-    With a single one, tensor parallelism could not be tried on a draft.
+    With a single one, a draft could not be trained with tensor parallelism.
     """
     return min(shared, max(2, HEADS * shared // heads))

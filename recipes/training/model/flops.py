@@ -1,4 +1,4 @@
-"""The arithmetic that training on a token takes: the numerator of MFU (model FLOPs utilisation)."""
+"""Floating-point operations of training, per token: the numerator of MFU (model FLOPs utilisation)."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class TrainingFlops:
-    """Floating-point operations of forward and backward pass; recomputation is not counted, since it is no progress."""
+    """Floating-point operations of forward and backward pass; recomputation is not counted, by MFU's definition."""
 
     per_token: float
     """Products with weights: 2 per weight forward, 2 for the gradient of the input, 2 for that of a trained weight."""
@@ -15,7 +15,7 @@ class TrainingFlops:
     """Causal attention, per squared length of a document: scores and values, s^2 d each forward, twice that back."""
 
     def of(self, tokens: float, squared_lengths: float) -> float:
-        """Return the operations for documents with so many tokens, and so large a sum of squared lengths."""
+        """Return the operations for documents with this number of tokens and this sum of squared lengths."""
         return self.per_token * tokens + self.per_squared_length * squared_lengths
 
 
@@ -23,7 +23,7 @@ def training_flops(model: torch.nn.Module) -> TrainingFlops:
     """Return the operations per token of a causal language model, with or without adapters, sharded or not.
 
     An embedding is a look-up and costs nothing, unless it is tied and so the last matrix product too. Of a mixture
-    of experts a token uses `num_experts_per_tok`. Sliding windows are not taken off.
+    of experts a token uses `num_experts_per_tok`. Sliding windows are counted as full attention.
     """
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight

@@ -12,7 +12,7 @@ def generate(
     max_new_tokens: int,
     synced_gpus: bool = False,
 ) -> list[str]:
-    """Return the model's greedy answer to each conversation, without outer white space."""
+    """Return the model's greedy answer to each conversation, without surrounding white space."""
     texts = [tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) for turns in prompts]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}

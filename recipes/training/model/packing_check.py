@@ -12,10 +12,10 @@ from .draft import WINDOW, shrink
 from .load import load_config
 
 LENGTHS = (WINDOW + 8, 24)
-"""The probe's documents in tokens; the first is longer than a draft's sliding window."""
+"""Tokens in each document that is packed; the first is longer than a draft's sliding window."""
 LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """A difference of logits that rounding does not explain, as a share of the largest logit. Seen in fp32 on drafts of
-every size in `recipes/`: at most 2e-6 where documents are kept apart, at least 2e-1 where they see each other."""
+every size in `recipes/`: at most 2e-6 where documents are kept apart, at least 2e-1 where they attend to each other."""
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, on_gpu: bool = False) -> str:
@@ -53,12 +53,12 @@ def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
         tokenizer: for the size of the vocabulary.
         name: the implementation to try, as `from_pretrained(attn_implementation=...)` names it.
     """
-    dtype = probed_in(name)
+    dtype = check_dtype(name)
     return leak(draft_of(config, tokenizer, name, dtype)) < LEAK[dtype]
 
 
-def probed_in(name: str) -> torch.dtype:
-    """Return the type in which an implementation is tried out: kernels for GPUs in half precision, there."""
+def check_dtype(name: str) -> torch.dtype:
+    """Return the dtype to check an implementation in: bf16, on the GPU, for kernels that need one."""
     only_there = name.startswith("flash") or (name not in ("auto", "sdpa", "eager") and torch.cuda.is_available())
     return torch.bfloat16 if only_there else torch.float32
 

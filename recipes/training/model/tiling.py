@@ -1,8 +1,8 @@
-"""Tiling for long sequences: the loss and the feed-forward layers, some of the tokens at a time.
+"""Tiling for long sequences: computes the loss and the feed-forward layers for some of the tokens at a time.
 
-Both work on single tokens, so tiles change what is held at once and not what is computed: whole logits (12 to 14 bytes
-per token and vocabulary entry) and whole feed-forward activations never exist. Each tile is computed again in the
-backward pass. The idea is that of Arctic long sequence training (Bekman et al. 2025, arXiv:2506.13996).
+Both act on each token by itself, so tiles change what is in memory at once and not what is computed: whole logits (12
+to 14 bytes per token and vocabulary entry) and whole feed-forward activations never exist. Each tile is computed again
+in the backward pass. The idea is that of Arctic long sequence training (Bekman et al. 2025, arXiv:2506.13996).
 """
 
 import functools
@@ -26,8 +26,8 @@ without Triton; a matrix product of 4,096 x 8,192 still fills a GPU."""
 def tile_loss(model: PreTrainedModel) -> None:
     """Make `model` compute its loss without whole logits, wherever it is given labels; before adapters are added.
 
-    By TRL's head, which knows the scales and soft caps of logits that architectures have, and computes logits for the
-    labelled tokens alone on a GPU.
+    Uses TRL's fused head, which handles every architecture's logit scales and soft caps, and on a GPU computes logits
+    for labelled tokens only.
     """
     upstream.narrow_loss_tiles(COLUMNS)
     add_fused_lm_head(model)
@@ -44,7 +44,7 @@ def tile_feed_forward(model: PreTrainedModel, tiles: int) -> None:
     """Make every layer's feed-forward part compute a sequence in `tiles` pieces, keeping only their inputs and outputs.
 
     Raises:
-        UserError: the layers have no such part, or one that shares tokens out to experts.
+        UserError: the layers have no such part, or one that routes tokens to experts.
     """
     for part in _feed_forward(model, "tiled_mlp=true"):
         part.forward = functools.partial(_in_tiles, part.forward, tiles)
@@ -54,7 +54,7 @@ def recompute_feed_forward(model: PreTrainedModel) -> None:
     """Make every layer keep the input of its feed-forward part, and compute the rest again in the backward pass.
 
     Raises:
-        UserError: the layers have no such part, or one that shares tokens out to experts.
+        UserError: the layers have no such part, or one that routes tokens to experts.
     """
     for part in _feed_forward(model, "gradient_checkpointing=selective"):
         part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
@@ -65,7 +65,7 @@ def _feed_forward(model: PreTrainedModel, asked: str) -> list[torch.nn.Module]:
     if not parts or any(name.endswith(".experts") for part in parts for name, _ in part.named_modules(prefix=".")):
         raise UserError(
             f"{asked}: not for {model.config.model_type}, whose layers have "
-            f"{'experts, and those get parts of the tokens already' if parts else 'no module named mlp'}; leave it out."
+            f"{'experts, which already get parts of the tokens' if parts else 'no module named mlp'}; leave it out."
         )
     return parts
 

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks.
+"""How a model is distributed over ranks.
 
 There are two ways to hold a model, `whole.py` and `pipeline.py`, with the same functions:
 
@@ -10,7 +10,7 @@ There are two ways to hold a model, `whole.py` and `pipeline.py`, with the same 
     measure(trainer, sequences)              loss per token on held-out data, and what else comes of the same passes
     save(trainer, folder)                    an ordinary Hugging Face folder, or a PEFT adapter
 
-Tensor, sequence and expert parallelism are what either of them calls.
+Either of them calls `tensor`, `sequence` and `expert`.
 """
 
 from types import ModuleType
@@ -19,6 +19,6 @@ from ...spec.recipe import Layout
 from . import pipeline, whole
 
 
-def way(layout: Layout) -> ModuleType:
-    """Return the way in which a layout's ranks hold the model: `whole` or `pipeline`."""
+def implementation(layout: Layout) -> ModuleType:
+    """Return the module for a layout: `whole` or `pipeline`."""
     return pipeline if layout.pipeline > 1 else whole

@@ -44,7 +44,7 @@ def _keep(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> Non
 
 
 def _unsharded(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as it is without ZeRO-3."""
+    """Return a weight gathered from ZeRO-3's shards."""
     if not hasattr(weight, "ds_id"):
         return weight.detach()
     with GatheredParameters([weight]):
@@ -61,14 +61,14 @@ def _gather(weight: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def separate_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module, size: int) -> None:
-    """Move the experts to an optimizer group of their own, marked as DeepSpeed wants it.
+    """Move the experts to an optimizer group of their own, marked as DeepSpeed expects.
 
     The engine takes over the groups when it replaces the layers. An optimizer that DeepSpeed builds from its own
     configuration has such groups too, but decays norms and biases like matrices.
 
     Args:
         optimizer: the Trainer's, before the engine exists.
-        model: whose parameters it has.
+        model: the one whose parameters it updates.
         size: ranks that the experts of one layer are spread over.
     """
     routed = {parameter for name, parameter in model.named_parameters() if ".experts." in name}

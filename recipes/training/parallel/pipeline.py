@@ -1,4 +1,4 @@
-"""Each rank holds some of the model's layers, one stage of a pipeline, through the Trainer.
+"""Each rank holds one stage of a pipeline, some of the model's layers, and trains it through the Trainer.
 
 DeepSpeed's PipelineEngine takes each optimizer step as a whole; the Trainer hands it the step's micro-batches one by
 one, and the last of them starts it.
@@ -34,10 +34,10 @@ TIED = "embedding"
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model that computes something else in stages.
+    """Refuse a model that computes different logits in stages.
 
     Raises:
-        UserError: says what is in the way.
+        UserError: says what prevents it.
     """
     stages.check(recipe, tokenizer)
 
@@ -59,7 +59,7 @@ def load(recipe: Recipe) -> "StagedModel":
     ]
     data = dist.get_world_size() // (layout.pipeline * layout.tensor)
     topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=data)
-    # It prints its partition, and without no_grad it would record how tied weights are made equal.
+    # DeepSpeed prints its partition, and without no_grad autograd would record the copying of tied weights.
     with contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), upstream.without_tensor_parallel_block():
         module = StagedModel(
             specs, topology=topology, loss_fn=LastStageOutput(), partition_method="uniform", dynamic_shape=True
@@ -79,7 +79,7 @@ class StagedModel(PipelineModule):
 
 
 class LastStageOutput:
-    """What the last stage makes of logits and labels: the training loss, or for a while something else."""
+    """What the last stage computes from logits and labels: the training loss, or temporarily another function."""
 
     def __init__(self) -> None:
         self.function: Callable[[torch.Tensor, Any], torch.Tensor] = weighted_loss
@@ -90,7 +90,7 @@ class LastStageOutput:
 
     @contextlib.contextmanager
     def computing(self, function: Callable[[torch.Tensor, Any], torch.Tensor]) -> Iterator[None]:
-        """Compute `function` instead, for the time of a `with` block."""
+        """Compute `function` instead within a `with` block."""
         self.function = function
         try:
             yield
@@ -99,8 +99,8 @@ class LastStageOutput:
 
 
 def outline(recipe: Recipe, model: PipelineModule) -> PreTrainedModel | PeftModel:
-    """Return the whole model without weights, of which a rank has one stage."""
-    return stages.skeleton(recipe)
+    """Return the whole model without weights; the rank itself has one stage of it."""
+    return stages.meta_model(recipe)
 
 
 def stage(module: PipelineModule) -> stages.Stage:
@@ -127,23 +127,23 @@ def weighted_loss(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor
 
     Args:
         logits: [sequences, length, vocabulary].
-        labels: the token after each position ([sequences, length], -100 where it is not learned), and the weight.
+        labels: the token after each position ([sequences, length], -100 where it is not in the loss), and the weight.
     """
     of_next, weight = labels
     return _cross_entropy(logits, of_next).sum() * weight
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return it per position, [sequences, length], zero where nothing is learned."""
+    """Return the cross-entropy per position, [sequences, length]; zero where the label is ignored."""
     return nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
 
 
 def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[str, Any], items: Any) -> torch.Tensor:
-    """Return the loss of an optimizer step with its last micro-batch, and zero with the others.
+    """Return the loss of an optimizer step for its last micro-batch, and zero for the others.
 
-    The loss is what the Trainer computes elsewhere: the mean over all tokens of the global batch. The engine averages
-    over micro-batches and data ranks, so every token is weighted by their number over that of the tokens, which the
-    Trainer counts once per rank that reads them.
+    As elsewhere in the Trainer, the loss is the mean over all tokens of the global batch. The engine averages over
+    micro-batches and data-parallel ranks, so each token's weight is their number divided by the number of tokens. The
+    Trainer counts a token once per rank that reads it.
     """
     engine, layout = trainer.deepspeed, trainer.context.recipe.layout
     trainer.micro_batches.append(inputs)
@@ -175,12 +175,12 @@ def logits(trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
 def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
     """Return the `loss` per token of held-out sequences, and the share of last answers that greedy decoding reproduces.
 
-    A pipeline cannot generate. But greedy decoding reproduces an answer exactly (`exact_match`) if every token of it is
-    the likeliest after the right ones before.
+    A pipeline cannot generate. But greedy decoding reproduces an answer exactly (`exact_match`) if each of its tokens
+    is the likeliest one after the correct tokens before it.
     """
     recipe = trainer.context.recipe
     collator = Collator(trainer.processing_class.pad_token_id)
-    shares = list(scores.shares(sequences, recipe.micro_batch_size, recipe.layout))
+    shares = list(scores.rank_batches(sequences, recipe.micro_batch_size, recipe.layout))
     batches = [scores.to_device(collator(batch)) for batch, _ in shares]
     results = iter(_losses_and_mistakes(trainer.deepspeed, batches).split([len(batch) for batch, _ in shares]))
     loss = right = tokens = 0.0

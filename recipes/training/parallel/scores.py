@@ -1,4 +1,4 @@
-"""How good a model is on held-out data: loss per token, answers reproduced exactly, preferences ranked right.
+"""Scores on held-out data: loss per token, exactly reproduced answers, correctly ranked preferences.
 
 Every function divides the examples over the data-parallel ranks, makes the same number of forward passes on each
 (under ZeRO-3 a forward pass is a collective), and returns the value over all of them.
@@ -22,12 +22,12 @@ GENERATION_BATCH = 100
 """Prompts per `generate` call; the answers are short, so the key/value cache stays small."""
 
 
-def shares(examples: Sequence[Any], batch_size: int, layout: Layout) -> Iterator[tuple[list[Any], int]]:
-    """Yield this rank's batches with the number of examples in each that count.
+def rank_batches(examples: Sequence[Any], batch_size: int, layout: Layout) -> Iterator[tuple[list[Any], int]]:
+    """Yield this rank's batches, each with the number of its examples that count.
 
-    Ranks with fewer examples get filler, the first example again, so that all make the same number of passes. Ranks
-    that hold parts of the model's matrices or layers get the same batches, and one counts them; sequence-parallel ranks
-    hold whole models, and get batches of their own.
+    Ranks with fewer examples repeat the first example as filler, so that all make the same number of passes. Ranks that
+    hold parts of the model's matrices or layers get the same batches, and one of them counts; sequence-parallel ranks
+    hold whole models and get batches of their own.
     """
     place, copies = distributed.place(layout), data_parallel_size(layout, dist.get_world_size())
     rank, ranks = place.data * layout.sequence + place.sequence, copies * layout.sequence
@@ -48,7 +48,7 @@ def loss_per_token(
 ) -> float:
     """Return the mean cross-entropy over all labelled tokens, in nats."""
     loss = tokens = 0.0
-    for batch, count in shares(sequences, batch_size, layout):
+    for batch, count in rank_batches(sequences, batch_size, layout):
         inputs = to_device(collator(batch))
         summed = model(**inputs, num_items_in_batch=torch.ones((), device=distributed.device())).loss
         if count:
@@ -67,9 +67,9 @@ def exact_match(
     synced_gpus: bool,
     layout: Layout,
 ) -> float:
-    """Return the share of conversations whose last turn greedy decoding reproduces, but for outer white space."""
+    """Return the share of conversations whose last turn greedy decoding reproduces, up to white space."""
     right = 0.0
-    for batch, count in shares(conversations, GENERATION_BATCH, layout):
+    for batch, count in rank_batches(conversations, GENERATION_BATCH, layout):
         answers = generate(model, tokenizer, [turns[:-1] for turns in batch], max_new_tokens, synced_gpus)
         expected = [turns[-1]["content"].strip() for turns in batch]
         right += sum(a == e for a, e in zip(answers[:count], expected[:count], strict=True))
@@ -94,7 +94,7 @@ def preference_accuracy(
         layout: which ranks share a copy of the model.
     """
     right = 0.0
-    for batch, count in shares(pairs, batch_size, layout):
+    for batch, count in rank_batches(pairs, batch_size, layout):
         chosen = _log_likelihood(model, tokenizer, batch, "chosen")
         rejected = _log_likelihood(model, tokenizer, batch, "rejected")
         right += (chosen > rejected)[:count].sum().item()

@@ -29,17 +29,17 @@ from ..data.collate import Collator, next_labels
 from ..model.attention import VARLEN
 
 PREFIX = "ulysses_"
-"""Before the name of an attention implementation: the same, over a group's ranks."""
+"""Prefix of an attention implementation's name: the same implementation over a group's ranks."""
 MASKS = [
     name
     for name, create in vars(masking).items()
     if name.startswith("create_") and {"inputs_embeds", "position_ids"} <= set(inspect.signature(create).parameters)
 ]
-"""What models call for their masks."""
+"""The functions that models call to make their masks."""
 
 
 def attend_over_ranks(model: torch.nn.Module, layout: Layout) -> None:
-    """Make the model's attention in training see whole sequences of which each rank has a part; a collective."""
+    """Make the model's attention cover whole sequences in training, of which each rank has a part; a collective."""
     size = dist.get_world_size()
     sharing = defaultdict(list)
     for rank in range(size):
@@ -68,7 +68,7 @@ def _is_divided(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class PartCollator:
-    """Sequences to this rank's part of the model's inputs; counts (`tokens`) stay those of whole sequences."""
+    """Collates sequences into this rank's part of the model's inputs; counts (`tokens`) are of whole sequences."""
 
     pad_token_id: int
     layout: Layout
@@ -81,7 +81,7 @@ class PartCollator:
 
 
 def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the attention in `model` see whole sequences, of which each rank of the group has a part.
+    """Make the attention in `model` cover whole sequences, of which each rank of the group has a part.
 
     In training only: in evaluation mode the model is unchanged, and each rank may have sequences of its own. Inputs
     must include `position_ids`, and no attention mask.
@@ -157,7 +157,7 @@ def _attention(
 
 
 class _Share:
-    """An attention module as the implementation sees it that computes a share of its heads."""
+    """An attention module as an implementation sees it when it computes only a share of the heads."""
 
     def __init__(self, module: torch.nn.Module, changed: dict[str, Any]) -> None:
         self.module = module
@@ -216,7 +216,7 @@ def _whole_mask(create: Callable[..., Any], group: dist.ProcessGroup, /, *values
 
 
 def _whole_rotary(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Give a rotary embedding whose frequencies depend on the longest position those of the whole sequences."""
+    """Compute a rotary embedding over whole sequences, since its frequencies may depend on the longest position."""
 
     def gather(module: torch.nn.Module, values: Any, named: dict[str, Any]) -> Any:
         if not _is_shared(module.config):

@@ -18,14 +18,14 @@ from ..model.load import load_config
 from . import sequence
 
 PAIR = Layout(sequence=2)
-"""The probe's layout: what matters about the size beyond it is that it divides the heads."""
+"""The layout that is checked; a larger size only has to divide the heads, too."""
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse sequence parallelism where it would train a different model. Takes about a second; a collective.
 
     Raises:
-        UserError: the model's heads cannot be divided, or its code computes something else.
+        UserError: the model's heads cannot be divided, or its code computes something different.
     """
     size = recipe.layout.sequence
     config = load_config(recipe).get_text_config()
@@ -35,8 +35,8 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     error = difference_over_two(config, tokenizer, recipe.model.attention)
     if error is not None:
         raise UserError(
-            f"layout.sequence={size}: {config.model_type} with model.attention={recipe.model.attention} computes "
-            f"something else over several ranks ({error}); leave layout.sequence out."
+            f"layout.sequence={size}: {config.model_type} with model.attention={recipe.model.attention} trains "
+            f"differently over several ranks ({error}); leave layout.sequence out."
         )
 
 
@@ -47,8 +47,8 @@ def difference_over_two(config: PreTrainedConfig, tokenizer: PreTrainedTokenizer
     if dist.get_rank() < 2:
         try:
             off = difference(draft_of(config, tokenizer, attention), group)
-            allowed = packing_check.LEAK[packing_check.probed_in(attention)]
-            error = None if off < allowed else f"on a shrunken model, by {off:.0e}"
+            allowed = packing_check.LEAK[packing_check.check_dtype(attention)]
+            error = None if off < allowed else f"a shrunken model differs by {off:.0e}"
         except Exception as failed:  # a model's own code may raise anything
             error = f"on a shrunken model: {first_line(failed)}"
     answer = [error]
@@ -62,7 +62,7 @@ def draft_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, atten
     for name, value in certain.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(certain, name, 0.0)
-    return packing_check.draft_of(certain, tokenizer, attention, packing_check.probed_in(attention))
+    return packing_check.draft_of(certain, tokenizer, attention, packing_check.check_dtype(attention))
 
 
 def difference(model: torch.nn.Module, group: dist.ProcessGroup) -> float:

@@ -2,8 +2,8 @@
 
 A stage is the Hugging Face model itself with the layers of other stages taken out. Its own `forward` still runs, so
 masks, rotary embeddings, sliding windows, multipliers and soft caps are the model's, and no architecture needs code of
-its own here. Two places are changed: the first layer of a later stage is given what the stage before sent, and what
-follows the last layer of an earlier stage (norm, head) is replaced by nothing.
+its own here. Two places are changed: the first layer of a later stage receives what the previous stage sent, and what
+follows the last layer of an earlier stage (norm, head) is removed.
 """
 
 import copy
@@ -24,14 +24,14 @@ PROBE_STAGES = 3
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model that computes something else in stages: checked on a shrunken model, before anything is loaded.
+    """Refuse a model that computes different logits in stages; checked on a shrunken model, before anything is loaded.
 
     Raises:
         UserError: says what prevents it.
     """
     if recipe.model.trust_remote_code or recipe.model.quantization != "none":
         raise UserError(
-            f"layout.pipeline={recipe.layout.pipeline}: stages need a model of transformers' own code, in 16 or 32 "
+            f"layout.pipeline={recipe.layout.pipeline}: stages need a model whose code is in transformers, in 16 or 32 "
             "bits; use layout.pipeline=1."
         )
     config = load.load_config(recipe).get_text_config()
@@ -46,8 +46,8 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         ) from error
     if difference > packing_check.LEAK[torch.float32]:
         raise UserError(
-            f"layout.pipeline={recipe.layout.pipeline}: {config.model_type} computes something else in stages "
-            f"(logits differ by {difference:.0e}); use layout.pipeline=1."
+            f"layout.pipeline={recipe.layout.pipeline}: {config.model_type} computes different logits in stages "
+            f"(they differ by {difference:.0e}); use layout.pipeline=1."
         )
 
 
@@ -67,7 +67,7 @@ def staged_difference(whole: PreTrainedModel) -> float:
     return ((passed - expected).abs().max() / expected.abs().max()).item()
 
 
-def skeleton(recipe: Recipe) -> PreTrainedModel:
+def meta_model(recipe: Recipe) -> PreTrainedModel:
     """Return the whole model without weights (on the meta device), adapters included."""
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(
@@ -87,7 +87,7 @@ def stages(config: PreTrainedConfig, count: int) -> list[range]:
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     layers = _layers(whole)
-    before, after = _around(whole)
+    before, after = _before_and_after(whole)
     costs = [_size(layer) for layer in layers]
     costs[0] += sum(map(_size, before))
     costs[-1] += sum(map(_size, after)) + whole.get_output_embeddings().weight.numel()
@@ -129,7 +129,7 @@ class Stage(nn.Module):
 
 
 def cut_on_init(kind: type[PreTrainedModel], layers: range) -> type[PreTrainedModel]:
-    """Return the model's class, with instances that are cut down to a stage before their weights are loaded.
+    """Return a subclass of the model's class whose instances are cut down to one stage before their weights are loaded.
 
     So `from_pretrained` does its whole work, conversions, quantisation and tied weights included, and reads the
     weights of this stage only.
@@ -142,21 +142,21 @@ def cut_on_init(kind: type[PreTrainedModel], layers: range) -> type[PreTrainedMo
     changes = {
         "__init__": init,
         "__module__": kind.__module__,
-        "_keys_to_ignore_on_load_unexpected": [".*"],  # the weights of other stages are no news
+        "_keys_to_ignore_on_load_unexpected": [".*"],  # not worth a warning: the weights of other stages
         "should_save_on_this_rank": lambda self, is_main_process: is_main_process,  # not on the first alone
     }
     return type(kind.__name__, (kind,), changes)
 
 
 def cut(whole: PreTrainedModel, layers: range) -> None:
-    """Take everything out of `whole` that is not of the stage that holds `layers`."""
+    """Remove everything from `whole` that is not part of the stage that holds `layers`."""
     held = _layers(whole)
-    before, after = _around(whole)
+    before, after = _before_and_after(whole)
     first, last = layers.start == 0, layers.stop == len(held)
     whole.whole_config = copy.deepcopy(whole.config)
     tied = whole.config.get_text_config().tie_word_embeddings
     decoder = whole.base_model
-    # By hand, since deleting from a ModuleList gives what is left other numbers, and so other names.
+    # By hand, since deleting from a ModuleList renumbers, and so renames, the layers that remain.
     for name in [name for name in held._modules if int(name) not in layers]:
         del held._modules[name]
     config = decoder.config
@@ -167,16 +167,18 @@ def cut(whole: PreTrainedModel, layers: range) -> None:
     embedding = whole.get_input_embeddings()
     whole.received = whole.left = None
     if not first:
-        _enter(whole, next(iter(held)))
+        _start_at(whole, next(iter(held)))
         for name, module in decoder.named_children():
             if module in before and not (last and tied and module is embedding):
                 setattr(
-                    decoder, name, _Nothing(config.hidden_size) if isinstance(module, nn.Embedding) else nn.Identity()
+                    decoder,
+                    name,
+                    _UnusedEmbedding(config.hidden_size) if isinstance(module, nn.Embedding) else nn.Identity(),
                 )
     if not last:
         for name, module in decoder.named_children():
             if module in after:
-                setattr(decoder, name, _Exit(whole))
+                setattr(decoder, name, _Outlet(whole))
         whole.set_output_embeddings(nn.Identity())
     if not (last and (first or tied)):
         whole.all_tied_weights_keys = {}
@@ -195,8 +197,8 @@ def run(
     return output.logits if left is None else (left, position_ids)
 
 
-class _Nothing(nn.Module):
-    """In place of an embedding whose result is not used."""
+class _UnusedEmbedding(nn.Module):
+    """Replaces an embedding whose result is not used."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -207,19 +209,19 @@ class _Nothing(nn.Module):
         return torch.zeros(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
 
 
-class _Exit(nn.Module):
-    """In place of the norm after the last layer: keeps what is to be sent."""
+class _Outlet(nn.Module):
+    """Replaces the norm after the last layer; keeps the hidden states to be sent."""
 
     def __init__(self, whole: PreTrainedModel) -> None:
         super().__init__()
-        self.whole = [whole]  # in a list, or the model would become a part of itself
+        self.whole = [whole]  # in a list, or the model would be its own submodule
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.whole[0].left = hidden
         return hidden
 
 
-def _enter(whole: PreTrainedModel, layer: nn.Module) -> None:
+def _start_at(whole: PreTrainedModel, layer: nn.Module) -> None:
     """Make `layer` compute on `whole.received`, whatever it is called with.
 
     Not by a hook: hooks run inside gradient checkpointing, which would call it again with another micro-batch received.
@@ -245,8 +247,8 @@ def _layers(whole: PreTrainedModel) -> nn.ModuleList:
     return found[0]
 
 
-def _around(whole: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules before the layers and after them, as far as they have parameters."""
+def _before_and_after(whole: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules before the layers, and those after them that have parameters."""
     children = list(whole.base_model.children())
     at = children.index(_layers(whole))
     return children[:at], [child for child in children[at + 1 :] if any(True for _ in child.parameters())]

@@ -88,7 +88,7 @@ def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> Ten
 
 
 def _gather(linear: torch.nn.Linear) -> None:
-    """Put ordinary weights in the place of those that ZeRO-3 has sharded over the world; it shards the parts again."""
+    """Replace weights that ZeRO-3 has sharded over all ranks by ordinary ones; it shards the parts again."""
     sharded = [(name, value) for name, value in linear.named_parameters(recurse=False) if is_zero_param(value)]
     if not sharded:
         return
@@ -100,15 +100,15 @@ def _gather(linear: torch.nn.Linear) -> None:
 def shard_where_autotp_cannot(model: PreTrainedModel | PeftModel, size: int) -> None:
     """Split a model over groups of `size` ranks where DeepSpeed's AutoTP would fail, so that it finds nothing to do.
 
-    AutoTP takes PEFT's layer for the linear one inside it, and puts a layer without adapters in its place; and it
-    refuses plans in which a layer splits whole inputs, though it has such a layer. `test_autotp_loses_adapters` and
-    `test_deepspeed_splits_rightly_what_its_plan_allows_and_nothing_else` tell when this can go.
+    AutoTP mistakes PEFT's layer for the linear one inside it, and replaces it by a layer without adapters. It also
+    refuses plans in which a layer splits whole inputs, though it has a layer for that. `test_autotp_loses_adapters` and
+    `test_autotp_splits_correctly_what_its_plan_allows_and_nothing_else` fail once this can be removed.
     """
     styles = plan(model.config)
     if not isinstance(model, PeftModel) and "rowwise_split_input" not in styles.values():
         return
     for parameter in model.parameters():
-        if parameter.requires_grad:  # drawn at random by each rank for itself
+        if parameter.requires_grad:  # each rank has initialised it at random by itself
             dist.broadcast(parameter.data, 0)
     groups._init_tp_mesh_device(tensor_model_parallel_size=size)
     shard(model, styles, groups.get_tensor_model_parallel_group())

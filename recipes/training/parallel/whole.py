@@ -25,7 +25,7 @@ QUANTIZATION = "base_quantization.json"
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse nothing: the whole model is the model."""
+    """Accept every model: it is not changed."""
 
 
 def load(recipe: Recipe) -> PreTrainedModel | PeftModel:
@@ -49,8 +49,8 @@ def _balance_experts(model: PreTrainedModel | PeftModel, recipe: Recipe) -> None
     """Make the model add its routers' load-balancing loss (Fedus et al. 2021, arXiv:2101.03961) to its own.
 
     `router_aux_loss_coef` times the mean over the step's micro-batches of what transformers computes from each one's
-    tokens, padding included. transformers itself adds the whole of it to every micro-batch of every rank, which under
-    the Trainer's weighting by tokens multiplies it with their number.
+    tokens, padding included. transformers itself adds the whole of it to every micro-batch of every rank, which the
+    Trainer's weighting by tokens multiplies by the number of micro-batches.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     coefficient = recipe.router_aux_loss_coef
@@ -97,7 +97,7 @@ def save(trainer: Trainer, folder: Path) -> None:
     if distributed.is_first():
         model.save_pretrained(folder, state_dict=state)
         trainer.processing_class.save_pretrained(folder)
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card: a page of blanks
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card, an empty form
         if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
             write_json(folder / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
 

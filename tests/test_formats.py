@@ -1,4 +1,4 @@
-"""Every form in which people write examples, and what they are told where one is wrong."""
+"""Every form in which people write examples, and the messages for wrong ones."""
 
 import csv
 import json
@@ -127,10 +127,14 @@ def line(**row):
 MISTAKES = {
     "empty turn": (line(messages=[user(" "), assistant("b")]), "sft", ":1: turn 1 of 'messages' (user) is empty"),
     "two users": (line(messages=[user("a"), user("b"), assistant("c")]), "sft", ":1: turns 1 and 2 of 'messages' are"),
-    "role": (line(messages=[{"role": "narrator", "content": "a"}]), "sft", "unknown role 'narrator'; known are system"),
+    "role": (
+        line(messages=[{"role": "narrator", "content": "a"}]),
+        "sft",
+        "unknown role 'narrator'; known roles are system",
+    ),
     "no role": (line(messages=[{"content": "a"}]), "sft", "turn 1 of 'messages' needs a 'role'"),
     "turn": (line(messages=["a"]), "sft", "turn 1 of 'messages' must be an object"),
-    "image": (line(messages=[user([{"type": "image"}]), assistant("b")]), "sft", "only text can be learned"),
+    "image": (line(messages=[user([{"type": "image"}]), assistant("b")]), "sft", "only text is supported"),
     "weight": (line(messages=[user("a"), assistant("b", weight=0)]), "sft", "weight 0, which is not supported"),
     "call": (line(messages=[user("a"), assistant("", tool_calls=[{"name": 1}])]), "sft", "needs a 'name'"),
     "arguments": (
@@ -155,7 +159,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_bad_rows_are_named(mistake, tmp_path):
+def test_bad_examples_are_named(mistake, tmp_path):
     content, method, hint = MISTAKES[mistake]
     path = tmp_path / "bad.jsonl"
     path.write_text(content + "\n", encoding="utf-8")
@@ -211,7 +215,7 @@ OPTIONS = {
     "stream without an end": (Data("a.jsonl", streaming=True), {"max_steps": None}, "add max_steps=1000"),
     "stream split": (Data("a.jsonl", streaming=True, validation_share=0.1), {}, "a stream cannot be split"),
     "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "DPO reads all pairs"),
-    "form": (Data("a.jsonl", form="text"), {}, "data.form=text: serves the method pretrain"),
+    "form": (Data("a.jsonl", form="text"), {}, "data.form=text: is for the method pretrain"),
 }
 
 

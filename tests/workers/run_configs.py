@@ -1,6 +1,6 @@
-"""Runs configs that load but fail or do something else, one after the other, and writes what happened.
+"""Runs configs that load but then fail or do something else, one after another, and records what happened.
 
-usage: prove.py OUTPUT, with the cases as JSON on standard input: [[name, "plain" | "trainer", config], ...]
+usage: run_configs.py OUTPUT, with the cases as JSON on standard input: [[name, "plain" | "trainer", config], ...]
 """
 
 import gc

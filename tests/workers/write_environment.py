@@ -1,6 +1,6 @@
 """Writes this rank's environment to FOLDER/RANK.json, and imports nothing heavy.
 
-usage (under a launcher): say_environment.py FOLDER
+usage (under a launcher): write_environment.py FOLDER
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A run whose Adam on the CPU takes steps that are a thousandth too long."""
+"""A run whose Adam on the CPU takes steps that are longer by a thousandth."""
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 

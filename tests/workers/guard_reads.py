@@ -1,4 +1,4 @@
-"""How often a run fetches a number from the device; executed on every rank."""
+"""Counts how often a run reads a number from the device, with and without the guard; executed on every rank."""
 
 import os
 from pathlib import Path

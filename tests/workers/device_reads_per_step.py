@@ -1,4 +1,4 @@
-"""Count what Python reads of tensors' values in one steady step, of a run and of DeepSpeed's engine by itself."""
+"""Counts Python's reads of tensor values in one steady step, of a run and of DeepSpeed's engine by itself."""
 
 import json
 from collections.abc import Callable

@@ -1,13 +1,13 @@
-"""A model and data with one row whose loss is NaN: a token that occurs in no other row has a NaN embedding."""
+"""A model and data with one example whose loss is NaN: a token that no other example has gets a NaN embedding."""
 
 import json
 from pathlib import Path
 
-SPOILT = "§"
+NAN_TEXT = "§"
 
 
-def spoil_model(source: Path, folder: Path) -> Path:
-    """Write the model with a head of its own, since a tied NaN would reach every row's logits."""
+def write_nan_model(source: Path, folder: Path) -> Path:
+    """Write the model with an untied head, since a tied NaN would reach the logits of every example."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,26 +18,26 @@ def spoil_model(source: Path, folder: Path) -> Path:
     config.tie_word_embeddings = False
     model = type(model)(config)
     with torch.no_grad():
-        model.get_input_embeddings().weight[spoilt_tokens(tokenizer)] = float("nan")
+        model.get_input_embeddings().weight[nan_tokens(tokenizer)] = float("nan")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def spoilt_tokens(tokenizer) -> list[int]:
-    return tokenizer(SPOILT, add_special_tokens=False)["input_ids"]
+def nan_tokens(tokenizer) -> list[int]:
+    return tokenizer(NAN_TEXT, add_special_tokens=False)["input_ids"]
 
 
-def spoil_data(source: Path, path: Path, number: int) -> Path:
-    """Write the data with a row, by its number, that contains the token."""
+def write_nan_data(source: Path, path: Path, number: int) -> Path:
+    """Write the data with the token in the example of this number."""
     rows = [json.loads(line) for line in source.read_text().splitlines()]
-    rows[number]["messages"][0]["content"] += f" {SPOILT}"
+    rows[number]["messages"][0]["content"] += f" {NAN_TEXT}"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def leave_out(source: Path, path: Path, number: int) -> Path:
-    """Write the data with the next row in the place of one."""
+    """Write the data with one example replaced by the next."""
     lines = source.read_text().splitlines()
     lines[number] = lines[(number + 1) % len(lines)]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A disk that is too small: it is noticed before training and before each save, and costs no checkpoint."""
+"""A disk that is too small is detected before training and before each save, without damage to a checkpoint."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from recipes.machine.room import GIB, check_disk
+from recipes.machine.capacity import GIB, check_disk
 from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_jsonl, step_of, write_recipe
 from recipes.training import run as training_run
 from tests.ranks import read_logs
@@ -33,7 +33,7 @@ def fill(folder, leave):
     (folder / "filler").write_bytes(b"\0" * (state.f_bavail * state.f_frsize - leave))
 
 
-def test_training_does_not_start_where_a_checkpoint_has_no_room(
+def test_training_does_not_start_without_disk_space_for_a_checkpoint(
     ranks, small_disk, tmp_path, model_folder, conversations
 ):
     run = RunFolder(small_disk / "run")
@@ -45,7 +45,7 @@ def test_training_does_not_start_where_a_checkpoint_has_no_room(
     assert not run.metrics.exists() and newest_checkpoint(run) is None
 
 
-def test_a_disk_that_fills_up_costs_no_checkpoint(ranks, small_disk, tmp_path, model_folder, conversations):
+def test_the_last_checkpoint_survives_a_full_disk(ranks, small_disk, tmp_path, model_folder, conversations):
     run = RunFolder(small_disk / "run")
     write_recipe(run, small(model_folder, conversations, save_steps=5, max_steps=60))
     processes = ranks.start(training_run.main, str(run.path), log=tmp_path / "log")

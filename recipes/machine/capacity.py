@@ -1,4 +1,4 @@
-"""Room on the disk and in host memory, checked before a checkpoint is written."""
+"""Free disk space and host memory, checked before a checkpoint is written."""
 
 import contextlib
 import shutil
@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def check_disk(folder: Path, needed: int, what: str) -> None:
-    """Refuse to write `needed` bytes where the disk has no room for them.
+    """Refuse to write `needed` bytes that the disk has no space for.
 
     Raises:
         UserError: names the folder, what is free and what is needed.
@@ -42,7 +42,7 @@ def free_memory() -> int:
 
 
 def check_memory(needed: int, what: str) -> None:
-    """Refuse to gather `needed` bytes where host memory has no room for them.
+    """Refuse to gather `needed` bytes that host memory cannot hold.
 
     Raises:
         UserError: names what is free and what is needed.
