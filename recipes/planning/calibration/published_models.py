@@ -65,7 +65,7 @@ def missing(rows: Iterable[PublishedRow]) -> dict[str, list[Lora]]:
     """Return the adapters that are not profiled yet, by model; an empty list: only all weights are."""
     found: dict[str, dict[str, Lora]] = {}
     for row in rows:
-        if row.why_memory_is_not_planned and row.why_time_is_not_planned or is_stored(row):
+        if (row.why_memory_is_not_planned and row.why_time_is_not_planned) or is_stored(row):
             continue
         adapters = found.setdefault(row.model, {})
         if row.lora:

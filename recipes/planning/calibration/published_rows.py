@@ -6,7 +6,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class PublishedRow:
     gpu: str | None = None
     """As the source names it; None: only its memory is stated."""
     gpu_memory_gib: float | None = None
-    """As the source names it, where the planner does not know the GPU."""
+    """As the source names it, where the planner does not know the GPU or knows it with another one."""
     gpus_per_node: int | None = None
     """None: one node."""
     network_gbs: float = 0.0
@@ -96,6 +96,15 @@ class PublishedRow:
     """Why this row says nothing about the planner, where no rule below finds it."""
     time_not_planned: str | None = None
 
+    def __str__(self) -> str:
+        """Return the run in a line."""
+        gpu = self.gpu or f"{self.gpu_memory_gib:g} GiB"
+        place = f"{self.sharding}, offload {self.offload}" if self.offload != "none" else self.sharding
+        return (
+            f"{self.table}: {self.model} {self.method}, {self.gpus} x {gpu}, {place}, "
+            f"{self.micro_batch_size} x {self.sequence_length} tokens"
+        )
+
     @property
     def half(self) -> Half:
         """Which half the row belongs to: whole publishers, by the hash of their names, so that no one chooses."""
@@ -127,7 +136,10 @@ class PublishedRow:
     def cluster(self) -> Cluster:
         """The machines; a GPU that the planner does not know is one with its memory."""
         per_node = min(self.gpus_per_node or self.gpus, self.gpus)
-        gpu = self.known_gpu or with_memory(self.gpu_memory_gib or 0.0, self.gpu)
+        known, gib = self.known_gpu, self.gpu_memory_gib
+        if known:
+            known = replace(known, memory_gib=gib or known.memory_gib)
+        gpu = known or with_memory(gib or 0.0, self.gpu)
         return Cluster(gpu, per_node, self.gpus // per_node, network_gbs=self.network_gbs)
 
     @property
@@ -178,6 +190,8 @@ class PublishedRow:
             f"the planner does not know {self.precision}": self.precision not in ("bf16", "fp16", "fp32"),
             "all of DeepSpeed's optimizers hold master weights": self.method == "full" and self.states != "fp32",
             "the GPU and its memory are not stated": not (self.known_gpu or self.gpu_memory_gib),
+            "DeepSpeed divides experts among data-parallel ranks only": self.expert * self.tensor * self.pipeline
+            > self.gpus,
         }
         return self.not_planned or next((why for why, applies in rules.items() if applies), None)
 
