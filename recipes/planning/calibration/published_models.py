@@ -74,7 +74,9 @@ def missing(rows: Iterable[PublishedRow]) -> dict[str, list[Lora]]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Profile what is not stored, which takes seconds per model."""
+    """Profile what is not stored, which takes seconds per model; with `--again` everything."""
+    if "--again" in arguments:
+        PROFILES.write_text("{}\n", encoding="utf-8")
     profiles = dict(_stored())
     for model, adapters in missing([*published_rows(), *questions()]).items():
         config = config_of(model)

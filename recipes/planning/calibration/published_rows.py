@@ -18,7 +18,7 @@ from ..hardware.gpus import Gpu, find, with_memory
 from .benchmark_results import MEASUREMENTS
 
 PUBLISHED = MEASUREMENTS / "published"
-QUESTIONS = MEASUREMENTS / "fit_questions.json"
+QUESTIONS = MEASUREMENTS / "questions" / "fit_or_not.json"
 """Public questions of the form "does X fit on Y", with what the thread found."""
 GIB_PER_GB = 1e9 / 2**30
 
