@@ -90,6 +90,7 @@ def test_whole_publishers_are_held_out():
 def test_the_half_of_a_publisher_is_not_a_choice():
     assert {row.publisher: row.half for row in ROWS} == {
         "AnswerDotAI/fsdp_qlora": "fitted",
+        "InternLM/InternEvo": "fitted",
         "InternLM/xtuner": "held out",
         "Lightning-AI/litgpt": "held out",
         "NVIDIA-NeMo/Megatron-Bridge": "fitted",
