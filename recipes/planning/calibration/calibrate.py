@@ -1,5 +1,7 @@
 """Fit the constants of the time estimate on measured throughput, and report the error on held-out tables.
 
+The published rows, on which nothing is fitted yet, are reported in both halves with every calibration.
+
 python -m recipes.planning.calibration.calibrate            # fit, write, report
 python -m recipes.planning.calibration.calibrate --report   # report only
 """
@@ -14,7 +16,10 @@ from typing import Any
 
 from ..cost.constants import FILE, resolve
 from ..cost.step_time import step_time
+from . import published_errors
 from .measured_runs import MeasuredRun, runs
+from .published_rows import published_rows
+from .rank_correlation import rank_correlation
 
 ConstantPath = tuple[str, ...]
 """The keys that lead to a constant in `constants.json`."""
@@ -59,20 +64,7 @@ def score(pairs: Sequence[tuple[float, float]]) -> Score:
     """Return how well predictions agree with measurements, pair by pair."""
     errors = [abs(guess / truth - 1) for guess, truth in pairs]
     guesses, truths = zip(*pairs, strict=True)
-    return Score(len(pairs), sum(errors) / len(errors), max(errors), correlation(_ranks(guesses), _ranks(truths)))
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """Return each value's rank, the mean one where several are equal."""
-    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
-
-
-def correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Return Pearson's correlation."""
-    middle = sum(left) / len(left), sum(right) / len(right)
-    pairs = [(one - middle[0], other - middle[1]) for one, other in zip(left, right, strict=True)]
-    spread = math.sqrt(sum(one**2 for one, _ in pairs) * sum(other**2 for _, other in pairs))
-    return sum(one * other for one, other in pairs) / spread
+    return Score(len(pairs), sum(errors) / len(errors), max(errors), rank_correlation(guesses, truths))
 
 
 def loss(measured: Sequence[MeasuredRun], data: Mapping[str, Any]) -> float:
@@ -158,7 +150,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{len(own)} of ours: {fit(data, OWN, lambda changed: loss(own, changed)):.4f}")
         data["date"] = date.today().isoformat()
         FILE.write_text(json.dumps(data, indent=2) + "\n")
-    print(report(data))
+    print(report(data), published_errors.report(published_rows()), sep="\n\n")
     return 0
 
 

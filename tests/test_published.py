@@ -1,0 +1,188 @@
+"""Published rows: every one has a source, is planned or says why not, and belongs to the half of its publisher."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from recipes.planning.calibration import published_errors, published_models
+from recipes.planning.calibration.published_rows import (
+    PUBLISHED,
+    QUESTIONS,
+    PublishedRow,
+    published_rows,
+    questions,
+    read,
+)
+from recipes.planning.calibration.rank_correlation import rank_correlation
+from recipes.planning.show import fit_answers
+
+ROWS = published_rows()
+QUESTIONED = questions()
+HEAD = {"table", "publisher", "source", "read", "date", "stack", "software", "hardware", "made_out", "left_out"}
+
+
+def publishers(applies) -> set[str]:
+    return {row.publisher for row in ROWS if applies(row)}
+
+
+def test_the_rows_are_as_many_and_as_varied_as_a_fit_needs():
+    assert len(ROWS) >= 80 and len(QUESTIONED) >= 44
+    assert len(publishers(lambda row: row.memory)) >= 3
+    assert len(publishers(lambda row: row.tokens_per_second_per_gpu or row.step_seconds)) >= 3
+    assert len(publishers(lambda row: row.model.startswith(("mixtral", "qwen3_moe", "gpt_oss")))) >= 2
+    assert len(publishers(lambda row: (row.gpu or "").startswith("RTX"))) >= 2
+    assert any(not row.fits for row in ROWS) and {row.fits for row in QUESTIONED} == {True, False}
+
+
+@pytest.mark.parametrize("file", sorted(PUBLISHED.glob("*.json")), ids=lambda file: file.stem)
+def test_a_table_says_where_it_is_from(file):
+    table = json.loads(file.read_text(encoding="utf-8"))
+    assert set(table) >= HEAD
+    assert table["source"].startswith("https://")
+    assert "commit" in table["read"] or "stored copy" in table["read"]
+    measured = [row for row in read(file) if row.memory is not None]
+    assert not measured or {"memory_is", "memory_unit"} <= set(table)
+    assert list(read(file))
+
+
+def test_a_question_has_its_thread():
+    assert all(row.address.startswith("https://github.com/") for row in QUESTIONED)
+    assert len({(row.address, str(row), row.fits, row.attention) for row in QUESTIONED}) == len(QUESTIONED)
+
+
+def test_a_row_measures_something_or_says_whether_it_fitted():
+    for row in ROWS:
+        measured = row.memory or row.tokens_per_second_per_gpu or row.step_seconds
+        assert measured or not row.fits or row.table in ("unsloth", "arctic_long_sequences"), row
+        assert row.fits or not measured, row
+
+
+def test_every_row_is_planned_or_says_why_not():
+    for row in [*ROWS, *QUESTIONED]:
+        memory, time = row.why_memory_is_not_planned, row.why_time_is_not_planned
+        if memory is None:
+            assert 0 < published_errors.predicted_gib(row) < math.inf, row
+        if time is None:
+            assert 0 < published_errors.predicted_speed(row) < math.inf, row
+        assert all(why is None or len(why) > 10 for why in (memory, time)), row
+
+
+def test_profiles_are_stored_so_that_a_report_needs_no_torch():
+    assert published_models.missing([*ROWS, *QUESTIONED]) == {}
+    assert published_models.missing([replace(ROWS[0], method="lora", targets="k_proj")]) != {}
+
+
+def is_divided_by_publisher(half_of) -> bool:
+    halves: dict[str, set[str]] = {}
+    for row in ROWS:
+        halves.setdefault(row.publisher, set()).add(half_of(row))
+    return all(len(each) == 1 for each in halves.values()) and set.union(*halves.values()) == {"fitted", "held out"}
+
+
+def test_whole_publishers_are_held_out():
+    assert is_divided_by_publisher(lambda row: row.half)
+    assert not is_divided_by_publisher(lambda row: replace(row, publisher=row.model).half)
+
+
+def test_the_half_of_a_publisher_is_not_a_choice():
+    assert {row.publisher: row.half for row in ROWS} == {
+        "AnswerDotAI/fsdp_qlora": "fitted",
+        "InternLM/InternEvo": "fitted",
+        "InternLM/xtuner": "held out",
+        "Lightning-AI/litgpt": "held out",
+        "NVIDIA-NeMo/Megatron-Bridge": "fitted",
+        "QwenLM/Qwen": "fitted",
+        "axolotl-ai-cloud/axolotl": "held out",
+        "foundation-model-stack/fms-acceleration": "held out",
+        "huggingface/peft": "fitted",
+        "jzhang38/EasyContext": "held out",
+        "meta-pytorch/torchtune": "held out",
+        "modelscope/ms-swift": "held out",
+        "pytorch/torchtitan": "held out",
+        "snowflakedb/ArcticTraining": "fitted",
+        "unslothai/unsloth": "held out",
+    }
+
+
+@pytest.mark.parametrize("measure", ["memory", "time"])
+@pytest.mark.parametrize("half", ["fitted", "held out"])
+def test_both_halves_have_both_measures(half, measure):
+    compared = published_errors.comparisons((row for row in ROWS if row.half == half), measure)
+    assert len(compared) >= 50
+    assert len({one.row.publisher for one in compared}) >= 3
+    assert f"| {half} | {measure} | all: all rows | {len(compared)} |" in published_errors.report(ROWS)
+
+
+def test_a_mistake_in_a_row_is_an_error_in_the_report():
+    (row,) = [row for row in ROWS if row.table == "ibm_fms_acceleration" and row.method == "lora"][:1]
+    (right,) = published_errors.comparisons([row], "memory")
+    for changes in ({"memory": 2 * row.memory}, {"micro_batch_size": 4 * row.micro_batch_size}):
+        (wrong,) = published_errors.comparisons([replace(row, **changes)], "memory")
+        assert abs(wrong.error) > abs(right.error) + 0.2
+    (time,) = published_errors.comparisons([row], "time")
+    (unchecked,) = published_errors.comparisons([replace(row, checkpointing=False)], "time")
+    assert unchecked.predicted > 1.2 * time.predicted
+
+
+def test_units_and_step_times_are_converted():
+    row = ROWS[0]
+    assert replace(row, memory=10.0, memory_unit="GB of 10^9 bytes").memory_gib == pytest.approx(9.3132, abs=1e-4)
+    assert replace(row, memory=10.0, memory_unit="GB or GiB, not stated").memory_gib == 10
+    timed = replace(row, tokens_per_second_per_gpu=None, step_seconds=2.0, gpus=4, accumulation=3)
+    assert timed.speed == timed.micro_batch_size * 3 * timed.sequence_length / 2
+
+
+def test_what_the_number_counts_is_compared_with_the_same():
+    row = next(row for row in ROWS if row.memory and row.gpus > 1 and not row.why_memory_is_not_planned)
+    kinds = ("allocated", "reserved", "device")
+    allocated, reserved, device = (published_errors.predicted_gib(replace(row, memory_is=kind)) for kind in kinds)
+    assert allocated < reserved < device
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"sequence_length": None}, "length"),
+        ({"checkpointing": "offloaded"}, "activations"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"gpu": "a GPU of tomorrow", "gpu_memory_gib": None}, "GPU"),
+        ({"expert": 10**6}, "experts"),
+        ({"not_planned": "for a reason"}, "for a reason"),
+    ],
+)
+def test_what_the_planner_has_no_term_for_is_said(changes, why):
+    row = next(row for row in ROWS if row.why_memory_is_not_planned is None and row.why_time_is_not_planned is None)
+    assert why in replace(row, **changes).why_memory_is_not_planned
+    assert replace(row, **changes).why_time_is_not_planned
+
+
+def test_a_column_that_nothing_reads_is_refused(tmp_path):
+    table = json.loads((PUBLISHED / "easycontext.json").read_text(encoding="utf-8"))
+    table["columns"][1] = "sequences"
+    (tmp_path / "spoiled.json").write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(TypeError, match="sequences"):
+        published_rows(tmp_path)
+
+
+def test_every_question_is_answered():
+    given = fit_answers.answers(QUESTIONED)
+    assert [one.row for one in given] == QUESTIONED
+    right = sum(one.is_right for one in given)
+    assert f"| public questions | {len(given)} | {right} |" in fit_answers.report()
+    spoiled = fit_answers.answers([replace(row, fits=not row.fits) for row in QUESTIONED])
+    assert sum(one.is_right for one in spoiled) == len(given) - right
+
+
+def test_a_verdict_is_the_plans():
+    big = PublishedRow(**{**vars(QUESTIONED[0]), "model": "llama3-70b", "method": "full", "fits": False})
+    (one,) = fit_answers.answers([big])
+    assert not one.fits and one.is_right and one.gib > one.memory_gib
+
+
+def test_rank_correlation_is_spearmans():
+    assert rank_correlation([1, 10, 100], [1, 2, 3]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [9, 5, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 3, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.8)
+    assert QUESTIONS.exists()
