@@ -120,11 +120,11 @@ def ask(document: Document, facts: Facts) -> str | None:
     config = document.value
     if '"auto"' in json.dumps(config) and facts.trainer == "hf":
         fp16 = document.value.get("fp16")
-        precision = "fp16" if isinstance(fp16, dict) and fp16.get("enabled") is True else "bf16"
+        half = isinstance(fp16, dict) and fp16.get("enabled") is True
         width = hidden_size(facts.model or {}) or 4096
-        world = facts.world_size or 1
+        numbers = Numbers(world_size=facts.world_size or 1, hidden_size=width, precision="fp16" if half else "bf16")
         try:
-            config = resolve(config, Numbers(world_size=world, hidden_size=width, precision=precision))
+            config = resolve(config, numbers)
         except Unresolvable:
             return None  # it takes the numbers of a real run; the rules have reported what they can
     return ask_deepspeed(config, facts.world_size or 1)
@@ -151,8 +151,8 @@ def repair(file: str, document: Document, facts: Facts, arguments: argparse.Name
 
 def show(file: str, findings: list[Finding], objection: str | None) -> None:
     """Print findings for people."""
-    for finding in findings:
-        print(as_typed(describe(finding, file)))
+    if findings:
+        print(as_typed("\n".join(describe(finding, file) for finding in findings)))
     if objection:
         print(f"{file}: DeepSpeed rejects it: {objection}")
     errors = sum(finding.severity == "error" for finding in findings) + (objection is not None)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from typing import Any
 
 from . import names
 from .pydantic_types import section_model, section_node
@@ -83,13 +84,13 @@ def _recorded_section(path: tuple[str, ...], texts: tuple[str, ...]) -> dict:
         return section_node(model)
     recorder = Recorder(_BATCH if not path else _filling(path[-1]))
     _loads(_place(path, recorder))
-    node = {"unknown": "open" if ".".join(path) in OPEN else "ignored", "keys": {}}
-    for name, default in sorted(recorder.seen.items()):
-        if name not in _BATCH or not path:
-            node["keys"][name] = _recorded_key((*path, name), default, texts)
-    if path == ("pipeline",):
-        node["keys"] = _pipeline_keys()
-    return node
+    keys = {
+        name: _recorded_key((*path, name), default, texts)
+        for name, default in sorted(recorder.seen.items())
+        if name not in _BATCH or not path
+    }
+    unknown = "open" if ".".join(path) in OPEN else "ignored"
+    return {"unknown": unknown, "keys": _pipeline_keys() if path == ("pipeline",) else keys}
 
 
 def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]) -> dict:
@@ -110,7 +111,7 @@ def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]
     return key
 
 
-def _place(path: tuple[str, ...], value: object) -> dict:
+def _place(path: tuple[str, ...], value: Any) -> dict:
     """Return a loadable config with `value` at `path`."""
     if not path:
         return value
@@ -125,7 +126,7 @@ def _place(path: tuple[str, ...], value: object) -> dict:
     return config
 
 
-_FILLINGS = {
+_FILLINGS: dict[str, dict] = {
     "optimizer": {"type": "Adam"},
     "scheduler": {"type": "Adam"},
     "curriculum_learning": {"curriculum_metrics": {}},

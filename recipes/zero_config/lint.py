@@ -6,6 +6,7 @@ Needs neither torch nor DeepSpeed (about 0.1 s); `ask_deepspeed` adds DeepSpeed'
 import copy
 import os
 from pathlib import Path
+from typing import Any
 
 from .read import Document, read
 from .rule import Config, Edit, Facts, Finding, Hit, Rule, dotted, model_config, shown
@@ -56,22 +57,20 @@ def lint(
 def judge(config: Document | dict, facts: Facts) -> list[Finding]:
     """Return the findings for a parsed file, or for a dictionary, which has no line numbers."""
     seen = Config.of(config) if isinstance(config, Document) else Config(config)
-    findings = [_finding(rule, hit, seen) for rule in RULES for hit in rule.check(seen, facts)]
+    places = {(problem.key, problem.what): (problem.line, problem.column) for problem in reversed(seen.problems)}
+    findings = [_finding(rule, hit, seen, places) for rule in RULES for hit in rule.check(seen, facts)]
     return sorted(findings, key=lambda finding: (finding.severity != "error", finding.line or 0))
 
 
-def _finding(rule: Rule, hit: Hit, config: Config) -> Finding:
-    line, column = _place(config, hit)
+def _finding(rule: Rule, hit: Hit, config: Config, problems: dict) -> Finding:
+    line, column = problems.get((hit.path, hit.what)) or _place(config, hit)
     severity = hit.severity or rule.severity
     fix = hit.fix or rule.fix
     return Finding(rule.id, severity, dotted(hit.path), line, column, hit.value, hit.what, fix, hit.edits)
 
 
 def _place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
-    """Return the line and column of a hit: the problem's own, or its key's, or the nearest enclosing key's."""
-    for problem in config.problems:
-        if problem.key == hit.path and problem.what == hit.what:
-            return problem.line, problem.column
+    """Return the line and column of a hit's key, or of the nearest enclosing key."""
     path = hit.path
     while path:
         if path in config.places:
@@ -90,7 +89,7 @@ def fix(config: dict, findings: list[Finding]) -> dict:
 
 
 def _apply(config: dict, edit: Edit) -> None:
-    node = config
+    node: Any = config
     for part in edit.path[:-1]:
         node = node.get(part) if isinstance(node, dict) else None
     if not isinstance(node, dict):

@@ -19,7 +19,7 @@ MAX_BYTES = 4 * 1024 * 1024  # the largest real config is under 10 kB; more is n
 
 Key = tuple[str | int, ...]
 
-_SPACE = re.compile(r"[ \t\r\n]*")
+_SPACE = re.compile(r"[ \t\r\n]+")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,400})(?:\.\d{1,400})?(?:[eE][+-]?\d{1,6})?(?![\w.])")
@@ -97,19 +97,18 @@ def parse(data: bytes | str) -> Document:
 
 
 def _decode(data: bytes | str) -> str:
-    if isinstance(data, bytes):
-        try:
-            data = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            line = data.count(b"\n", 0, error.start) + 1
-            column = error.start - data.rfind(b"\n", 0, error.start)
-            byte = data[error.start]
-            raise Unreadable(f"byte 0x{byte:02x} is not UTF-8 text", line, column) from None
-    if data.startswith("\ufeff"):
+    try:
+        text = data.decode("utf-8") if isinstance(data, bytes) else data
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        column = error.start - error.object.rfind(b"\n", 0, error.start)
+        byte = error.object[error.start]
+        raise Unreadable(f"byte 0x{byte:02x} is not UTF-8 text", line, column) from None
+    if text.startswith("\ufeff"):
         raise Unreadable("the file starts with a byte order mark; save it as UTF-8 without BOM")
-    if not data.strip():
+    if not text.strip():
         raise Unreadable("the file is empty")
-    return data
+    return text
 
 
 class _Parser:
@@ -245,7 +244,8 @@ class _Parser:
     def _skip(self, key: Key) -> None:
         """Skip white space, and report comments."""
         while True:
-            self.at = _SPACE.match(self.text, self.at).end()
+            if space := _SPACE.match(self.text, self.at):
+                self.at = space.end()
             found = _COMMENT.match(self.text, self.at)
             if not found:
                 return

@@ -68,9 +68,9 @@ class Facts:
         return inner if isinstance(inner, dict) else model
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Config:
-    """A parsed config whose values may have any type: look-ups never fail."""
+    """A parsed config whose values may have any type: look-ups never fail. Compared and hashed by identity."""
 
     value: dict
     problems: tuple[Problem, ...] = ()
@@ -81,7 +81,7 @@ class Config:
         """Return a config with the positions from its file."""
         return cls(document.value, document.problems, document.places)
 
-    def get(self, *path: str, default: object = None) -> object:
+    def get(self, *path: str | int, default: object = None) -> object:
         """Return the value at `path`; `default` if a part is missing or not an object."""
         node: object = self.value
         for name in path:
@@ -90,7 +90,7 @@ class Config:
             node = node[name]
         return node
 
-    def has(self, *path: str) -> bool:
+    def has(self, *path: str | int) -> bool:
         """Return whether `path` has a value; null is one."""
         return self.get(*path, default=_NOTHING) is not _NOTHING
 
@@ -111,7 +111,7 @@ class Config:
         value = self.get(*path)
         return value if isinstance(value, str) else None
 
-    def section(self, *path: str) -> dict:
+    def section(self, *path: str | int) -> dict:
         """Return the object at `path`, or an empty one."""
         value = self.get(*path)
         return value if isinstance(value, dict) else {}

@@ -64,7 +64,7 @@ def kind_of(value: object) -> str:
     return "object" if value else "empty object"
 
 
-def section(*path: str) -> dict | None:
+def section(*path: str | int) -> dict | None:
     """Return the node of the section at `path` (`section("zero_optimization", "offload_param")`), or None."""
     node = load()["root"]
     for name in path:

@@ -5,6 +5,7 @@ Written out so that the linter needs neither pydantic nor DeepSpeed; a test comp
 
 import math
 import re
+from typing import Any
 
 _TRUTHS = {"0", "off", "f", "false", "n", "no", "1", "on", "t", "true", "y", "yes"}
 _WHOLE_TEXT = re.compile(r"\s*[+-]?\d+(_\d+)*(\.0*)?\s*")
@@ -90,13 +91,13 @@ def _fits_float(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-def _fits_enum(kind: dict, value: object) -> bool:
+def _fits_enum(kind: dict, value: Any) -> bool:
     if kind["integer"]:
         return _fits_int(value) and float(value) in kind["values"]
     return isinstance(value, str) and value in kind["values"]
 
 
-def _in_bounds(kind: dict, value: object) -> bool:
+def _in_bounds(kind: dict, value: Any) -> bool:
     number = float(value)
     return not (
         ("gt" in kind and not number > kind["gt"])

@@ -1,6 +1,7 @@
 """Rules about batch sizes: DeepSpeed's arithmetic, and what the Trainer adds to it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
 from .kinds import BATCH_KEYS
@@ -9,7 +10,7 @@ _TRAIN, _MICRO, _ACCUMULATION = BATCH_KEYS
 _MISSING = "neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is set"
 
 
-def _given(config: Config, facts: Facts) -> dict[str, object]:
+def _given(config: Config, facts: Facts) -> dict[str, Any]:
     """Return the batch keys that are set; null counts as not set, as it does for DeepSpeed."""
     values = {name: config.get(name) for name in BATCH_KEYS}
     return {name: value for name, value in values.items() if value is not None}
@@ -49,7 +50,7 @@ def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
     numbers = all(isinstance(value, (int, float)) and value > 0 for value in given.values())
     if _filled_by_trainer(config, facts) or not numbers or _TRAIN not in given:
         return
-    train, micro, accumulation = (given.get(name) for name in BATCH_KEYS)
+    train, micro, accumulation = given[_TRAIN], given.get(_MICRO), given.get(_ACCUMULATION)
     ranks = _ranks(config, facts)
     if ranks is None:
         step = (micro or 1) * (accumulation or 1)
@@ -68,10 +69,8 @@ def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
 
 def _derive(train: float, micro: float | None, accumulation: float | None, ranks: int) -> tuple[float, float]:
     """Return micro-batch and accumulation, with missing ones derived as `DeepSpeedConfig` does."""
-    if micro is None and accumulation is None:
-        return train // ranks, 1
     if micro is None:
-        return train // ranks // accumulation, accumulation
+        return train // ranks // (accumulation or 1), accumulation or 1
     if accumulation is None:
         return micro, train // micro // ranks
     return micro, accumulation

@@ -50,7 +50,7 @@ def _entries(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, obj
 
 def _all(config: Config) -> Iterator[tuple[Key, object, dict]]:
     """Yield the known keys that DeepSpeed reads."""
-    unread = set()
+    unread: set[Key] = set()
     if config.get("bf16") is not None:
         unread.add(("bfloat16",))
     if config.get("optimizer", "type") is None:
@@ -62,8 +62,8 @@ def _all(config: Config) -> Iterator[tuple[Key, object, dict]]:
 
 def _is_typed(path: Key) -> bool:
     """Return whether pydantic reads this field, in which case "auto" means the default."""
-    node = schema.section(*path[:-1])
-    return bool(node) and "type" in node["keys"].get(path[-1], {})
+    node = schema.section(*path[:-1]) or {"keys": {}}
+    return "type" in node["keys"].get(path[-1], {})
 
 
 def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -132,7 +132,7 @@ def _as_number(value: object) -> int | float | None:
         return None
     if number is None or number - number != 0:  # not for inf and nan
         return None
-    return int(number) if number == int(number) and "." not in value else number
+    return int(number) if number == int(number) and "." not in str(value) else number
 
 
 def _text_for_truth(config: Config, facts: Facts) -> Iterator[Hit]:
