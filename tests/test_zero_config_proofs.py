@@ -43,6 +43,8 @@ PROOFS: dict[str, tuple[str, object, object]] = {
     ),
     "text-for-number": ("plain", {**zero(1), "gradient_clipping": "1.0"}, "not supported between instances"),
     "text-for-truth": ("plain", {**M, "prescale_gradients": "false"}, {"postscale": False}),
+    "text-for-trainer": ("trainer", {**HF, "bf16": {"enabled": "false"}}, "mismatch TrainingArguments"),
+    "steps-per-print-0": ("plain", {**M, "steps_per_print": 0}, "modulo by zero"),
     "unknown-dtype": ("plain", {**M, "data_types": {"grad_accum_dtype": "fp8"}}, "DtypeEnum"),
     "auto-without-trainer": ("plain", {**M, "zero_optimization": {"stage": "auto"}}, {"stage": 0}),
     "auto-not-filled": (
@@ -127,10 +129,19 @@ PROOFS: dict[str, tuple[str, object, object]] = {
     "train-batch-fixed": ("trainer", {**HF, "train_batch_size": 64}, "mismatch TrainingArguments"),
 }
 
+# What looks wrong and trains: the linter must not call it an error.
+HARMLESS: dict[str, tuple[str, dict]] = {
+    "hpZ over more ranks than there are": ("plain", zero(3, zero_hpz_partition_size=8)),
+    "one class without a list": ("plain", zero(3, leaf_module={"classes": "torch.nn.modules.container.Sequential"})),
+    "a typed switch in quotes": ("plain", zero(2, overlap_comm="true")),
+    "never printing": ("plain", {**M, "steps_per_print": None}),
+}
+
 # Not run here, with the reason.
 NOT_RUN = {
     "not-a-number": "Python's reader takes NaN, DeepSpeed's does not: the effect depends on the key",
     "ignored-key": "a warning about keys that are not DeepSpeed's: there is no effect to show",
+    "initial-scale-power": "CPUs have no fp16: tests/test_zero_config_rules.py asks DeepSpeed's loss scaler",
     "renamed-key": "the number of I/O threads shows only as speed",
     "batch-fraction": "a warning about arithmetic",
     "no-gather-on-save": "shown when a checkpoint is saved and loaded; see the tests of export",
@@ -161,7 +172,7 @@ NOT_RUN = {
 
 @cache
 def outcomes(folder: str) -> dict[str, dict]:
-    cases = [(name, kind, config) for name, (kind, config, _) in PROOFS.items()]
+    cases = [(name, kind, config) for name, (kind, config, *_) in {**PROOFS, **HARMLESS}.items()]
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, str(WORKERS / "prove.py"), os.path.join(folder, "outcomes.json")]
@@ -206,6 +217,14 @@ def test_the_linter_finds_it(tmp_path, rule: str):
     file.write_text(config if isinstance(config, str) else json.dumps(config))
     found = lint(file, trainer="hf" if kind == "trainer" else "plain", world_size=1)
     assert rule in {finding.rule for finding in found}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_trains_is_not_called_an_error(happened: dict[str, dict], name: str):
+    kind, config = HARMLESS[name]
+    assert "error" not in happened[name], happened[name]
+    found = lint(config, trainer="hf" if kind == "trainer" else "plain", world_size=1)
+    assert not [finding for finding in found if finding.severity == "error"]
 
 
 def test_every_rule_about_configs_that_load_is_proven_or_excused():

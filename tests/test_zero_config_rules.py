@@ -3,9 +3,11 @@
 import cProfile
 import difflib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.zero_config import derive, schema
 from recipes.zero_config.lint import ask_deepspeed, judge, lint
@@ -61,6 +63,12 @@ CASES: dict[str, tuple[Facts, object, object]] = {
     "wrong-type": (HF, zero(4), zero("2")),
     "text-for-number": (PLAIN, {**M, "gradient_clipping": "1.0"}, {**M, "gradient_clipping": 1}),
     "text-for-truth": (HF, {"prescale_gradients": "false"}, {"prescale_gradients": False}),
+    "text-for-trainer": (
+        HF,
+        {"bf16": {"enabled": "false"}},
+        {"bf16": {"enabled": False, "check_grad_overflow": "true"}},
+    ),
+    "steps-per-print-0": (PLAIN, {**M, "steps_per_print": 0}, {**M, "steps_per_print": None}),
     "data-sampling-without-settings": (
         HF,
         {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
@@ -185,6 +193,11 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {"fp16": {"enabled": True, "min_loss_scale": 0}},
         {"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 0}},
     ),
+    "initial-scale-power": (
+        HF,
+        {"fp16": {"enabled": "auto", "initial_scale_power": 2000}},
+        {"fp16": {"enabled": "auto", "initial_scale_power": 32}},
+    ),
     "accumulation-type-at-stage-0": (
         HF,
         {**zero(0), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
@@ -299,7 +312,7 @@ def test_a_rule_reports_the_one_config_and_not_the_other(rule: str):
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 88
+    assert len(RULES) == len({rule.id for rule in RULES}) == 91
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 
@@ -337,6 +350,18 @@ def test_the_nearest_key_is_the_one_that_difflib_finds():
         close = difflib.get_close_matches(name.replace("_", ""), plain, n=1, cutoff=0.8)
         assert keys._nearest(name, known) == (plain[close[0]] if close else None), name
     assert keys._nearest("a" * 10**6, known) is None
+
+
+@pytest.mark.parametrize(("power", "works"), [(16, True), (100, True), (2000, False)])
+def test_the_loss_scaler_overflows_where_the_rule_says(power: int, works: bool):
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    config = {**zero(1), "fp16": {"enabled": True, "initial_scale_power": power}}
+    assert ("initial-scale-power" not in found(config, PLAIN)) == works
+    scaler = DynamicLossScaler(2**power, 2.0, 1000, 1.0, 2, False)
+    loss = torch.ones((), requires_grad=True)
+    with nullcontext() if works else pytest.raises(OverflowError):
+        scaler.backward(loss)
 
 
 @pytest.mark.parametrize("name", ["_comment", "comment", "//", "#why"])

@@ -20,7 +20,8 @@ WRONG = "loads but wrong"
 COSTS = "costs"
 """It runs and does what the file says, but takes more memory, time or disk than it needs to."""
 
-_TRUE_TEXTS = {"1", "on", "t", "true", "y", "yes"}
+TRUE_TEXTS = {"1", "on", "t", "true", "y", "yes"}
+"""The strings, without case, that typed sections read as true."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Config:
         """Return the switch at `path` as typed sections read it; "auto" and a wrong type give `default`."""
         value = self.get(*path, default=default)
         if isinstance(value, str) and value != "auto":
-            return value.lower() in _TRUE_TEXTS
+            return value.lower() in TRUE_TEXTS
         return bool(value) if isinstance(value, (bool, int, float)) else default
 
     def number(self, *path: str) -> float | int | None:
