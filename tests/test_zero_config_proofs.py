@@ -92,8 +92,28 @@ PROOFS: dict[str, tuple[str, object, object]] = {
     ),
     "unknown-scheduler": (
         "plain",
+        {**M, "optimizer": A, "scheduler": {"type": "Cosine"}},
+        "does not recognize LR scheduler",
+    ),
+    "unknown-parameter": (
+        "plain",
         {**M, "optimizer": A, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 9}}},
         "unexpected keyword argument",
+    ),
+    "parameter-value": (
+        "plain",
+        {**M, "optimizer": A, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+        "must be a positive integer, got 0",
+    ),
+    "parameter-missing": (
+        "trainer",
+        {**HF, "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}}},
+        "missing 1 required positional argument: 'total_num_steps'",
+    ),
+    "learning-rate-missing": (
+        "trainer",
+        {**HF, "optimizer": {"type": "AdamW", "params": {"weight_decay": "auto"}}},
+        {"rates": [0.001, 0.001]},
     ),
     "master-weights-without-offload": (
         "plain",

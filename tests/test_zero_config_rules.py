@@ -34,6 +34,14 @@ def own(name: str) -> dict:
     return {**zero(1), "optimizer": {"type": name, "params": {"lr": 0.1}}}
 
 
+def built(kind: str, **parameters: object) -> dict:
+    return {**M, "optimizer": {"type": kind, "params": parameters}}
+
+
+def scheduled(kind: str, **parameters: object) -> dict:
+    return {**M, "scheduler": {"type": kind, "params": parameters}}
+
+
 # rule -> (facts, a config that breaks it, one that does not). Strings are files.
 CASES: dict[str, tuple[Facts, object, object]] = {
     "duplicate-key": (HF, '{"a": 1, "a": 1}', '{"a": 1}'),
@@ -168,6 +176,14 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {"scheduler": {"type": "Cosine"}},
         {"scheduler": {"type": "CosineAnnealingLR"}},
     ),
+    "unknown-parameter": (PLAIN, built("AdamW", fused=True), built("AdamW", fused=True, torch_adam=True)),
+    "parameter-value": (PLAIN, built("AdamW", lr="1e-5"), built("AdamW", lr=1e-5, betas=[0.9, 0.95])),
+    "parameter-missing": (
+        PLAIN,
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}},
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 50}}},
+    ),
+    "learning-rate-missing": (HF, built("AdamW", eps="auto"), built("AdamW", lr="auto")),
     "fp16-and-bf16": (
         HF,
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
@@ -312,7 +328,7 @@ def test_a_rule_reports_the_one_config_and_not_the_other(rule: str):
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 91
+    assert len(RULES) == len({rule.id for rule in RULES}) == 95
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 
@@ -352,7 +368,61 @@ def test_the_nearest_key_is_the_one_that_difflib_finds():
     assert keys._nearest("a" * 10**6, known) is None
 
 
-@pytest.mark.parametrize(("power", "works"), [(16, True), (100, True), (2000, False)])
+WRONG_PARAMETERS = [
+    (built("AdamW", lr="1e-5"), "write 1e-05"),
+    (built("AdamW", lr=-1.0), "at least 0"),
+    (built("AdamW", lr=True), "a number"),
+    (built("AdamW", lr=None), "a number"),
+    (built("AdamW", weight_decay="0.01"), "write 0.01"),
+    (built("AdamW", betas=[0.9, 1.0]), "below 1"),
+    (built("AdamW", betas=[0.9]), "2 values"),
+    (built("AdamW", betas="0.9, 0.95"), "2 values"),
+    (built("AdamW", learning_rate=1e-3), "AdamW has adam_w_mode"),
+    (built("AdamW", weigth_decay=0.1), "did you mean `weight_decay`?"),
+    (built("AdamW", fused=True), "AdamW has adam_w_mode"),
+    (built("Muon", lr=1e-3, nesterov=True), "Muon has"),
+    (built("SGD", lr="1e-5"), "write 1e-05"),
+    (built("SGD", lr=-1), "at least 0"),
+    (built("Lion", eps=1e-8), "Lion has betas"),
+    (scheduled("WarmupLR", warmup_num_steps=0), "above 0"),
+    (scheduled("WarmupLR", warmup_num_steps=1e2), "write 100"),
+    (scheduled("WarmupLR", warmup_max_lr="1e-5"), "write 1e-05"),
+    (scheduled("WarmupLR", warmup_type="cosine"), '"linear" | "log"'),
+    (scheduled("WarmupLR", total_num_steps=9), "WarmupLR has"),
+    (scheduled("WarmupDecayLR", warmup_num_steps=5), "add `total_num_steps`"),
+    (scheduled("WarmupDecayLR", total_num_steps="10"), "write 10"),
+    (scheduled("OneCycle", cycle_min_lr=0.1), "add `cycle_max_lr`"),
+    (scheduled("StepLR", gamma=0.1), "add `step_size`"),
+]
+RIGHT_PARAMETERS = [
+    built("AdamW", lr=1e-5, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.0, bias_correction=False, adam_w_mode=True),
+    built("Adam", lr=1e-3, torch_adam=True, foreach=False, fused=None),
+    {**zero(2, offload_optimizer=CPU), **built("AdamW", lr=1e-3, fp32_optimizer_states=False)},
+    built("Muon", lr=0.02, muon_lr=0.02, adam_lr=1e-3, momentum=0.95, ns_method="gram"),
+    built("SGD", lr=0.1, momentum=0.9, nesterov=True),
+    built("MuAdam", width=8),
+    scheduled("WarmupLR", warmup_min_lr=0, warmup_max_lr=[1e-3], warmup_num_steps=10, warmup_type="linear"),
+    scheduled("WarmupCosineLR", total_num_steps=100, cos_min_ratio=0.01),
+    scheduled("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=10, cycle_min_mom=0.8),
+    scheduled("CosineAnnealingLR", T_max=100),
+    scheduled("MultiStepLR", milestones=[10, 20]),
+    scheduled("ReduceLROnPlateau", patience=5),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), WRONG_PARAMETERS)
+def test_a_wrong_parameter_is_named_with_what_is_right(config: dict, words: str):
+    (finding,) = [item for item in judge(config, PLAIN) if "parameter" in item.rule]
+    assert finding.severity == "error"
+    assert words in finding.fix
+
+
+@pytest.mark.parametrize("config", RIGHT_PARAMETERS)
+def test_a_right_parameter_is_not_named(config: dict):
+    assert not [item for item in judge(config, PLAIN) if "parameter" in item.rule]
+
+
+@pytest.mark.parametrize(("power", "works"), [(16, True), (63, True), (64, False), (2000, False)])
 def test_the_loss_scaler_overflows_where_the_rule_says(power: int, works: bool):
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 

@@ -79,8 +79,8 @@ def _scale_power(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("fp16", "initial_scale_power")
     power = _number(config.get(*path, default=16))
     enabled = config.get("fp16", "enabled", default=False)
-    if (enabled == "auto" or config.on("fp16", "enabled")) and power is not None and power > 127:
-        what = f"the first loss scale is 2^{power:g}, which fp32 cannot hold"
+    if (enabled == "auto" or config.on("fp16", "enabled")) and power is not None and power > 63:
+        what = f"the first loss scale is 2^{power:g}, which torch cannot multiply with"
         yield Hit(path, config.get(*path), what, "remove it (the default is 16)")
 
 
@@ -157,8 +157,8 @@ RULES = (
         "initial-scale-power",
         "error",
         FAILS_LATER,
-        '"OverflowError: int too large to convert to float"; or every step is skipped with "OVERFLOW!"',
-        "The scale is 2 to this power. fp32 ends at 2^128, and fp16 at 2^16.",
+        '"OverflowError: int too big to convert" in the first backward',
+        "The scale is 2 to this power, as a whole number, which has to fit in 64 bits; fp16 itself ends at 2^16.",
         "Remove it.",
         _scale_power,
     ),
