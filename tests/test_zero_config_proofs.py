@@ -125,6 +125,13 @@ PROOFS: dict[str, tuple[str, object, object]] = {
         {**zero(0), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
         "unsupported mix",
     ),
+    "fixed-for-trainer": ("trainer", {**HF, "gradient_clipping": 0.5}, "ds gradient_clipping=0.5 vs hf max_grad_norm"),
+    "two-learning-rates": (
+        "trainer",
+        {**HF, "optimizer": A, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}},
+        "ds scheduler.params.warmup_max_lr=0.02 vs hf learning_rate=0.01",
+    ),
+    "offload-with-own-optimizer": ("own optimizer", zero(2, offload_optimizer=CPU), "client provided optimizer"),
     "zero-block-missing": (
         "trainer",
         {**M, "gradient_accumulation_steps": "auto"},
@@ -155,6 +162,15 @@ HARMLESS: dict[str, tuple[str, dict]] = {
     "one class without a list": ("plain", zero(3, leaf_module={"classes": "torch.nn.modules.container.Sequential"})),
     "a typed switch in quotes": ("plain", zero(2, overlap_comm="true")),
     "never printing": ("plain", {**M, "steps_per_print": None}),
+}
+
+# rule -> what only the Trainer refuses, of rules about what DeepSpeed refuses.
+BY_TRAINER: dict[str, tuple[str, dict, str]] = {
+    "batch-identity": (
+        "trainer",
+        {"train_batch_size": 2, **M, "gradient_clipping": "auto", "zero_optimization": {"stage": 1}},
+        r"micro_batch_per_gpu \* gradient_acc_step \* world_size 2 != 1 \* 1 \* 1",
+    )
 }
 
 # Not run here, with the reason.
@@ -192,7 +208,7 @@ NOT_RUN = {
 
 @cache
 def outcomes(folder: str) -> dict[str, dict]:
-    cases = [(name, kind, config) for name, (kind, config, *_) in {**PROOFS, **HARMLESS}.items()]
+    cases = [(name, kind, config) for name, (kind, config, *_) in {**PROOFS, **BY_TRAINER, **HARMLESS}.items()]
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, str(WORKERS / "prove.py"), os.path.join(folder, "outcomes.json")]
@@ -216,9 +232,9 @@ def happened(tmp_path_factory) -> dict[str, dict]:
     return outcomes(str(tmp_path_factory.mktemp("proofs")))
 
 
-@pytest.mark.parametrize("rule", PROOFS)
+@pytest.mark.parametrize("rule", {**PROOFS, **BY_TRAINER})
 def test_the_run_shows_what_the_rule_claims(happened: dict[str, dict], rule: str):
-    expected = PROOFS[rule][2]
+    expected = {**PROOFS, **BY_TRAINER}[rule][2]
     outcome = happened[rule]
     if isinstance(expected, str):
         import re
@@ -230,9 +246,9 @@ def test_the_run_shows_what_the_rule_claims(happened: dict[str, dict], rule: str
         assert {key: outcome[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("rule", PROOFS)
+@pytest.mark.parametrize("rule", {**PROOFS, **BY_TRAINER})
 def test_the_linter_finds_it(tmp_path, rule: str):
-    kind, config, _ = PROOFS[rule]
+    kind, config, _ = {**PROOFS, **BY_TRAINER}[rule]
     file = tmp_path / "config.json"
     file.write_text(config if isinstance(config, str) else json.dumps(config))
     found = lint(file, trainer="hf" if kind == "trainer" else "plain", world_size=1)

@@ -97,6 +97,17 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {**M, "train_batch_size": 4, "gradient_accumulation_steps": 1},
         {**M, "train_batch_size": 4, "gradient_accumulation_steps": 2},
     ),
+    "fixed-for-trainer": (HF, {**M, "gradient_clipping": 0.5}, {"gradient_clipping": "auto"}),
+    "two-learning-rates": (
+        HF,
+        {**built("AdamW", lr=1e-4), **scheduled("WarmupLR", warmup_max_lr=2e-4)},
+        {**built("AdamW", lr=1e-4), **scheduled("WarmupLR", warmup_max_lr=1e-4)},
+    ),
+    "offload-with-own-optimizer": (
+        PLAIN,
+        zero(2, offload_optimizer=CPU),
+        {**zero(2, offload_optimizer=CPU), **built("AdamW", lr=1e-3)},
+    ),
     "tensor-parallel-at-stage-3": (
         HF,
         {**zero(3), "tensor_parallel": {"autotp_size": 2}},
@@ -328,7 +339,7 @@ def test_a_rule_reports_the_one_config_and_not_the_other(rule: str):
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 95
+    assert len(RULES) == len({rule.id for rule in RULES}) == 98
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 
@@ -420,6 +431,32 @@ def test_a_wrong_parameter_is_named_with_what_is_right(config: dict, words: str)
 @pytest.mark.parametrize("config", RIGHT_PARAMETERS)
 def test_a_right_parameter_is_not_named(config: dict):
     assert not [item for item in judge(config, PLAIN) if "parameter" in item.rule]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "severity"),
+    [({}, "warning"), ({"learning_rate": 5e-5}, "error"), ({"learning_rate": 0.5}, None), ({"bf16": True}, "warning")],
+)
+def test_a_fixed_value_is_compared_with_the_arguments_that_are_known(arguments: dict, severity: str | None):
+    found = lint(built("AdamW", lr=0.5), arguments=arguments)
+    assert next((item.severity for item in found if item.key == "optimizer.params.lr"), None) == severity
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "words"),
+    [
+        ("plain", {"train_batch_size": 8, **M}, None),
+        ("hf", {"train_batch_size": 8, **M}, "accumulation 1 (which accelerate adds) x 2 data-parallel ranks"),
+        ("hf", {"train_batch_size": 2, **M}, None),
+        ("hf", {"train_batch_size": 8, **M, "gradient_accumulation_steps": "auto"}, None),
+        ("hf", {"train_batch_size": 7, **M, "gradient_accumulation_steps": "auto"}, "not a multiple of micro batch 1"),
+        ("hf", {"train_batch_size": "auto", **M}, None),
+    ],
+)
+def test_the_batch_sizes_that_the_engine_gets_are_multiplied(trainer: str, config: dict, words: str | None):
+    found = [item for item in lint(config, trainer=trainer, world_size=2) if item.rule == "batch-identity"]
+    assert (words is None) == (not found)
+    assert words is None or words in found[0].what
 
 
 @pytest.mark.parametrize(("power", "works"), [(16, True), (63, True), (64, False), (2000, False)])

@@ -55,6 +55,14 @@ def parser() -> argparse.ArgumentParser:
         help="sequence-parallel ranks (default 1)",
     )
     result.add_argument("--pipeline", type=positive(int), default=1, metavar="N", help="pipeline stages (default 1)")
+    result.add_argument(
+        "--argument",
+        action="append",
+        type=argument,
+        default=[],
+        metavar="NAME=VALUE",
+        help="one of your TrainingArguments, with which the Trainer compares the config; may be repeated",
+    )
     result.add_argument("--deepspeed", action="store_true", help="also ask DeepSpeed's config class (4 s)")
     return result
 
@@ -72,6 +80,20 @@ def positive(kind: type):
     return number
 
 
+def argument(text: str) -> tuple[str, object]:
+    """Return the name and the value of one of the TrainingArguments."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError
+    try:
+        return name, {"True": True, "False": False}[value] if value in ("True", "False") else json.loads(value)
+    except ValueError:
+        return name, value
+
+
+argument.__name__ = "NAME=VALUE"
+
+
 def facts_of(arguments: argparse.Namespace) -> Facts:
     """Return what the command line says about the run.
 
@@ -86,6 +108,7 @@ def facts_of(arguments: argparse.Namespace) -> Facts:
         lora=arguments.lora,
         sequence_parallel_size=arguments.sequence_parallel,
         pipeline_stages=arguments.pipeline,
+        arguments=dict(arguments.argument),
     )
 
 

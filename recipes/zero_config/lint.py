@@ -5,6 +5,7 @@ Needs neither torch nor DeepSpeed (about 0.1 s); `ask_deepspeed` adds DeepSpeed'
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def lint(
     lora: bool = False,
     sequence_parallel_size: int = 1,
     pipeline_stages: int = 1,
+    arguments: Mapping[str, object] | None = None,
 ) -> list[Finding]:
     """Return all findings, errors first, in the order of the file.
 
@@ -35,6 +37,7 @@ def lint(
         lora: whether adapters are trained.
         sequence_parallel_size: ranks that share a sequence.
         pipeline_stages: stages of a pipeline.
+        arguments: TrainingArguments by their names, with which the Trainer compares the config.
 
     What is None is not checked.
 
@@ -49,6 +52,7 @@ def lint(
         lora=lora,
         sequence_parallel_size=sequence_parallel_size,
         pipeline_stages=pipeline_stages,
+        arguments=arguments,
     )
     document = path_or_dict if isinstance(path_or_dict, dict) else read(path_or_dict)
     return judge(document, facts)

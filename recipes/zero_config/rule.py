@@ -1,7 +1,7 @@
 """What a rule of the linter is, what it reads, and what it reports."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -60,6 +60,8 @@ class Facts:
     lora: bool = False
     sequence_parallel_size: int = 1
     pipeline_stages: int = 1
+    arguments: Mapping[str, object] | None = None
+    """TrainingArguments by their names, as far as they are known."""
 
     @property
     def text_model(self) -> dict:
