@@ -7,10 +7,9 @@ import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from .read import Document, read
-from .rule import Config, Edit, Facts, Finding, Hit, Rule, dotted, model_config, shown
+from .rule import Config, Facts, Finding, Hit, Rule, dotted, model_config, shown
 from .rules import RULES
 
 
@@ -81,32 +80,6 @@ def _place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
             return config.places[path]
         path = path[:-1]
     return None, None
-
-
-def fix(config: dict, findings: list[Finding]) -> dict:
-    """Return a copy of `config` with the findings' safe edits applied; what needs a decision is left alone."""
-    fixed = copy.deepcopy(config)
-    for finding in findings:
-        for edit in finding.edits:
-            _apply(fixed, edit)
-    return fixed
-
-
-def _apply(config: dict, edit: Edit) -> None:
-    node: Any = config
-    for part in edit.path[:-1]:
-        node = node.get(part) if isinstance(node, dict) else None
-    if not isinstance(node, dict):
-        return
-    name = edit.path[-1]
-    if edit.action == "set":
-        node[name] = edit.value
-    elif edit.action == "remove":
-        node.pop(name, None)
-    elif name in node and edit.value not in node:
-        items = [(edit.value if key == name else key, value) for key, value in node.items()]
-        node.clear()
-        node.update(items)  # in place: the key keeps its position, and the diff is one line
 
 
 def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:

@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from .. import schema
 from ..read import Key
 from ..rule import REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted
+from ..values import fits
 
 # Names from old guides that are too different from the current ones for a spelling match.
 _OLD_NAMES = {
@@ -116,7 +117,25 @@ def _homes() -> dict[str, list[Key]]:
 
 
 def _rename(path: Key, right: str, config: Config) -> tuple[Edit, ...]:
-    return () if right in config.section(*path[:-1]) else (Edit("rename", path, right),)
+    """Return the edit, unless the right key is there already or does not take the value of the wrong one."""
+    entry = (schema.section(*path[:-1]) or {"keys": {}})["keys"].get(right, {})
+    taken = right in config.section(*path[:-1])
+    return (Edit("rename", path, right),) if not taken and _suits(entry, config.get(*path)) else ()
+
+
+def _suits(entry: dict, value: object) -> bool:
+    """Return whether a value is of a key's type; of a key without one, whether it is of its default's."""
+    if value == "auto":
+        return "section" not in entry
+    if "type" in entry:
+        return fits(entry["type"], value)
+    default = entry.get("default")
+    if "section" in entry:
+        return isinstance(value, dict)
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(default, bool | None)
+    same = isinstance(value, (int, float)) if isinstance(default, (int, float)) else True
+    return same and schema.accepts(entry, value)
 
 
 def _rejected(config: Config, facts: Facts) -> Iterator[Hit]:
