@@ -33,9 +33,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.format == "json":
         print(json.dumps([report.as_json() for report in reports], indent=2, default=str))
     elif arguments.format == "sarif":
-        print(json.dumps(formats.sarif(reports), indent=2))
+        print(as_typed(json.dumps(formats.sarif(reports), indent=2)))
     elif arguments.format == "github" and any(report.findings or report.stopped for report in reports):
-        print("\n".join(formats.annotations(reports)))
+        print(as_typed("\n".join(formats.annotations(reports))))
     return max(report.status for report in reports)
 
 
