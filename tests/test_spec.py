@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.spec import overrides, pages
@@ -75,6 +75,11 @@ def test_any_text_gives_at_worst_a_user_error(key, value):
             assert str(error).count("\n") <= 2
         else:
             assert from_dict(to_dict(changed)) == changed
+
+
+def test_no_example_has_a_deadline_that_load_could_break():
+    assert settings.get_current_profile_name() == "any-load"
+    assert settings().deadline is None
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))

@@ -50,6 +50,8 @@ PROOFS: dict[str, tuple[str, object, object]] = {
     ),
     "text-for-number": ("plain", {**zero(1), "gradient_clipping": "1.0"}, "not supported between instances"),
     "text-for-truth": ("plain", {**M, "prescale_gradients": "false"}, {"postscale": False}),
+    "text-for-trainer": ("trainer", {**HF, "bf16": {"enabled": "false"}}, "mismatch TrainingArguments"),
+    "steps-per-print-0": ("plain", {**M, "steps_per_print": 0}, "modulo by zero"),
     "unknown-dtype": ("plain", {**M, "data_types": {"grad_accum_dtype": "fp8"}}, "DtypeEnum"),
     "auto-without-trainer": ("plain", {**M, "zero_optimization": {"stage": "auto"}}, {"stage": 0}),
     "auto-not-filled": (
@@ -97,8 +99,28 @@ PROOFS: dict[str, tuple[str, object, object]] = {
     ),
     "unknown-scheduler": (
         "plain",
+        {**M, "optimizer": A, "scheduler": {"type": "Cosine"}},
+        "does not recognize LR scheduler",
+    ),
+    "unknown-parameter": (
+        "plain",
         {**M, "optimizer": A, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 9}}},
         "unexpected keyword argument",
+    ),
+    "parameter-value": (
+        "plain",
+        {**M, "optimizer": A, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+        "must be a positive integer, got 0",
+    ),
+    "parameter-missing": (
+        "trainer",
+        {**HF, "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}}},
+        "missing 1 required positional argument: 'total_num_steps'",
+    ),
+    "learning-rate-missing": (
+        "trainer",
+        {**HF, "optimizer": {"type": "AdamW", "params": {"weight_decay": "auto"}}},
+        {"rates": [0.001, 0.001]},
     ),
     "master-weights-without-offload": (
         "plain",
@@ -110,6 +132,13 @@ PROOFS: dict[str, tuple[str, object, object]] = {
         {**zero(0), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
         "unsupported mix",
     ),
+    "fixed-for-trainer": ("trainer", {**HF, "gradient_clipping": 0.5}, "ds gradient_clipping=0.5 vs hf max_grad_norm"),
+    "two-learning-rates": (
+        "trainer",
+        {**HF, "optimizer": A, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}},
+        "ds scheduler.params.warmup_max_lr=0.02 vs hf learning_rate=0.01",
+    ),
+    "offload-with-own-optimizer": ("own optimizer", zero(2, offload_optimizer=CPU), "client provided optimizer"),
     "zero-block-missing": (
         "trainer",
         {**M, "gradient_accumulation_steps": "auto"},
@@ -134,10 +163,28 @@ PROOFS: dict[str, tuple[str, object, object]] = {
     "train-batch-fixed": ("trainer", {**HF, "train_batch_size": 64}, "mismatch TrainingArguments"),
 }
 
+# What looks wrong and trains: the linter must not call it an error.
+HARMLESS: dict[str, tuple[str, dict]] = {
+    "hpZ over more ranks than there are": ("plain", zero(3, zero_hpz_partition_size=8)),
+    "one class without a list": ("plain", zero(3, leaf_module={"classes": "MixtralSparseMoeBlock"})),
+    "a typed switch in quotes": ("plain", zero(2, overlap_comm="true")),
+    "never printing": ("plain", {**M, "steps_per_print": None}),
+}
+
+# rule -> what only the Trainer refuses, of rules about what DeepSpeed refuses.
+BY_TRAINER: dict[str, tuple[str, dict, str]] = {
+    "batch-identity": (
+        "trainer",
+        {"train_batch_size": 2, **M, "gradient_clipping": "auto", "zero_optimization": {"stage": 1}},
+        r"micro_batch_per_gpu \* gradient_acc_step \* world_size 2 != 1 \* 1 \* 1",
+    )
+}
+
 # Not run here, with the reason.
 NOT_RUN = {
     "not-a-number": "Python's reader takes NaN, DeepSpeed's does not: the effect depends on the key",
     "ignored-key": "a warning about keys that are not DeepSpeed's: there is no effect to show",
+    "initial-scale-power": "CPUs have no fp16: tests/test_zero_config_rules.py asks DeepSpeed's loss scaler",
     "renamed-key": "the number of I/O threads shows only as speed",
     "batch-fraction": "a warning about arithmetic",
     "no-gather-on-save": "shown when a checkpoint is saved and loaded; see the tests of export",
@@ -167,7 +214,8 @@ NOT_RUN = {
 
 
 def outcomes(folder: str, rules: set[str]) -> dict[str, dict]:
-    cases = [(name, kind, config) for name, (kind, config, _) in PROOFS.items() if name in rules]
+    known = {**PROOFS, **BY_TRAINER, **HARMLESS}
+    cases = [(name, kind, config) for name, (kind, config, *_) in known.items() if name in rules]
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, str(WORKERS / "run_configs.py"), os.path.join(folder, "outcomes.json")]
@@ -190,13 +238,13 @@ def outcomes(folder: str, rules: set[str]) -> dict[str, dict]:
 def happened(request, tmp_path_factory) -> dict[str, dict]:
     """Return what happened in the runs that the selected tests ask for, all of them in one process."""
     own = [item for item in request.session.items if "happened" in getattr(item, "fixturenames", ())]
-    return outcomes(str(tmp_path_factory.mktemp("proofs")), {item.callspec.params["rule"] for item in own})
+    return outcomes(str(tmp_path_factory.mktemp("proofs")), {item.callspec.params["name"] for item in own})
 
 
-@pytest.mark.parametrize("rule", tiered(PROOFS, CORE))
-def test_the_run_shows_what_the_rule_claims(happened: dict[str, dict], rule: str):
-    expected = PROOFS[rule][2]
-    outcome = happened[rule]
+@pytest.mark.parametrize("name", tiered({**PROOFS, **BY_TRAINER}, CORE))
+def test_the_run_shows_what_the_rule_claims(happened: dict[str, dict], name: str):
+    expected = {**PROOFS, **BY_TRAINER}[name][2]
+    outcome = happened[name]
     if isinstance(expected, str):
         import re
 
@@ -207,13 +255,21 @@ def test_the_run_shows_what_the_rule_claims(happened: dict[str, dict], rule: str
         assert {key: outcome[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("rule", PROOFS)
+@pytest.mark.parametrize("rule", {**PROOFS, **BY_TRAINER})
 def test_the_linter_finds_it(tmp_path, rule: str):
-    kind, config, _ = PROOFS[rule]
+    kind, config, _ = {**PROOFS, **BY_TRAINER}[rule]
     file = tmp_path / "config.json"
     file.write_text(config if isinstance(config, str) else json.dumps(config))
     found = lint(file, trainer="hf" if kind == "trainer" else "plain", world_size=1)
     assert rule in {finding.rule for finding in found}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_trains_is_not_called_an_error(happened: dict[str, dict], name: str):
+    kind, config = HARMLESS[name]
+    assert "error" not in happened[name], happened[name]
+    found = lint(config, trainer="hf" if kind == "trainer" else "plain", world_size=1)
+    assert not [finding for finding in found if finding.severity == "error"]
 
 
 def test_every_rule_about_configs_that_load_is_proven_or_excused():

@@ -10,11 +10,12 @@ import argparse
 import difflib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..spec.project import as_typed
-from ..zero_config.lint import ask_deepspeed, describe, fix, judge
-from ..zero_config.read import Document, Unreadable, located, read
+from ..zero_config import edits, formats
+from ..zero_config.formats import Report
+from ..zero_config.lint import ask_deepspeed, describe, judge
+from ..zero_config.read import Document, Unreadable, located, parse, read
 from ..zero_config.resolve import Numbers, Unresolvable, hidden_size, resolve
 from ..zero_config.rule import Facts, Finding, model_config
 from .main import Parser
@@ -29,16 +30,26 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(words)
     facts = facts_of(arguments)
     reports = [check(file, facts, arguments) for file in arguments.files]
-    if arguments.json:
-        print(json.dumps(reports, indent=2, default=str))
-    return max(report["status"] for report in reports)
+    if arguments.format == "json":
+        print(json.dumps([report.as_json() for report in reports], indent=2, default=str))
+    elif arguments.format == "sarif":
+        print(as_typed(json.dumps(formats.sarif(reports), indent=2)))
+    elif arguments.format == "github" and any(report.findings or report.stopped for report in reports):
+        print(as_typed("\n".join(formats.annotations(reports))))
+    return max(report.status for report in reports)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     result = Parser("check", __doc__)
     result.add_argument("files", nargs="+", metavar="FILE", help="a path, or the name of a file in configs/")
-    result.add_argument("--json", action="store_true", help="print the findings as JSON")
+    result.add_argument(
+        "--format",
+        choices=("text", "json", "sarif", "github"),
+        default="text",
+        help="how findings are printed: for people, as JSON, as SARIF 2.1.0, as annotations of GitHub Actions",
+    )
+    result.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     result.add_argument("--fix", action="store_true", help="apply the safe fixes to the file and show the diff")
     result.add_argument(
         "--trainer",
@@ -58,6 +69,14 @@ def parser() -> argparse.ArgumentParser:
         help="sequence-parallel ranks (default 1)",
     )
     result.add_argument("--pipeline", type=positive(int), default=1, metavar="N", help="pipeline stages (default 1)")
+    result.add_argument(
+        "--argument",
+        action="append",
+        type=argument,
+        default=[],
+        metavar="NAME=VALUE",
+        help="one of your TrainingArguments, with which the Trainer compares the config; may be repeated",
+    )
     result.add_argument("--deepspeed", action="store_true", help="also check with DeepSpeed's config class (4 s)")
     return result
 
@@ -75,6 +94,20 @@ def positive(kind: type):
     return number
 
 
+def argument(text: str) -> tuple[str, object]:
+    """Return the name and the value of one of the TrainingArguments."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError
+    try:
+        return name, {"True": True, "False": False}[value] if value in ("True", "False") else json.loads(value)
+    except ValueError:
+        return name, value
+
+
+argument.__name__ = "NAME=VALUE"
+
+
 def facts_of(arguments: argparse.Namespace) -> Facts:
     """Return what the command line says about the run.
 
@@ -89,11 +122,12 @@ def facts_of(arguments: argparse.Namespace) -> Facts:
         lora=arguments.lora,
         sequence_parallel_size=arguments.sequence_parallel,
         pipeline_stages=arguments.pipeline,
+        arguments=dict(arguments.argument),
     )
 
 
-def check(file: str, facts: Facts, arguments: argparse.Namespace) -> dict:
-    """Check one file, print the findings, and return them as data."""
+def check(file: str, facts: Facts, arguments: argparse.Namespace) -> Report:
+    """Check one file, print the findings for people, and return them."""
     try:
         document = read(located(file))
         if arguments.fix:
@@ -104,18 +138,16 @@ def check(file: str, facts: Facts, arguments: argparse.Namespace) -> dict:
         return unreadable(file, Unreadable(f"the fixed file cannot be written: {error.strerror}"), arguments)
     findings = judge(document, facts)
     objection = ask(document, facts) if arguments.deepspeed else None
-    wrong = objection is not None or any(finding.severity == "error" for finding in findings)
-    if not arguments.json:
+    if arguments.format == "text":
         show(file, findings, objection)
-    report = {"file": file, "status": int(wrong), "findings": [finding.as_json() for finding in findings]}
-    return {**report, "deepspeed": objection} if arguments.deepspeed else report
+    return Report(file, tuple(findings), asked=arguments.deepspeed, objection=objection)
 
 
-def unreadable(file: str, error: Unreadable, arguments: argparse.Namespace) -> dict:
+def unreadable(file: str, error: Unreadable, arguments: argparse.Namespace) -> Report:
     """Report a file that is not a JSON object."""
-    if not arguments.json:
+    if arguments.format == "text":
         print(f"{file}:{error.line}:{error.column}: cannot be read: {error.what}")
-    return {"file": file, "status": 2, "line": error.line, "column": error.column, "what": error.what}
+    return Report(file, stopped=error)
 
 
 def ask(document: Document, facts: Facts) -> str | None:
@@ -123,39 +155,33 @@ def ask(document: Document, facts: Facts) -> str | None:
     config = document.value
     if '"auto"' in json.dumps(config) and facts.trainer == "hf":
         fp16 = document.value.get("fp16")
-        precision = "fp16" if isinstance(fp16, dict) and fp16.get("enabled") is True else "bf16"
+        half = isinstance(fp16, dict) and fp16.get("enabled") is True
         width = hidden_size(facts.model or {}) or 4096
-        world = facts.world_size or 1
+        numbers = Numbers(world_size=facts.world_size or 1, hidden_size=width, precision="fp16" if half else "bf16")
         try:
-            config = resolve(config, Numbers(world_size=world, hidden_size=width, precision=precision))
+            config = resolve(config, numbers)
         except Unresolvable:
             return None  # this needs the numbers of a real run; the rules have reported what they can
     return ask_deepspeed(config, facts.world_size or 1)
 
 
 def repair(file: str, document: Document, facts: Facts, arguments: argparse.Namespace) -> Document:
-    """Apply the safe fixes to the file, show the diff, and return the fixed document.
-
-    A file with a duplicate key is left alone: only its author knows which of the two values is meant.
-    """
-    fixed = fix(document.value, judge(document, facts))
-    ambiguous = any(problem.kind in ("duplicate", "not-a-number") for problem in document.problems)
-    if ambiguous or (fixed == document.value and not document.problems):
-        return document
-    path = Path(file)
-    before = path.read_text(encoding="utf-8")
-    after = json.dumps(fixed, indent=2, ensure_ascii=False) + "\n"
-    path.write_text(after, encoding="utf-8")
-    if not arguments.json:
-        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), file, f"{file} (fixed)", lineterm="")
-        print("\n".join(lines))
-    return read(file)
+    """Apply the safe fixes to the file, show the diff and what is left alone, and return the fixed document."""
+    fixed, left = edits.fix(document, lambda changed: judge(changed, facts))
+    if fixed != document.text:
+        located(file).write_bytes(fixed.encode())
+    if arguments.format == "text":
+        before, after = document.text.splitlines(), fixed.splitlines()
+        lines = difflib.unified_diff(before, after, file, f"{file} (fixed)", lineterm="")
+        for line in [*lines, *(f"{file}: {sentence}" for sentence in left)]:
+            print(line)
+    return parse(fixed)
 
 
 def show(file: str, findings: list[Finding], objection: str | None) -> None:
     """Print findings for people."""
-    for finding in findings:
-        print(as_typed(describe(finding, file)))
+    if findings:
+        print(as_typed("\n".join(describe(finding, file) for finding in findings)))
     if objection:
         print(f"{file}: DeepSpeed rejects it: {objection}")
     errors = sum(finding.severity == "error" for finding in findings) + (objection is not None)

@@ -14,6 +14,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..spec.errors import UserError
 from ..spec.project import CONFIGS
@@ -91,7 +92,7 @@ def numbers_of(arguments: argparse.Namespace) -> Numbers:
     """
     if arguments.world_size < 1:
         raise UserError(f"--world-size {arguments.world_size}: must be at least 1.")
-    values: dict[str, object] = {"world_size": arguments.world_size}
+    values: dict[str, Any] = {"world_size": arguments.world_size}
     if arguments.model:
         values["hidden_size"] = hidden_size(architecture(arguments.model))
     batch = None

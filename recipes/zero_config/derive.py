@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from typing import Any
 
 from . import names
 from .pydantic_types import section_model, section_node
@@ -67,9 +68,10 @@ def derive() -> dict:
             "removed": dict(ds._REMOVED_TOP_LEVEL_CONFIG_KEYS),
             "removed_zero": dict(ds._REMOVED_ZERO_CONFIG_KEYS),
             "optimizers": names.optimizers(),
+            "optimizer_parameters": names.optimizer_parameters(),
             "schedulers": names.schedulers(),
-            "torch_optimizers": names.torch_names("optim", "Optimizer"),
-            "torch_schedulers": names.torch_names("optim.lr_scheduler", "LRScheduler"),
+            "torch_optimizers": names.torch_classes("optim", "Optimizer"),
+            "torch_schedulers": names.torch_classes("optim.lr_scheduler", "LRScheduler"),
             "dtypes": sorted(text for kind in ds.DtypeEnum for text in kind._all_values[1:]),
             "expert_presets": names.expert_presets(),
             "tensor_presets": names.tensor_presets(),
@@ -83,13 +85,13 @@ def _recorded_section(path: tuple[str, ...], texts: tuple[str, ...]) -> dict:
         return section_node(model)
     recorder = Recorder(_BATCH if not path else _filling(path[-1]))
     _loads(_place(path, recorder))
-    node = {"unknown": "open" if ".".join(path) in OPEN else "ignored", "keys": {}}
-    for name, default in sorted(recorder.seen.items()):
-        if name not in _BATCH or not path:
-            node["keys"][name] = _recorded_key((*path, name), default, texts)
-    if path == ("pipeline",):
-        node["keys"] = _pipeline_keys()
-    return node
+    keys = {
+        name: _recorded_key((*path, name), default, texts)
+        for name, default in sorted(recorder.seen.items())
+        if name not in _BATCH or not path
+    }
+    unknown = "open" if ".".join(path) in OPEN else "ignored"
+    return {"unknown": unknown, "keys": _pipeline_keys() if path == ("pipeline",) else keys}
 
 
 def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]) -> dict:
@@ -110,7 +112,7 @@ def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]
     return key
 
 
-def _place(path: tuple[str, ...], value: object) -> dict:
+def _place(path: tuple[str, ...], value: Any) -> dict:
     """Return a loadable config with `value` at `path`."""
     if not path:
         return value
@@ -125,7 +127,7 @@ def _place(path: tuple[str, ...], value: object) -> dict:
     return config
 
 
-_FILLINGS = {
+_FILLINGS: dict[str, dict] = {
     "optimizer": {"type": "Adam"},
     "scheduler": {"type": "Adam"},
     "curriculum_learning": {"curriculum_metrics": {}},

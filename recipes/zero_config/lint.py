@@ -5,10 +5,11 @@ Needs neither torch nor DeepSpeed (about 0.1 s); `ask_deepspeed` adds DeepSpeed'
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from .read import Document, read
-from .rule import Config, Edit, Facts, Finding, Hit, Rule, dotted, model_config, shown
+from .rule import Config, Facts, Finding, Hit, Rule, dotted, model_config, shown
 from .rules import RULES
 
 
@@ -22,6 +23,7 @@ def lint(
     lora: bool = False,
     sequence_parallel_size: int = 1,
     pipeline_stages: int = 1,
+    arguments: Mapping[str, object] | None = None,
 ) -> list[Finding]:
     """Return all findings, errors first, in the order of the file.
 
@@ -34,6 +36,7 @@ def lint(
         lora: whether adapters are trained.
         sequence_parallel_size: ranks that share a sequence.
         pipeline_stages: stages of a pipeline.
+        arguments: TrainingArguments by their names, with which the Trainer compares the config.
 
     What is None is not checked.
 
@@ -48,6 +51,7 @@ def lint(
         lora=lora,
         sequence_parallel_size=sequence_parallel_size,
         pipeline_stages=pipeline_stages,
+        arguments=arguments,
     )
     document = path_or_dict if isinstance(path_or_dict, dict) else read(path_or_dict)
     return judge(document, facts)
@@ -56,54 +60,26 @@ def lint(
 def judge(config: Document | dict, facts: Facts) -> list[Finding]:
     """Return the findings for a parsed file, or for a dictionary, which has no line numbers."""
     seen = Config.of(config) if isinstance(config, Document) else Config(config)
-    findings = [_finding(rule, hit, seen) for rule in RULES for hit in rule.check(seen, facts)]
+    places = {(problem.key, problem.what): (problem.line, problem.column) for problem in reversed(seen.problems)}
+    findings = [_finding(rule, hit, seen, places) for rule in RULES for hit in rule.check(seen, facts)]
     return sorted(findings, key=lambda finding: (finding.severity != "error", finding.line or 0))
 
 
-def _finding(rule: Rule, hit: Hit, config: Config) -> Finding:
-    line, column = _place(config, hit)
+def _finding(rule: Rule, hit: Hit, config: Config, problems: dict) -> Finding:
+    line, column = problems.get((hit.path, hit.what)) or _place(config, hit)
     severity = hit.severity or rule.severity
     fix = hit.fix or rule.fix
     return Finding(rule.id, severity, dotted(hit.path), line, column, hit.value, hit.what, fix, hit.edits)
 
 
 def _place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
-    """Return the line and column of a hit: the problem's own, or its key's, or the nearest enclosing key's."""
-    for problem in config.problems:
-        if problem.key == hit.path and problem.what == hit.what:
-            return problem.line, problem.column
+    """Return the line and column of a hit's key, or of the nearest enclosing key."""
     path = hit.path
     while path:
         if path in config.places:
             return config.places[path]
         path = path[:-1]
     return None, None
-
-
-def fix(config: dict, findings: list[Finding]) -> dict:
-    """Return a copy of `config` with the findings' safe edits applied; what needs a decision is left alone."""
-    fixed = copy.deepcopy(config)
-    for finding in findings:
-        for edit in finding.edits:
-            _apply(fixed, edit)
-    return fixed
-
-
-def _apply(config: dict, edit: Edit) -> None:
-    node = config
-    for part in edit.path[:-1]:
-        node = node.get(part) if isinstance(node, dict) else None
-    if not isinstance(node, dict):
-        return
-    name = edit.path[-1]
-    if edit.action == "set":
-        node[name] = edit.value
-    elif edit.action == "remove":
-        node.pop(name, None)
-    elif name in node and edit.value not in node:
-        items = [(edit.value if key == name else key, value) for key, value in node.items()]
-        node.clear()
-        node.update(items)  # in place: the key keeps its position, and the diff is one line
 
 
 def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:

@@ -1,7 +1,15 @@
-"""The names that a config may use, collected from DeepSpeed and torch: optimizers, schedules, presets, keywords."""
+"""The names that a config may use, collected from DeepSpeed and torch: optimizers, schedules, presets, keywords.
+
+Optimizers and schedules come with their parameters: the names from the signatures, the types and ranges from building
+the class with one sample after the other and stepping it. DeepSpeed's optimizers are compiled when they are built, so
+they take the types and ranges of the torch optimizer that they reimplement.
+"""
 
 import importlib
 import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 
 def texts() -> tuple[str, ...]:
@@ -25,26 +33,143 @@ def optimizers() -> list[str]:
     return sorted(DEEPSPEED_OPTIMIZERS)
 
 
-def schedulers() -> dict[str, list[str]]:
+def optimizer_parameters() -> dict[str, dict[str, dict]]:
+    """Return the parameters of DeepSpeed's optimizers, for each class that one name may mean.
+
+    `gpu` is the class without optimizer offload, `cpu` the one with, `torch` the one that `torch_adam` asks for.
+    """
+    import torch
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    adam, adagrad = parameters_of(torch.optim.AdamW), parameters_of(torch.optim.Adagrad)
+    # What the engine takes out before it builds the class, and what it passes to the class itself.
+    taken = {name: _entry({"kind": "truth"}) for name in ("adam_w_mode", "torch_adam", "fp32_optimizer_states")}
+    passed = ("adamw_mode",)
+
+    def like(twin: dict, kind: type, *without: str) -> dict:
+        return {name: entry for name, entry in _like(kind, twin).items() if name not in without}
+
+    halves = {*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS}
+    momentum = parameters_of(torch.optim.SGD)["momentum"]
+    muon = {name: adam.get(name, momentum if name == "momentum" else _entry({"kind": "str"})) for name in halves}
+    return {
+        "adam": {
+            "gpu": {**like(adam, FusedAdam), **taken},
+            "cpu": {**like(adam, DeepSpeedCPUAdam, *passed), **taken},
+            "torch": {**adam, **taken},
+        },
+        "adagrad": {"gpu": adagrad, "cpu": like(adagrad, DeepSpeedCPUAdagrad)},
+        "lamb": {"gpu": like(adam, FusedLamb)},
+        "lion": {"gpu": like(adam, FusedLion), "cpu": like(adam, DeepSpeedCPULion)},
+        "muon": {"gpu": {**muon, **taken, "muon_lr": adam["lr"], "adam_lr": adam["lr"]}},
+    }
+
+
+def schedulers() -> dict[str, dict]:
     """Return DeepSpeed's schedules with their parameters."""
     from deepspeed.runtime import lr_schedules
 
-    result = {}
-    for name in lr_schedules.VALID_LR_SCHEDULES:
-        parameters = list(inspect.signature(getattr(lr_schedules, name)).parameters)
-        result[name] = [parameter for parameter in parameters if parameter != "optimizer"]
+    rates = sorted(
+        value for name, value in vars(lr_schedules).items() if name in ("WARMUP_LOG_RATE", "WARMUP_LINEAR_RATE")
+    )
+    result = {name: parameters_of(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES}
+    for parameters in result.values():
+        if "warmup_type" in parameters:  # any other word is replaced with a warning
+            parameters["warmup_type"] = _entry({"kind": "literal", "values": rates})
     return result
 
 
-def torch_names(module: str, base: str) -> list[str]:
-    """Return the classes that DeepSpeed looks up in torch by the name in the config."""
+def torch_classes(module: str, base: str) -> dict[str, dict]:
+    """Return the classes that DeepSpeed looks up in torch by the name in the config, with their parameters."""
     found = importlib.import_module(f"torch.{module}")
     parent = getattr(found, base)
-    return sorted(
-        name
-        for name, item in vars(found).items()
+    return {
+        name: parameters_of(item)
+        for name, item in sorted(vars(found).items())
         if inspect.isclass(item) and issubclass(item, parent) and item is not parent and not name.startswith("_")
-    )
+    }
+
+
+def parameters_of(kind: type) -> dict[str, dict]:
+    """Return each parameter of an optimizer or a schedule as `{"type": ..., "required": ...}`.
+
+    A type is None if no sample says anything about it.
+    """
+    _, *parameters = inspect.signature(kind).parameters.values()
+    required = {item.name: 2 for item in parameters if item.default is item.empty and item.kind is not item.VAR_KEYWORD}
+
+    def runs(name: str) -> Callable[[Any], bool]:
+        return lambda value: _runs(kind, {**required, name: value})
+
+    return {item.name: _entry(_tried(runs(item.name), item.default), item.name in required) for item in parameters}
+
+
+def _like(kind: type, twin: dict[str, dict]) -> dict[str, dict]:
+    """Return the parameters of a class that cannot be built here, with the types of the twin's."""
+    _, *parameters = inspect.signature(kind).parameters.values()
+    return {item.name: twin.get(item.name, _entry(_type_of_default(item.default))) for item in parameters}
+
+
+def _entry(kind: dict | None, required: bool = False) -> dict:
+    return {"type": kind, "required": required}
+
+
+def _type_of_default(default: object) -> dict | None:
+    if isinstance(default, bool):
+        return {"kind": "truth"}
+    return {"kind": "number"} if isinstance(default, (int, float)) else None
+
+
+def _tried(runs: Callable[[Any], bool], default: Any) -> dict | None:
+    """Return the type of one parameter, found by trying a value of each kind."""
+    if isinstance(default, bool):
+        return {"kind": "truth"}
+    if isinstance(default, tuple) and all(isinstance(item, float) for item in default):
+        items = _tried(lambda value: runs([value] * len(default)), default[0])
+        return items and {"kind": "list", "of": items, "length": len(default)}
+    numeric = runs(0.5) or runs(2.5) or runs(2)
+    listed, null, text = runs([0.1]), runs(None), runs("x")
+    if numeric == (listed and null and text):  # nothing is refused, or everything
+        return _type_of_default(default)
+    kinds = [_numbers(runs)] if numeric else []
+    kinds += [{"kind": "list", "of": {"kind": "number"}}] if listed else []
+    kinds += [{"kind": "null"}] if null else []
+    kinds += [{"kind": "str"}] if text else []
+    return kinds[0] if len(kinds) == 1 else {"kind": "union", "of": kinds}
+
+
+def _numbers(runs: Callable[[Any], bool]) -> dict:
+    """Return which numbers run; `float` is a number that may also be in quotes."""
+    whole = not (runs(0.5) or runs(2.5))
+    minus, zero, one = (-1, 0, 1) if whole else (-1.0, 0.0, 1.0)  # torch tells 0 and 0.0 apart in betas
+    kind: dict = {"kind": "float" if runs("2") else "whole" if whole else "number"}
+    if not runs(minus):
+        kind.update({"ge": 0} if runs(zero) else {"gt": 0})
+    if not runs(one) and runs(0.5):
+        kind["lt"] = 1
+    return kind
+
+
+def _runs(kind: type, parameters: dict[str, Any]) -> bool:
+    """Return whether an optimizer or a schedule can be built with `parameters` and takes three steps."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            built = kind([weight] if issubclass(kind, torch.optim.Optimizer) else optimizer, **parameters)
+            for _ in range(3):
+                built.step()
+    except Exception:  # any exception means that it does not run
+        return False
+    return True
 
 
 def expert_presets() -> list[str]:

@@ -43,7 +43,7 @@ def section_node(model) -> dict:
     keys = {}
     for name, field in model.model_fields.items():
         extra = field.json_schema_extra or {}
-        key = {"type": type_of(field.annotation, field.metadata), "default": plain(_default(field))}
+        key = {"type": _type_of_field(model, name, field), "default": plain(_default(field))}
         if extra.get("deprecated"):
             key["deprecated"] = extra.get("new_param", "")
             key["excludes"] = extra.get("set_new_param", True)
@@ -53,6 +53,20 @@ def section_node(model) -> dict:
         if field.alias and model.model_config.get("populate_by_name"):
             keys[name] = {**key, "alias_of": field.alias}
     return {"unknown": "rejected" if model.model_config.get("extra") == "forbid" else "ignored", "keys": keys}
+
+
+def _type_of_field(model, name: str, field) -> dict:
+    """Return a field's type; a list whose model also takes a single string for it, which only trying shows, as both."""
+    from pydantic import ValidationError
+
+    kind = type_of(field.annotation, field.metadata)
+    if kind["kind"] != "list":
+        return kind
+    try:
+        model(**{name: "x"})
+    except ValidationError:
+        return kind
+    return {"kind": "union", "of": [kind, {"kind": "str"}]}
 
 
 def _default(field) -> object:

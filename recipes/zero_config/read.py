@@ -19,7 +19,7 @@ MAX_BYTES = 4 * 1024 * 1024  # the largest real config is under 10 kB; more is n
 
 Key = tuple[str | int, ...]
 
-_SPACE = re.compile(r"[ \t\r\n]*")
+_SPACE = re.compile(r"[ \t\r\n]+")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,400})(?:\.\d{1,400})?(?:[eE][+-]?\d{1,6})?(?![\w.])")
@@ -51,6 +51,19 @@ class Problem:
     column: int
     value: object
     what: str
+    at: int
+    """Offset in the text."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a key, or a list item, and its value are in the text, as offsets."""
+
+    start: int
+    name_end: int
+    """Of the key; of an item it is `start`."""
+    value: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,11 @@ class Document:
     places: dict[Key, tuple[int, int]]
     """Line and column (from 1) of each key, or of each list item."""
     problems: tuple[Problem, ...]
+    text: str
+    spans: dict[Key, Span]
+    """Of each key and item; of the file as a whole under ()."""
+    comments: dict[int, int]
+    """Start and end of each comment."""
 
 
 def located(name: str) -> Path:
@@ -97,19 +115,18 @@ def parse(data: bytes | str) -> Document:
 
 
 def _decode(data: bytes | str) -> str:
-    if isinstance(data, bytes):
-        try:
-            data = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            line = data.count(b"\n", 0, error.start) + 1
-            column = error.start - data.rfind(b"\n", 0, error.start)
-            byte = data[error.start]
-            raise Unreadable(f"byte 0x{byte:02x} is not UTF-8 text", line, column) from None
-    if data.startswith("\ufeff"):
+    try:
+        text = data.decode("utf-8") if isinstance(data, bytes) else data
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        column = error.start - error.object.rfind(b"\n", 0, error.start)
+        byte = error.object[error.start]
+        raise Unreadable(f"byte 0x{byte:02x} is not UTF-8 text", line, column) from None
+    if text.startswith("\ufeff"):
         raise Unreadable("the file starts with a byte order mark; save it as UTF-8 without BOM")
-    if not data.strip():
+    if not text.strip():
         raise Unreadable("the file is empty")
-    return data
+    return text
 
 
 class _Parser:
@@ -120,6 +137,9 @@ class _Parser:
         self.at = 0
         self.places: dict[Key, tuple[int, int]] = {}
         self.problems: list[Problem] = []
+        self.spans: dict[Key, Span] = {}
+        self.comments: dict[int, int] = {}
+        self.names: dict[Key, tuple[int, int]] = {}
         self.line_starts = [0] + [found.end() for found in re.finditer("\n", text)]
 
     def document(self) -> Document:
@@ -129,7 +149,7 @@ class _Parser:
             raise self._stop("text after the end of the config", self.at)
         if not isinstance(value, dict):
             raise Unreadable(f"expected an object in braces, found {_name(value)}")
-        return Document(value, self.places, tuple(self.problems))
+        return Document(value, self.places, tuple(self.problems), self.text, self.spans, self.comments)
 
     def _value(self) -> object:
         """Parse one value; open containers are kept on `stack` as (container, its key, where it was opened)."""
@@ -137,17 +157,20 @@ class _Parser:
         key: Key = ()
         while True:
             self._skip(key)
-            opener = self.text[self.at : self.at + 1]
+            begin = self.at
+            opener = self.text[begin : begin + 1]
             if opener in ("{", "["):
                 if len(stack) >= MAX_DEPTH:
                     raise self._stop(f"nested deeper than {MAX_DEPTH} levels", self.at)
-                stack.append(({} if opener == "{" else [], key, self.at))
+                stack.append(({} if opener == "{" else [], key, begin))
                 self.at += 1
                 value, done = None, False
             else:
                 value, done = self._scalar(key), True
             # Store finished values in their containers until one of them expects another item.
             while True:
+                if done:
+                    self.spans[key] = Span(*self.names.pop(key, (begin, begin)), begin, self.at)
                 if not stack:
                     return value
                 container, base, opened = stack[-1]
@@ -158,7 +181,7 @@ class _Parser:
                     key = following
                     break
                 stack.pop()
-                value, key, done = container, base, True
+                value, key, begin, done = container, base, opened, True
 
     def _store(self, container: dict | list, key: Key, value: object) -> None:
         if isinstance(container, list):
@@ -207,6 +230,7 @@ class _Parser:
             what = f"`{_short(key[-1])}` appears twice (first on line {first}): DeepSpeed rejects the file, "
             self._note("duplicate", key, start, container[key[-1]], what + "the Trainer uses the last value")
         self.places[key] = self._place(start)
+        self.names[key] = (start, self.at)
         self._skip(key)
         if not self._take(":"):
             raise self._stop(f'expected a colon after the key "{_short(key[-1])}"', self.at)
@@ -245,12 +269,14 @@ class _Parser:
     def _skip(self, key: Key) -> None:
         """Skip white space, and report comments."""
         while True:
-            self.at = _SPACE.match(self.text, self.at).end()
+            if space := _SPACE.match(self.text, self.at):
+                self.at = space.end()
             found = _COMMENT.match(self.text, self.at)
             if not found:
                 return
             what = "comments are not valid JSON: DeepSpeed accepts them, the Trainer and accelerate do not"
             self._note("comment", key, self.at, _short(found.group()), what)
+            self.comments[found.start()] = found.end()
             self.at = found.end()
 
     def _take(self, character: str) -> bool:
@@ -261,7 +287,7 @@ class _Parser:
 
     def _note(self, kind: str, key: Key, at: int, value: object, what: str) -> None:
         if len(self.problems) < 200:  # a file full of comments does not need 100,000 messages
-            self.problems.append(Problem(kind, key, *self._place(at), value, what))
+            self.problems.append(Problem(kind, key, *self._place(at), value, what, at))
 
     def _place(self, at: int) -> tuple[int, int]:
         low, high = 0, len(self.line_starts)

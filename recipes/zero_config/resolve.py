@@ -60,8 +60,8 @@ class Numbers:
 
 def hidden_size(model: dict) -> int | None:
     """Return the hidden size that the Trainer finds in a model's config, the largest if there are several."""
-    inner = model.get("text_config") if isinstance(model.get("text_config"), dict) else {}
-    for config in (model, inner):
+    inner = model.get("text_config")
+    for config in (model, inner if isinstance(inner, dict) else {}):
         if isinstance(config.get("hidden_size"), int):
             return config["hidden_size"]
         if config.get("hidden_sizes"):

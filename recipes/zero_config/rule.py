@@ -1,7 +1,7 @@
 """What a rule of the linter is, what it reads, and what it reports."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,8 @@ WRONG = "loads but wrong"
 COSTS = "costs"
 """It runs and does what the file says, but takes more memory, time or disk than it needs to."""
 
-_TRUE_TEXTS = {"1", "on", "t", "true", "y", "yes"}
+TRUE_TEXTS = {"1", "on", "t", "true", "y", "yes"}
+"""The strings, without case, that typed sections read as true."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Facts:
     lora: bool = False
     sequence_parallel_size: int = 1
     pipeline_stages: int = 1
+    arguments: Mapping[str, object] | None = None
+    """TrainingArguments by their names, as far as they are known."""
 
     @property
     def text_model(self) -> dict:
@@ -68,9 +71,9 @@ class Facts:
         return inner if isinstance(inner, dict) else model
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Config:
-    """A parsed config whose values may have any type: look-ups never fail."""
+    """A parsed config whose values may have any type: look-ups never fail. Compared and hashed by identity."""
 
     value: dict
     problems: tuple[Problem, ...] = ()
@@ -81,7 +84,7 @@ class Config:
         """Return a config with the positions from its file."""
         return cls(document.value, document.problems, document.places)
 
-    def get(self, *path: str, default: object = None) -> object:
+    def get(self, *path: str | int, default: object = None) -> object:
         """Return the value at `path`; `default` if a part is missing or not an object."""
         node: object = self.value
         for name in path:
@@ -90,7 +93,7 @@ class Config:
             node = node[name]
         return node
 
-    def has(self, *path: str) -> bool:
+    def has(self, *path: str | int) -> bool:
         """Return whether `path` has a value; null is one."""
         return self.get(*path, default=_NOTHING) is not _NOTHING
 
@@ -98,7 +101,7 @@ class Config:
         """Return the switch at `path` as typed sections read it; "auto" and a wrong type give `default`."""
         value = self.get(*path, default=default)
         if isinstance(value, str) and value != "auto":
-            return value.lower() in _TRUE_TEXTS
+            return value.lower() in TRUE_TEXTS
         return bool(value) if isinstance(value, (bool, int, float)) else default
 
     def number(self, *path: str) -> float | int | None:
@@ -111,7 +114,7 @@ class Config:
         value = self.get(*path)
         return value if isinstance(value, str) else None
 
-    def section(self, *path: str) -> dict:
+    def section(self, *path: str | int) -> dict:
         """Return the object at `path`, or an empty one."""
         value = self.get(*path)
         return value if isinstance(value, dict) else {}

@@ -64,7 +64,18 @@ def kind_of(value: object) -> str:
     return "object" if value else "empty object"
 
 
-def section(*path: str) -> dict | None:
+def accepts(entry: dict, value: object) -> bool:
+    """Return whether DeepSpeed loads a config that has `value` for an untyped key; a section is not looked into."""
+    if "loads" not in entry or kind_of(value) in entry["loads"]:
+        return True
+    if isinstance(value, dict) and "section" in entry and "empty object" in entry["loads"]:
+        return True
+    if isinstance(value, str) and "texts" in entry:
+        return value in entry["texts"] or (entry["any_case"] and value.lower() in entry["texts"])
+    return False
+
+
+def section(*path: str | int) -> dict | None:
     """Return the node of the section at `path` (`section("zero_optimization", "offload_param")`), or None."""
     node = load()["root"]
     for name in path:

@@ -5,6 +5,7 @@ Written out so that the linter needs neither pydantic nor DeepSpeed; a test comp
 
 import math
 import re
+from typing import Any
 
 _TRUTHS = {"0", "off", "f", "false", "n", "no", "1", "on", "t", "true", "y", "yes"}
 _WHOLE_TEXT = re.compile(r"\s*[+-]?\d+(_\d+)*(\.0*)?\s*")
@@ -12,6 +13,9 @@ _NAMES = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
+    "truth": "true or false, without quotes",
+    "whole": "a whole number, without quotes or exponent",
+    "number": "a number, without quotes",
     "str": "a string",
     "null": "null",
     "section": "an object",
@@ -27,7 +31,9 @@ def fits(kind: dict, value: object) -> bool:
         case "union":
             return any(fits(inner, value) for inner in kind["of"])
         case "list":
-            return isinstance(value, list) and all(fits(kind["of"], item) for item in value)
+            if not isinstance(value, list) or len(value) != kind.get("length", len(value)):
+                return False
+            return all(fits(kind["of"], item) for item in value)
         case "literal":
             return any(value == item and type(value) is type(item) for item in kind["values"])
         case "enum":
@@ -44,6 +50,11 @@ def fits(kind: dict, value: object) -> bool:
             return _fits_bool(value)
         case "str":
             return isinstance(value, str)
+        case "truth":
+            return isinstance(value, bool)
+        case "whole" | "number":
+            right = isinstance(value, int if kind["kind"] == "whole" else (int, float)) and not isinstance(value, bool)
+            return right and _in_bounds(kind, value)
         case "int":
             return _fits_int(value) and _in_bounds(kind, value)
         case "float":
@@ -58,7 +69,8 @@ def describe(kind: dict) -> str:
             return " or ".join(dict.fromkeys(describe(inner) for inner in kind["of"]))
         case "list":
             inner = kind["of"]["kind"]
-            return "a list" if inner == "anything" else f"a list of {describe(kind['of'])}"
+            of = f"{kind['length']} values, each" if "length" in kind else "values, each"
+            return "a list" if inner == "anything" else f"a list of {of} {describe(kind['of'])}"
         case "literal" | "enum":
             return " | ".join(_write(item) for item in kind["values"])
     signs = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
@@ -90,14 +102,14 @@ def _fits_float(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-def _fits_enum(kind: dict, value: object) -> bool:
+def _fits_enum(kind: dict, value: Any) -> bool:
     if kind["integer"]:
         return _fits_int(value) and float(value) in kind["values"]
     return isinstance(value, str) and value in kind["values"]
 
 
-def _in_bounds(kind: dict, value: object) -> bool:
-    number = float(value)
+def _in_bounds(kind: dict, value: Any) -> bool:
+    number = float(value) if isinstance(value, str) else value
     return not (
         ("gt" in kind and not number > kind["gt"])
         or ("ge" in kind and not number >= kind["ge"])

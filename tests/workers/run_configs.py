@@ -1,6 +1,8 @@
 """Runs configs that load but then fail or do something else, one after another, and records what happened.
 
-usage: run_configs.py OUTPUT, with the cases as JSON on standard input: [[name, "plain" | "trainer", config], ...]
+usage: run_configs.py OUTPUT, with the cases as JSON on standard input: [[name, kind, config], ...]
+
+A kind is "plain", "own optimizer" (plain too, with torch's AdamW also where the optimizer is offloaded) or "trainer".
 """
 
 import gc
@@ -16,11 +18,11 @@ import deepspeed  # noqa: E402
 import torch  # noqa: E402
 
 
-def plain(config: dict) -> dict:
+def plain(config: dict, own_optimizer: bool = False) -> dict:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     own = None if "optimizer" in config else torch.optim.AdamW(model.parameters(), lr=0.01)
-    if own and (config.get("zero_optimization") or {}).get("offload_optimizer"):
+    if own and not own_optimizer and (config.get("zero_optimization") or {}).get("offload_optimizer"):
         own = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=0.01)
     engine, _, _, scheduler = deepspeed.initialize(
         model=model, optimizer=own, model_parameters=model.parameters(), config=config
@@ -108,7 +110,7 @@ def main() -> int:
     results = {}
     for name, kind, config in json.load(sys.stdin):
         try:
-            results[name] = plain(config) if kind == "plain" else trainer(config)
+            results[name] = trainer(config) if kind == "trainer" else plain(config, kind == "own optimizer")
         except Exception as error:
             results[name] = {"error": f"{type(error).__name__}: {error}"}
         forget()

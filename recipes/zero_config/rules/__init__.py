@@ -1,16 +1,32 @@
 """The linter's rules: one module per topic, and here all of them, in the order of their findings."""
 
 from ..rule import Rule
-from . import batch, hf_trainer, keys, kinds, machine, offload, optimizer, parallel, precision, syntax, zero
+from . import (
+    batch,
+    hf_trainer,
+    keys,
+    kinds,
+    machine,
+    offload,
+    optimizer,
+    parallel,
+    parameters,
+    precision,
+    quoted,
+    syntax,
+    zero,
+)
 
 RULES: tuple[Rule, ...] = (
     *syntax.RULES,
     *keys.RULES,
     *kinds.RULES,
+    *quoted.RULES,
     *batch.RULES,
     *zero.RULES,
     *offload.RULES,
     *optimizer.RULES,
+    *parameters.RULES,
     *precision.RULES,
     *parallel.RULES,
     *hf_trainer.RULES,

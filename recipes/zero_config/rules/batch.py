@@ -1,6 +1,7 @@
 """Rules about batch sizes: DeepSpeed's arithmetic, and what the Trainer adds to it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
 from .kinds import BATCH_KEYS
@@ -9,14 +10,10 @@ _TRAIN, _MICRO, _ACCUMULATION = BATCH_KEYS
 _MISSING = "neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is set"
 
 
-def _given(config: Config, facts: Facts) -> dict[str, object]:
+def _given(config: Config, facts: Facts) -> dict[str, Any]:
     """Return the batch keys that are set; null counts as not set, as it does for DeepSpeed."""
     values = {name: config.get(name) for name in BATCH_KEYS}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _filled_by_trainer(config: Config, facts: Facts) -> bool:
-    return facts.trainer == "hf" and "auto" in _given(config, facts).values()
 
 
 def _not_positive(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -44,37 +41,36 @@ def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit((_MICRO,), None, _MISSING, f'add "{_MICRO}": {value}', edits)
 
 
-def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
+def _numbers(config: Config, facts: Facts) -> dict[str, float] | None:
+    """Return the batch sizes as the engine gets them, without those that are not known; None if one is no size.
+
+    The Trainer fills "auto"; accelerate adds an accumulation of 1 where the key is absent.
+    """
     given = _given(config, facts)
-    numbers = all(isinstance(value, (int, float)) and value > 0 for value in given.values())
-    if _filled_by_trainer(config, facts) or not numbers or _TRAIN not in given:
+    if facts.trainer == "hf":
+        given = {_ACCUMULATION: 1, **{name: value for name, value in given.items() if value != "auto"}}
+        if config.get(_ACCUMULATION) == "auto":
+            del given[_ACCUMULATION]
+    sizes = all(isinstance(value, (int, float)) and value > 0 for value in given.values())
+    return given if sizes else None
+
+
+def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
+    given = _numbers(config, facts)
+    if given is None or _TRAIN not in given:
         return
-    train, micro, accumulation = (given.get(name) for name in BATCH_KEYS)
     ranks = _ranks(config, facts)
-    if ranks is None:
-        step = (micro or 1) * (accumulation or 1)
-        if train % step:
-            product = f"{micro or 1} x {accumulation or 1}"
-            yield Hit((_TRAIN,), train, f"{train} is not a multiple of micro batch x accumulation ({product})")
+    train, micro, accumulation = given[_TRAIN], given.get(_MICRO), given.get(_ACCUMULATION)
+    right = (micro or 1) * (accumulation or 1) * (ranks or 1)
+    whole = micro and accumulation and ranks
+    if train == right or (not whole and train % right == 0):
         return
-    derived_micro, derived_accumulation = _derive(train, micro, accumulation, ranks)
-    if train == derived_micro * derived_accumulation * ranks and derived_micro and derived_accumulation:
-        return
-    product = f"micro batch {derived_micro} x accumulation {derived_accumulation} x {_on(ranks)}"
-    right = (micro or 1) * (accumulation or 1) * ranks
-    fix = f"remove it, or write {right}" if micro else f"write a multiple of {right}"
-    yield Hit((_TRAIN,), train, f"{shown(train)} is not {product}", fix)
-
-
-def _derive(train: float, micro: float | None, accumulation: float | None, ranks: int) -> tuple[float, float]:
-    """Return micro-batch and accumulation, with missing ones derived as `DeepSpeedConfig` does."""
-    if micro is None and accumulation is None:
-        return train // ranks, 1
-    if micro is None:
-        return train // ranks // accumulation, accumulation
-    if accumulation is None:
-        return micro, train // micro // ranks
-    return micro, accumulation
+    by = "" if config.has(_ACCUMULATION) or facts.trainer == "plain" else " (which accelerate adds)"
+    product = f"micro batch {micro or 'any'} x accumulation {accumulation or 'any'}{by}"
+    product += "" if ranks is None else f" x {_on(ranks)}"
+    what = f"{shown(train)} is not {'' if whole else 'a multiple of '}{product}"
+    fix = f"remove it, or write {right}" if whole else f"write a multiple of {right}"
+    yield Hit((_TRAIN,), train, what, fix)
 
 
 def _on(ranks: int) -> str:

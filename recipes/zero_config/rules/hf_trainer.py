@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule
+from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule, shown
 
 
 def _clipping(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -63,6 +63,45 @@ def _hidden_size(config: Config, facts: Facts) -> Iterator[Hit]:
         else:
             what = "the model's config has no hidden_size to compute this from"
             yield Hit(("zero_optimization", name), "auto", what, "write a number")
+
+
+_COMPARED = {
+    ("train_micro_batch_size_per_gpu",): "per_device_train_batch_size",
+    ("gradient_accumulation_steps",): "gradient_accumulation_steps",
+    ("gradient_clipping",): "max_grad_norm",
+    ("fp16", "enabled"): "fp16",
+    ("bf16", "enabled"): "bf16",
+    ("optimizer", "params", "lr"): "learning_rate",
+    ("optimizer", "params", "eps"): "adam_epsilon",
+    ("optimizer", "params", "weight_decay"): "weight_decay",
+    ("scheduler", "params", "warmup_max_lr"): "learning_rate",
+    ("scheduler", "params", "warmup_num_steps"): "warmup_steps",
+    ("scheduler", "params", "total_num_steps"): "max_steps",
+}
+"""Keys whose fixed values the Trainer compares with its arguments; `train_batch_size` has a rule of its own."""
+
+
+def _fixed(config: Config, facts: Facts) -> Iterator[Hit]:
+    known = facts.arguments or {}
+    for path, argument in _COMPARED.items() if facts.trainer == "hf" else ():
+        value = config.get(*path)
+        if argument in known:
+            # The Trainer never asks for a warm-up of 0 steps, which DeepSpeed refuses.
+            right = 1 if argument == "warmup_steps" and known[argument] == 0 else known[argument]
+            if value not in (None, "auto", right):
+                what = f"{argument} is {shown(right)}, and the Trainer stops where the two differ"
+                yield Hit(path, value, what, f'write "auto", or set {argument} to {shown(value)}', severity="error")
+        elif value not in (None, "auto") and path[-1] != "enabled":  # precision is fixed more often than not
+            what = f"the Trainer stops unless {argument} is {shown(value)} too"
+            yield Hit(path, value, what, 'write "auto"')
+
+
+def _two_rates(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = ("scheduler", "params", "warmup_max_lr")
+    first, second = config.number("optimizer", "params", "lr"), config.number(*path)
+    if facts.trainer == "hf" and first is not None and second is not None and first != second:
+        what = f"`optimizer.params.lr` is {shown(first)}; learning_rate cannot be both"
+        yield Hit(path, second, what, 'write "auto" in both')
 
 
 def _monitors(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -149,6 +188,25 @@ RULES = (
         '"auto" bucket sizes are computed from the hidden size.',
         "Write numbers.",
         _hidden_size,
+    ),
+    Rule(
+        "fixed-for-trainer",
+        "warning",
+        FAILS_LATER,
+        '"Please correct the following DeepSpeed config values that mismatch TrainingArguments values: ds '
+        'optimizer.params.lr=0.5 vs hf learning_rate=5e-05"',
+        "The Trainer compares fixed values with its arguments, whose defaults count as well.",
+        'Write "auto"; the argument is then the only place for the value.',
+        _fixed,
+    ),
+    Rule(
+        "two-learning-rates",
+        "error",
+        FAILS_LATER,
+        '"mismatch TrainingArguments values: ds scheduler.params.warmup_max_lr=..."',
+        "The Trainer compares both the optimizer's rate and the schedule's with learning_rate.",
+        'Write "auto" in both.',
+        _two_rates,
     ),
     Rule(
         "logged-twice",

@@ -48,9 +48,9 @@ def _entries(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, obj
             yield from _entries(inner, entry["section"], (*path, name))
 
 
-def _all(config: Config) -> Iterator[tuple[Key, object, dict]]:
+def known_keys(config: Config) -> Iterator[tuple[Key, object, dict]]:
     """Yield the known keys that DeepSpeed reads."""
-    unread = set()
+    unread: set[Key] = set()
     if config.get("bf16") is not None:
         unread.add(("bfloat16",))
     if config.get("optimizer", "type") is None:
@@ -62,30 +62,20 @@ def _all(config: Config) -> Iterator[tuple[Key, object, dict]]:
 
 def _is_typed(path: Key) -> bool:
     """Return whether pydantic reads this field, in which case "auto" means the default."""
-    node = schema.section(*path[:-1])
-    return bool(node) and "type" in node["keys"].get(path[-1], {})
+    node = schema.section(*path[:-1]) or {"keys": {}}
+    return "type" in node["keys"].get(path[-1], {})
 
 
 def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
-    for path, value, entry in _all(config):
+    for path, value, entry in known_keys(config):
         if value == "auto" and "type" in entry:
             continue
         if "type" in entry and not fits(entry["type"], value):
             nearest = _nearest_value(entry["type"], value)
             fix = f"did you mean {shown(nearest)}?" if nearest else f"write {describe(entry['type'])}"
             yield Hit(path, value, f"{shown(value)} is not {describe(entry['type'])}", fix)
-        elif "loads" in entry and not _loads(entry, value):
+        elif not schema.accepts(entry, value):
             yield Hit(path, value, f"DeepSpeed does not accept {shown(value)} here", f"write {_accepted(entry)}")
-
-
-def _loads(entry: dict, value: object) -> bool:
-    if schema.kind_of(value) in entry["loads"]:
-        return True
-    if isinstance(value, dict) and "section" in entry and "empty object" in entry["loads"]:
-        return True  # its content is checked key by key
-    if isinstance(value, str) and "texts" in entry:
-        return value in entry["texts"] or (entry["any_case"] and value.lower() in entry["texts"])
-    return False
 
 
 def _accepted(entry: dict) -> str:
@@ -109,41 +99,6 @@ def _nearest_value(kind: dict, value: object) -> object:
     return close[0] if close else None
 
 
-def _text_for_number(config: Config, facts: Facts) -> Iterator[Hit]:
-    for path, value, entry in _all(config):
-        default = entry.get("default")
-        untyped_number = "type" not in entry and isinstance(default, (int, float))
-        if not untyped_number or isinstance(default, bool) or not isinstance(value, (str, list, dict)):
-            continue
-        if value == "auto" or not _loads({"loads": schema.SAMPLES, **entry}, value):
-            continue
-        number = _as_number(value)
-        edits = () if number is None else (Edit("set", path, number),)
-        fix = f"write {number if number is not None else default}"
-        yield Hit(
-            path, value, f"{shown(value)} is accepted as it is and fails later, where a number is needed", fix, edits
-        )
-
-
-def _as_number(value: object) -> int | float | None:
-    try:
-        number = float(value) if isinstance(value, str) else None
-    except ValueError:
-        return None
-    if number is None or number - number != 0:  # not for inf and nan
-        return None
-    return int(number) if number == int(number) and "." not in value else number
-
-
-def _text_for_truth(config: Config, facts: Facts) -> Iterator[Hit]:
-    for path, value, entry in _all(config):
-        if "type" in entry or not isinstance(entry.get("default"), bool) or not isinstance(value, str):
-            continue
-        if value.lower() in ("false", "no", "off", "0") and _loads({"loads": schema.SAMPLES, **entry}, value):
-            what = f"the string {shown(value)} counts as true, like every string that is not empty"
-            yield Hit(path, value, what, "write false", (Edit("set", path, False),))
-
-
 _NEEDED = {
     ("data_efficiency", "data_sampling", "curriculum_learning"): "curriculum_metrics",
     ("data_efficiency", "data_sampling", "dynamic_batching"): "max_tokens",
@@ -154,6 +109,14 @@ def _switched_on_empty(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, needed in _NEEDED.items():
         if config.get(*path, "enabled") and not config.has(*path, needed):
             yield Hit((*path, "enabled"), True, f"needs `{dotted((*path, needed))}`", f"add `{needed}`")
+
+
+def _steps_per_print(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = ("steps_per_print",)
+    value = config.get(*path)
+    if facts.trainer == "plain" and isinstance(value, (int, float)) and value == 0:
+        what = "the engine divides the number of steps by it after every step"
+        yield Hit(path, value, what, "write how often to report; for never remove it, or write null")
 
 
 def _dtype(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -213,24 +176,6 @@ RULES = (
         _wrong_type,
     ),
     Rule(
-        "text-for-number",
-        "error",
-        FAILS_LATER,
-        "\"'>' not supported between instances of 'str' and 'float'\" in the first optimizer step",
-        "The number is in quotes; sections without types keep it as a string until it is used.",
-        "Remove the quotes.",
-        _text_for_number,
-    ),
-    Rule(
-        "text-for-truth",
-        "error",
-        WRONG,
-        'a switch set to the string "false" is on',
-        "Outside the typed sections DeepSpeed tests values for emptiness, and only the empty string is empty.",
-        "Write false without quotes.",
-        _text_for_truth,
-    ),
-    Rule(
         "data-sampling-without-settings",
         "error",
         REJECTED,
@@ -238,6 +183,15 @@ RULES = (
         "A data efficiency feature is switched on without the key that configures it.",
         "Add the key, or switch the feature off.",
         _switched_on_empty,
+    ),
+    Rule(
+        "steps-per-print-0",
+        "error",
+        FAILS_LATER,
+        '"ZeroDivisionError: integer modulo by zero" after the first step',
+        "0 does not mean never. The Trainer overwrites the key, plain DeepSpeed does not.",
+        "Remove it, or write null.",
+        _steps_per_print,
     ),
     Rule(
         "unknown-dtype",

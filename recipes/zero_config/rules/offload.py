@@ -21,6 +21,21 @@ def _offload_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), what, "set the stage to 1, 2 or 3, or remove `offload_optimizer`")
 
 
+def _client_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = (_ZERO, "offload_optimizer", "device")
+    forced = config.get("zero_force_ds_cpu_optimizer", default=True)
+    offloaded = config.offload_device("offload_optimizer")
+    if facts.trainer == "plain" and offloaded and config.stage in (1, 2, 3) and forced and not _builds(config):
+        what = (
+            "without an `optimizer` block, initialize refuses every optimizer but DeepSpeedCPUAdam and DeepSpeedCPULion"
+        )
+        yield Hit(path, offloaded, what, "pass one of them, or add an `optimizer` block")
+
+
+def _builds(config: Config) -> bool:
+    return config.text("optimizer", "type") is not None
+
+
 def _super_offload(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "offload_optimizer", "super_offload")
     if config.stage in (0, 1, 2) and config.on(*path):
@@ -80,6 +95,16 @@ RULES = (
         "Stage 0 is plain data parallelism, without a ZeRO optimizer whose states could be offloaded.",
         "Set the stage to 1, 2 or 3.",
         _offload_optimizer,
+    ),
+    Rule(
+        "offload-with-own-optimizer",
+        "warning",
+        FAILS_LATER,
+        '"You are using ZeRO-Offload with a client provided optimizer (...) which in most cases will yield poor '
+        'performance"',
+        "An offloaded step needs an optimizer for the CPU. accelerate swaps it; plain DeepSpeed stops.",
+        'Pass DeepSpeedCPUAdam, add an `optimizer` block, or allow any with "zero_force_ds_cpu_optimizer": false.',
+        _client_optimizer,
     ),
     Rule(
         "super-offload-below-stage-3",

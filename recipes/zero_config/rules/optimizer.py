@@ -66,15 +66,6 @@ def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
     if name not in known["schedulers"]:
         what = f"neither DeepSpeed nor torch has a schedule `{name}`"
         yield Hit(("scheduler", "type"), name, what, f"write {', '.join(known['schedulers'])}")
-        return
-    for parameter, value in config.section("scheduler", "params").items():
-        if parameter not in known["schedulers"][name]:
-            path = ("scheduler", "params", parameter)
-            yield Hit(path, value, f"{name} has no parameter `{parameter}`", f"use {_list(known, name)}")
-
-
-def _list(known: dict, name: str) -> str:
-    return ", ".join(known["schedulers"][name][:-1])
 
 
 RULES = (
@@ -118,9 +109,9 @@ RULES = (
         "unknown-scheduler",
         "error",
         FAILS_LATER,
-        '"DeepSpeed does not recognize LR scheduler ...", "got an unexpected keyword argument"',
-        "DeepSpeed builds the schedule by name, with `params` as its arguments.",
-        "Use an existing schedule and its parameters.",
+        '"DeepSpeed does not recognize LR scheduler ..."',
+        "The name is looked up when the engine is built, first in DeepSpeed's list, then in torch.",
+        "Use an existing schedule.",
         _scheduler,
     ),
 )

@@ -69,7 +69,7 @@ def _divides(config: Config, facts: Facts) -> Iterator[Hit]:
     world = facts.world_size
     if world is None:
         return
-    hpz = int(config.number("zero_optimization", "zero_hpz_partition_size") or 1)
+    hpz = min(world, int(config.number("zero_optimization", "zero_hpz_partition_size") or 1))  # as DeepSpeed does
     sizes = (
         (_TENSOR, _tensor(config)),
         (_EXPERT, _expert(config)),

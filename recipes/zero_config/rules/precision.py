@@ -75,6 +75,15 @@ def _loss_scale(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(("fp16", name), value, "a dynamic loss scale needs at least 1", "remove it")
 
 
+def _scale_power(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = ("fp16", "initial_scale_power")
+    power = _number(config.get(*path, default=16))
+    enabled = config.get("fp16", "enabled", default=False)
+    if (enabled == "auto" or config.on("fp16", "enabled")) and power is not None and power > 63:
+        what = f"the first loss scale is 2^{power:g}, which torch cannot multiply with"
+        yield Hit(path, config.get(*path), what, "remove it (the default is 16)")
+
+
 def _number(value: object) -> float | None:
     try:
         return float(value) if isinstance(value, (int, float, str)) else None
@@ -143,6 +152,15 @@ RULES = (
         "The loss scale multiplies every gradient, so it must be positive.",
         "Use the defaults of the fp16 section.",
         _loss_scale,
+    ),
+    Rule(
+        "initial-scale-power",
+        "error",
+        FAILS_LATER,
+        '"OverflowError: int too big to convert" in the first backward',
+        "The scale is 2 to this power, as a whole number, which has to fit in 64 bits; fp16 itself ends at 2^16.",
+        "Remove it.",
+        _scale_power,
     ),
     Rule(
         "accumulation-type-at-stage-0",

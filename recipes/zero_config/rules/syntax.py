@@ -32,7 +32,7 @@ RULES = (
         FAILS_LATER,
         '"json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes"',
         "The Trainer and accelerate read strict JSON, which has no comments.",
-        "Remove the comments (`--fix` does), or move them to another file.",
+        "Remove the comments, or move them to another file (`--fix` leaves them).",
         _problems("comment"),
     ),
     Rule(

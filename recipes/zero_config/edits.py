@@ -1,0 +1,190 @@
+"""Apply the safe edits of findings to the text of a file: what is not edited keeps its every byte."""
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+from .read import Document, Key, parse
+from .rule import Edit, Finding, shown
+
+MOST = 200
+"""Findings that are fixed at once: the text is parsed again after every edit."""
+Judge = Callable[[Document], list[Finding]]
+
+
+def fix(document: Document, judge: Judge) -> tuple[str, list[str]]:
+    """Return the text of the document with the safe edits applied, and a sentence for each thing left alone.
+
+    An edit is safe if no finding that `judge` makes of the result is an error that it did not make before. A file with
+    a duplicate key, or with a number that is none, is returned as it is: only its author knows what is meant.
+    """
+    unclear = [problem for problem in document.problems if problem.kind in ("duplicate", "not-a-number")]
+    if unclear:
+        return document.text, [f"line {problem.line}: not fixed: {_why(problem.kind)}" for problem in unclear]
+    before = judge(document)
+    wanted = [finding for finding in before if finding.edits][:MOST]
+    template = '"auto"' in json.dumps(document.value)
+    fills = [finding for finding in wanted if not template and any(edit.value == "auto" for edit in finding.edits)]
+    now = [finding for finding in wanted if finding not in fills]
+    text, dropped = _apply(_strict(document), now, judge, _errors(before))
+    why = 'the file has no "auto" yet, and without the Trainer it would no longer load'
+    left = [f"`{finding.key}`: not fixed: {why}" for finding in fills]
+    left += [f"`{finding.key}`: not fixed: with it DeepSpeed would refuse the file" for finding in dropped]
+    if document.comments:
+        left.append("comments: not removed: move them to another file if the Trainer reads this one")
+    return text, left
+
+
+def _why(kind: str) -> str:
+    if kind == "duplicate":
+        return "the key appears twice, and only you know which of the two values is meant; remove the other"
+    return "only you know the number that is meant"
+
+
+def _errors(findings: list[Finding]) -> set[tuple[str, str]]:
+    return {(finding.rule, finding.key) for finding in findings if finding.severity == "error"}
+
+
+def _apply(text: str, findings: list[Finding], judge: Judge, known: set) -> tuple[str, list[Finding]]:
+    """Return the text with the findings' edits, and the findings whose edits would make new errors.
+
+    All at once, which nearly always works; otherwise half by half.
+    """
+    if not findings:
+        return text, []
+    edited = text
+    for finding in findings:
+        for edit in finding.edits:
+            edited = edit_text(edited, edit)
+    if _errors(judge(parse(edited))) <= known:
+        return edited, []
+    if len(findings) == 1:
+        return text, findings
+    half = len(findings) // 2
+    text, first = _apply(text, findings[:half], judge, known)
+    text, second = _apply(text, findings[half:], judge, known)
+    return text, first + second
+
+
+def edit_value(config: dict, edit: Edit) -> dict:
+    """Return a copy of a config with one edit; one that does not apply changes nothing."""
+    result = copy.deepcopy(config)
+    node: Any = result
+    for part in edit.path[:-1]:
+        node = node.get(part) if isinstance(node, dict) else None
+    name = edit.path[-1]
+    if not isinstance(node, dict) or (edit.action != "set" and name not in node):
+        return result
+    if edit.action == "set":
+        node[name] = edit.value
+    elif edit.action == "remove":
+        del node[name]
+    elif edit.value not in node:
+        items = [(edit.value if key == name else key, value) for key, value in node.items()]
+        node.clear()
+        node.update(items)
+    return result
+
+
+def edit_text(text: str, edit: Edit) -> str:
+    """Return the text of a config with one edit; one that does not apply changes nothing."""
+    document = parse(text)
+    expected = edit_value(document.value, edit)
+    if expected == document.value:
+        return text
+    span = document.spans.get(edit.path)
+    if span is None:
+        edited = _insert(document, edit)
+    elif edit.action == "set":
+        edited = text[: span.value] + _written(edit.value) + text[span.end :]
+    elif edit.action == "rename":
+        edited = text[: span.start] + _written(edit.value) + text[span.name_end :]
+    else:
+        edited = _remove(document, edit.path)
+    assert parse(edited).value == expected, f"the edit {edit} of {shown(document.value)} went wrong"
+    return edited
+
+
+def _written(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _insert(document: Document, edit: Edit) -> str:
+    """Return the text with a new last key in an object, laid out like the key before it."""
+    text, parent = document.text, document.spans[edit.path[:-1]]
+    member = f"{_written(edit.path[-1])}: {_written(edit.value)}"
+    last = _children(document, edit.path[:-1])[-1:]
+    if not last:
+        return text[: parent.value] + "{" + member + "}" + text[parent.end :]
+    span = document.spans[last[0]]
+    line = text.rfind("\n", 0, span.start) + 1
+    indent = text[line : span.start]
+    newline = "\r\n" if text[max(0, line - 2) : line] == "\r\n" else "\n"
+    between = f",{newline}{indent}" if line > parent.value and not indent.strip() else ", "
+    comma = _comma_after(document, span.end, parent.end)
+    rest = text[span.end : comma] + text[comma + 1 :] if comma else text[span.end :]
+    return text[: span.end] + between + member + rest
+
+
+def _remove(document: Document, path: Key) -> str:
+    """Return the text without a key and without the comma that separated it; comments around it stay."""
+    text, span = document.text, document.spans[path]
+    siblings = _children(document, path[:-1])
+    comma = _comma_after(document, span.end, document.spans[path[:-1]].end)
+    end = comma + 1 if comma else span.end
+    start = span.start
+    line = text.rfind("\n", 0, start) + 1
+    after = text[end : _line_end(text, end)]
+    if not text[line:start].strip() and not after.strip():  # alone on its lines
+        start, end = line, min(len(text), _line_end(text, end) + 1)
+    elif comma:
+        end += len(after) - len(after.lstrip(" \t"))
+    if comma is None and siblings[-1] == path and len(siblings) > 1:  # the last key: the comma before it goes too
+        before = _comma_after(document, document.spans[siblings[-2]].end, span.start)
+        if before is not None:
+            kept = text[before + 1 : start]
+            return text[:before] + (kept if kept.strip() or "\n" in kept else "") + text[end:]
+    return text[:start] + text[end:]
+
+
+def _line_end(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
+
+
+def _children(document: Document, path: Key) -> list[Key]:
+    """Return the keys of an object in the order of the file."""
+    node: Any = document.value
+    for part in path:
+        node = node[part]
+    return [(*path, name) for name in node]
+
+
+def _comma_after(document: Document, start: int, end: int) -> int | None:
+    """Return where the first comma between two places is that is not in a comment."""
+    at = start
+    while at < end:
+        if comment := document.comments.get(at):
+            at = comment
+        elif document.text[at] == ",":
+            return at
+        else:
+            at += 1
+    return None
+
+
+def _strict(document: Document) -> str:
+    """Return the text with the commas and words that strict JSON wants; comments stay."""
+    text = document.text
+    words = {"True": "true", "False": "false", "None": "null"}
+    for problem in sorted(document.problems, key=lambda problem: -problem.at):
+        at = problem.at
+        if problem.kind == "trailing-comma":
+            text = text[:at] + text[at + 1 :]
+        elif problem.kind == "missing-comma":
+            text = text[:at] + "," + text[at:]
+        elif problem.kind == "python-word":
+            text = text[:at] + words[str(problem.value)] + text[at + len(str(problem.value)) :]
+    assert parse(text).value == document.value, "making strict JSON of the file changed it"
+    return text
