@@ -18,7 +18,7 @@ from recipes.zero_config.lint import ask_deepspeed, judge, lint
 from recipes.zero_config.pydantic_types import type_of
 from recipes.zero_config.read import parse
 from recipes.zero_config.rule import REJECTED, Facts
-from recipes.zero_config.rules import RULES, keys
+from recipes.zero_config.rules import RULES, spelling
 
 ROOT = Path(__file__).resolve().parents[1]
 M = {"train_micro_batch_size_per_gpu": 1}
@@ -379,8 +379,8 @@ def test_the_nearest_key_is_the_one_that_difflib_finds():
     names = [name[:cut] + more + name[cut + gone :] for name in known for cut, gone, more in SPELLINGS]
     for name in names:
         close = difflib.get_close_matches(name.replace("_", ""), plain, n=1, cutoff=0.8)
-        assert keys._nearest(name, known) == (plain[close[0]] if close else None), name
-    assert keys._nearest("a" * 10**6, known) is None
+        assert spelling.nearest(name, known) == (plain[close[0]] if close else None), name
+    assert spelling.nearest("a" * 10**6, known) is None
 
 
 WRONG_PARAMETERS = [
