@@ -191,6 +191,11 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {"scheduler": {"type": "Cosine"}},
         {"scheduler": {"type": "CosineAnnealingLR"}},
     ),
+    "torch-schedule": (
+        PLAIN,
+        {**zero(2), **built("AdamW", lr=0.1), **scheduled("CosineAnnealingLR", T_max=9)},
+        {**zero(0), **built("AdamW", lr=0.1), **scheduled("CosineAnnealingLR", T_max=9)},
+    ),
     "unknown-parameter": (PLAIN, built("AdamW", fused=True), built("AdamW", fused=True, torch_adam=True)),
     "parameter-value": (PLAIN, built("AdamW", lr="1e-5"), built("AdamW", lr=1e-5, betas=[0.9, 0.95])),
     "parameter-missing": (
@@ -343,7 +348,7 @@ def test_a_rule_reports_the_one_config_and_not_the_other(rule: str):
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 98
+    assert len(RULES) == len({rule.id for rule in RULES}) == 99
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 
@@ -398,6 +403,7 @@ WRONG_PARAMETERS = [
     (built("Muon", lr=1e-3, nesterov=True), "Muon has"),
     (built("SGD", lr="1e-5"), "write 1e-05"),
     (built("SGD", lr=-1), "at least 0"),
+    (built("AdamW", amsgrad=True), "write false"),
     (built("Lion", eps=1e-8), "Lion has betas"),
     (scheduled("WarmupLR", warmup_num_steps=0), "above 0"),
     (scheduled("WarmupLR", warmup_num_steps=1e2), "write 100"),
@@ -414,6 +420,7 @@ RIGHT_PARAMETERS = [
     built("Adam", lr=1e-3, torch_adam=True, foreach=False, fused=None),
     {**zero(2, offload_optimizer=CPU), **built("AdamW", lr=1e-3, fp32_optimizer_states=False)},
     built("Muon", lr=0.02, muon_lr=0.02, adam_lr=1e-3, momentum=0.95, ns_method="gram"),
+    built("AdamW", lr=1e-3, amsgrad=True, torch_adam=True),
     built("SGD", lr=0.1, momentum=0.9, nesterov=True),
     built("MuAdam", width=8),
     scheduled("WarmupLR", warmup_min_lr=0, warmup_max_lr=[1e-3], warmup_num_steps=10, warmup_type="linear"),
