@@ -102,6 +102,11 @@ PROOFS: dict[str, tuple[str, object, object]] = {
         {**M, "optimizer": A, "scheduler": {"type": "Cosine"}},
         "does not recognize LR scheduler",
     ),
+    "torch-schedule": (
+        "plain",
+        {**zero(2), "optimizer": A, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}},
+        "DeepSpeedZeroOptimizer is not an Optimizer",
+    ),
     "unknown-parameter": (
         "plain",
         {**M, "optimizer": A, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 9}}},
@@ -168,11 +173,15 @@ HARMLESS: dict[str, tuple[str, dict]] = {
     "hpZ over more ranks than there are": ("plain", zero(3, zero_hpz_partition_size=8)),
     "one class without a list": ("plain", zero(3, leaf_module={"classes": "MixtralSparseMoeBlock"})),
     "a typed switch in quotes": ("plain", zero(2, overlap_comm="true")),
+    "a schedule of torch": (
+        "plain",
+        {**M, "optimizer": A, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}},
+    ),
     "never printing": ("plain", {**M, "steps_per_print": None}),
 }
 
 # rule -> what only the Trainer refuses, of rules about what DeepSpeed refuses.
-BY_TRAINER: dict[str, tuple[str, dict, str]] = {
+BY_TRAINER: dict[str, tuple[str, dict, object]] = {
     "batch-identity": (
         "trainer",
         {"train_batch_size": 2, **M, "gradient_clipping": "auto", "zero_optimization": {"stage": 1}},

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipes.commands import resolve as resolve_config
-from recipes.zero_config.resolve import NEVER, Numbers, Unresolvable, dumps, hidden_size, resolve
+from recipes.zero_config.model import MODEL_TYPES, derive, dimension, hidden_size, text_model
+from recipes.zero_config.resolve import NEVER, Numbers, Unresolvable, dumps, resolve
 from recipes.zero_config.rules.kinds import FILLED
 from tests.launching import ROOT
 from tests.test_configs_run import LIBAIO, RUN
@@ -132,7 +133,46 @@ def test_infinity_is_written_as_a_number():
         ({"text_config": {"hidden_size": 8}}, 8),
         ({"hidden_sizes": [8, 16]}, 16),
         ({"d_model": 8}, None),
+        ({"model_type": "gpt2", "n_embd": 8}, 8),
+        ({"model_type": "gpt2"}, 768),
+        ({"model_type": "gptj", "n_embd": 16}, 16),
+        ({"model_type": "dbrx", "d_model": 24}, 24),
+        ({"model_type": "opt", "hidden_size": 32}, 32),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, 4096),
+        ({"model_type": "llava", "text_config": {"vocab_size": 7}}, 4096),
+        ({"model_type": "llava"}, 4096),
+        ({"model_type": "unheard_of", "d_model": 8}, None),
     ],
 )
 def test_hidden_size_is_found_where_the_trainer_finds_it(model: dict, width: int | None):
     assert hidden_size(model) == width
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "dbrx", "bloom", "mpt", "llava", "gemma3", "llama4"])
+def test_a_saved_model_is_read_as_transformers_reads_it(name: str, tmp_path: Path):
+    """Whatever `save_pretrained` leaves out, because it is a default, counts too."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[name]()
+    config.save_pretrained(tmp_path)
+    inner = config.get_text_config()
+    text = text_model(json.loads((tmp_path / "config.json").read_text()))
+    assert dimension(text, "hidden_size") == inner.hidden_size
+    assert dimension(text, "num_attention_heads") == inner.num_attention_heads
+    assert dimension(text, "vocab_size") == inner.vocab_size
+
+
+def test_the_model_types_are_those_of_transformers():
+    """model_types.json is derived, never edited: `python -m recipes.zero_config.model`. Every tenth, in 2 s."""
+    shipped = json.loads(MODEL_TYPES.read_text())
+    some = [*sorted(shipped)[::10], "gpt2", "gptj", "dbrx"]
+    assert len(shipped) > 600
+    assert derive(some) == {name: shipped[name] for name in some}
+
+
+def test_a_folder_of_gpt2_passes_under_zero3(tmp_path: Path):
+    from recipes.zero_config.lint import lint
+
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": 64, "n_head": 4}')
+    found = lint(ROOT / "configs" / "zero3.json", model=tmp_path)
+    assert "no-hidden-size" not in {finding.rule for finding in found}

@@ -3,18 +3,22 @@
 import cProfile
 import difflib
 import json
+import sys
+import tomllib
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from recipes.commands import main
 from recipes.zero_config import derive, schema
 from recipes.zero_config.lint import ask_deepspeed, judge, lint
 from recipes.zero_config.pydantic_types import type_of
 from recipes.zero_config.read import parse
 from recipes.zero_config.rule import REJECTED, Facts
-from recipes.zero_config.rules import RULES, keys
+from recipes.zero_config.rules import RULES, spelling
 
 ROOT = Path(__file__).resolve().parents[1]
 M = {"train_micro_batch_size_per_gpu": 1}
@@ -187,6 +191,11 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {"scheduler": {"type": "Cosine"}},
         {"scheduler": {"type": "CosineAnnealingLR"}},
     ),
+    "torch-schedule": (
+        PLAIN,
+        {**zero(2), **built("AdamW", lr=0.1), **scheduled("CosineAnnealingLR", T_max=9)},
+        {**zero(0), **built("AdamW", lr=0.1), **scheduled("CosineAnnealingLR", T_max=9)},
+    ),
     "unknown-parameter": (PLAIN, built("AdamW", fused=True), built("AdamW", fused=True, torch_adam=True)),
     "parameter-value": (PLAIN, built("AdamW", lr="1e-5"), built("AdamW", lr=1e-5, betas=[0.9, 0.95])),
     "parameter-missing": (
@@ -339,7 +348,7 @@ def test_a_rule_reports_the_one_config_and_not_the_other(rule: str):
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 98
+    assert len(RULES) == len({rule.id for rule in RULES}) == 99
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 
@@ -375,8 +384,8 @@ def test_the_nearest_key_is_the_one_that_difflib_finds():
     names = [name[:cut] + more + name[cut + gone :] for name in known for cut, gone, more in SPELLINGS]
     for name in names:
         close = difflib.get_close_matches(name.replace("_", ""), plain, n=1, cutoff=0.8)
-        assert keys._nearest(name, known) == (plain[close[0]] if close else None), name
-    assert keys._nearest("a" * 10**6, known) is None
+        assert spelling.nearest(name, known) == (plain[close[0]] if close else None), name
+    assert spelling.nearest("a" * 10**6, known) is None
 
 
 WRONG_PARAMETERS = [
@@ -394,6 +403,7 @@ WRONG_PARAMETERS = [
     (built("Muon", lr=1e-3, nesterov=True), "Muon has"),
     (built("SGD", lr="1e-5"), "write 1e-05"),
     (built("SGD", lr=-1), "at least 0"),
+    (built("AdamW", amsgrad=True), "write false"),
     (built("Lion", eps=1e-8), "Lion has betas"),
     (scheduled("WarmupLR", warmup_num_steps=0), "above 0"),
     (scheduled("WarmupLR", warmup_num_steps=1e2), "write 100"),
@@ -410,6 +420,7 @@ RIGHT_PARAMETERS = [
     built("Adam", lr=1e-3, torch_adam=True, foreach=False, fused=None),
     {**zero(2, offload_optimizer=CPU), **built("AdamW", lr=1e-3, fp32_optimizer_states=False)},
     built("Muon", lr=0.02, muon_lr=0.02, adam_lr=1e-3, momentum=0.95, ns_method="gram"),
+    built("AdamW", lr=1e-3, amsgrad=True, torch_adam=True),
     built("SGD", lr=0.1, momentum=0.9, nesterov=True),
     built("MuAdam", width=8),
     scheduled("WarmupLR", warmup_min_lr=0, warmup_max_lr=[1e-3], warmup_num_steps=10, warmup_type="linear"),
@@ -571,6 +582,25 @@ def test_values_fit_as_pydantic_says():
                 assert fits(kind, sample) == accepted, (field, sample)
                 compared += 1
     assert compared > 1000
+
+
+def test_another_deepspeed_that_lacks_something_is_said_in_a_line(tmp_path: Path, monkeypatch, capsys):
+    """0.17.6 has no list of removed keys; the attribute is taken away from the installed one."""
+    from deepspeed.runtime import config as ds
+
+    monkeypatch.setattr(schema, "installed_version", lambda: "0.17.6")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delattr(ds, "_REMOVED_TOP_LEVEL_CONFIG_KEYS")
+    monkeypatch.setattr(schema, "load", cache(schema.load.__wrapped__))
+    monkeypatch.setattr(sys, "argv", ["dsr", "check", str(ROOT / "configs" / "zero3.json")])
+    assert main.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "DeepSpeed 0.17.6 is not supported" in line and f"install {schema.OLDEST} to 0.19.8" in line
+
+
+def test_the_oldest_supported_deepspeed_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"deepspeed>={schema.OLDEST}" in project["optional-dependencies"]["train"]
 
 
 def test_lint_accepts_paths_dictionaries_and_models(tmp_path: Path):

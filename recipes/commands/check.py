@@ -15,8 +15,9 @@ from ..spec.project import as_typed
 from ..zero_config import edits, formats
 from ..zero_config.formats import Report
 from ..zero_config.lint import ask_deepspeed, describe, judge
+from ..zero_config.model import hidden_size
 from ..zero_config.read import Document, Unreadable, located, parse, read
-from ..zero_config.resolve import Numbers, Unresolvable, hidden_size, resolve
+from ..zero_config.resolve import Numbers, Unresolvable, resolve
 from ..zero_config.rule import Facts, Finding, model_config
 from .main import Parser
 

@@ -19,8 +19,9 @@ from typing import Any
 from ..spec.errors import UserError
 from ..spec.project import CONFIGS
 from ..zero_config.lint import first_error, judge
+from ..zero_config.model import hidden_size
 from ..zero_config.read import located, read
-from ..zero_config.resolve import Numbers, Unresolvable, dumps, hidden_size, resolve
+from ..zero_config.resolve import Numbers, Unresolvable, dumps, resolve
 from ..zero_config.rule import Facts, model_config
 from .main import Parser
 

@@ -111,7 +111,10 @@ def parameters_of(kind: type) -> dict[str, dict]:
 def _like(kind: type, twin: dict[str, dict]) -> dict[str, dict]:
     """Return the parameters of a class that cannot be built here, with the types of the twin's."""
     _, *parameters = inspect.signature(kind).parameters.values()
-    return {item.name: twin.get(item.name, _entry(_type_of_default(item.default))) for item in parameters}
+    result = {item.name: twin.get(item.name, _entry(_type_of_default(item.default))) for item in parameters}
+    if "does not support the AMSGrad variant" in inspect.getsource(kind):
+        result["amsgrad"] = _entry({"kind": "literal", "values": [False]})
+    return result
 
 
 def _entry(kind: dict | None, required: bool = False) -> dict:

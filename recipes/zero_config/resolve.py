@@ -58,17 +58,6 @@ class Numbers:
         return self.micro_batch_size * self.gradient_accumulation_steps * sharing
 
 
-def hidden_size(model: dict) -> int | None:
-    """Return the hidden size that the Trainer finds in a model's config, the largest if there are several."""
-    inner = model.get("text_config")
-    for config in (model, inner if isinstance(inner, dict) else {}):
-        if isinstance(config.get("hidden_size"), int):
-            return config["hidden_size"]
-        if config.get("hidden_sizes"):
-            return max(config["hidden_sizes"])
-    return None
-
-
 def resolve(template: dict, numbers: Numbers) -> dict:
     """Return a copy of `template` without "auto", as the engine gets it; the template is not changed.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..spec.errors import UserError
+from .model import text_model
 from .read import Document, Key, Problem
 
 Severity = Literal["error", "warning"]
@@ -66,9 +67,7 @@ class Facts:
     @property
     def text_model(self) -> dict:
         """The part of the model's config that holds the sizes of the language model."""
-        model = self.model or {}
-        inner = model.get("text_config")
-        return inner if isinstance(inner, dict) else model
+        return text_model(self.model or {})
 
 
 @dataclass(frozen=True, eq=False)

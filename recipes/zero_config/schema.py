@@ -16,8 +16,12 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from ..spec.errors import UserError
 from .schema_format import FORMAT, SHIPPED
 from .schema_format import SAMPLES as SAMPLES
+
+OLDEST = "0.19.7"
+"""The oldest DeepSpeed that has been tried: it says which keys it has removed, which 0.19.3 does not."""
 
 
 def installed_version() -> str | None:
@@ -30,7 +34,11 @@ def installed_version() -> str | None:
 
 @cache
 def load() -> dict:
-    """Return the schema of the installed DeepSpeed, or of the tested version if none is installed."""
+    """Return the schema of the installed DeepSpeed, or of the tested version if none is installed.
+
+    Raises:
+        UserError: the installed DeepSpeed lacks what the schema is learned from.
+    """
     shipped = json.loads(SHIPPED.read_text())
     version = installed_version()
     if version is None or version == shipped["deepspeed"]:
@@ -39,11 +47,21 @@ def load() -> dict:
     try:
         return json.loads(kept.read_text())
     except (OSError, ValueError):
-        from .derive import derive
-
-        schema = derive()
+        schema = _derived(version, shipped["deepspeed"])
         _keep(kept, schema)
         return schema
+
+
+def _derived(version: str, tested: str) -> dict:
+    from .derive import derive
+
+    try:
+        return derive()
+    except (AttributeError, ImportError) as error:
+        raise UserError(
+            f"DeepSpeed {version} is not supported ({error}): install {OLDEST} to {tested}, or lint in an environment "
+            f"without DeepSpeed, which judges by {tested}."
+        ) from None
 
 
 def kind_of(value: object) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 SHIPPED = Path(__file__).with_name("schema.json")
-FORMAT = 3
+FORMAT = 4
 
 # One value of each kind that JSON has, with falsy and truthy ones separate: DeepSpeed often tests only for emptiness.
 SAMPLES = {

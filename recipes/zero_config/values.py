@@ -3,6 +3,7 @@
 Written out so that the linter needs neither pydantic nor DeepSpeed; a test compares every kind with pydantic.
 """
 
+import json
 import math
 import re
 from typing import Any
@@ -119,4 +120,4 @@ def _in_bounds(kind: dict, value: Any) -> bool:
 
 
 def _write(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return json.dumps(value)

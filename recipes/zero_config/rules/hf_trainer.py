@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ..model import hidden_size
 from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule, shown
 
 
@@ -53,11 +54,10 @@ def _hidden_size(config: Config, facts: Facts) -> Iterator[Hit]:
         return
     names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     autos = [name for name in names if config.get("zero_optimization", name) == "auto"]
-    if not autos or "hidden_size" in facts.model or "hidden_sizes" in facts.model:
+    if hidden_size(facts.model, nested=False) is not None:
         return
-    inner = "hidden_size" in facts.text_model or "hidden_sizes" in facts.text_model
     for name in autos:
-        if inner:
+        if hidden_size(facts.model) is not None:
             what = "the hidden size is in text_config, where the Trainer finds it but a bare Accelerator does not"
             yield Hit(("zero_optimization", name), "auto", what, "write a number", severity="warning")
         else:

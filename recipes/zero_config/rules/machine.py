@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..model import dimension
 from ..rule import COSTS, FAILS_LATER, REJECTED, Config, Facts, Hit, Rule
 
 _ZERO = "zero_optimization"
@@ -107,12 +108,12 @@ def _has_cuda() -> bool:
 def _swap_buffer(config: Config, facts: Facts) -> Iterator[Hit]:
     """Compare the largest parameter's shard with a buffer of the NVMe swapper (elements, default 1e8)."""
     model = facts.text_model
-    vocabulary, hidden = model.get("vocab_size"), model.get("hidden_size")
-    if config.offload_device("offload_param") != "nvme" or not isinstance(vocabulary, int):
+    vocabulary, hidden = dimension(model, "vocab_size"), dimension(model, "hidden_size")
+    if config.offload_device("offload_param") != "nvme" or vocabulary is None:
         return
     size = config.number(_ZERO, "offload_param", "buffer_size")
     size = 100_000_000 if size is None else size
-    if isinstance(hidden, int) and facts.world_size and vocabulary * hidden // facts.world_size > size:
+    if hidden is not None and facts.world_size and vocabulary * hidden // facts.world_size > size:
         shard = vocabulary * hidden // facts.world_size
         path = (_ZERO, "offload_param", "buffer_size")
         what = f"the embedding's shard has {shard:,} elements, but a buffer only {int(size):,}"

@@ -68,7 +68,31 @@ def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("scheduler", "type"), name, what, f"write {', '.join(known['schedulers'])}")
 
 
+def _wrapped(config: Config, facts: Facts) -> Iterator[Hit]:
+    name = config.text("scheduler", "type") or ""
+    known = schema.load()
+    if name not in known["torch_schedulers"] or name in known["schedulers"]:
+        return
+    half = [section for section in ("bf16", "bfloat16", "fp16") if config.on(section, "enabled")]
+    if config.stage in (1, 2, 3) or half:
+        by = f"ZeRO stage {config.stage}" if config.stage else half[0]
+        what = f"{by} wraps the optimizer, and torch's schedules accept only torch's own"
+        yield Hit(("scheduler", "type"), name, what, f"write {', '.join(known['schedulers'])}")
+    elif name == "ReduceLROnPlateau":
+        what = "DeepSpeed passes it the batch size in place of a loss, so the rate falls whatever the loss does"
+        yield Hit(("scheduler", "type"), name, what, "step it yourself, in your loop")
+
+
 RULES = (
+    Rule(
+        "torch-schedule",
+        "error",
+        FAILS_LATER,
+        '"TypeError: DeepSpeedZeroOptimizer is not an Optimizer"; with ReduceLROnPlateau the rate falls without reason',
+        "With ZeRO, bf16 or fp16 the schedule is built on DeepSpeed's wrapper of the optimizer (DeepSpeed issue 6992).",
+        "Use one of DeepSpeed's schedules, or step your own in the loop.",
+        _wrapped,
+    ),
     Rule(
         "unknown-optimizer",
         "error",

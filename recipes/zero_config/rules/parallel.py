@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from .. import schema
+from ..model import dimension
 from ..rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule
 
 _TENSOR = ("tensor_parallel", "autotp_size")
@@ -83,15 +84,15 @@ def _divides(config: Config, facts: Facts) -> Iterator[Hit]:
 
 def _heads(config: Config, facts: Facts) -> Iterator[Hit]:
     size = _tensor(config)
-    heads = facts.text_model.get("num_attention_heads")
-    shared = facts.text_model.get("num_key_value_heads") or heads
-    if size > 1 and isinstance(heads, int) and heads % size:
+    heads = dimension(facts.text_model, "num_attention_heads")
+    shared = dimension(facts.text_model, "num_key_value_heads") or heads
+    if size > 1 and heads is not None and heads % size:
         yield Hit(_TENSOR, size, f"the model's {heads} attention heads are not divisible by {size}", "choose a divisor")
-    elif size > 1 and isinstance(shared, int) and shared < size:
+    elif size > 1 and shared is not None and shared < size:
         what = f"the model has only {shared} key/value heads, so some ranks get none"
         yield Hit(_TENSOR, size, what, f"use at most {shared}", severity="warning")
     size = _sequence(config, facts)
-    if size > 1 and isinstance(heads, int) and heads % size:
+    if size > 1 and heads is not None and heads % size:
         what = f"the model's {heads} attention heads are not divisible by {size} sequence ranks"
         yield Hit(_SEQUENCE, size, what, "choose a divisor")
 
