@@ -87,6 +87,8 @@ def run(options: argparse.Namespace) -> int:
         print(forecast.line(plan), flush=True)
 
     folder = folder or run_folder.new(recipe, options.output_dir)
+    if pool:
+        hostfile.check_command(folder.path, options.master_addr)
     if allocation:
         return scheduler.submit(options, allocation, recipe, folder)
     if options.dry_run:

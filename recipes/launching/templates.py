@@ -1,7 +1,7 @@
 """Fill the templates of job scripts and manifests; every value passes through a filter that quotes it.
 
 `shell` quotes for a POSIX shell, `yaml` writes a value as YAML, and `yaml_block` writes text of several lines as an
-indented block for people to read.
+indented block for people to read. `literal` keeps Kubernetes from replacing `$(NAME)`.
 """
 
 import json
@@ -28,13 +28,18 @@ def fill(template: Path, **values: Any) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # the filters quote
     )
-    environment.filters |= {"shell": shell, "yaml": yaml_scalar, "yaml_block": yaml_block}
+    environment.filters |= {"shell": shell, "yaml": yaml_scalar, "yaml_block": yaml_block, "literal": literal}
     return environment.get_template(template.name).render(values)
 
 
 def shell(value: object) -> str:
     """Return a value as one word of a POSIX shell."""
     return shlex.quote(str(value))
+
+
+def literal(text: str) -> str:
+    """Return text for a variable or a command of a pod, in which Kubernetes then replaces nothing."""
+    return text.replace("$", "$$")
 
 
 def yaml_scalar(value: object) -> str:

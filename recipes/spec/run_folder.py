@@ -142,8 +142,8 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
         UserError: the folder has content that a new run would overwrite.
     """
     if output_dir is None:
-        return RunFolder(runs() / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
-    run = RunFolder(output_dir.resolve())
+        return _at(runs() / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
+    run = _at(output_dir.resolve())
     if run.recipe.exists():
         held = read_recipe(run).name
         if held != recipe.name:
@@ -152,6 +152,13 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise UserError(f"{output_dir} exists and is not a run folder; choose a new or empty --output-dir.")
     return run
+
+
+def _at(path: Path) -> RunFolder:
+    """Return the run folder; a line break in its name would be a line of scripts, logs and printed commands."""
+    if not str(path).isprintable():
+        raise UserError(f"--output-dir {str(path)!r}: control characters, or not UTF-8; choose another name.")
+    return RunFolder(path)
 
 
 def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
@@ -168,7 +175,7 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
         if run is None:
             raise UserError(f"nothing to resume: no run of {recipe.name} in {runs()}; add --output-dir.")
     else:
-        run = RunFolder(output_dir.resolve())
+        run = _at(output_dir.resolve())
         if not run.recipe.exists():
             raise UserError(f"nothing to resume: {output_dir} has no recipe.json, so it is not a run folder.")
     held = read_recipe(run).name

@@ -1,5 +1,6 @@
 """The end of a run: summary.json, report.png, and the last screen."""
 
+import shlex
 from typing import Any
 
 from ..spec.project import command, display
@@ -17,7 +18,8 @@ def stopped(run: RunFolder, step: int, tracker: Tracker) -> None:
     if distributed.is_first():
         tracker.end({"stopped": True})
         write_json(run.summary, {"stopped": True, "steps": step})
-        say(f"stopped after step {step}; resume with the same command and --resume --output-dir {run.path}")
+        where = shlex.quote(str(run.path))
+        say(f"stopped after step {step}; resume with the same command and --resume --output-dir {where}")
 
 
 def finished(
@@ -60,8 +62,8 @@ def finished(
         f"model        {display(run.export)}  (reloaded with plain transformers: the same logits)",
         f"report       {display(run.report)}",
         f"W&B          {where}" if where else None,
-        f'talk to it   {command("generate")} {display(run.export)} "your question"',
-        f"export it    {command('export')} {display(run.path)} --output my-model{merge}",
+        f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',
+        f"export it    {command('export')} {shlex.quote(display(run.path))} --output my-model{merge}",
         evaluation.last_line(summary["after"])
         if evaluation
         else f"training loss: {records[0]['loss']:.4f} -> {last['loss']:.4f}",

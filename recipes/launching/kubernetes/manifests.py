@@ -7,6 +7,7 @@ checkpoint when it is restarted.
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,12 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Map
         options: `image`, `volume`, and under `environment` the variables of the ranks.
 
     Raises:
-        UserError: the recipe uses a file that pods cannot see.
+        UserError: the recipe uses a file that pods cannot see, or the image or the volume has an invalid name.
     """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", options["image"], re.ASCII):
+        raise UserError(f"--image {options['image']!r}: not an image; write for instance registry/name:tag.")
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", options["volume"]):
+        raise UserError(f"--volume {options['volume']!r}: not a claim's name (small letters, digits, dots and dashes).")
     values = {
         "name": object_name(f"{recipe.name}-{folder.path.name}"),
         "files": files(recipe),
@@ -140,8 +145,9 @@ def write(folder: RunFolder, texts: Mapping[str, str]) -> Path:
 
 def how_to(written: Path) -> str:
     """Return what to do with the manifests."""
+    job, jobset, trainjob = (shlex.quote(str(written / file)) for file in FILES)
     return f"""manifests: {written}
-apply one:  kubectl apply -f {written / "job.yaml"}       (plain Kubernetes)
-            kubectl apply -f {written / "jobset.yaml"}    (with the JobSet controller)
-            kubectl apply -f {written / "trainjob.yaml"}  (with Kubeflow Trainer)
+apply one:  kubectl apply -f {job}       (plain Kubernetes)
+            kubectl apply -f {jobset}    (with the JobSet controller)
+            kubectl apply -f {trainjob}  (with Kubeflow Trainer)
 follow it:  kubectl logs -f -l app.kubernetes.io/name={APP}"""

@@ -30,12 +30,19 @@ https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES"""
 
 
 def script(asked: Allocation, folder: RunFolder, environment: Mapping[str, str]) -> str:
-    """Return the batch script. Options that it does not set come from SBATCH_ACCOUNT, SBATCH_QOS and so on."""
+    """Return the batch script. Options that it does not set come from SBATCH_ACCOUNT, SBATCH_QOS and so on.
+
+    Raises:
+        UserError: a run folder whose name SLURM would read differently.
+    """
+    if wrong := re.search(r"[%'\"\\]", str(folder.path)):  # sbatch has its own rules for quotes, and %j is the job
+        raise UserError(f"--output-dir {folder.path}: with --slurm its name may not have {wrong[0]}; choose another.")
     exports = variables.forwarded(environment)
     exports |= {name: environment[name] for name in ("TORCH_EXTENSIONS_DIR", "PYTHONPATH")}
     return fill(
         TEMPLATE,
         asked=asked,
+        name=re.sub(r"[^\w.-]+", "-", asked.name),  # a page's name is a file's
         log=log(folder),
         warning=WARNING,
         wait=WAIT,

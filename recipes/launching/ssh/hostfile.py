@@ -3,13 +3,20 @@
 The file has one `name slots=N` per line; `--include` and `--exclude` are DeepSpeed's too: `host1@host2:0,2`.
 """
 
+import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...spec.errors import UserError
+
+HOST = re.compile(r"[A-Za-z0-9][\w.:-]*")
+"""A host's name or address. It goes into pdsh's comma-separated list and into shell commands."""
+WORD = re.compile(r"[\w@+=:,./-]+")
+"""What the shells on the way leave as it is, and pdsh too, which replaces `%`."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +95,7 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
         if not words:
             continue
         count = re.fullmatch(r"slots=(\d+)", words[1]) if len(words) == 2 else None
-        # Names go into pdsh's comma-separated list and into shell commands.
-        if not count or not re.fullmatch(r"[A-Za-z0-9][\w.:-]*", words[0]):
+        if not count or not HOST.fullmatch(words[0]):
             raise UserError(
                 f"{hostfile}:{number}: `{line.strip()}` is not a valid hostfile line; write `name slots=8`."
             )
@@ -135,6 +141,21 @@ def launcher_options(pool: HostPool, master: str) -> list[str]:
         raise UserError("--hostfile: DeepSpeed's launcher needs pdsh on this machine (Debian: apt-get install pdsh).")
     # Without --force_multi a pool of one host would run here, whatever the host's name.
     return ["--hostfile", str(pool.hostfile), *pool.options, "--master_addr", master, "--force_multi"]
+
+
+def check_command(folder: Path, master: str | None) -> None:
+    """Refuse what DeepSpeed would put unquoted into the command that the shell of each host reads.
+
+    Raises:
+        UserError: names the option or the folder.
+    """
+    if master is not None and not HOST.fullmatch(master):
+        raise UserError(f"--master-addr {master!r}: not a host's name or address.")
+    for what, path in (("--output-dir", str(folder)), ("the current folder", os.getcwd()), ("Python", sys.executable)):
+        if not WORD.fullmatch(path):
+            raise UserError(
+                f"{what} {path!r}: with --hostfile a path may have letters, digits and @+=:,./_- only; choose another."
+            )
 
 
 def first_slots(pool: HostPool, ranks: int) -> HostPool:

@@ -12,7 +12,7 @@ from ...spec.run_folder import RunFolder
 from ..causes import FailedRank
 from ..supervise import Outcome, supervise
 from .hostfile import HostPool
-from .pdsh_environment import write_environment
+from .pdsh_environment import launcher_environment
 from .remote import NO_CONNECTION, SSH, module_command, signal_ranks
 
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "ControlPath=none")
@@ -23,7 +23,7 @@ CLOSE_TIMEOUT = 5
 
 def supervise_hosts(pool: HostPool, folder: RunFolder, command: list[str], environment: Mapping[str, str]) -> Outcome:
     """Run DeepSpeed's launcher for a pool and return how it ended; no rank outlives it on any host."""
-    launcher = {**environment, "DS_ENV_FILE": str(write_environment(folder, environment))}
+    launcher = launcher_environment(folder, environment)
     # No rank is a child process here, not even on this machine: pdsh starts them all through ssh.
     outcome = supervise(command, launcher, folder, pool.ranks, lambda _: RemoteWatcher(pool, folder))
     if outcome.status:

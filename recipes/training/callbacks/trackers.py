@@ -1,6 +1,7 @@
 """Tracking with Weights & Biases, on rank 0."""
 
 import os
+import shlex
 import uuid
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class Tracker:
         if self.wandb is None:
             return None
         self.wandb.summary.update(summary)
-        where = self.wandb.url if self.mode == "online" else f"wandb sync {display(self._parts())}"
+        where = self.wandb.url if self.mode == "online" else f"wandb sync {shlex.quote(display(self._parts()))}"
         self.wandb.finish()
         return where
 
