@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from recipes.spec import pages
 from recipes.spec.errors import UserError
-from recipes.spec.recipe import Model
-from recipes.training.model import draft, packing_check
+from recipes.spec.recipe import Draft, Model
+from recipes.training.model import attention_bounds, draft, packing_check
 from tests.small import small
 
 SIZES = [(family, size) for family in pages.families() for size in pages.page(family).SIZES]
@@ -44,6 +44,29 @@ def test_a_cache_lets_documents_attend_to_each_other_and_the_check_notices(token
     model = packing_check.draft_of(config, tokenizer, "sdpa", torch.float32)
     model.config.use_cache = True
     assert packing_check.leak(model) > 0.1
+
+
+def lowered(tokenizer, kind):
+    """Return the integers of a configuration that bound attention, as found by trying."""
+    small = draft.shrink(AutoConfig.for_model(kind), Draft(layers=4), tokenizer)
+    bounded = attention_bounds.within(small, draft.WINDOW)
+    before, after = small.to_dict(), bounded.to_dict()
+    return {name: after[name] for name in before if before[name] != after[name]}
+
+
+def test_what_bounds_attention_is_found_under_any_name(tokenizer):
+    assert lowered(tokenizer, "llama4_text") == {"attention_chunk_size": draft.WINDOW, "floor_scale": draft.WINDOW}
+    assert lowered(tokenizer, "gpt_neo") == {"window_size": draft.WINDOW}
+    assert lowered(tokenizer, "llama") == lowered(tokenizer, "phi3") == {}, "positions and widths bound nothing"
+
+
+def test_packing_is_refused_where_chunks_begin_elsewhere_than_documents(tmp_path, tokenizer, conversations):
+    """Llama 4: its chunks are counted from a sequence's begin, whatever document it is in."""
+    config = AutoConfig.for_model("llama4_text")
+    config.save_pretrained(tmp_path)
+    asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path)))
+    with pytest.raises(UserError, match=r"packing=true: in llama4_text.*attend to each other; add packing=false"):
+        packing_check.check(asked, tokenizer)
 
 
 def test_packing_is_refused_where_documents_attend_to_each_other(tmp_path, tokenizer, conversations):

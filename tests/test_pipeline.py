@@ -40,7 +40,7 @@ def test_every_family_was_checked():
 
 def test_a_wrongly_cut_stage_is_noticed(tokenizer, monkeypatch):
     whole = whole_model("granite", tokenizer)
-    monkeypatch.setattr(stages, "_enter", lambda whole, layer: None)
+    monkeypatch.setattr(stages, "_start_at", lambda whole, layer: None)
     assert stages.staged_difference(whole) > 0.1
 
 

@@ -7,12 +7,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from ...spec.errors import UserError
 from ...spec.recipe import Draft, Recipe
-from . import attention
+from . import attention, attention_bounds
 from .draft import WINDOW, shrink
 from .load import load_config
 
-LENGTHS = (WINDOW + 8, 24)
-"""Tokens in each document that is packed; the first is longer than a draft's sliding window."""
+LENGTHS = (WINDOW + 8, WINDOW + 24)
+"""Tokens in each document that is packed: longer than a draft's windows and chunks, whose borders are elsewhere in the
+second document than in the sequence."""
 LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """A difference of logits that rounding does not explain, as a share of the largest logit. Seen in fp32 on drafts of
 every size in `recipes/`: at most 2e-6 where documents are kept apart, at least 2e-1 where they attend to each other."""
@@ -66,8 +67,8 @@ def check_dtype(name: str) -> torch.dtype:
 def draft_of(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str, dtype: torch.dtype
 ) -> torch.nn.Module:
-    """Return a random draft, without a key/value cache."""
-    small = shrink(config, Draft(layers=4), tokenizer)
+    """Return a random draft, without a key/value cache; its windows, chunks and blocks are at most `WINDOW` tokens."""
+    small = attention_bounds.within(shrink(config, Draft(layers=4), tokenizer), WINDOW)
     small.use_cache = False
     with torch.random.fork_rng():
         torch.manual_seed(0)
