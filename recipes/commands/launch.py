@@ -110,6 +110,8 @@ def run(options: argparse.Namespace) -> int:
 def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     """Return the recipe to start from and, with --resume, the run that it continues.
 
+    Only the page and the command line may allow a model's own code, never a file in a run folder.
+
     Raises:
         UserError: no such recipe, or nothing to resume.
     """
@@ -117,7 +119,9 @@ def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     if not options.resume:
         return page, None
     folder = run_folder.to_resume(page, options.output_dir)
-    return run_folder.read_recipe(folder), folder
+    held = run_folder.read_recipe(folder)
+    model = replace(held.model, trust_remote_code=page.model.trust_remote_code)
+    return replace(held, model=model), folder
 
 
 def pool_of(options: argparse.Namespace) -> HostPool | None:

@@ -29,6 +29,7 @@ from .callbacks.metrics import Metrics
 from .callbacks.stop_signal import StopOnSignal
 from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
+from .checkpoint import pickles
 from .console import say
 from .data import chat_templates
 from .data.load import Datasets
@@ -45,6 +46,7 @@ def main(folder: str) -> None:
     run = RunFolder(Path(folder))
     rank_log.keep(run)
     distributed.start()
+    pickles.load_only_data()
     try:
         execute(read_recipe(run), run)
     except UserError as error:
@@ -70,7 +72,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     upstream.tell_whether_packed(model, recipe.packing and recipe.method != "dpo")
     context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model))
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
-    trainer.train(resume_from_checkpoint=str(context.checkpoint) if context.checkpoint else None)
+    with pickles.refusing_code(context.checkpoint):
+        trainer.train(resume_from_checkpoint=str(context.checkpoint) if context.checkpoint else None)
     conclude(trainer, datasets)
 
 

@@ -5,6 +5,7 @@ has one file per weight and state, from which any number of ranks can read its s
 launcher refuses in milliseconds what cannot be converted, and the conversion is a process of its own.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from ..spec import deepspeed_file
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
 from ..spec.limits import as_overrides
+from ..spec.project import IMPORT_ROOT, NAME
 from ..spec.recipe import Layout, Recipe
 from ..spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe
 
+CONVERTER = f"{NAME}.training.checkpoint.convert"
 MARKER = "latest_universal"
 """DeepSpeed writes this file last; it names the folder of the complete universal form."""
 DIMENSIONS = (
@@ -163,16 +166,19 @@ def convert(checkpoint: Path) -> None:
     target = source.with_name(source.name + "_universal")
     shutil.rmtree(target, ignore_errors=True)
     check_disk(checkpoint, conversion_bytes(source), "the conversion for another number of ranks")
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command = [sys.executable, "-m", CONVERTER]
     command += ["--input_folder", str(source), "--output_folder", str(target)]
     # One worker each: with several DeepSpeed holds as many shares in memory at once.
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     if read_json(checkpoint / COMPLETE)["layout"]["tensor"] == 1:
         command.append("--inject_missing_state")  # for split matrices a missing description must stay an error
-    done = subprocess.run(command, capture_output=True, text=True)
+    path = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     if done.returncode:
         shutil.rmtree(target, ignore_errors=True)
         reason = done.stderr.strip().rpartition("\n")[2]
+        if done.returncode == 2:
+            raise UserError(reason)
         written_by = read_json(checkpoint / COMPLETE)["world_size"]
         raise UserError(f"{checkpoint}: DeepSpeed cannot convert it: {reason}\nUse --gpus {written_by}.")
 

@@ -1,10 +1,12 @@
 """A run that resumes with another number of ranks logs what the uninterrupted one logs."""
 
+import os
 import shutil
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from recipes.commands import launch
 from recipes.commands.main import run as run_command
@@ -23,6 +25,7 @@ from recipes.spec.run_folder import (
 )
 from recipes.training import run as training_run
 from recipes.training import universal_checkpoint, upstream
+from tests.ranks import read_logs
 from tests.small import in_sub_groups, small
 from tests.tiers import tiered
 
@@ -224,3 +227,59 @@ def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsy
     write_recipe(run, replace(read_recipe(run), layout=Layout(tensor=2)))
     said = refusal(run, capsys, "--gpus", "4")
     assert "cannot convert matrices that are split under ZeRO-3" in said and "use --gpus 2 layout.tensor=2." in said
+
+
+class Attack:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def poison(file, marker):
+    """Hide code in a file of a checkpoint, which loads as before otherwise."""
+    held = torch.load(file, weights_only=False)
+    torch.save(held | {"poison": Attack(marker)}, file)
+
+
+@pytest.mark.parametrize(
+    ("case", "file"),
+    tiered(
+        [("zero2", "*_optim_states.pt"), ("zero2", "../rng_state_1.pth"), ("zero3", "*_model_states.pt")],
+        {("zero2", "*_optim_states.pt")},
+    ),
+)
+def test_a_poisoned_checkpoint_runs_no_code(ranks, tmp_path, whole, case, file):
+    run = stopped_after_three(whole(case, 2), tmp_path)
+    checkpoint = newest_checkpoint(run)
+    poisoned = sorted((checkpoint / "global_step3").glob(file))[-1]
+    poison(poisoned, tmp_path / "attacked")
+    processes = ranks.start(training_run.main, str(run.path), log=tmp_path / "log")
+    for process in processes:
+        process.join(120 if process is processes[1] else 0)
+    processes[0].kill()
+    assert processes[1].exitcode == 2
+    said = read_logs(tmp_path / "log")[1]
+    assert "not loaded, since one of its files stores" in said and "mkdir" in said and "Traceback" not in said
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_a_poisoned_checkpoint_runs_no_code_while_it_is_converted(tmp_path, whole):
+    run = stopped_after_three(whole("zero2", 2), tmp_path)
+    poison(next(newest_checkpoint(run).glob("global_step3/*_optim_states.pt")), tmp_path / "attacked")
+    with pytest.raises(UserError, match=r"one of its files stores \w+.mkdir, which is not data") as refused:
+        universal_checkpoint.convert(newest_checkpoint(run))
+    assert "\n" not in str(refused.value) and not (tmp_path / "attacked").exists()
+
+
+def test_only_the_command_line_lets_a_model_run_its_own_code(tmp_path, whole, capsys):
+    run = stopped_after_three(whole("zero2", 2), tmp_path)
+    held = read_recipe(run)
+    write_recipe(run, replace(held, model=replace(held.model, trust_remote_code=True)))
+    arguments = ["tiny", "full", "--resume", "--output-dir", str(run.path), "--gpus", "2", "--dry-run"]
+    for given, trusted in (([], False), (["model.trust_remote_code=true"], True)):
+        assert launch.main([*arguments, *given]) == 0
+        assert f'"trust_remote_code": {str(trusted).lower()}' in capsys.readouterr().out
