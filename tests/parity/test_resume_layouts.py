@@ -229,6 +229,19 @@ def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsy
     assert "cannot convert matrices that are split under ZeRO-3" in said and "use --gpus 2 layout.tensor=2." in said
 
 
+@pytest.mark.parametrize("case", tiered(["zero2", "zero3", "pipeline"], {"zero2"}))
+def test_a_run_that_was_killed_after_its_last_step_is_only_finished(ranks, tmp_path, whole, case):
+    done, run = whole(case, 2), RunFolder(tmp_path / "killed")
+    shutil.copytree(done.path, run.path)
+    shutil.rmtree(run.export)
+    run.summary.unlink()
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    assert run.metrics.read_text() == done.metrics.read_text()
+    assert read_json(run.summary)["steps"] == STEPS
+    for name in ("model.safetensors", "config.json"):
+        assert (run.export / name).read_bytes() == (done.export / name).read_bytes()
+
+
 class Attack:
     """Runs a command when it is unpickled."""
 
