@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
             compile_ops(recipe, ranks, gpus)
         attempts = HostAttempts(pool, folder, options.master_addr) if pool else LocalAttempts(folder, ranks, gpus)
         if options.resume:
-            restarts.prepare(recipe, folder, ranks)
+            restarts.prepare(recipe, folder, ranks, restarts.intact_checkpoint(recipe, folder))
         run_folder.write_recipe(folder, recipe)
         status = restarts.run_with_restarts(
             recipe, folder, ranks, options.max_restarts, attempts.start, attempts.available

@@ -18,6 +18,7 @@ from pathlib import Path
 from ..machine import run_lock
 from ..spec import run_folder
 from ..spec.run_folder import RunFolder
+from ..training.checkpoint import digests
 from .supervise import RANK_MODULE, supervise
 
 UNFINISHED = 128 + signal.SIGTERM
@@ -75,7 +76,7 @@ def prepare(run: RunFolder, recipe: Path | None) -> None:
     if recipe and not run.recipe.exists():
         run.path.mkdir(parents=True, exist_ok=True)
         shutil.copy(recipe, run.recipe)
-    checkpoint = run_folder.newest_checkpoint(run)
+    checkpoint = digests.newest_intact(run)
     if checkpoint:
         print(f"resuming from {checkpoint}", flush=True)
         run_folder.forget_after(run, checkpoint)

@@ -1,7 +1,7 @@
 """Converts a checkpoint for another number of ranks to DeepSpeed's universal form, before any rank starts.
 
 Under ZeRO-1 to 3 each rank writes its shard of the optimizer's states, so N files fit N ranks only. The universal form
-has one file per weight and state, from which any number of ranks can read its shards. Standard library only: the
+has one file per weight and state, from which any number of ranks can read its shards. The
 launcher refuses in milliseconds what cannot be converted, and the conversion is a process of its own.
 """
 
@@ -19,11 +19,14 @@ from ..spec.errors import UserError
 from ..spec.limits import as_overrides
 from ..spec.project import IMPORT_ROOT, NAME
 from ..spec.recipe import Layout, Recipe
-from ..spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe
+from ..spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe, write_json
+from .checkpoint import digests
 
 CONVERTER = f"{NAME}.training.checkpoint.convert"
 MARKER = "latest_universal"
 """DeepSpeed writes this file last; it names the folder of the complete universal form."""
+CONVERTED = "universal.json"
+"""Written after it: the digests of the universal form's files."""
 DIMENSIONS = (
     *("model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "head_dim"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "intermediate_size", "n_inner"),
@@ -155,13 +158,15 @@ def loading(config: dict[str, Any], layout: Layout, run: RunFolder, world_size: 
 
 
 def convert(checkpoint: Path) -> None:
-    """Write the universal form into `checkpoint`, in one process; do nothing if it exists already.
+    """Write the universal form into `checkpoint`, in one process; do nothing if it is there, as it was written.
 
     Raises:
         UserError: not enough disk space, or DeepSpeed could not convert it.
     """
-    if (checkpoint / MARKER).exists():
+    if (checkpoint / CONVERTED).exists() and digests.damaged(checkpoint, CONVERTED) is None:
         return
+    for name in (CONVERTED, MARKER):
+        (checkpoint / name).unlink(missing_ok=True)
     source = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
     target = source.with_name(source.name + "_universal")
     shutil.rmtree(target, ignore_errors=True)
@@ -181,6 +186,10 @@ def convert(checkpoint: Path) -> None:
             raise UserError(reason)
         written_by = read_json(checkpoint / COMPLETE)["world_size"]
         raise UserError(f"{checkpoint}: DeepSpeed cannot convert it: {reason}\nUse --gpus {written_by}.")
+    written = [checkpoint / MARKER, *(path for path in sorted(target.rglob("*")) if path.is_file())]
+    digests.flush(written)
+    found = {str(path.relative_to(checkpoint)): digests.of_file(path) for path in written}
+    write_json(checkpoint / CONVERTED, {"digests": found})
 
 
 def conversion_bytes(source: Path) -> int:

@@ -20,11 +20,13 @@ from recipes.spec.run_folder import (
     read_json,
     read_jsonl,
     read_recipe,
+    sizes,
     write_json,
     write_recipe,
 )
 from recipes.training import run as training_run
 from recipes.training import universal_checkpoint, upstream
+from recipes.training.checkpoint import digests
 from tests.ranks import read_logs
 from tests.small import in_sub_groups, small
 from tests.tiers import tiered
@@ -240,6 +242,27 @@ def test_a_run_that_was_killed_after_its_last_step_is_only_finished(ranks, tmp_p
     assert read_json(run.summary)["steps"] == STEPS
     for name in ("model.safetensors", "config.json"):
         assert (run.export / name).read_bytes() == (done.export / name).read_bytes()
+
+
+@pytest.mark.parametrize("case", tiered(["zero2", "zero3", "pipeline"], {"zero2"}))
+def test_every_file_of_a_checkpoint_has_its_digest(whole, case):
+    checkpoint = newest_checkpoint(whole(case, 2))
+    complete = read_json(checkpoint / COMPLETE)
+    assert set(complete["digests"]) == set(complete["files"]) == set(sizes(checkpoint)) - {COMPLETE}
+    assert len(complete["files"]) > 5 and digests.damaged(checkpoint) is None
+
+
+def test_a_damaged_conversion_is_repeated(tmp_path, whole):
+    run = stopped_after_three(whole("zero2", 2), tmp_path)
+    checkpoint = newest_checkpoint(run)
+    universal_checkpoint.convert(checkpoint)
+    state = next((checkpoint / "global_step3_universal").rglob("exp_avg.pt"))
+    written, content = state.stat().st_mtime_ns, state.read_bytes()
+    universal_checkpoint.convert(checkpoint)
+    assert state.stat().st_mtime_ns == written
+    state.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    universal_checkpoint.convert(checkpoint)
+    assert digests.damaged(checkpoint, universal_checkpoint.CONVERTED) is None
 
 
 class Attack:

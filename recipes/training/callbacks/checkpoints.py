@@ -10,6 +10,7 @@ from ...machine.capacity import check_disk, check_memory
 from ...spec.errors import UserError
 from ...spec.run_folder import COMPLETE, RunFolder, read_recipe, sizes, write_json
 from .. import distributed
+from ..checkpoint import digests
 
 
 class Checkpoints(TrainerCallback):
@@ -32,14 +33,23 @@ class Checkpoints(TrainerCallback):
             self._check_space()
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Mark the checkpoint as complete."""
+        """Mark the checkpoint as complete once all of it is on the disk; each rank reads a share of the files."""
         dist.barrier()
+        folder = self.run.checkpoints / f"checkpoint-{state.global_step}"
+        written: list[Any] = [sizes(folder) if distributed.is_first() else None]
+        dist.broadcast_object_list(written)
+        share = [folder / name for name in sorted(written[0])[dist.get_rank() :: dist.get_world_size()]]
+        digests.flush(share)
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, {str(path.relative_to(folder)): digests.of_file(path) for path in share})
         if distributed.is_first():
-            folder = self.run.checkpoints / f"checkpoint-{state.global_step}"
             layout = asdict(read_recipe(self.run).layout)
             complete = {"step": state.global_step, "world_size": dist.get_world_size(), "layout": layout}
-            complete["files"] = sizes(folder)
+            complete |= {"files": written[0], "digests": {key: share[key] for share in shares for key in sorted(share)}}
+            folders = [path for path in folder.rglob("*") if path.is_dir()]
+            digests.flush([*folders, folder, self.run.checkpoints])
             write_json(folder / COMPLETE, complete)
+            digests.flush([folder])
 
     def _check_space(self) -> None:
         message = ""
