@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
 def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     """Return the recipe to start from and, with --resume, the run that it continues.
 
-    Only the page and the command line may allow a model's own code, never a file in a run folder.
+    Only the page and the command line may allow a model's own code or changed data, never a file in a run folder.
 
     Raises:
         UserError: no such recipe, or nothing to resume.
@@ -127,7 +127,7 @@ def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     run_lock.check(folder.path)
     held = run_folder.read_recipe(folder)
     model = replace(held.model, trust_remote_code=page.model.trust_remote_code)
-    return replace(held, model=model), folder
+    return replace(held, model=model, data=replace(held.data, changed=False)), folder
 
 
 def pool_of(options: argparse.Namespace) -> HostPool | None:

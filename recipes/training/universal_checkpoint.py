@@ -113,7 +113,11 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
 
 
 def _dimensions(file: Path) -> dict[str, Any]:
-    config = read_json(file)
+    return dimensions(read_json(file))
+
+
+def dimensions(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what defines the architecture in the content of a config.json."""
     config = config.get("text_config") or config
     return {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
 

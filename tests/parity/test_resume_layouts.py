@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -263,6 +264,18 @@ def test_a_damaged_conversion_is_repeated(tmp_path, whole):
     state.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     universal_checkpoint.convert(checkpoint)
     assert digests.damaged(checkpoint, universal_checkpoint.CONVERTED) is None
+
+
+def test_a_run_does_not_resume_on_other_data(ranks, tmp_path, whole):
+    run = stopped_after_three(whole("zero2", 2), tmp_path)
+    recipe, other = read_recipe(run), tmp_path / "other.jsonl"
+    other.write_text(Path(recipe.data.path).read_text().replace("please", "Please"))
+    write_recipe(run, replace(recipe, data=replace(recipe.data, path=str(other))))
+    assert ranks.run(training_run.main, str(run.path), log=tmp_path / "refused") == [2, 2]
+    said = read_logs(tmp_path / "refused")[0]
+    assert "was trained with other data: resuming would not continue it; data.changed=true accepts it." in said
+    write_recipe(run, replace(recipe, data=replace(recipe.data, path=str(other), changed=True)))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "accepted")
 
 
 class Attack:

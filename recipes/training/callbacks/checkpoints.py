@@ -16,9 +16,17 @@ from ..checkpoint import digests
 class Checkpoints(TrainerCallback):
     """Checks disk and memory before each save, and marks a checkpoint as complete once every rank has saved."""
 
-    def __init__(self, run: RunFolder, needed: int, gathered: int) -> None:
-        """`needed`: bytes that one checkpoint takes; `gathered`: bytes of host memory that rank 0 writes it from."""
+    def __init__(self, run: RunFolder, mark: dict[str, Any], needed: int, gathered: int) -> None:
+        """Keep what each save needs.
+
+        Args:
+            run: the run.
+            mark: its fingerprint, which each checkpoint records.
+            needed: bytes that one checkpoint takes.
+            gathered: bytes of host memory that rank 0 writes it from.
+        """
         self.run = run
+        self.mark = mark
         self.needed = needed
         self.gathered = gathered
 
@@ -45,6 +53,7 @@ class Checkpoints(TrainerCallback):
         if distributed.is_first():
             layout = asdict(read_recipe(self.run).layout)
             complete = {"step": state.global_step, "world_size": dist.get_world_size(), "layout": layout}
+            complete["fingerprint"] = self.mark
             complete |= {"files": written[0], "digests": {key: share[key] for share in shares for key in sorted(share)}}
             folders = [path for path in folder.rglob("*") if path.is_dir()]
             digests.flush([*folders, folder, self.run.checkpoints])

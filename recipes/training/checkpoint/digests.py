@@ -1,7 +1,7 @@
 """Digests of a checkpoint's files: written with it, compared before it is loaded.
 
-DeepSpeed and torch load a file with a flipped bit without a word. XXH3 reads 10 GB/s, so digests cost 2 % of a save: for
-800 MB on two cores 0.075 s, after 3.9 s to save and 0.25 s to flush (2026-11-22; CRC-32 takes 0.31 s). The launcher
+DeepSpeed and torch load a file with a flipped bit without a word. XXH3 reads 10 GB/s, so digests cost 2 % of a save:
+for 800 MB on two cores 0.075 s, after 3.9 s to save and 0.25 s to flush (2026-11-22; CRC-32 takes 0.31 s). The launcher
 compares them, so nothing is imported here that it does not need.
 """
 
