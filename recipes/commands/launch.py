@@ -26,6 +26,7 @@ from ..launching.command import compile_ops, deepspeed_command, rank_count, visi
 from ..launching.kubernetes import manifests
 from ..launching.ssh import hostfile
 from ..launching.ssh.hostfile import HostPool
+from ..machine import run_lock
 from ..planning.hardware.cluster import Cluster
 from ..planning.search import forecast
 from ..spec import deepspeed_file, overrides, pages, run_folder
@@ -96,21 +97,27 @@ def run(options: argparse.Namespace) -> int:
         print(shlex.join(deepspeed_command(folder, ranks, pool, options.master_addr)))
         return 0
     require("deepspeed")
-    if not pool:  # with several hosts, the preflight says what each of them lacks
-        compile_ops(recipe, ranks, gpus)
-    attempts = HostAttempts(pool, folder, options.master_addr) if pool else LocalAttempts(folder, ranks, gpus)
-    if options.resume:
-        restarts.prepare(recipe, folder, ranks)
-    run_folder.write_recipe(folder, recipe)
-    status = restarts.run_with_restarts(recipe, folder, ranks, options.max_restarts, attempts.start, attempts.available)
-    forecast.compare(folder, plan)
-    if status == 2 and not folder.metrics.exists():
-        shutil.rmtree(folder.path, ignore_errors=True)  # leave nothing after a mistake that only the ranks could find
-    return status
+    with run_lock.hold(folder.path):
+        if not pool:  # with several hosts, the preflight says what each of them lacks
+            compile_ops(recipe, ranks, gpus)
+        attempts = HostAttempts(pool, folder, options.master_addr) if pool else LocalAttempts(folder, ranks, gpus)
+        if options.resume:
+            restarts.prepare(recipe, folder, ranks, restarts.intact_checkpoint(recipe, folder))
+        run_folder.write_recipe(folder, recipe)
+        status = restarts.run_with_restarts(
+            recipe, folder, ranks, options.max_restarts, attempts.start, attempts.available
+        )
+        forecast.compare(folder, plan)
+        if status == 2 and not folder.metrics.exists():
+            # Leave nothing after a mistake that only the ranks could find.
+            shutil.rmtree(folder.path, ignore_errors=True)
+        return status
 
 
 def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     """Return the recipe to start from and, with --resume, the run that it continues.
+
+    Only the page and the command line may allow a model's own code or changed data, never a file in a run folder.
 
     Raises:
         UserError: no such recipe, or nothing to resume.
@@ -119,7 +126,10 @@ def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     if not options.resume:
         return page, None
     folder = run_folder.to_resume(page, options.output_dir)
-    return run_folder.read_recipe(folder), folder
+    run_lock.check(folder.path)
+    held = run_folder.read_recipe(folder)
+    model = replace(held.model, trust_remote_code=page.model.trust_remote_code)
+    return replace(held, model=model, data=replace(held.data, changed=False)), folder
 
 
 def pool_of(options: argparse.Namespace) -> HostPool | None:

@@ -6,6 +6,7 @@ run is unfinished.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -14,8 +15,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..machine import run_lock
 from ..spec import run_folder
 from ..spec.run_folder import RunFolder
+from ..training.checkpoint import digests
 from .supervise import RANK_MODULE, supervise
 
 UNFINISHED = 128 + signal.SIGTERM
@@ -23,7 +26,7 @@ UNFINISHED = 128 + signal.SIGTERM
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run this node's ranks and return the exit status."""
+    """Read the command line, run this node's ranks, and return the exit status."""
     parser = argparse.ArgumentParser(prog="node.py", description=__doc__)
     parser.add_argument("folder", type=Path, help="the run's folder, shared by all nodes")
     parser.add_argument("--recipe", type=Path, metavar="F", help="recipe.json to copy into a new run folder")
@@ -39,6 +42,14 @@ def main(words: Sequence[str] | None = None) -> int:
     if is_finished(run):
         print(f"{run.path}: this run has already finished", flush=True)
         return 0
+    # One node's lock is the run's; a pod or a job that was moved waits until its predecessor is known to be dead.
+    lock = run_lock.hold(run.path, wait=2 * run_lock.SILENT) if options.node_rank == 0 else contextlib.nullcontext()
+    with lock:
+        return start(run, options)
+
+
+def start(run: RunFolder, options: argparse.Namespace) -> int:
+    """Run this node's ranks and return the exit status."""
     if options.node_rank == 0:
         prepare(run, options.recipe)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +76,7 @@ def prepare(run: RunFolder, recipe: Path | None) -> None:
     if recipe and not run.recipe.exists():
         run.path.mkdir(parents=True, exist_ok=True)
         shutil.copy(recipe, run.recipe)
-    checkpoint = run_folder.newest_checkpoint(run)
+    checkpoint = digests.newest_intact(run)
     if checkpoint:
         print(f"resuming from {checkpoint}", flush=True)
         run_folder.forget_after(run, checkpoint)

@@ -15,6 +15,7 @@ from ..spec.project import program
 from ..spec.recipe import Recipe
 from ..spec.run_folder import COMPLETE, REWIND, RunFolder, append_jsonl
 from ..training import universal_checkpoint
+from ..training.checkpoint import digests
 from . import preflight
 from .supervise import Outcome
 
@@ -72,17 +73,22 @@ def run_with_restarts(
             return outcome.status
         else:
             restarts += 1
-        checkpoint = _newest_checkpoint(recipe, run)
+        checkpoint = intact_checkpoint(recipe, run)
         ranks = largest_world_size(recipe, run, min(asked, available()))  # it may grow again when a host is back
-        prepare(recipe, run, ranks)
+        prepare(recipe, run, ranks, checkpoint)
         what = "rewinding" if outcome.status == REWIND else f"restart {restarts} of {most}"
         print(f"{what}: resuming from {checkpoint} with {ranks} ranks", flush=True)
         step = run_folder.step_of(checkpoint)
         append_jsonl(run.restarts, {"time": time.time(), "cause": outcome.cause, "from_step": step, "ranks": ranks})
 
 
-def _newest_checkpoint(recipe: Recipe, run: RunFolder) -> Path:
-    checkpoint = run_folder.newest_checkpoint(run)
+def intact_checkpoint(recipe: Recipe, run: RunFolder) -> Path:
+    """Return the newest checkpoint, all files of which have been read and are as they were written.
+
+    Raises:
+        UserError: there is none.
+    """
+    checkpoint = digests.newest_intact(run)
     if checkpoint is None:
         raise UserError(
             f"nothing to restart from: {run.checkpoints} has no complete checkpoint yet; lower save_steps "
@@ -109,13 +115,12 @@ def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
     raise reason or UserError("cannot restart: no GPU is available.")
 
 
-def prepare(recipe: Recipe, run: RunFolder, ranks: int) -> None:
+def prepare(recipe: Recipe, run: RunFolder, ranks: int, checkpoint: Path) -> None:
     """Convert the newest checkpoint if these ranks need another form of it, and discard the steps after it.
 
     Raises:
-        UserError: there is no checkpoint, no room for the other form, or DeepSpeed cannot convert it.
+        UserError: no room for the other form, or DeepSpeed cannot convert it.
     """
-    checkpoint = _newest_checkpoint(recipe, run)
     if universal_checkpoint.is_needed(recipe.layout, run, ranks):
         written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
         print(f"{checkpoint} was written by {written_by} ranks; converting it for {ranks}", flush=True)

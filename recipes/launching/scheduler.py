@@ -55,7 +55,7 @@ def submit(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folde
         return 0
     new = not folder.recipe.exists()
     if options.resume:
-        restarts.prepare(recipe, folder, asked.ranks)
+        restarts.prepare(recipe, folder, asked.ranks, restarts.intact_checkpoint(recipe, folder))
     run_folder.write_recipe(folder, recipe)
     record(folder)
     if options.kubernetes:

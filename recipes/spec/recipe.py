@@ -62,6 +62,8 @@ class Data:
     workers: int | None = None
     """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, so that it does not wait for
     the next batch; 0 without a GPU, where they would take cores from the computation, and for streams."""
+    changed: bool = False
+    """On `--resume`: accept other data, another order or another tokenizer than those of the checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,13 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` atomically: a reader sees either the old file or the complete new one."""
+    """Write `value` atomically: a reader sees the old file or the complete new one, after a power failure too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     draft.replace(path)
 
 
@@ -197,9 +200,13 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
 def is_complete(checkpoint: Path) -> bool:
     """Return whether every file of a checkpoint that is marked complete still has the size with which it was written.
 
-    A power failure or a full disk can truncate files that were already written.
+    A power failure or a full disk can truncate files that were already written, the one that says so too.
+    `training/checkpoint/digests.py` compares their content.
     """
-    written = read_json(checkpoint / COMPLETE).get("files", {})
+    try:
+        written = dict(read_json(checkpoint / COMPLETE).get("files", {}))
+    except (UserError, OSError, AttributeError, TypeError, ValueError):
+        return False
     return all(_size(checkpoint / name) == size for name, size in written.items())
 
 

@@ -29,6 +29,7 @@ from .callbacks.metrics import Metrics
 from .callbacks.stop_signal import StopOnSignal
 from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
+from .checkpoint import fingerprint, pickles
 from .console import say
 from .data import chat_templates
 from .data.load import Datasets
@@ -45,6 +46,7 @@ def main(folder: str) -> None:
     run = RunFolder(Path(folder))
     rank_log.keep(run)
     distributed.start()
+    pickles.load_only_data()
     try:
         execute(read_recipe(run), run)
     except UserError as error:
@@ -66,11 +68,14 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     arguments = methods.arguments(common, recipe)
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
+    mark = fingerprint.of_run(recipe, tokenizer, datasets)
+    fingerprint.check(mark, newest_checkpoint(run), recipe.data.changed)
     model = parallel.load(recipe)
     upstream.tell_whether_packed(model, recipe.packing and recipe.method != "dpo")
-    context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model))
+    context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model), mark)
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
-    trainer.train(resume_from_checkpoint=str(context.checkpoint) if context.checkpoint else None)
+    with pickles.refusing_code(context.checkpoint):
+        trainer.train(resume_from_checkpoint=str(context.checkpoint) if context.checkpoint else None)
     conclude(trainer, datasets)
 
 
@@ -102,8 +107,10 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     return recipe
 
 
-def prepare(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, datasets: Datasets, model: Any) -> RunContext:
-    """Return what the trainer works with; `model` is used to count parameters and operations."""
+def prepare(
+    recipe: Recipe, run: RunFolder, file: DeepSpeedFile, datasets: Datasets, model: Any, mark: dict[str, Any]
+) -> RunContext:
+    """Return what the trainer works with; `model` is used to count parameters and operations, `mark` is saved."""
     total, trainable = load.parameter_counts(model)
     say(f"model: {total:,} parameters, {trainable:,} of them trained; attention: {recipe.model.attention}")
     sizes = (total, trainable, DTYPE_BYTES[recipe.precision])
@@ -122,7 +129,7 @@ def prepare(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, datasets: Datas
         tracker=tracker,
         metrics=Metrics(run, tracker.record, distributed.place(recipe.layout).is_first_reader, training_flops(model)),
         guard=LossGuard(recipe, run),
-        checkpoints=Checkpoints(run, checkpoint_bytes(*sizes), gathered_bytes(*sizes, file.stage)),
+        checkpoints=Checkpoints(run, mark, checkpoint_bytes(*sizes), gathered_bytes(*sizes, file.stage)),
         stop=StopOnSignal(watchdog.write_stack),
         watchdog=watchdog,
         evaluation=evaluation,

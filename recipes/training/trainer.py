@@ -174,6 +174,17 @@ class RunHooks(Hooked):
             write_json(context.run.environment, describe())
         context.tracker.begin(config)
 
+    def _run_epoch(self, **options: Any) -> None:
+        """Run an epoch, unless the run has had all its steps and was resumed to be finished.
+
+        The Trainer looks at the number of steps only after a step. `test_resume_layouts.py` passes without this once it
+        can be removed.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(**options)
+
     # In a step
 
     def get_batch_samples(

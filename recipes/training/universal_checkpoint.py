@@ -1,10 +1,11 @@
 """Converts a checkpoint for another number of ranks to DeepSpeed's universal form, before any rank starts.
 
 Under ZeRO-1 to 3 each rank writes its shard of the optimizer's states, so N files fit N ranks only. The universal form
-has one file per weight and state, from which any number of ranks can read its shards. Standard library only: the
+has one file per weight and state, from which any number of ranks can read its shards. The
 launcher refuses in milliseconds what cannot be converted, and the conversion is a process of its own.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,16 @@ from ..spec import deepspeed_file
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
 from ..spec.limits import as_overrides
+from ..spec.project import IMPORT_ROOT, NAME
 from ..spec.recipe import Layout, Recipe
-from ..spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe
+from ..spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe, write_json
+from .checkpoint import digests
 
+CONVERTER = f"{NAME}.training.checkpoint.convert"
 MARKER = "latest_universal"
 """DeepSpeed writes this file last; it names the folder of the complete universal form."""
+CONVERTED = "universal.json"
+"""Written after it: the digests of the universal form's files."""
 DIMENSIONS = (
     *("model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "head_dim"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "intermediate_size", "n_inner"),
@@ -107,7 +113,11 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
 
 
 def _dimensions(file: Path) -> dict[str, Any]:
-    config = read_json(file)
+    return dimensions(read_json(file))
+
+
+def dimensions(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what defines the architecture in the content of a config.json."""
     config = config.get("text_config") or config
     return {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
 
@@ -152,29 +162,38 @@ def loading(config: dict[str, Any], layout: Layout, run: RunFolder, world_size: 
 
 
 def convert(checkpoint: Path) -> None:
-    """Write the universal form into `checkpoint`, in one process; do nothing if it exists already.
+    """Write the universal form into `checkpoint`, in one process; do nothing if it is there, as it was written.
 
     Raises:
         UserError: not enough disk space, or DeepSpeed could not convert it.
     """
-    if (checkpoint / MARKER).exists():
+    if (checkpoint / CONVERTED).exists() and digests.damaged(checkpoint, CONVERTED) is None:
         return
+    for name in (CONVERTED, MARKER):
+        (checkpoint / name).unlink(missing_ok=True)
     source = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
     target = source.with_name(source.name + "_universal")
     shutil.rmtree(target, ignore_errors=True)
     check_disk(checkpoint, conversion_bytes(source), "the conversion for another number of ranks")
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command = [sys.executable, "-m", CONVERTER]
     command += ["--input_folder", str(source), "--output_folder", str(target)]
     # One worker each: with several DeepSpeed holds as many shares in memory at once.
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     if read_json(checkpoint / COMPLETE)["layout"]["tensor"] == 1:
         command.append("--inject_missing_state")  # for split matrices a missing description must stay an error
-    done = subprocess.run(command, capture_output=True, text=True)
+    path = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     if done.returncode:
         shutil.rmtree(target, ignore_errors=True)
         reason = done.stderr.strip().rpartition("\n")[2]
+        if done.returncode == 2:
+            raise UserError(reason)
         written_by = read_json(checkpoint / COMPLETE)["world_size"]
         raise UserError(f"{checkpoint}: DeepSpeed cannot convert it: {reason}\nUse --gpus {written_by}.")
+    written = [checkpoint / MARKER, *(path for path in sorted(target.rglob("*")) if path.is_file())]
+    digests.flush(written)
+    found = {str(path.relative_to(checkpoint)): digests.of_file(path) for path in written}
+    write_json(checkpoint / CONVERTED, {"digests": found})
 
 
 def conversion_bytes(source: Path) -> int:

@@ -1,10 +1,13 @@
 """A run that resumes with another number of ranks logs what the uninterrupted one logs."""
 
+import os
 import shutil
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from recipes.commands import launch
 from recipes.commands.main import run as run_command
@@ -18,11 +21,14 @@ from recipes.spec.run_folder import (
     read_json,
     read_jsonl,
     read_recipe,
+    sizes,
     write_json,
     write_recipe,
 )
 from recipes.training import run as training_run
 from recipes.training import universal_checkpoint, upstream
+from recipes.training.checkpoint import digests
+from tests.ranks import read_logs
 from tests.small import in_sub_groups, small
 from tests.tiers import tiered
 
@@ -224,3 +230,105 @@ def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsy
     write_recipe(run, replace(read_recipe(run), layout=Layout(tensor=2)))
     said = refusal(run, capsys, "--gpus", "4")
     assert "cannot convert matrices that are split under ZeRO-3" in said and "use --gpus 2 layout.tensor=2." in said
+
+
+@pytest.mark.parametrize("case", tiered(["zero2", "zero3", "pipeline"], {"zero2"}))
+def test_a_run_that_was_killed_after_its_last_step_is_only_finished(ranks, tmp_path, whole, case):
+    done, run = whole(case, 2), RunFolder(tmp_path / "killed")
+    shutil.copytree(done.path, run.path)
+    shutil.rmtree(run.export)
+    run.summary.unlink()
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    assert run.metrics.read_text() == done.metrics.read_text()
+    assert read_json(run.summary)["steps"] == STEPS
+    for name in ("model.safetensors", "config.json"):
+        assert (run.export / name).read_bytes() == (done.export / name).read_bytes()
+
+
+@pytest.mark.parametrize("case", tiered(["zero2", "zero3", "pipeline"], {"zero2"}))
+def test_every_file_of_a_checkpoint_has_its_digest(whole, case):
+    checkpoint = newest_checkpoint(whole(case, 2))
+    complete = read_json(checkpoint / COMPLETE)
+    assert set(complete["digests"]) == set(complete["files"]) == set(sizes(checkpoint)) - {COMPLETE}
+    assert len(complete["files"]) > 5 and digests.damaged(checkpoint) is None
+
+
+def test_a_damaged_conversion_is_repeated(tmp_path, whole):
+    run = stopped_after_three(whole("zero2", 2), tmp_path)
+    checkpoint = newest_checkpoint(run)
+    universal_checkpoint.convert(checkpoint)
+    state = next((checkpoint / "global_step3_universal").rglob("exp_avg.pt"))
+    written, content = state.stat().st_mtime_ns, state.read_bytes()
+    universal_checkpoint.convert(checkpoint)
+    assert state.stat().st_mtime_ns == written
+    state.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    universal_checkpoint.convert(checkpoint)
+    assert digests.damaged(checkpoint, universal_checkpoint.CONVERTED) is None
+
+
+def test_a_run_does_not_resume_on_other_data(ranks, tmp_path, whole):
+    run = stopped_after_three(whole("zero2", 2), tmp_path)
+    recipe, other = read_recipe(run), tmp_path / "other.jsonl"
+    other.write_text(Path(recipe.data.path).read_text().replace("please", "Please"))
+    write_recipe(run, replace(recipe, data=replace(recipe.data, path=str(other))))
+    assert ranks.run(training_run.main, str(run.path), log=tmp_path / "refused") == [2, 2]
+    said = read_logs(tmp_path / "refused")[0]
+    assert "was trained with other data: resuming would not continue it; data.changed=true accepts it." in said
+    write_recipe(run, replace(recipe, data=replace(recipe.data, path=str(other), changed=True)))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "accepted")
+
+
+class Attack:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def poison(file, marker):
+    """Hide code in a file of a checkpoint, which loads as before otherwise."""
+    held = torch.load(file, weights_only=False)
+    torch.save(held | {"poison": Attack(marker)}, file)
+
+
+@pytest.mark.parametrize(
+    ("case", "file"),
+    tiered(
+        [("zero2", "*_optim_states.pt"), ("zero2", "../rng_state_1.pth"), ("zero3", "*_model_states.pt")],
+        {("zero2", "*_optim_states.pt")},
+    ),
+)
+def test_a_poisoned_checkpoint_runs_no_code(ranks, tmp_path, whole, case, file):
+    run = stopped_after_three(whole(case, 2), tmp_path)
+    checkpoint = newest_checkpoint(run)
+    poisoned = sorted((checkpoint / "global_step3").glob(file))[-1]
+    poison(poisoned, tmp_path / "attacked")
+    processes = ranks.start(training_run.main, str(run.path), log=tmp_path / "log")
+    for process in processes:
+        process.join(120 if process is processes[1] else 0)
+    processes[0].kill()
+    assert processes[1].exitcode == 2
+    said = read_logs(tmp_path / "log")[1]
+    assert "not loaded, since one of its files stores" in said and "mkdir" in said and "Traceback" not in said
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_a_poisoned_checkpoint_runs_no_code_while_it_is_converted(tmp_path, whole):
+    run = stopped_after_three(whole("zero2", 2), tmp_path)
+    poison(next(newest_checkpoint(run).glob("global_step3/*_optim_states.pt")), tmp_path / "attacked")
+    with pytest.raises(UserError, match=r"one of its files stores \w+.mkdir, which is not data") as refused:
+        universal_checkpoint.convert(newest_checkpoint(run))
+    assert "\n" not in str(refused.value) and not (tmp_path / "attacked").exists()
+
+
+def test_only_the_command_line_lets_a_model_run_its_own_code(tmp_path, whole, capsys):
+    run = stopped_after_three(whole("zero2", 2), tmp_path)
+    held = read_recipe(run)
+    write_recipe(run, replace(held, model=replace(held.model, trust_remote_code=True)))
+    arguments = ["tiny", "full", "--resume", "--output-dir", str(run.path), "--gpus", "2", "--dry-run"]
+    for given, trusted in (([], False), (["model.trust_remote_code=true"], True)):
+        assert launch.main([*arguments, *given]) == 0
+        assert f'"trust_remote_code": {str(trusted).lower()}' in capsys.readouterr().out

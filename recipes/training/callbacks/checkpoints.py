@@ -10,14 +10,23 @@ from ...machine.capacity import check_disk, check_memory
 from ...spec.errors import UserError
 from ...spec.run_folder import COMPLETE, RunFolder, read_recipe, sizes, write_json
 from .. import distributed
+from ..checkpoint import digests
 
 
 class Checkpoints(TrainerCallback):
     """Checks disk and memory before each save, and marks a checkpoint as complete once every rank has saved."""
 
-    def __init__(self, run: RunFolder, needed: int, gathered: int) -> None:
-        """`needed`: bytes that one checkpoint takes; `gathered`: bytes of host memory that rank 0 writes it from."""
+    def __init__(self, run: RunFolder, mark: dict[str, Any], needed: int, gathered: int) -> None:
+        """Keep what each save needs.
+
+        Args:
+            run: the run.
+            mark: its fingerprint, which each checkpoint records.
+            needed: bytes that one checkpoint takes.
+            gathered: bytes of host memory that rank 0 writes it from.
+        """
         self.run = run
+        self.mark = mark
         self.needed = needed
         self.gathered = gathered
 
@@ -32,14 +41,24 @@ class Checkpoints(TrainerCallback):
             self._check_space()
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Mark the checkpoint as complete."""
+        """Mark the checkpoint as complete once all of it is on the disk; each rank reads a share of the files."""
         dist.barrier()
+        folder = self.run.checkpoints / f"checkpoint-{state.global_step}"
+        written: list[Any] = [sizes(folder) if distributed.is_first() else None]
+        dist.broadcast_object_list(written)
+        share = [folder / name for name in sorted(written[0])[dist.get_rank() :: dist.get_world_size()]]
+        digests.flush(share)
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, {str(path.relative_to(folder)): digests.of_file(path) for path in share})
         if distributed.is_first():
-            folder = self.run.checkpoints / f"checkpoint-{state.global_step}"
             layout = asdict(read_recipe(self.run).layout)
             complete = {"step": state.global_step, "world_size": dist.get_world_size(), "layout": layout}
-            complete["files"] = sizes(folder)
+            complete["fingerprint"] = self.mark
+            complete |= {"files": written[0], "digests": {key: share[key] for share in shares for key in sorted(share)}}
+            folders = [path for path in folder.rglob("*") if path.is_dir()]
+            digests.flush([*folders, folder, self.run.checkpoints])
             write_json(folder / COMPLETE, complete)
+            digests.flush([folder])
 
     def _check_space(self) -> None:
         message = ""

@@ -1,0 +1,1 @@
+"""What a checkpoint holds and whether it may be loaded."""
