@@ -101,7 +101,7 @@ class Schedule:
 
     kind: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     warmup: float = 0.03
-    """Share of the steps during which the rate rises from zero; 1 or more: a number of steps."""
+    """Share of the steps during which the rate rises, from above zero; 1 or more: a number of steps."""
 
 
 @dataclass(frozen=True)
