@@ -37,10 +37,24 @@ def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:
         for source in found:
             say(f"{name}: {source.line()}")
     if recipe.data.validation_share and not held_out:
-        training, held_out = sources.split(training, recipe.data.validation_share, recipe.seed)
-        say(f"held out: {sum(len(source.examples) for source in held_out)} examples, by data.validation_share")
+        training, held_out = _split(training, recipe)
     mixed = sources.mix(training, text_files.weights(recipe.data), recipe.seed)
     return mixed, sources.mix(held_out, None, recipe.seed) if held_out else None
+
+
+def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.Source], list[sources.Source]]:
+    """Return (training, held out) as `data.validation_share` asks, and say how many are held out."""
+    share = recipe.data.validation_share
+    if share != "auto":
+        training, held_out = sources.split(found, share, recipe.seed)
+        say(f"held out: {sources.count(held_out)} examples, by data.validation_share")
+        return training, held_out
+    training, held_out = sources.split_few(found, recipe.seed)
+    say(
+        f"held out: {sources.count(held_out)} of {sources.count(found)} examples, drawn with seed {recipe.seed}; "
+        "data.validation=FILE names others, and data.validation=none holds out none"
+    )
+    return training, held_out
 
 
 def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
