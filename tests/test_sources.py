@@ -8,8 +8,9 @@ import pytest
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
+from recipes.spec import overrides, pages
 from recipes.spec.errors import UserError
-from recipes.training.data import sources
+from recipes.training.data import load, sources
 from tests.conftest import conversation
 from tests.small import small
 
@@ -233,6 +234,32 @@ def test_a_share_leaves_something_to_train_on(tmp_path):
     path.write_text(lines([CHATS[0]] * 5))
     with pytest.raises(UserError, match="leaves no example of"):
         sources.split(sources.read(str(path), small(tmp_path, path)), 0.2, 1)
+
+
+@pytest.mark.parametrize(("examples", "most"), [(19, 0), (20, 1), (60, 3), (10_400, 500)])
+def test_own_data_holds_out_few_examples(tmp_path, examples, most):
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines([conversation(f"a{n}?", "Yes.") for n in range(examples)]))
+    found = sources.read(str(path), small(tmp_path, path))
+    training, held_out = (questions(sources.mix(side, None, 1)) if side else [] for side in sources.split_few(found, 1))
+    assert (len(training), len(held_out)) == (examples - most, most) and not set(training) & set(held_out)
+
+
+def test_examples_that_are_all_alike_are_all_trained_on(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines([CHATS[0]] * 50))
+    training, held_out = sources.split_few(sources.read(str(path), small(tmp_path, path)), 1)
+    assert (sources.count(training), held_out) == (50, [])
+
+
+def test_what_is_held_out_by_itself_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("recipes.training.distributed.is_first", lambda: True)
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines([conversation(f"a{n}?", "Yes.") for n in range(60)]))
+    recipe = overrides.apply(pages.find("tiny", "full"), [f"data.path={path}"])
+    examples, held_out = load.read_examples(recipe)
+    assert (len(examples), len(held_out)) == (57, 3)
+    assert "held out: 3 of 60 examples, drawn with seed 42; data.validation=FILE" in capsys.readouterr().out
 
 
 def test_the_form_can_be_named(tmp_path):

@@ -36,6 +36,25 @@ def test_the_keys_that_others_rely_on_exist():
     assert wanted <= set(override_keys())
 
 
+def test_own_data_is_not_judged_by_the_pages_held_out_set(full):
+    def judged(*words, recipe=full):
+        data = overrides.apply(recipe, ["data.path=mine", *words]).data
+        return data.validation, data.validation_share, data.metric
+
+    assert judged() == (None, "auto", "loss")
+    assert judged("data.metric=exact_match") == (None, "auto", "exact_match")
+    assert judged("data.validation=none") == (None, 0.0, "loss")
+    assert judged("data.validation=other") == ("other", 0.0, "exact_match")
+    assert judged("data.validation_share=0.2") == (None, 0.2, "loss")
+    assert judged("data.streaming=true", "max_steps=5") == (None, 0.0, "loss")
+    assert judged(recipe=pages.find("tiny", "dpo_lora")) == (None, "auto", "preference_accuracy")
+    own = overrides.apply(full, ["data.path=mine"])
+    assert overrides.apply(own, ["data.validation=none"]).data.validation_share == 0.0
+    assert overrides.apply(full, ["epochs=2"]).data == full.data
+    with pytest.raises(UserError, match=r"a number, e\.g\. 5e-5 or auto"):
+        judged("data.validation_share=some")
+
+
 def test_foreign_names_lead_to_keys_that_exist(full):
     assert set(FOREIGN_NAMES.values()) <= set(override_keys())
     for foreign, ours in FOREIGN_NAMES.items():

@@ -98,7 +98,7 @@ def check_data(recipe: Recipe) -> None:
 def _check_options(recipe: Recipe) -> None:
     data = recipe.data
     text_files.weights(data)
-    if not data.validation_share < 1:
+    if data.validation_share != "auto" and not data.validation_share < 1:
         raise UserError(f"data.validation_share={data.validation_share}: must be below 1; 0.05 holds out 5 %.")
     if not data.streaming:
         return

@@ -132,6 +132,7 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     """
     keys = override_keys()
     values = to_dict(recipe)
+    given = set()
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
@@ -143,7 +144,23 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
             # Setting one of its values asks for adapters.
             values["lora"] = dataclasses.asdict(Lora())
         (values[section] if section else values)[name] = parse(key, text, keys[key])
+        given.add(key)
+    _settle_validation(values["data"], given)
     return from_dict(values)
+
+
+def _settle_validation(data: dict[str, Any], given: set[str]) -> None:
+    """Change what follows from `data.path`: other data is not judged by a page's held-out set, nor by its metric.
+
+    A share of it is held out instead, unless the user has said otherwise; a stream cannot be split.
+    """
+    own, chosen = "data.path" in given, "data.validation" in given
+    if own and not chosen:
+        data["validation"] = None
+    if (own or chosen) and "data.validation_share" not in given:
+        data["validation_share"] = 0.0 if chosen or data["streaming"] else "auto"
+    if own and "data.metric" not in given and data["metric"] == "exact_match" and not data["validation"]:
+        data["metric"] = "loss"
 
 
 def differences(before: Recipe, after: Recipe) -> list[str]:
@@ -177,7 +194,8 @@ def parse(key: str, text: str, hint: Any) -> Any:
     if type(None) in options and text.lower() in ("none", "null"):
         return None
     kind = next(option for option in options if option is not type(None))
-    if kind is bool and any(text in typing.get_args(option) for option in options[1:]):
+    words = [word for option in options[1:] for word in typing.get_args(option)]
+    if text in words:
         return text
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
@@ -185,7 +203,7 @@ def parse(key: str, text: str, hint: Any) -> Any:
             raise UserError(f"{key}={redact(text)}: must be one of {', '.join(choices)}.")
         return text
     if kind is bool:
-        words = {
+        switches = {
             "true": True,
             "1": True,
             "yes": True,
@@ -195,14 +213,13 @@ def parse(key: str, text: str, hint: Any) -> Any:
             "no": False,
             "off": False,
         }
-        if text.lower() not in words:
-            others = [word for option in options[1:] for word in typing.get_args(option)]
-            raise UserError(f"{key}={redact(text)}: must be {', '.join(['true', *others])} or false.")
-        return words[text.lower()]
+        if text.lower() not in switches:
+            raise UserError(f"{key}={redact(text)}: must be {', '.join(['true', *words])} or false.")
+        return switches[text.lower()]
     try:
         value = kind(text)
     except ValueError:
-        raise UserError(f"{key}={redact(text)}: must be {_KIND_NAMES[kind]}.") from None
+        raise UserError(f"{key}={redact(text)}: must be {' or '.join([_KIND_NAMES[kind], *words])}.") from None
     if kind is float and not math.isfinite(value):
         raise UserError(f"{key}={redact(text)}: must be a finite number.")
     if kind is str and not text:

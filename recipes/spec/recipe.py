@@ -52,9 +52,10 @@ class Data:
     streaming: bool = False
     """Read during training instead of before it: for data that does not fit on the disk. Needs `max_steps`."""
     validation: str | None = None
-    """The held-out examples, in the same form; None: no evaluation, unless `validation_share` is set."""
-    validation_share: float = 0.0
-    """Share of the examples that is held out where `validation` is None."""
+    """The held-out examples, in the same form; None: no evaluation, unless `validation_share` is set. A page's own say
+    nothing of other data, so setting `data.path` alone replaces them by `validation_share=auto`."""
+    validation_share: float | Literal["auto"] = 0.0
+    """Share of the examples that is held out where `validation` is None; `auto`: 5 %, and at most 500 examples."""
     metric: Literal["loss", "exact_match", "preference_accuracy"] = "loss"
     """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked correctly."""
     max_new_tokens: int = 96
@@ -103,7 +104,7 @@ class Schedule:
 
     kind: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     warmup: float = 0.03
-    """Share of the steps during which the rate rises from zero; 1 or more: a number of steps."""
+    """Share of the steps during which the rate rises, from above zero; 1 or more: a number of steps."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ class Recipe:
         """
         for key, least in _LEAST.items():
             value = _get(self, key)
-            if value is not None and value < least:
+            if isinstance(value, int | float) and value < least:
                 raise UserError(f"{key}={value}: must be at least {least}.")
         if self.learning_rate <= 0:
             raise UserError(f"learning_rate={self.learning_rate}: must be above 0, for instance 2e-5.")

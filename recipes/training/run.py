@@ -32,9 +32,9 @@ from .callbacks.watchdog import Watchdog
 from .checkpoint import fingerprint, pickles
 from .console import say
 from .data import chat_templates
-from .data.load import Datasets
+from .data.load import Datasets, say_updates
 from .methods import method
-from .model import draft, kernels, load, packing_check
+from .model import draft, kernels, load, movement, packing_check
 from .model.flops import training_flops
 from .parallel import implementation, sequence_check
 from ..machine.capacity import gathered_bytes
@@ -70,6 +70,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         datasets = methods.datasets(recipe, tokenizer)
     mark = fingerprint.of_run(recipe, tokenizer, datasets)
     fingerprint.check(mark, newest_checkpoint(run), recipe.data.changed)
+    say_updates(recipe, datasets.size, dist.get_world_size())
     model = parallel.load(recipe)
     upstream.tell_whether_packed(model, recipe.packing and recipe.method != "dpo")
     context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model), mark)
@@ -137,12 +138,17 @@ def prepare(
 
 
 def conclude(trainer: Any, datasets: Datasets) -> None:
-    """Evaluate and export the trained model and print the last screen; after a stop, print how to resume."""
+    """Evaluate and export the trained model and print the last screen; after a stop, print how to resume.
+
+    Raises:
+        UserError: the run has not changed the weights.
+    """
     context = trainer.context
     recipe, run, evaluation = context.recipe, context.run, context.evaluation
     if context.stop.stopped:
         summary.stopped(run, trainer.state.global_step, context.tracker)
         return
+    check_moved(trainer)
     after = evaluation.measure(trainer, with_metric=True)[evaluation.metric] if evaluation else None
     export.save(trainer, run.export)
     difference = export.verify(
@@ -153,6 +159,24 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
     )
     results = {"after": after, "logit_difference": difference}
     summary.finished(recipe, run, context.tracker, evaluation, results)
+
+
+def check_moved(trainer: Any) -> None:
+    """Refuse to report success for a run that has not changed the weights; a collective.
+
+    A resumed run is not judged: its weights moved before.
+
+    Raises:
+        UserError: no sampled weight of any rank differs from what it was before the first step.
+    """
+    recipe, steps = trainer.context.recipe, trainer.state.global_step
+    sampled, moved = distributed.total(len(trainer.start), movement.moved(trainer.start, trainer.model))
+    if sampled and not moved and not trainer.context.checkpoint:
+        raise UserError(
+            f"after {steps} steps the trained weights are what they were before the first, so there is nothing to "
+            f"export: learning_rate={recipe.learning_rate} is too small for {recipe.precision}, every update was "
+            f"skipped, or all gradients are 0 ({trainer.context.run.metrics} has their norms)."
+        )
 
 
 def fail(error: Exception, status: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import seed_worker
@@ -34,6 +35,7 @@ from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
 from .data import example_numbers
 from .environment import describe
+from .model import movement
 from .parallel import expert
 
 if TYPE_CHECKING:
@@ -89,11 +91,14 @@ class RunHooks(Hooked):
     """What a run changes in transformers' Trainer; put it before the trainer's own class."""
 
     control: TrainerControl
+    lr_scheduler: Any
 
     def __init__(self, context: RunContext, **options: Any) -> None:
         """`options`: those of the trainer's own class."""
         self.context = context
         self.micro_batches: list[dict[str, Any]] = []  # those that a pipeline collects until its step is complete
+        self.start: movement.Sample = {}
+        """Some of the trained weights before the first step."""
         super().__init__(**options)
         self.remove_callback(PrinterCallback)
         for callback in self._callbacks():
@@ -158,6 +163,18 @@ class RunHooks(Hooked):
             expert.separate_parameters(optimizer, self.model, size)
         return optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        """Return the Trainer's schedule without the rate of 0 with which its warm-up begins.
+
+        Of a schedule that is one step longer the first is left out, so that the first update learns, and so does the
+        last: a run of a single step trains at the full rate.
+        """
+        if self.lr_scheduler is None and self.args.get_warmup_steps(num_training_steps):
+            longer = super().create_scheduler(num_training_steps + 1, optimizer)
+            rates = [lambda step, rate=rate: rate(step + 1) for rate in longer.lr_lambdas]
+            self.lr_scheduler = LambdaLR(longer.optimizer, rates)
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def on_engine_ready(self) -> None:
         """Work around the engine's defects, and record its configuration and environment."""
         engine, context = self.deepspeed, self.context
@@ -168,6 +185,7 @@ class RunHooks(Hooked):
         if expert.layers(self.model):
             upstream.route_as_transformers(self.model)
         context.guard.watch(engine)
+        self.start = movement.sample(self.model)
         config = resolved_config(engine)
         if distributed.is_first():
             write_json(context.run.deepspeed, config)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...spec.recipe import Recipe
 from ..console import highlighted, say
-from . import sources, text_files, tokenize
+from . import sources, text_files, tokenize, updates
 from .report import Pieces
 from .stream import Stream
 
@@ -25,6 +25,8 @@ class Datasets:
     """The same, tokenized; None where the method's own trainer tokenizes."""
     sample: list[int]
     """One sequence of tokens, to compare the export on."""
+    size: updates.Size | None = None
+    """Of the training data; None for a stream."""
 
 
 def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:
@@ -35,22 +37,36 @@ def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:
         for source in found:
             say(f"{name}: {source.line()}")
     if recipe.data.validation_share and not held_out:
-        training, held_out = sources.split(training, recipe.data.validation_share, recipe.seed)
-        say(f"held out: {sum(len(source.examples) for source in held_out)} examples, by data.validation_share")
+        training, held_out = _split(training, recipe)
     mixed = sources.mix(training, text_files.weights(recipe.data), recipe.seed)
     return mixed, sources.mix(held_out, None, recipe.seed) if held_out else None
+
+
+def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.Source], list[sources.Source]]:
+    """Return (training, held out) as `data.validation_share` asks, and say how many are held out."""
+    share = recipe.data.validation_share
+    if share != "auto":
+        training, held_out = sources.split(found, share, recipe.seed)
+        say(f"held out: {sources.count(held_out)} examples, by data.validation_share")
+        return training, held_out
+    training, held_out = sources.split_few(found, recipe.seed)
+    say(
+        f"held out: {sources.count(held_out)} of {sources.count(found)} examples, drawn with seed {recipe.seed}; "
+        "data.validation=FILE names others, and data.validation=none holds out none"
+    )
+    return training, held_out
 
 
 def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
     """Return the datasets of a method that trains on tokens with labels: `tokenize.tokenized` of what is read."""
     examples, held_out = read_examples(recipe)
-    sequences = _tokenized(examples, recipe, tokenizer, "training")
+    sequences, size = _tokenized(examples, recipe, tokenizer, "training")
     # One document per sequence, so that the loss of each counts the same, whatever it would be packed with.
     alone = replace(recipe, packing=False)
-    held_out_sequences = held_out and _tokenized(held_out, alone, tokenizer, "held out")
+    held_out_sequences = held_out and _tokenized(held_out, alone, tokenizer, "held out")[0]
     show(tokenize.first_documents(sequences, tokenizer))
     first = next(iter(sequences))
-    return Datasets(sequences, held_out, held_out_sequences, first["input_ids"][: first["seq_lengths"][0]])
+    return Datasets(sequences, held_out, held_out_sequences, first["input_ids"][: first["seq_lengths"][0]], size)
 
 
 def show(examples: list[Pieces]) -> None:
@@ -59,13 +75,26 @@ def show(examples: list[Pieces]) -> None:
         say(f"example: {highlighted(pieces)}")
 
 
-def _tokenized(examples: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
-    """Return the sequences that `examples` become, and say what they are."""
+def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> None:
+    """Print how many updates the run makes, and what to change where they are too few."""
+    if size is None:
+        say(f"{recipe.max_steps} steps in all, from a stream")
+        return
+    say("\n".join(updates.table(recipe, size)))
+    if advice := updates.advice(recipe, size, world_size):
+        say(advice)
+
+
+def _tokenized(
+    examples: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str
+) -> tuple[Any, updates.Size | None]:
+    """Return the sequences that `examples` become, and how many; say what they are."""
     if not isinstance(examples, Dataset):
         say(f"{name}: tokenized during training, so its size and lengths are unknown")
-        return tokenize.stream(examples, recipe, tokenizer)
+        return tokenize.stream(examples, recipe, tokenizer), None
     sequences, report = tokenize.tokenized(examples, recipe, tokenizer)
     say("\n".join(report.lines(name, recipe.sequence_length)))
     if name == "training":
         say("\n".join(report.bars()))
-    return sequences
+    documents = sum(count for *_, count in report.lengths)
+    return sequences, updates.Size(report.examples, documents, report.sequences, report.tokens)

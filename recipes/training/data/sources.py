@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +30,9 @@ from . import formats, text_files
 
 Examples: TypeAlias = Dataset | IterableDataset
 Located = Iterator[tuple[str, dict[str, Any]]]
+
+FEW = (0.05, 500)
+"""What `data.validation_share=auto` holds out at most: a share of the examples, and a number."""
 
 FEATURES = {
     # Turns as JSON: Arrow's structs would give every turn and every tool call the keys of all the others.
@@ -184,18 +187,39 @@ def split(sources: Sequence[Source], share: float, seed: int) -> tuple[list[Sour
     Raises:
         UserError: nothing is left of a source to train on.
     """
-    ranks = [_ranks(source.examples, seed) for source in sources]
-    every = np.sort(np.concatenate(ranks))
-    bound = every[max(1, round(share * len(every))) - 1]
-    training = [_keep(source, rank > bound) for source, rank in zip(sources, ranks, strict=True)]
-    held_out = [_keep(source, rank <= bound) for source, rank in zip(sources, ranks, strict=True)]
+    training, held_out = _divide(sources, seed, lambda ranks: int(ranks[max(1, round(share * len(ranks))) - 1]) + 1)
     for source, left in zip(sources, training, strict=True):
         if not len(left.examples):
             raise UserError(
                 f"data.validation_share={share}: leaves no example of {source.name} ({len(source.examples)}) to "
                 "train on; lower it, or name a file in data.validation."
             )
+    return training, held_out
+
+
+def split_few(sources: Sequence[Source], seed: int) -> tuple[list[Source], list[Source]]:
+    """Return (training, held out) with at most `FEW` held out; none where that is less than one example."""
+    share, most = FEW
+    training, held_out = _divide(sources, seed, lambda ranks: int(ranks[min(most, int(share * len(ranks)))]))
+    if all(len(source.examples) for source in training):
+        return training, held_out
+    return list(sources), []
+
+
+def _divide(
+    sources: Sequence[Source], seed: int, bound: Callable[[np.ndarray], int]
+) -> tuple[list[Source], list[Source]]:
+    """Return (training, held out): held out are the examples whose rank is below `bound`, called with all in order."""
+    ranks = [_ranks(source.examples, seed) for source in sources]
+    below = bound(np.sort(np.concatenate(ranks)))
+    training = [_keep(source, rank >= below) for source, rank in zip(sources, ranks, strict=True)]
+    held_out = [_keep(source, rank < below) for source, rank in zip(sources, ranks, strict=True)]
     return training, [source for source in held_out if len(source.examples)]
+
+
+def count(sources: Sequence[Source]) -> int:
+    """Return the examples of all sources."""
+    return sum(len(source.examples) for source in sources)
 
 
 def _ranks(found: Dataset, seed: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from trl import DPOConfig, DPOTrainer
 
 from ...spec.recipe import Recipe
 from ..console import say
-from ..data import load, tokenize
+from ..data import load, tokenize, updates
 from ..parallel import scores
 from ..trainer import RunContext, RunHooks
 
@@ -28,7 +28,8 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     say(f"training: {len(pairs)} pairs")
     load.show(tokenize.first_pair(pairs, tokenizer))
     sample = tokenizer.apply_chat_template(pairs[0]["prompt"], return_dict=True)["input_ids"]
-    return load.Datasets(pairs, held_out, None, sample)
+    size = updates.Size(examples=len(pairs), documents=len(pairs), sequences=len(pairs), tokens=None)
+    return load.Datasets(pairs, held_out, None, sample, size)
 
 
 def trainer(

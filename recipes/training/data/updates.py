@@ -1,0 +1,117 @@
+"""How many optimizer updates the data gives, said before training, and the settings that give enough of them.
+
+Standard library only.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ...spec.layout import data_parallel_size
+from ...spec.recipe import Recipe
+
+ENOUGH = 12
+"""Updates below which a run is said to learn next to nothing: Adam's first ones are spent on the warm-up."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a dataset amounts to."""
+
+    examples: int
+    documents: int
+    """Those that are trained on: without packing, one sequence each."""
+    sequences: int
+    tokens: int | None
+    """In all sequences; None where the method's own trainer tokenizes."""
+
+
+def per_epoch(sequences: int, global_batch_size: int) -> int:
+    """Return the updates of an epoch; the last may have fewer sequences."""
+    return -(-sequences // global_batch_size)
+
+
+def in_all(recipe: Recipe, sequences: int) -> int:
+    """Return the updates of a run, as the Trainer counts them."""
+    return recipe.max_steps or math.ceil(recipe.epochs * per_epoch(sequences, recipe.global_batch_size))
+
+
+def warmup(recipe: Recipe, steps: int) -> int:
+    """Return at which update the learning rate is full for the first time (`RunHooks.create_scheduler`); 0: no warm-up.
+
+    Args:
+        recipe: says the schedule.
+        steps: of the whole run.
+    """
+    share = recipe.schedule.warmup
+    if recipe.schedule.kind == "constant" or not share:
+        return 0
+    return int(share) if share >= 1 else math.ceil((steps + 1) * share)
+
+
+def table(recipe: Recipe, size: Size) -> list[str]:
+    """Return what a run will do as a table of two lines."""
+    steps = in_all(recipe, size.sequences)
+    columns = {
+        "examples": size.examples,
+        "sequences": size.sequences,
+        "tokens": "-" if size.tokens is None else size.tokens,
+        "steps per epoch": per_epoch(size.sequences, recipe.global_batch_size),
+        "steps in all": steps,
+        "warm-up steps": warmup(recipe, steps),
+    }
+    cells = [(name, value if isinstance(value, str) else f"{value:,}") for name, value in columns.items()]
+    rows = zip(*((name.rjust(len(value)), value.rjust(len(name))) for name, value in cells), strict=True)
+    return ["  ".join(row) for row in rows]
+
+
+def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
+    """Return what is wrong with the number of updates, with settings that mend it; None: nothing.
+
+    Few updates are not held against a run whose `max_steps` asks for them.
+    """
+    epoch, steps = per_epoch(size.sequences, recipe.global_batch_size), in_all(recipe, size.sequences)
+    if size.sequences >= recipe.global_batch_size and _enough(recipe, size.sequences):
+        return None
+    what = f"{_count(size.examples, 'example')} in {_count(size.sequences, 'sequence')}: "
+    what += f"{_count(epoch, 'update')} per epoch, {steps} in all"
+    if size.sequences < recipe.global_batch_size:
+        what += f"; a global batch is {recipe.global_batch_size} sequences"
+    ways = [
+        " ".join(f"{key}={str(value).lower()}" for key, value in way.items()) for way in _ways(recipe, size, world_size)
+    ]
+    return f"warning: {what}. The model will learn little; use {', or '.join(ways)}." if ways else f"warning: {what}."
+
+
+def _enough(recipe: Recipe, sequences: int) -> bool:
+    return recipe.max_steps is not None or in_all(recipe, sequences) >= ENOUGH
+
+
+def _ways(recipe: Recipe, size: Size, world_size: int) -> Iterator[dict[str, int | bool]]:
+    """Yield settings each of which gives enough updates."""
+    if batch := _batch(recipe, size.sequences, world_size):
+        yield batch
+    if recipe.packing and size.documents > size.sequences:
+        unpacked = replace(recipe, packing=False)
+        if size.documents >= recipe.global_batch_size and _enough(unpacked, size.documents):
+            yield {"packing": False}
+        elif batch := _batch(unpacked, size.documents, world_size):
+            yield {"packing": False, **batch}
+    if recipe.max_steps is None:
+        yield {"epochs": math.ceil(ENOUGH / per_epoch(size.sequences, recipe.global_batch_size))}
+
+
+def _batch(recipe: Recipe, sequences: int, world_size: int) -> dict[str, int | bool]:
+    """Return the largest global batch that gives enough updates, and a smaller micro-batch where it needs one."""
+    ranks = data_parallel_size(recipe.layout, world_size)
+    for micro in sorted({recipe.micro_batch_size, 1}, reverse=True):
+        unit = micro * ranks
+        for batch in range(min(recipe.global_batch_size, sequences) // unit * unit, 0, -unit):
+            if _enough(replace(recipe, global_batch_size=batch, micro_batch_size=micro), sequences):
+                smaller = {"micro_batch_size": micro} if micro != recipe.micro_batch_size else {}
+                return {"global_batch_size": batch, **smaller}
+    return {}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,148 @@
+"""How many updates a run makes: counted, said, mended; the first one learns, and a run that learns nothing fails."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import TrainingArguments
+
+from recipes.spec import overrides, pages
+from recipes.spec.layout import gradient_accumulation_steps
+from recipes.spec.recipe import Layout, Lora, Schedule
+from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from recipes.training.data import updates
+from recipes.training.trainer import RunTrainer
+from tests.ranks import read_logs
+from tests.small import small
+from tests.tiers import tiered
+
+
+def size(documents, sequences):
+    return updates.Size(examples=documents, documents=documents, sequences=sequences, tokens=7112)
+
+
+def test_too_few_updates_are_said_with_what_mends_them():
+    recipe = pages.find("llama3-1b", "lora")
+    assert updates.advice(recipe, size(60, 1), world_size=1) == (
+        "warning: 60 examples in 1 sequence: 1 update per epoch, 1 in all; a global batch is 64 sequences. The model "
+        "will learn little; use packing=false global_batch_size=5, or epochs=12."
+    )
+    names, numbers = updates.table(recipe, size(60, 1))
+    assert re.split(r"\s\s+", names) == [
+        "examples",
+        "sequences",
+        "tokens",
+        "steps per epoch",
+        "steps in all",
+        "warm-up steps",
+    ]
+    assert numbers.split() == ["60", "1", "7,112", "1", "1", "1"] and len(names) == len(numbers)
+    assert updates.advice(recipe, size(5000, 64 * 12), 1) is None
+    asked = replace(recipe, max_steps=3)
+    assert updates.advice(asked, size(5000, 64), 1) is None, "three steps is what the user asked for"
+    assert "use global_batch_size=60" in updates.advice(asked, size(60, 60), 1)
+
+
+@given(
+    st.integers(1, 3000),
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 4, 8]),
+    st.floats(0.1, 20),
+    st.booleans(),
+)
+def test_whoever_follows_the_advice_gets_a_dozen_updates(documents, per_sequence, micro, times, ranks, epochs, packing):
+    recipe = pages.find("tiny", "full")
+    batch = micro * times * ranks
+    recipe = replace(recipe, micro_batch_size=micro, global_batch_size=batch, epochs=epochs, packing=packing)
+    data = size(documents, -(-documents // per_sequence) if packing else documents)
+    said = updates.advice(recipe, data, ranks)
+    enough = data.sequences >= batch and updates.in_all(recipe, data.sequences) >= updates.ENOUGH
+    assert (said is None) == enough
+    if said is None:
+        return
+    ways = re.search(r"use (.*)\.$", said)[1].split(", or ")
+    for way in ways:
+        mended = overrides.apply(recipe, way.split())
+        gradient_accumulation_steps(mended, ranks)  # raises where the batch is not divisible
+        sequences = data.sequences if mended.packing else data.documents
+        assert updates.in_all(mended, sequences) >= updates.ENOUGH, way
+
+
+def rates(tmp_path, kind, warmup, steps):
+    """Return the learning rate of every update, as the run's trainer schedules it."""
+    trainer = object.__new__(RunTrainer)
+    trainer.args = TrainingArguments(str(tmp_path), lr_scheduler_type=kind, warmup_steps=warmup, use_cpu=True)
+    trainer.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    trainer.lr_scheduler = None
+    schedule = trainer.create_scheduler(steps)
+    assert trainer.create_scheduler(steps) is schedule
+    found = []
+    for _ in range(steps):
+        found += schedule.get_last_lr()
+        trainer.optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["constant", "constant_with_warmup", "linear", "cosine"])
+def test_no_update_has_rate_zero(tmp_path, kind):
+    for warmup, steps in ((0.03, 1), (0.03, 2), (0.1, 30), (5, 30), (0, 1), (0, 7)):
+        found = rates(tmp_path, kind, warmup, steps)
+        assert all(rate > 0 for rate in found), (warmup, steps, found)
+        full = updates.warmup(replace(pages.find("tiny", "full"), schedule=Schedule(kind, warmup)), steps)
+        rising = max(0, full - 1)
+        assert found[rising] == pytest.approx(1), (warmup, steps, found)
+        assert found[:rising] == pytest.approx([(k + 1) / full for k in range(rising)])
+
+
+@pytest.fixture(scope="module")
+def alpaca(tmp_path_factory):
+    """Write sixty examples in Alpaca's form."""
+    path = tmp_path_factory.mktemp("alpaca") / "train.jsonl"
+    rows = [{"instruction": f"Double {n}.", "output": f"It is {2 * n}."} for n in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def train(ranks, tmp_path, recipe):
+    """Run a recipe on two ranks; return its folder, the ranks' exit statuses and what each printed."""
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, recipe)
+    statuses = ranks.run(training_run.main, str(run.path), log=tmp_path / "log")
+    return run, statuses, read_logs(tmp_path / "log")
+
+
+def test_a_run_of_one_step_learns_and_was_warned_of(ranks, tmp_path, model_folder, alpaca):
+    recipe = small(model_folder, alpaca, "zero2.json", max_steps=None, packing=True, sequence_length=1024)
+    recipe = replace(recipe, lora=Lora(rank=4, alpha=8), schedule=Schedule("cosine", 0.03))
+    run, statuses, (screen, _) = train(ranks, tmp_path, recipe)
+    assert statuses == [0, 0], screen
+    (only,) = read_jsonl(run.metrics)
+    assert only["step"] == 1 and only["grad_norm"] > 0
+    assert "steps per epoch" in screen and "warning: 60 examples in " in screen and "epochs=12" in screen
+
+
+UNMOVED = {
+    "full": {"deepspeed": "zero3.json"},
+    "lora": {"deepspeed": "zero2.json", "lora": Lora(rank=4, alpha=8)},
+    "offload": {"deepspeed": "zero3_offload.json"},
+    "pipeline": {"deepspeed": "pipeline.json", "layout": Layout(pipeline=2)},
+    "tensor": {"deepspeed": "zero1.json", "layout": Layout(tensor=2)},
+}
+
+
+@pytest.mark.parametrize("case", tiered(UNMOVED, core=["full"]))
+def test_a_run_that_does_not_move_the_weights_fails(ranks, tmp_path, model_folder, conversations, case):
+    changes = dict(UNMOVED[case])
+    recipe = small(model_folder, conversations, changes.pop("deepspeed"), max_steps=2, weight_decay=0.0, **changes)
+    run, statuses, screens = train(ranks, tmp_path, replace(recipe, learning_rate=1e-30))
+    assert set(statuses) == {2}, screens
+    assert "after 2 steps the trained weights are what they were before the first" in "".join(screens)
+    assert "Traceback" not in "".join(screens) and not run.export.exists() and not run.summary.exists()
