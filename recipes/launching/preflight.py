@@ -68,7 +68,7 @@ def with_dimensions(recipe: Recipe) -> Recipe:
     if recipe.draft.enabled:
         heads, shared = config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1)
         sizes = {"num_attention_heads": HEADS, "num_key_value_heads": key_value_heads(heads, shared)}
-        sizes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS)
+        sizes |= dict.fromkeys(limits.EXPERT_COUNTS, EXPERTS)
         sizes["num_hidden_layers"] = recipe.draft.layers
         config |= {name: size for name, size in sizes.items() if name in config}
     elif local.exists():

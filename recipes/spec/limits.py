@@ -40,6 +40,8 @@ TENSOR_PARALLEL_TYPES = (
     "smollm3",
 )
 """Model types whose matrices are split correctly; `tests/test_tensor.py` checks this against every recipe."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of experts in a layer."""
 EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 """Model types whose spread experts train like plain PyTorch: `tests/parity/test_expert.py`."""
 
@@ -236,7 +238,7 @@ def _expert(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
         return
     yield from _family(recipe, "expert")
     kind = _kind(recipe)
-    experts = _size(recipe, "num_experts", "num_local_experts", "n_routed_experts")
+    experts = _size(recipe, *EXPERT_COUNTS)
     if kind and not experts:
         yield f"{kind} has no experts"
     elif kind and kind not in EXPERT_PARALLEL_TYPES:

@@ -16,7 +16,7 @@ from ..machine.capacity import check_disk
 from ..spec import deepspeed_file
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
-from ..spec.limits import as_overrides
+from ..spec.limits import EXPERT_COUNTS, as_overrides
 from ..spec.project import IMPORT_ROOT, NAME
 from ..spec.recipe import Layout, Recipe
 from ..spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe, write_json
@@ -30,7 +30,7 @@ CONVERTED = "universal.json"
 DIMENSIONS = (
     *("model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "head_dim"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "intermediate_size", "n_inner"),
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+    *(*EXPERT_COUNTS, "moe_intermediate_size"),
 )
 """Keys of a config.json that define the architecture, under the names that model families give them."""
 

@@ -33,8 +33,10 @@ def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenize
     """Return the architecture's configuration with the draft's layers and width.
 
     Widths keep their ratio to the hidden size, rounded up to a multiple of 16, and every kind of layer of the original
-    is kept if there are enough layers: sliding and full attention, linear attention, dense and expert.
+    is kept if there are enough layers: sliding and full attention, linear attention, dense and expert. Of a model that
+    also sees, it is the text part.
     """
+    config = config.get_text_config()
     values = {name: value for name, value in config.to_dict().items() if name not in _DERIVED}
     real = config.attribute_map
     sizes = _sizes(config, draft)
@@ -45,7 +47,8 @@ def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenize
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     values["vocab_size"] = len(tokenizer)
     # Narrower layers need larger weights for outputs of the same size.
-    values["initializer_range"] *= math.sqrt(config.hidden_size / draft.hidden_size)
+    scale = math.sqrt(config.hidden_size / draft.hidden_size)
+    values |= {name: values[name] * scale for name in ("initializer_range", "init_std") if values.get(name)}
     return type(config)(**values)
 
 
@@ -61,22 +64,29 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         return -int(-width // 16) * 16
 
     head = draft.hidden_size // HEADS
-    shared = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or HEADS  # a state-space model has none
+    shared = getattr(config, "num_key_value_heads", None) or heads
     latent = getattr(config, "kv_lora_rank", None)  # DeepSeek's attention: the rotary part of a head is a half of it
     return {
         "hidden_size": draft.hidden_size,
         "num_hidden_layers": draft.layers,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": key_value_heads(config.num_attention_heads, shared),
+        "num_key_value_heads": key_value_heads(heads, shared),
         "head_dim": head // 2 if latent else head,
         "query_pre_attn_scalar": head,
+        "rotary_dim": head // 2,
         "intermediate_size": scaled("intermediate_size"),
+        "ffn_dim": scaled("ffn_dim"),
+        "attention_hidden_size": scaled("attention_hidden_size"),
+        "word_embed_proj_dim": scaled("word_embed_proj_dim"),
         "moe_intermediate_size": scaled("moe_intermediate_size"),
         "shared_expert_intermediate_size": scaled("shared_expert_intermediate_size"),
         "num_local_experts": EXPERTS,
         "num_experts": EXPERTS,
         "n_routed_experts": EXPERTS,
+        "moe_num_experts": EXPERTS,
         "num_experts_per_tok": ACTIVE_EXPERTS,
+        "moe_k": ACTIVE_EXPERTS,
         "n_group": min(2, getattr(config, "n_group", None) or 2),
         "topk_group": 1,
         "first_k_dense_replace": 1,

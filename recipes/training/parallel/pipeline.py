@@ -194,14 +194,20 @@ def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
 
 
 def _losses_and_mistakes(engine: Any, batches: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Return the summed loss, and how many tokens of the last answer are not the likeliest, [sequences, 2]."""
-
-    def function(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        wrong = (logits.argmax(-1) != labels) & _last_answer(labels)
-        return torch.stack([_cross_entropy(logits, labels).sum(1), wrong.sum(1).float()], dim=1)
-
+    """Return `losses_and_mistakes` of all batches, joined, [sequences, 2]; a collective."""
     pairs = [(_inputs(batch), _labels(batch)) for batch in batches]
-    return _evaluate(engine, pairs, function, (sum(len(batch["input_ids"]) for batch in batches), 2))
+    return _evaluate(engine, pairs, losses_and_mistakes, (sum(len(batch["input_ids"]) for batch in batches), 2))
+
+
+def losses_and_mistakes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the summed loss, and how many tokens of the last answer are not the likeliest, [sequences, 2].
+
+    Args:
+        logits: [sequences, length, vocabulary].
+        labels: the token after each position, [sequences, length]; -100 where it is not learned.
+    """
+    wrong = (logits.argmax(-1) != labels) & _last_answer(labels)
+    return torch.stack([_cross_entropy(logits, labels).sum(1), wrong.sum(1).float()], dim=1)
 
 
 def _last_answer(labels: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,11 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     size = recipe.layout.sequence
     config = load_config(recipe).get_text_config()
+    if not getattr(config, "num_attention_heads", None):
+        raise UserError(
+            f"layout.sequence={size}: {config.model_type} has no attention heads that ranks could share; its layers "
+            "carry a state along the sequence. Leave layout.sequence out."
+        )
     heads = config.num_attention_heads // recipe.layout.tensor
     if heads % size:  # the launcher may not have known a Hub model's dimensions
         raise UserError(f"layout.sequence={size}: each rank's {heads} attention heads are not divisible by {size}.")

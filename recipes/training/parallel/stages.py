@@ -34,7 +34,13 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
             f"layout.pipeline={recipe.layout.pipeline}: stages need a model whose code is in transformers, in 16 or 32 "
             "bits; use layout.pipeline=1."
         )
-    config = load.load_config(recipe).get_text_config()
+    whole = load.load_config(recipe)
+    if type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"layout.pipeline={recipe.layout.pipeline}: {whole.model_type} is not a language model that transformers "
+            "loads by itself; name the folder of its text model, or train it with layout.pipeline=1."
+        )
+    config = whole.get_text_config()
     try:
         difference = staged_difference(packing_check.draft_of(config, tokenizer, recipe.model.attention, torch.float32))
     except UserError:

@@ -1,0 +1,76 @@
+"""Every setting of a recipe reaches the Trainer: each has another value than its default here."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from recipes.spec import deepspeed_file
+from recipes.spec.recipe import Dpo, Schedule
+from recipes.spec.run_folder import RunFolder
+from recipes.training.arguments import common_arguments
+from recipes.training.methods import dpo, sft
+from tests.small import small
+
+CHANGED = {
+    "learning_rate": 0.03,
+    "weight_decay": 0.07,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-6,
+    "max_grad_norm": 0.3,
+    "seed": 7,
+    "max_steps": 11,
+    "logging_steps": 3,
+    "save_steps": 5,
+}
+
+
+def arguments(tmp_path, module=sft, **changes):
+    """Return the Trainer's arguments; without the DeepSpeed file, whose engine is another test's subject."""
+    recipe = replace(small(tmp_path, tmp_path / "data.jsonl"), **changes)
+    common = common_arguments(recipe, RunFolder(tmp_path / "run"), deepspeed_file.read(recipe.deepspeed), 2, False)
+    return module.arguments({name: value for name, value in common.items() if name != "deepspeed"}, recipe)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_setting_reaches_the_trainer(tmp_path, name):
+    default = getattr(arguments(tmp_path), name)
+    changed = arguments(tmp_path, **{name: CHANGED[name]})
+    assert getattr(changed, name) == CHANGED[name] != default
+
+
+def test_batches_epochs_and_precision_reach_the_trainer(tmp_path):
+    asked = arguments(tmp_path, global_batch_size=24, micro_batch_size=3, epochs=2.5, max_steps=None, precision="bf16")
+    assert (asked.per_device_train_batch_size, asked.gradient_accumulation_steps) == (3, 4), "on two ranks"
+    assert asked.num_train_epochs == 2.5 and asked.max_steps == -1
+    assert asked.bf16 and not asked.fp16
+
+
+RATES = {"constant": [1, 1, 1], "constant_with_warmup": [0.5, 1, 1], "linear": [0.5, 1, 0.5], "cosine": [0.5, 1, 0.5]}
+"""Shares of the learning rate at steps 1, 2 and 6 of 10, after two steps of warm-up."""
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_the_rate_follows_the_kind_of_schedule(tmp_path, kind):
+    asked = arguments(tmp_path, schedule=Schedule(kind=kind, warmup=2))
+    rates = rates_of(asked)
+    assert [rates[step] for step in (1, 2, 6)] == pytest.approx(RATES[kind])
+    assert rates[4] == pytest.approx({"linear": 0.75, "cosine": 0.853553}.get(kind, 1)), "two steps after the peak"
+
+
+def rates_of(asked):
+    """Return the learning rate before every step of ten, as a share of the highest."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_scheduler(asked.lr_scheduler_type, optimizer, asked.get_warmup_steps(10), 10)
+    rates = []
+    for _ in range(10):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_dpo_gets_its_beta_and_length(tmp_path):
+    asked = arguments(tmp_path, dpo, method="dpo", dpo=Dpo(beta=0.37), sequence_length=96)
+    assert asked.beta == 0.37 and asked.max_length == 96

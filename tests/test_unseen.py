@@ -1,0 +1,66 @@
+"""Architectures that no page has: drafts of them compute; what a technique cannot do with them is said in a line."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipes.spec import deepspeed_file, limits
+from recipes.spec.errors import UserError
+from recipes.spec.project import CHECKOUT as ROOT
+from recipes.spec.recipe import Draft, Layout, Model
+from recipes.training.model import draft
+from recipes.training.parallel import sequence_check, stages
+from tests.small import small
+
+DRAFTED = ["codegen", "ernie4_5_moe", "gptj", "llava", "mamba", "opt", "rwkv", "xglm"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+
+
+def recipe_for(folder, kind, **changes):
+    """Return a recipe for a model of a kind; its folder has a configuration only."""
+    AutoConfig.for_model(kind).save_pretrained(folder)
+    return replace(small(folder, folder / "data.jsonl"), model=Model(str(folder)), **changes)
+
+
+@pytest.mark.parametrize("kind", DRAFTED)
+def test_a_draft_computes(tokenizer, kind):
+    config = draft.shrink(AutoConfig.for_model(kind), Draft(layers=2), tokenizer)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(5, 25)[None], use_cache=False).logits
+    assert logits.shape == (1, 20, len(tokenizer)) and logits.isfinite().all()
+    assert model.num_parameters() < 10**6, "or not every width has shrunk"
+
+
+def test_narrower_layers_get_larger_weights_under_any_name(tokenizer):
+    opt = AutoConfig.for_model("opt")
+    small = draft.shrink(opt, Draft(hidden_size=48), tokenizer)
+    assert small.init_std == pytest.approx(opt.init_std * math.sqrt(opt.hidden_size / 48))
+
+
+def test_experts_are_counted_under_any_name(tmp_path, tokenizer):
+    file = deepspeed_file.read(ROOT / "configs" / "expert_parallel.json")
+    recipe = recipe_for(tmp_path, "ernie4_5_moe", layout=Layout(expert=3))
+    recipe = replace(recipe, model=replace(recipe.model, config=AutoConfig.for_model("ernie4_5_moe").to_dict()))
+    assert "has no experts" not in limits.limit(recipe, 3, file)
+    assert draft.shrink(AutoConfig.for_model("ernie4_5_moe"), Draft(), tokenizer).num_experts == draft.EXPERTS
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv"])
+def test_sequence_parallelism_needs_attention(tmp_path, tokenizer, kind):
+    with pytest.raises(
+        UserError, match=rf"layout\.sequence=2: {kind} has no attention heads .* Leave layout\.sequence"
+    ):
+        sequence_check.check(recipe_for(tmp_path, kind, layout=Layout(sequence=2)), tokenizer)
+
+
+def test_stages_need_a_language_model(tmp_path, tokenizer):
+    with pytest.raises(UserError, match=r"layout\.pipeline=2: llava is not a language model .* layout\.pipeline=1"):
+        stages.check(recipe_for(tmp_path, "llava", layout=Layout(pipeline=2)), tokenizer)
