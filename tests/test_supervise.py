@@ -1,9 +1,11 @@
 """When one process of a run dies, the others are ended and the reason is reported."""
 
 import socket
+import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from recipes.launching import causes, supervise
@@ -70,6 +72,31 @@ def test_the_first_rank_to_die_is_named_and_the_others_are_ended(attempt, tmp_pa
     assert lines[0] == f"rank 1 on {socket.gethostname()} {said}; the last lines of its log:"
     assert lines[1:] == [f"  | line {at}" for at in range(12, 20)]
     assert seconds < 3 + 2 + 10
+
+
+SUPERVISE = """
+import sys
+from pathlib import Path
+from recipes.launching import supervise
+from recipes.spec.run_folder import RunFolder
+supervise.supervise([sys.executable, "-c", *sys.argv[2:]], None, RunFolder(Path(sys.argv[1])), len(sys.argv) - 3)
+"""
+SAYS = "import os; print(os.getpid(), flush=True); "
+
+
+def test_ranks_die_with_a_killed_launcher(tmp_path):
+    """Ranks that ignore signals and that are stopped, below a launcher that looks at neither."""
+    words = [sys.executable, "-c", SUPERVISE, str(tmp_path), FAKE, SAYS + STUBBORN, SAYS + STUBBORN]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as launcher:
+        ranks = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]
+        family = [*ranks, *psutil.Process(launcher.pid).children(recursive=True)]
+        time.sleep(1)  # until the launcher watches
+        ranks[1].suspend()
+        launcher.kill()
+        left = psutil.wait_procs(family, timeout=20)[1]
+        for process in left:
+            process.kill()
+    assert left == []
 
 
 def test_ranks_that_succeed_or_have_printed_the_reason_need_no_cause(attempt):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..spec.errors import UserError
-from ..spec.run_folder import RunFolder, newest_checkpoint
+from ..spec.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
 from .main import Parser
 
 
@@ -53,6 +53,11 @@ def find_model(source: Path) -> Path:
         return source
     if run.export.exists():
         return run.export
+    if (run.unverified / CHECK_FAILED).exists():
+        raise UserError(
+            f"{source}: the export of this run failed its check: reloaded, it computes other logits than the trained "
+            f"model ({run.unverified / CHECK_FAILED}). Name a checkpoint to export that instead."
+        )
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         raise UserError(f"{source}: this run has neither an export nor a complete checkpoint yet.")

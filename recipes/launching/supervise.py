@@ -17,7 +17,7 @@ from ..spec.project import NAME
 from ..spec.run_folder import RunFolder
 from . import causes
 from .causes import FailedRank
-from .ranks import POLL, RankMonitor, numbered
+from .ranks import POLL, RankMonitor, killed_with_this_process, numbered
 
 RANK_MODULE = f"{NAME}.training.run"
 LAST_GRACE = 12
@@ -80,7 +80,7 @@ def supervise(
     ranks: int,
     watcher_of: Callable[[int], RankWatcher] | None = None,
 ) -> Outcome:
-    """Run the command in a session of its own and return how it ended; none of its processes outlives this call.
+    """Run the command in a session of its own and return how it ended; its processes outlive neither this call nor us.
 
     SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second signal ends them at once. When one of
     the `ranks` fails, the others get `LAST_GRACE` seconds. `watcher_of(launcher)` watches ranks on other machines;
@@ -102,7 +102,8 @@ def supervise(
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        failed, status = wait(launcher, watcher)
+        with killed_with_this_process(launcher.pid):
+            failed, status = wait(launcher, watcher)
     finally:
         end_session(launcher.pid)
         watcher.close()

@@ -16,6 +16,9 @@ from .recipe import Recipe
 COMPLETE = "complete.json"
 """Written into a checkpoint last, by rank 0 after every rank has finished; without it the checkpoint is incomplete."""
 
+CHECK_FAILED = "check_failed.json"
+"""Written into an export that computes other logits than the trained model; it never becomes the run's `export`."""
+
 REWIND = 75
 """Exit status of ranks that rewind: the run should resume from its newest checkpoint (`EX_TEMPFAIL`: try again)."""
 
@@ -90,6 +93,11 @@ class RunFolder:
     def export(self) -> Path:
         """The result: a Hugging Face folder, or an adapter."""
         return self.path / "export"
+
+    @property
+    def unverified(self) -> Path:
+        """The export until it has been reloaded and computes the trained model's logits."""
+        return self.path / "export.part"
 
     @property
     def report(self) -> Path:

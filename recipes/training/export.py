@@ -18,29 +18,46 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..spec.errors import UserError, first_line
-from ..spec.run_folder import read_json
+from ..spec.run_folder import CHECK_FAILED, COMPLETE, read_json, write_json
 from . import distributed, upstream
+from .checkpoint import digests
 from .parallel.whole import QUANTIZATION
 
 ADAPTER = "adapter_config.json"
 
 
 def save(trainer: Any, folder: Path) -> None:
-    """Write the trained model, or its adapter, to `folder`, which appears once it is complete; a collective.
+    """Write the trained model, or its adapter, to `folder`; a collective.
 
     Args:
         trainer: with `RunHooks`.
         folder: replaced if it exists.
     """
-    part = folder.with_name(folder.name + ".part")
-    if distributed.is_first():
-        shutil.rmtree(part, ignore_errors=True)
-    torch.distributed.barrier()
-    trainer.context.parallel.save(trainer, part)
     if distributed.is_first():
         shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
     torch.distributed.barrier()
+    trainer.context.parallel.save(trainer, folder)
+    torch.distributed.barrier()
+
+
+def publish(verified: Path, folder: Path) -> None:
+    """Make what `save` wrote and `verify` accepted the export, all of it on the disk; a collective.
+
+    Args:
+        verified: renamed.
+        folder: replaced if it exists.
+    """
+    if distributed.is_first():
+        move(verified, folder)
+    torch.distributed.barrier()
+
+
+def move(part: Path, folder: Path) -> None:
+    """Rename `part` to `folder`, which is replaced, once every file is on the disk."""
+    digests.flush([*(path for path in part.rglob("*")), part])
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+    digests.flush([folder.parent])
 
 
 @torch.no_grad()
@@ -69,12 +86,18 @@ def verify(
         logits = reloaded(input_ids=inputs.to(reloaded.device)).logits.float().cpu()
         difference = ((logits - trained).abs().max() / trained.abs().max()).item()
     difference = distributed.total(difference)[0]
-    allowed = 1e-4 if dtype == torch.float32 else 3e-2
+    allowed = _allowed(dtype)
     if not difference <= allowed:
+        if distributed.is_first():
+            write_json(folder / CHECK_FAILED, {"difference": difference, "allowed": allowed})
         raise RuntimeError(
             f"{folder}: reloaded logits differ by {difference:.1e} of the largest (allowed {allowed:.0e})"
         )
     return difference
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    return 1e-4 if dtype == torch.float32 else 3e-2
 
 
 def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreTrainedModel | PeftModel:
@@ -165,6 +188,8 @@ def write(source: Path, output: Path, merge: bool) -> str:
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output}: exists and is not empty; choose a new folder.")
+    if (source / CHECK_FAILED).exists():
+        raise UserError(f"{source}: this export failed its check: it computes other logits than the trained model.")
     is_adapter = (source / ADAPTER).exists()
     if not is_adapter and not list(source.glob("*.safetensors")):
         if list(source.glob("checkpoint-*")):
@@ -176,19 +201,44 @@ def write(source: Path, output: Path, merge: bool) -> str:
     part = output.with_name(output.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     if is_adapter and merge:
-        load_merged(source).save_pretrained(part)
+        merged = load_merged(source)
+        expected = _sample_logits(merged)
+        merged.save_pretrained(part)
+        del merged  # before it is loaded again
         load_tokenizer(source).save_pretrained(part)
+        _check_merged(part, expected)
         kind = "a whole model with the adapter merged into it"
     else:
         part.mkdir(parents=True)
         for file in sorted(source.iterdir()):
             if file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt") and file.name not in _OF_THE_RUN:
                 shutil.copy2(file, part)
+        _check_copies(source, part)
         kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
-    if output.exists():
-        output.rmdir()
-    part.rename(output)
+    move(part, output)
     return kind
+
+
+@torch.no_grad()
+def _sample_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Return the logits of a few arbitrary tokens, shape (1, 16, vocabulary)."""
+    return model.eval()(input_ids=torch.arange(16, device=model.device)[None]).logits.float().cpu()
+
+
+def _check_merged(folder: Path, expected: torch.Tensor) -> None:
+    """Fail unless the merged model in `folder` computes these logits once it is reloaded."""
+    reloaded = load_whole(folder, "auto")
+    difference = ((_sample_logits(reloaded) - expected).abs().max() / expected.abs().max()).item()
+    if not difference <= _allowed(reloaded.dtype):
+        raise RuntimeError(f"{folder}: reloaded logits differ by {difference:.1e} of the largest")
+
+
+def _check_copies(source: Path, copy: Path) -> None:
+    """Refuse to hand out a checkpoint's files that are not as they were written."""
+    written = read_json(source / COMPLETE).get("digests", {}) if (source / COMPLETE).exists() else {}
+    for file in copy.iterdir():
+        if digests.of_file(file) != written.get(file.name, digests.of_file(source / file.name)):
+            raise UserError(f"{source / file.name} is not as it was written (a disk or memory error); export another.")
 
 
 _OF_THE_RUN = {"trainer_state.json", "complete.json"}

@@ -150,13 +150,14 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
         return
     check_moved(trainer)
     after = evaluation.measure(trainer, with_metric=True)[evaluation.metric] if evaluation else None
-    export.save(trainer, run.export)
+    export.save(trainer, run.unverified)
     difference = export.verify(
         lambda tokens: context.parallel.logits(trainer, tokens),
         load.DTYPES[recipe.precision],
-        run.export,
+        run.unverified,
         datasets.sample,
     )
+    export.publish(run.unverified, run.export)
     results = {"after": after, "logit_difference": difference}
     summary.finished(recipe, run, context.tracker, evaluation, results)
 

@@ -1,0 +1,96 @@
+"""An export appears whole and checked, or not at all."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from recipes.commands.main import run as run_command
+from recipes.spec.run_folder import CHECK_FAILED, COMPLETE, RunFolder, sizes, write_json, write_recipe
+from recipes.training import distributed, export
+from recipes.training import run as training_run
+from recipes.training.checkpoint import digests
+from recipes.training.model.draft import TINY_MODEL
+from tests.ranks import read_logs
+from tests.small import small
+
+WEIGHTS = "model.safetensors"
+
+
+def write_other_weights(folder):
+    """Run with the mistake that the export's weights are not the trained ones; executed on every rank."""
+    save = export.save
+
+    def save_others(trainer, target):
+        save(trainer, target)
+        if distributed.is_first():
+            double(target / WEIGHTS)
+
+    export.save = save_others
+    training_run.main(folder)
+
+
+def double(file):
+    held = load_file(file)
+    name = next(name for name in held if "mlp" in name)
+    save_file(held | {name: 2 * held[name]}, file, metadata={"format": "pt"})
+
+
+def test_an_export_that_fails_its_check_never_appears(ranks, tmp_path, model_folder, conversations, capsys):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, small(model_folder, conversations, max_steps=1))
+    assert ranks.run(write_other_weights, str(run.path), world_size=1, log=tmp_path / "log") == [1]
+    assert "reloaded logits differ by" in read_logs(tmp_path / "log")[0]
+    assert not run.export.exists() and not run.summary.exists()
+    for source in (run.path, run.unverified):
+        assert run_command("export", [str(source), "--output", str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+        assert "failed its check" in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Write a checkpoint's model files with their digests."""
+    folder = tmp_path / "run" / "checkpoints" / "checkpoint-5"
+    model = export.load_whole(TINY_MODEL, torch.float32)
+    model.save_pretrained(folder)
+    export.load_tokenizer(TINY_MODEL).save_pretrained(folder)
+    found = {name: digests.of_file(folder / name) for name in sizes(folder)}
+    write_json(folder / COMPLETE, {"step": 5, "files": sizes(folder), "digests": found})
+    return folder
+
+
+def test_a_checkpoint_is_exported_as_it_was_written(checkpoint, tmp_path, capsys):
+    assert run_command("export", [str(checkpoint), "--output", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+    content = bytearray((checkpoint / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (checkpoint / WEIGHTS).write_bytes(content)
+    assert run_command("export", [str(checkpoint), "--output", str(tmp_path / "damaged")]) == 2
+    assert f"{WEIGHTS} is not as it was written" in capsys.readouterr().err
+    assert not (tmp_path / "damaged").exists()
+
+
+def test_a_merged_model_is_reloaded_before_it_appears(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "load_merged", lambda _: export.load_whole(TINY_MODEL, torch.float32))
+    write_json(checkpoint / export.ADAPTER, {})
+    export.write(checkpoint, tmp_path / "out", merge=True)
+    assert (tmp_path / "out" / WEIGHTS).exists()
+    tokenizer = export.load_tokenizer
+
+    def load_and_damage(folder):
+        double(tmp_path / "wrong.part" / WEIGHTS)
+        return tokenizer(folder)
+
+    monkeypatch.setattr(export, "load_tokenizer", load_and_damage)
+    with pytest.raises(RuntimeError, match="reloaded logits differ"):
+        export.write(checkpoint, tmp_path / "wrong", merge=True)
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_a_run_whose_export_failed_is_not_exported_from_a_checkpoint_unasked(checkpoint, tmp_path, capsys):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, small(TINY_MODEL, tmp_path))
+    write_json(run.unverified / CHECK_FAILED, {})
+    assert run_command("export", [str(run.path), "--output", str(tmp_path / "out")]) == 2
+    assert "failed its check" in capsys.readouterr().err
