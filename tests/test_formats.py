@@ -9,7 +9,7 @@ import pytest
 from recipes.launching import paths, preflight
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Data
-from recipes.training.data import formats, text_files
+from recipes.training.data import columns, formats, sources, text_files
 from tests.small import small
 
 
@@ -118,6 +118,63 @@ def test_the_method_decides_between_fields_that_fit_several_forms():
     assert formats.form_of("here", row, "sft") == "messages"
     assert formats.form_of("here", row, "pretrain") == "text"
     assert formats.form_of("here", row, "sft", "prompt_completion") == "prompt_completion"
+
+
+def test_columns_of_any_names_are_read(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text('"question, asked",a:b,prompt,id\nHi?,Yes.,other,7\n', encoding="utf-8")
+    fields = columns.fields("question, asked:prompt,a:b:completion")
+    assert fields == {"question, asked": "prompt", "a:b": "completion"}
+    rows = columns.renamed(text_files.read(path), fields)
+    assert list(formats.converted(rows, "sft")) == [chat(SHORT, given=1)]
+    swapped = columns.renamed(
+        [("here", {"completion": "Hi?", "prompt": "Yes."})], {"completion": "prompt", "prompt": "completion"}
+    )
+    assert list(formats.converted(swapped, "sft")) == [chat(SHORT, given=1)]
+    recipe = small(tmp_path, path)
+    recipe = replace(recipe, data=replace(recipe.data, columns="question, asked:prompt,a:b:completion"))
+    preflight.check_data(recipe)
+    (source,) = sources.read(str(path), recipe)
+    assert source.examples[0]["messages"] == SHORT
+    with pytest.raises(UserError, match="names 'answer'; this example has 'question, asked', 'a:b'"):
+        preflight.check_file(path, "sft", named="answer:completion")
+    with pytest.raises(UserError, match=r"belong to no known form.*data\.columns=question:prompt"):
+        formats.form_of("here", {"question": "a", "answer": "b"}, "sft")
+    for wrong in ("question", "question:prmpt", "question:prompt,answer", ":prompt"):
+        with pytest.raises(UserError, match=f"data.columns={wrong}: write COLUMN:FIELD"):
+            columns.fields(wrong)
+
+
+def test_plain_text_is_one_document_until_it_is_long(tmp_path, monkeypatch):
+    path = tmp_path / "book.txt"
+    path.write_text("\ufeffOnce upon a time.\n\nThe end.\n", encoding="utf-8")
+    assert list(text_files.read(path)) == [(f"{path}:1", {"text": "Once upon a time.\n\nThe end.\n"})]
+    monkeypatch.setattr(text_files, "DOCUMENT", 10)
+    parts = list(text_files.read(path))
+    assert [where for where, _ in parts] == [f"{path}:1", f"{path}:2"]
+    assert "".join(part["text"] for _, part in parts) == "Once upon a time.\n\nThe end.\n"
+    recipe = small(tmp_path, tmp_path, method="pretrain")
+    assert preflight.check_data(recipe) is None
+    assert [len(source.examples) for source in sources.read(str(tmp_path), recipe)] == [2]
+    (tmp_path / "rows.jsonl").write_text(line(text="a"))
+    (source,) = sources.read(str(tmp_path), recipe)
+    assert source.examples[:] == {"text": ["a"]}, "a text file beside others is a note"
+    with pytest.raises(UserError, match="form text, for the method pretrain"):
+        preflight.check_file(path, "sft")
+    path.write_text(" \n")
+    with pytest.raises(UserError, match="holds no example"):
+        preflight.check_file(path, "pretrain")
+
+
+@pytest.mark.parametrize("label", [True, False, 0, "True"])
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_judged_answers_are_not_taken_for_answers_to_imitate(label, method):
+    row = {"prompt": "Hi?", "completion": "Go away.", "label": label}
+    with pytest.raises(UserError, match="answers that were judged \\(KTO\\)"):
+        formats.form_of("here", row, method)
+    assert formats.form_of("here", row, "sft", "prompt_completion") == "prompt_completion"
+    assert formats.form_of("here", row | {"label": "billing"}, "sft") == "prompt_completion"
+    assert formats.form_of("here", row | {"text": "a"}, "pretrain") == "text"
 
 
 def line(**row):

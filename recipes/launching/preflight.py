@@ -13,7 +13,7 @@ from ..spec.errors import UserError
 from ..spec.layout import bubble, gradient_accumulation_steps
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
-from ..training.data import formats, text_files
+from ..training.data import columns, formats, text_files
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
 from ..zero_config import lint
 
@@ -88,16 +88,18 @@ def check_data(recipe: Recipe) -> None:
     _check_options(recipe)
     for path in (recipe.data.path, recipe.data.validation):
         for name in names(path):
-            if Path(name).is_dir() and not any(file.suffix in text_files.SUFFIXES for file in Path(name).rglob("*")):
-                raise UserError(f"{name}: no data files in this folder or below ({', '.join(text_files.SUFFIXES)}).")
+            kinds = (*text_files.SUFFIXES, text_files.PLAIN)
+            if Path(name).is_dir() and not any(file.suffix in kinds for file in Path(name).rglob("*")):
+                raise UserError(f"{name}: no data files in this folder or below ({', '.join(kinds)}).")
             if Path(name).is_file() and Path(name).suffix not in text_files.COLUMNAR:
                 most = STREAMED if recipe.data.streaming and path == recipe.data.path else None
-                check_file(Path(name), recipe.method, recipe.data.form, most)
+                check_file(Path(name), recipe.method, recipe.data.form, most, recipe.data.columns)
 
 
 def _check_options(recipe: Recipe) -> None:
     data = recipe.data
     text_files.weights(data)
+    columns.fields(data.columns)
     if data.validation_share != "auto" and not data.validation_share < 1:
         raise UserError(f"data.validation_share={data.validation_share}: must be below 1; 0.05 holds out 5 %.")
     if not data.streaming:
@@ -112,13 +114,16 @@ def _check_options(recipe: Recipe) -> None:
         )
 
 
-def check_file(path: Path, method: str, form: str = "auto", most: int | None = None) -> int:
+def check_file(path: Path, method: str, form: str = "auto", most: int | None = None, named: str | None = None) -> int:
     """Check a text file's first `most` examples (None: all) for a method, and return how many there are.
+
+    `named` is the recipe's `data.columns`.
 
     Raises:
         UserError: names the file, the line, the field and the fix.
     """
-    count = sum(1 for _ in islice(formats.converted(text_files.read(path), method, form), most))
+    examples = columns.renamed(text_files.read(path), columns.fields(named))
+    count = sum(1 for _ in islice(formats.converted(examples, method, form), most))
     if not count:
-        raise UserError(f"{path} is empty; expected one JSON object per line.")
+        raise UserError(f"{path} is empty: it holds no example.")
     return count

@@ -42,7 +42,10 @@ class Data:
     """What the model learns from, and what it is measured on."""
 
     path: str
-    """A file (.jsonl, .json, .parquet, .csv, .arrow), a folder of them, or a Hub name; several with commas."""
+    """A file (.jsonl, .json, .csv, .parquet, .arrow; .txt for `pretrain`), a folder of them, or a Hub name; several
+    with commas."""
+    columns: str | None = None
+    """What the columns of other names hold, with commas: `question:prompt,answer:completion`."""
     weights: str | None = None
     """The proportions in which several sources are mixed, with commas (`3,1`); None: every example of each once."""
     form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = "auto"

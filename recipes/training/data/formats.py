@@ -29,6 +29,12 @@ FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Each form's method, and the fields by which it is recognised."""
 
+FIELDS = (
+    *dict.fromkeys(field for _, fields in FORMS.values() for field in fields),
+    *("input", "history", "system", "tools"),
+)
+"""Every field that a conversion reads."""
+
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
@@ -51,11 +57,26 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
         return asked
     found = [form for form, (_, fields) in FORMS.items() if all(example.get(field) is not None for field in fields)]
     suitable = [form for form in found if FORMS[form][0] == method]
+    if (suitable or found)[:1] == ["prompt_completion"]:
+        _refuse_judged(where, example)
     if suitable:
         return suitable[0]
     if found:
         raise UserError(f"{where}: is in the form {found[0]}, for the method {FORMS[found[0]][0]}; {_needs(method)}.")
-    raise UserError(f"{where}: its fields ({_fields(example)}) belong to no known form; {_needs(method)}.")
+    raise UserError(
+        f"{where}: its fields ({fields_of(example)}) belong to no known form; {_needs(method)}. Say which is which: "
+        "data.columns=question:prompt,answer:completion."
+    )
+
+
+def _refuse_judged(where: str, example: Example) -> None:
+    """Refuse KTO's form, whose fields contain those of another: half of its answers are examples of what not to say."""
+    if str(example.get("label")).lower() in ("true", "false", "0", "1"):
+        raise UserError(
+            f"{where}: 'prompt', 'completion' and a 'label' of yes or no are answers that were judged (KTO), good ones "
+            "and bad ones; no method here reads them.\nKeep those whose label is true and remove the label, or make "
+            "pairs of 'chosen' and 'rejected' for dpo; data.form=prompt_completion trains on all of them as they are."
+        )
 
 
 def converted(located: Iterable[tuple[str, Example]], method: str, form: str = "auto") -> Iterator[Example]:
@@ -251,11 +272,12 @@ def _said(role: str, content: str) -> Turn:
 
 
 def _wrong(where: str, example: Example, field: str, expected: str) -> UserError:
-    found = f"it is {_kind(example[field])}" if field in example else f"this example has {_fields(example)}"
+    found = f"it is {_kind(example[field])}" if field in example else f"this example has {fields_of(example)}"
     return UserError(f"{where}: the field {field!r} must be {expected}; {found}.")
 
 
-def _fields(example: Example) -> str:
+def fields_of(example: Example) -> str:
+    """Return the names of an example's fields, for messages."""
     return ", ".join(repr(key) for key in example) or "none"
 
 

@@ -26,7 +26,7 @@ from pyarrow import ArrowException
 
 from ...spec.errors import UserError, first_line
 from ...spec.recipe import Recipe, names
-from . import formats, text_files
+from . import columns, formats, text_files
 
 Examples: TypeAlias = Dataset | IterableDataset
 Located = Iterator[tuple[str, dict[str, Any]]]
@@ -70,11 +70,18 @@ def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
 
 
 def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
-    first = next(_located(name, recipe.data.split, True), None)
+    fields = columns.fields(recipe.data.columns)
+    first = next(columns.renamed(_located(name, recipe.data.split, True), fields), None)
     if first is None:
         raise UserError(f"{name}: contains no examples.")
     form = formats.form_of(*first, recipe.method, recipe.data.form)
-    found: dict[str, Any] = {"name": name, "split": recipe.data.split, "method": recipe.method, "form": form}
+    found: dict[str, Any] = {
+        "name": name,
+        "split": recipe.data.split,
+        "method": recipe.method,
+        "form": form,
+        "fields": fields,
+    }
     features = FEATURES[recipe.method]
     if streaming:
         return Source(name, form, IterableDataset.from_generator(_converted, features, gen_kwargs=found))
@@ -86,8 +93,11 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
 
 
-def _converted(name: str, split: str, method: str, form: str, version: Any = None) -> Iterator[dict[str, Any]]:
-    return formats.converted(_located(name, split, streaming=version is None), method, form)
+def _converted(
+    name: str, split: str, method: str, form: str, fields: dict[str, str], version: Any = None
+) -> Iterator[dict[str, Any]]:
+    located = _located(name, split, streaming=version is None)
+    return formats.converted(columns.renamed(located, fields), method, form)
 
 
 def _located(name: str, split: str, streaming: bool) -> Located:
@@ -127,9 +137,13 @@ def _files(folder: Path, split: str) -> list[Path]:
         found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
     except EmptyDatasetError:
         found = {}
-    chosen = [Path(file) for file in found.get(split, ()) if Path(file).suffix in text_files.SUFFIXES]
+    files = [Path(file) for file in found.get(split, ())]
+    # A text file beside others is a licence or a note.
+    chosen = [file for file in files if file.suffix in text_files.SUFFIXES] or [
+        file for file in files if file.suffix == text_files.PLAIN
+    ]
     if not chosen:
-        kinds = ", ".join(text_files.SUFFIXES)
+        kinds = ", ".join((*text_files.SUFFIXES, text_files.PLAIN))
         others = f"; it has {', '.join(map(str, found))}" if found and split not in found else ""
         raise UserError(f"{folder}: no file of the split {split!r} in this folder ({kinds}){others}.")
     return chosen

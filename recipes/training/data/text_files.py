@@ -1,4 +1,4 @@
-"""Read examples from local text files, each with its place: JSON Lines, JSON arrays, CSV.
+"""Read examples from local text files, each with its place: JSON Lines, JSON arrays, CSV, plain text.
 
 Standard library only, so that the launcher can check a file before a process is started. The ranks read with the same
 functions, and not with the loaders of `datasets`, which convert strings that look like dates or numbers.
@@ -20,6 +20,10 @@ COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", *SEPARATORS, *COLUMNAR)
 """Which files of a folder hold examples."""
+PLAIN = ".txt"
+"""A file of raw text; in a folder, where it has no other files."""
+DOCUMENT = 2**20
+"""Characters of a plain text file after which, at the end of a line, another document begins."""
 
 
 def weights(data: Data) -> list[float] | None:
@@ -51,6 +55,8 @@ def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     if path.suffix in SEPARATORS:
         return _table(path, SEPARATORS[path.suffix])
+    if path.suffix == PLAIN:
+        return _plain(path)
     if path.suffix == ".json" and _is_array(path):
         return _array(path)
     return _json_lines(path)
@@ -97,6 +103,20 @@ def _object(where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UserError(f"{where}: a {type(row).__name__}, not a JSON object.")
     return row
+
+
+def _plain(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a file of raw text as one document, or as several if it is long, so that it need not fit in memory."""
+    start, lines, length = "", [], 0
+    for where, line in _lines(path):
+        start = start or where
+        lines.append(line)
+        length += len(line)
+        if length >= DOCUMENT:
+            yield start, {"text": "".join(lines)}
+            start, lines, length = "", [], 0
+    if "".join(lines).strip():
+        yield start, {"text": "".join(lines)}
 
 
 def _table(path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
