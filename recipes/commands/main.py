@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..spec.errors import UserError
+from ..spec.errors import UserError, redact
 from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program
 
 COMMANDS = {
@@ -62,7 +62,7 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
     try:
         return importlib.import_module(f".{name}", __package__).main(words)
     except UserError as error:
-        print(f"{program(name)}: {as_typed(str(error))}", file=sys.stderr)
+        print(f"{program(name)}: {redact(as_typed(str(error)))}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

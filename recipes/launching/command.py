@@ -95,7 +95,7 @@ def record(folder: RunFolder, command: list[str] | None = None) -> None:
     """Append the user's command to the run's command.txt, and print and append the DeepSpeed launcher's."""
     lines = [redact(shlex.join([sys.executable, *sys.argv]))]
     if command:
-        lines.append(shlex.join(command))
+        lines.append(redact(shlex.join(command)))
         print(lines[-1], flush=True)
     with folder.command.open("a", encoding="utf-8") as log:
         log.write("".join(f"{line}\n" for line in lines))

@@ -4,9 +4,32 @@ import os
 import re
 from collections.abc import Mapping
 
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
-# Hugging Face tokens, W&B keys (40 hexadecimal digits, or the newer prefixed form), user:password@host.
-_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|wandb_v\d_\w{16,}|\b[0-9a-f]{40}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_SECRET_NAME = re.compile(
+    r"TOKEN(?!IZ)|SECRET|(?<!ASK)PASS(?:WORD|WD|PHRASE|_|$)|_PW$|(?:API|ACCESS|PRIVATE)_?KEY|CREDENTIAL|HEADERS?(?:_|$)"
+    r"|AUTHORIZATION|_AUTH$|COOKIE|SIGNATURE|WEBHOOK|_DSN$|_SAS$",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(
+    r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|wandb_v\d_\w{16,}|\b[0-9a-f]{40}\b"  # W&B: prefixed, or 40 hexadecimal digits
+    r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt|ptt|cbt)-[\w-]{16,}"  # GitHub, GitLab
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}"  # AWS, Google
+    r"|\bsk-(?=[\w-]*\d)[\w-]{16,}|\bxox[a-z]-[\w-]{10,}|\bnpm_[A-Za-z0-9]{30,}|\bpypi-[\w-]{30,}"
+    r"|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"  # JSON web tokens
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|(?<=://)[^/?#\s@'\"]+(?=@)"  # https://TOKEN@host, https://user:password@host
+    # user:password@host, but neither DeepSpeed's host:0,2@host nor image:tag@sha256:digest.
+    r"|(?<![\w./@:-])[\w.+%-]+:(?!//)(?!(?:\d{1,2},)*\d{0,2}@)[^\s:@/'\"]+(?=@(?!sha256:)\w)"
+)
+_SECRET_PART = re.compile(
+    r"([?&](?:X-Amz-(?:Signature|Credential|Security-Token)|X-Goog-(?:Signature|Credential)|AWSAccessKeyId|sig|signature"
+    r"|(?:access_|auth_)?token|(?:api_?)?key|password|secret)=)[^&\s'\"]+"
+    r"|((?:authorization|x-api-key|cookie)['\"]?\s*[:=]\s*['\"]?(?:\w+(?:\s|%20)+)?)[^\s,'\"]+"
+    r"|(\bBearer(?:\s|%20)+)[\w.~+/=-]{8,}",
+    re.IGNORECASE,
+)
+"""What follows a name that marks it as a secret: in a signed URL, or in the header of a request."""
+_ASSIGNMENT = re.compile(r"\b(\w+)=('[^']*'|\"[^\"]*\"|[^\s'\"]+)")
 
 
 class UserError(Exception):
@@ -23,16 +46,24 @@ def first_line(error: Exception) -> str:
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether a variable's name or value looks like a credential."""
-    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value) or _SECRET_PART.search(value))
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` with everything that looks like a credential replaced by `***`.
 
-    This covers the known token formats and the value of every environment variable whose name marks it as a secret,
-    so that `command.txt` and our own messages can be shared.
+    This covers the known token formats, passwords and tokens in URLs, signed URLs, headers, assignments to names that
+    mark a secret, and the value of every environment variable with such a name, so that `command.txt`, logs and our own
+    messages can be shared.
     """
     for name, value in environ.items():
         if _SECRET_NAME.search(name) and len(value) >= 8:
             text = text.replace(value, "***")
-    return _SECRET_VALUE.sub("***", text)
+    text = _SECRET_PART.sub(lambda found: f"{found[1] or found[2] or found[3]}***", text)
+    return _ASSIGNMENT.sub(_assigned, _SECRET_VALUE.sub("***", text))
+
+
+def _assigned(found: re.Match[str]) -> str:
+    """Return an assignment without its value if its name marks a secret; `pad_token=...` is none."""
+    marks = _SECRET_NAME.search(found[1] if found[1].isupper() else re.sub("token|header", "", found[1]))
+    return f"{found[1]}=***" if marks else found[0]

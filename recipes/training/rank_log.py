@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any, TextIO
 
+from ..spec.errors import redact
 from ..spec.run_folder import RunFolder
 
 
@@ -32,7 +33,7 @@ class Tee:
         """Write `text`; a progress bar, which overwrites itself, does not go into the log."""
         if not text.startswith("\r"):
             with contextlib.suppress(OSError):  # a full disk must not end the run
-                self.log.write(text)
+                self.log.write(redact(text))
         return self.stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..spec import deepspeed_file, limits
 from ..spec.deepspeed_file import DeepSpeedFile
-from ..spec.errors import UserError
+from ..spec.errors import UserError, redact
 from ..spec.recipe import Recipe
 from ..spec.run_folder import REWIND, RunFolder, checkpoint_bytes, newest_checkpoint, read_recipe
 from . import distributed, export, rank_log, summary, upstream
@@ -185,7 +185,7 @@ def fail(error: Exception, status: int) -> None:
     if not distributed.is_first():
         # If every rank found the same mistake, the launcher ends this one before it repeats rank 0's message.
         time.sleep(5)
-    print(error, file=sys.stderr, flush=True)
+    print(redact(str(error)), file=sys.stderr, flush=True)
     os._exit(status)
 
 

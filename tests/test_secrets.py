@@ -1,0 +1,166 @@
+"""Secrets: which variables travel to other machines, and what is taken out of what is printed or written."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes.launching import command, paths, variables
+from recipes.launching.allocation import Allocation
+from recipes.launching.kubernetes import manifests
+from recipes.launching.slurm import batch_job
+from recipes.launching.ssh.pdsh_environment import write_environment
+from recipes.spec import pages
+from recipes.spec.errors import is_secret, redact
+from recipes.spec.run_folder import RunFolder
+from recipes.training.rank_log import Tee
+from tests.launching import LAUNCH
+
+# Put together here, so that no file holds what looks like a real one.
+PASSWORD = "s3cr3t" + "Pa55"
+SECRETS = {
+    "user and password": f"ada:{PASSWORD}@proxy:3128",
+    "a number as password": "ada:12345@proxy:3128",
+    "token in a URL": f"https://{PASSWORD}@host/x.git",
+    "password in a URL": f"https://ada:{PASSWORD}@host/x",
+    "AWS's signed URL": f"https://b.s3/x?X-Amz-Date=1&X-Amz-Signature={PASSWORD}&x=1",
+    "Azure's signed URL": f"https://b.blob/x?se=1&sig={PASSWORD}",
+    "key in a URL": f"https://host/x?key={PASSWORD}",
+    "header": f"Authorization: Basic {PASSWORD}",
+    "header as OTEL writes it": f"authorization=Bearer%20{PASSWORD}",
+    "bearer": f"Bearer {PASSWORD}",
+    "Hugging Face": "hf_" + "aB1" * 8,
+    "GitHub": "ghp_" + "aB1" * 12,
+    "GitHub, fine-grained": "github_pat_" + "aB1" * 8,
+    "GitLab": "glpat-" + "aB1" * 7,
+    "AWS": "AKIA" + "AB12" * 4,
+    "OpenAI": "sk-proj-" + "aB1" * 8,
+    "Slack": "xoxb-" + "123-" * 4 + "abc",
+    "JSON web token": "eyJ" + "aB1" * 4 + ".eyJ" + "aB1" * 4 + ".x",
+    "private key": "-----BEGIN RSA PRIVATE KEY-----\nMIIE" + "aB1" * 8 + "\n-----END RSA PRIVATE KEY-----",
+}
+PLAIN = (
+    "http://proxy:3128",
+    "node1@node2:0,2@node3",
+    "--include n1:0,2@n2:10",
+    "registry/image:tag@sha256:0123",
+    "image:tag@sha256:0123",
+    "tokens_per_second=4170 pad_token=<pad> max_new_tokens=5",
+    "a task-force-of-many-long-words",
+    "ada@host:/path and ada@example.org",
+    "step 160/164  loss 0.0025  lr 5.1e-06",
+    "data.path=/a/b.jsonl learning_rate=2e-4 deepspeed=zero3.json",
+    "https://host/x?page=2&keyboard=de",
+    "/home/ada/.cache/huggingface",
+)
+
+
+@pytest.mark.parametrize("kind", SECRETS)
+def test_a_credential_is_taken_out_of_any_text_and_known_as_one(kind):
+    secret = SECRETS[kind]
+    assert is_secret("X", secret)
+    shown = redact(f"before {secret} after", {})
+    assert "***" in shown and shown.startswith("before ") and shown.endswith(" after")
+    for hidden in (PASSWORD, "12345", "aB1aB1", "AB12AB12", "123-123"):
+        assert hidden not in shown
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_what_is_no_credential_stays(text):
+    assert redact(text, {}) == text and not is_secret("X", text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DB_PASS", "PGPASSWORD", "MY_PW", "KEY_PASSPHRASE", "OTEL_EXPORTER_OTLP_HEADERS", "SENTRY_DSN", "X_API_KEY"],
+)
+def test_a_name_can_mark_a_secret(name):
+    assert is_secret(name, "x")
+    assert redact(f"run with {name}=hunter2 x", {}) == f"run with {name}=*** x"
+    assert redact("it was hunter2hunter2", {name: "hunter2hunter2"}) == "it was ***"
+
+
+def test_other_names_mark_none():
+    for name in ("TOKENIZERS_PARALLELISM", "GIT_ASKPASS", "AUTHOR", "PWD", "HF_HOME", "PASSENGERS"):
+        assert not is_secret(name, "x"), name
+
+
+TRAVEL = {
+    "NCCL_DEBUG": "INFO",
+    "HF_HOME": "hf",
+    "WANDB_PROJECT": "p",
+    "OMP_NUM_THREADS": "2",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "https_proxy": "http://proxy:3128",
+    "MINE": "1",
+}
+STAY = {
+    "http_proxy": SECRETS["user and password"],
+    "HF_ENDPOINT": SECRETS["token in a URL"],
+    "WANDB_BASE_URL": SECRETS["AWS's signed URL"],
+    "WANDB_NOTES": SECRETS["GitLab"],
+    "HF_TOKEN": "x",
+    "WANDB_API_KEY": "x",
+    "MY_DB_PASS": PASSWORD,
+}
+UNLISTED = {
+    "HF_SOMETHING": "x",
+    "WANDB__EXTRA_HTTP_HEADERS": f'{{"a": "{PASSWORD}"}}',
+    "TRANSFORMERS_X": "x",
+    "MLFLOW_TRACKING_PASSWORD": PASSWORD,
+    "EDITOR": "vi",
+}
+ENVIRONMENT = TRAVEL | STAY | UNLISTED | {"DSR_FORWARD": "MINE, MY_DB_PASS,NOT_SET"}
+
+
+def test_only_listed_variables_travel_and_none_with_a_credential():
+    assert variables.forwarded(ENVIRONMENT) == TRAVEL
+    assert variables.withheld(ENVIRONMENT) == sorted(STAY)
+
+
+def test_scripts_manifests_and_pdsh_get_what_is_forwarded_and_nothing_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    environment = ENVIRONMENT | {"TORCH_EXTENSIONS_DIR": "/o", "PYTHONPATH": "/p"}
+    script = batch_job.script(Allocation("x", 1, 2, True), run, environment)
+    file = write_environment(run, environment).read_text()
+    recipe = paths.locate(pages.find("tiny", "full"), manifests.MOUNT)
+    options = {"image": "i", "volume": "v", "environment": environment}
+    pods = manifests.manifests(Allocation("x", 1, 2, True), recipe, run, options)
+    for text in (script, file, *pods.values()):
+        assert PASSWORD not in text and "aB1" not in text and not any(f"{name}=" in text for name in UNLISTED)
+    for name, value in TRAVEL.items():
+        assert f"export {name}={shlex.quote(value)}\n" in script and f"{name}={value}\n" in file
+    job = list(yaml.safe_load_all(pods["job.yaml"]))[-1]
+    env = {one["name"]: one.get("value") for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    here_only = {"OMP_NUM_THREADS", "HF_HOME"}
+    assert {name: env[name] for name in TRAVEL if name not in here_only} == {
+        name: value for name, value in TRAVEL.items() if name not in here_only
+    }
+    assert "MY_DB_PASS" in capsys.readouterr().out
+
+
+def test_what_is_printed_and_written_holds_no_credential(tmp_path, monkeypatch, capsys):
+    token = SECRETS["GitHub"]
+    monkeypatch.setattr(sys, "argv", ["launch.py", f"model.path={token}", f"https://{PASSWORD}@host/x"])
+    run = RunFolder(tmp_path)
+    command.record(run, ["deepspeed", f"--x={token}"])
+    with (tmp_path / "log").open("w") as log:
+        Tee(sys.stdout, log).write(f"{SECRETS['AWS']}\n")
+        log.flush()
+    for text in (
+        run.command.read_text(),
+        capsys.readouterr().out.replace(SECRETS["AWS"], ""),
+        Path(log.name).read_text(),
+    ):
+        assert "***" in text or not text.strip()
+        assert token not in text and PASSWORD not in text and SECRETS["AWS"] not in text
+    done = subprocess.run([*LAUNCH, "tiny", "full", f"data.path={token}.jsonl"], capture_output=True, text=True)
+    assert done.returncode == 2 and "***" in done.stderr and token not in done.stderr
+    assert json.dumps(token) not in done.stdout
