@@ -126,3 +126,13 @@ def conversations(tmp_path_factory) -> Path:
 def conversation(question: str, answer: str) -> dict:
     """Return one conversation in the messages form."""
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture
+def alone():
+    """Be the only rank."""
+    from torch import distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

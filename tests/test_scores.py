@@ -15,14 +15,6 @@ from tests.conftest import conversation
 
 
 @pytest.fixture
-def alone():
-    """Be the only rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def second_of_two():
     """Be rank 1 of 2; sums are this rank's own."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)

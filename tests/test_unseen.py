@@ -11,6 +11,7 @@ from recipes.spec import deepspeed_file, limits
 from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Draft, Layout, Model
+from recipes.training import run
 from recipes.training.model import draft
 from recipes.training.parallel import sequence_check, stages
 from tests.small import small
@@ -43,6 +44,17 @@ def test_narrower_layers_get_larger_weights_under_any_name(tokenizer):
     opt = AutoConfig.for_model("opt")
     small = draft.shrink(opt, Draft(hidden_size=48), tokenizer)
     assert small.init_std == pytest.approx(opt.init_std * math.sqrt(opt.hidden_size / 48))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("kind", ["gemma2", "gptj", "llama"])
+def test_a_model_without_sdpa_takes_eager_attention_and_says_so(alone, tmp_path, tokenizer, capsys, kind, packing):
+    recipe = recipe_for(tmp_path, kind, packing=packing)
+    found = run.checked(recipe, deepspeed_file.read(recipe.deepspeed), tokenizer)
+    eager = kind != "llama"
+    assert found.model.attention == ("eager" if eager else "sdpa")
+    said = capsys.readouterr().out
+    assert said == (f"model.attention=eager: transformers has no SDPA for {kind}\n" if eager else "")
 
 
 def test_experts_are_counted_under_any_name(tmp_path, tokenizer):

@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
 from ...spec.recipe import Recipe
@@ -37,12 +38,19 @@ def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[s
     """
     if recipe.model.attention != "auto":
         return [recipe.model.attention]
+    fallback = "sdpa" if _has_sdpa(config) else "eager"
     if not on_gpu or not recipe.packing or recipe.method == "dpo" or recipe.layout.pipeline > 1:
-        return ["sdpa"]  # single documents need no mask, and on CPUs SDPA has the only fused kernel
+        return [fallback]  # single documents need no mask, and on CPUs SDPA has the only fused kernel
     if recipe.precision == "fp32" or torch.cuda.get_device_capability() < OLDEST or not _fits(config):
-        return ["sdpa"]
+        return [fallback]
     flash = ["flash_attention_2"] if is_flash_attn_2_available() else []
-    return [*flash, VARLEN, "flex_attention", "sdpa"]
+    return [*flash, VARLEN, "flex_attention", fallback]
+
+
+def _has_sdpa(config: PreTrainedConfig) -> bool:
+    """Return whether transformers' code for the model can use SDPA; code from elsewhere is tried with it."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return kind is None or kind._supports_sdpa
 
 
 def _fits(config: PreTrainedConfig) -> bool:
