@@ -45,6 +45,7 @@ def main(folder: str) -> None:
     """Train what `folder`/recipe.json says, from its newest complete checkpoint if there is one."""
     run = RunFolder(Path(folder))
     rank_log.keep(run)
+    upstream.compile_ops_once(run.ranks / f"rank-{os.environ.get('RANK', os.getpid())}.stack")
     distributed.start()
     pickles.load_only_data()
     try:
