@@ -4,8 +4,11 @@ That DeepSpeed asks for these ops and no others is tested on real ranks, in test
 """
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -49,12 +52,37 @@ def test_every_shipped_config_needs_ops_that_are_known():
         assert found == set(ops.OPS[kind])
 
 
+def compiled(folder: Path, name: str, monkeypatch) -> Path:
+    """Write what a compiled op leaves behind, and return its folder."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    (folder / name).mkdir()
+    (folder / name / f"{name}.so").touch()
+    ops.stamp(name)
+    return folder / name
+
+
 def test_what_is_compiled_is_not_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert ops.missing(ops.OPS["cpu"]) == ops.OPS["cpu"]
-    (tmp_path / "cpu_adam").mkdir()
-    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    compiled(tmp_path, "cpu_adam", monkeypatch)
     assert ops.missing([ops.CPU_ADAM, ops.FUSED_ADAM]) == (ops.FUSED_ADAM,)
+
+
+def test_an_environment_under_another_path_is_not_compiled_again(tmp_path, monkeypatch):
+    compiled(tmp_path, "cpu_adam", monkeypatch)
+    other = tmp_path.with_name(tmp_path.name + "-mounted")
+    other.symlink_to(tmp_path)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(other))
+    assert not ops.missing([ops.CPU_ADAM])
+
+
+def test_what_a_killed_build_or_other_versions_have_left_is_compiled_again(tmp_path, monkeypatch):
+    folder = compiled(tmp_path, "cpu_adam", monkeypatch)
+    stamp = (folder / ops.STAMP).read_text()
+    (folder / ops.STAMP).write_text(stamp.replace(metadata.version("torch"), "2.0.0"))
+    assert ops.missing([ops.CPU_ADAM])
+    (folder / ops.STAMP).unlink()  # the linker had begun to write the library
+    assert ops.missing([ops.CPU_ADAM])
 
 
 def test_nothing_is_started_where_nothing_is_missing(tmp_path, monkeypatch):
@@ -84,24 +112,44 @@ def test_a_compiler_that_fails_is_one_line_and_no_run(tmp_path, monkeypatch, cap
     assert "error" in said.err.lower() and "Traceback" not in said.err
 
 
-def test_the_lock_of_a_killed_build_is_removed(tmp_path, monkeypatch):
-    """Else torch would wait for it for ever."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path / "cpu_adam").mkdir()
-    (tmp_path / "cpu_adam" / "lock").touch()
-    (tmp_path / "fused_adam").mkdir()
-    (tmp_path / "fused_adam" / "fused_adam.so").touch()
-    (tmp_path / "fused_adam" / "lock").touch()  # of a rank that is loading what is compiled
-    with ops.lock(ops.OPS["cpu"]):
-        assert not (tmp_path / "cpu_adam" / "lock").exists()
-        assert (tmp_path / "fused_adam" / "lock").exists()
+def test_the_lock_of_a_killed_build_is_removed(tmp_path, monkeypatch, capsys):
+    """Else torch would wait for it for ever, where the library exists too."""
+    left = [tmp_path / "cpu_adam" / "lock", compiled(tmp_path, "fused_adam", monkeypatch) / "lock"]
+    left[0].parent.mkdir()
+    held = tmp_path / "pin_memory" / "lock"
+    held.parent.mkdir()
+    for file in (*left, held):
+        file.touch()
+    with held.open(), ops.lock(op.name for op in ops.OPS["cpu"]):
+        assert held.exists() and not any(file.exists() for file in left)
+    assert capsys.readouterr().err.count("which a build that was killed has left") == 2
 
 
-def test_the_ops_that_every_run_needs_are_checked_without_importing_torch(tmp_path):
+def test_a_build_that_does_not_end_is_given_up(tmp_path, monkeypatch):
+    variables = compiler(tmp_path, 'case "$*" in *-c*) sleep 20;; esac; exec g++ "$@"')
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", variables["TORCH_EXTENSIONS_DIR"])
+    monkeypatch.setattr(ops, "needed", lambda *_: (ops.PIN_MEMORY,))
+    monkeypatch.setattr(ops, "LONGEST", 6)
+    with pytest.raises(UserError, match=r"pin_memory: still compiling after"):
+        ops.prepare(parse({}), False, variables)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("seconds", [3, 5, 8, 11, 14])
+def test_a_build_that_was_killed_at_any_moment_is_in_nobodys_way(tmp_path, seconds):
+    variables = compiler(tmp_path, 'exec g++ "$@"')
+    command = [sys.executable, "-m", "recipes.machine.ops", "pin_memory"]
+    with subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True) as first:
+        time.sleep(seconds)
+        os.killpg(first.pid, signal.SIGKILL)
+    assert subprocess.run(command, env=variables, cwd=ROOT, timeout=120).returncode == 0
+    folder = tmp_path / "ops" / "pin_memory"
+    assert (folder / ops.STAMP).exists() and not (folder / "lock").exists()
+
+
+def test_the_ops_that_every_run_needs_are_checked_without_importing_torch(tmp_path, monkeypatch):
     """`make install` and `make demo` call it each time."""
-    library = tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
-    library.parent.mkdir()
-    library.touch()
+    compiled(tmp_path, "deepspeed_shm_comm", monkeypatch)
     code = "import sys; from recipes.machine import ops; assert ops.main([]) == 0 and 'torch' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}, cwd=ROOT

@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,6 +15,7 @@ from bitsandbytes.nn import Linear4bit
 from deepspeed.runtime.engine import DeepSpeedEngine
 from safetensors.torch import load_file
 
+from recipes.machine import ops
 from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
@@ -165,3 +168,34 @@ def test_the_trainers_own_sequence_parallelism_doubles_gradients_below_stage_3(r
         path.write_text(json.dumps(template | {"zero_optimization": {"stage": stage}}))
         norms[stage] = train_with(ranks, path.parent, "trainer", path)["grad_norm"][0]
     assert norms[1] / norms[3] == pytest.approx(2, rel=1e-2)
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from recipes.machine import ops
+if sys.argv[1] == "mended":
+    from recipes.training import upstream
+    upstream.compile_ops_once(Path(sys.argv[2]))
+ops.load(ops.SHARED_MEMORY)
+print("loaded", flush=True)
+"""
+
+
+def test_torch_waits_for_the_lock_of_a_killed_build(tmp_path):
+    """And under another path ninja compiles everything again, which the workaround does not."""
+    folder = tmp_path / "ops" / "deepspeed_shm_comm"
+    shutil.copytree(ops.extensions_dir() / "deepspeed_shm_comm", folder)
+    (folder / "lock").touch()
+    built, environment = folder / "deepspeed_shm_comm.so", {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
+    written = built.stat().st_mtime_ns
+    subprocess.run(
+        [sys.executable, "-c", "from recipes.machine import ops; ops.stamp('deepspeed_shm_comm')"], env=environment
+    )
+    command = [sys.executable, "-c", LOAD]
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([*command, "plain"], env=environment, timeout=30, capture_output=True)
+    mended = [*command, "mended", str(tmp_path / "stack")]
+    done = subprocess.run(mended, env=environment, timeout=120, capture_output=True, text=True)
+    assert "loaded" in done.stdout, done.stderr
+    assert built.stat().st_mtime_ns == written

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..spec.errors import UserError
+from ..spec.errors import UserError, cannot_write
 from ..spec.project import CONFIGS, command
 from .main import Parser
 
@@ -59,5 +59,6 @@ def copy(name: str, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(CONFIGS / file.name, file)
     except OSError as error:
-        raise UserError(f"{file}: cannot be written ({error.strerror}).") from None
+        reason = cannot_write(error, file) or f"{file}: cannot be written ({error.strerror})."
+        raise UserError(reason) from None
     return file

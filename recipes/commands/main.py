@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..spec.errors import UserError, redact
+from ..spec.errors import UserError, cannot_write, redact
 from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program
 
 COMMANDS = {
@@ -73,6 +73,22 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:
+        full = cannot_write(error, _written(words))
+        if full is None:
+            raise
+        print(f"{program(name)}: {full}", file=sys.stderr)
+        return 2
+
+
+def _written(words: Sequence[str] | None) -> str | None:
+    """Return the folder or file that a command line asks to write to."""
+    words = sys.argv[1:] if words is None else words
+    for at, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option in ("--output-dir", "--output", "--write"):
+            return value if equals else next(iter(words[at + 1 :]), None)
+    return None
 
 
 def without(package: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..spec import pages
-from ..spec.errors import UserError
+from ..spec.errors import UserError, cannot_write
 from ..spec.project import PACKAGE, command, require
 from .main import Parser
 
@@ -74,5 +74,6 @@ def new(family: str, folder: Path) -> Path:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{file}: cannot be written ({error.strerror}).") from None
+        reason = cannot_write(error, file) or f"{file}: cannot be written ({error.strerror})."
+        raise UserError(reason) from None
     return file

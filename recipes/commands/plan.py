@@ -37,7 +37,7 @@ from ..planning.search.plans import Plan, PlanRequest, SearchResult
 from ..planning.search.reasons import why
 from ..planning.show import table
 from ..spec import limits, overrides
-from ..spec.errors import UserError
+from ..spec.errors import UserError, cannot_write
 from ..spec.project import CONFIGS, IMPORT_ROOT, INSTALLED, as_typed, program
 from ..spec.recipe import Layout, Recipe
 from ..spec.run_folder import write_json
@@ -178,7 +178,8 @@ def system_errors_of(flag: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be written ({error.strerror}).") from None
+        reason = cannot_write(error, path) or f"{path}: cannot be written ({error.strerror})."
+        raise UserError(f"{flag} {reason}") from None
 
 
 def write(request: PlanRequest, plan: Plan, folder: Path) -> None:

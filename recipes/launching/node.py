@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..machine import run_lock
 from ..spec import run_folder
+from ..spec.errors import UserError, cannot_write
 from ..spec.run_folder import RunFolder
 from ..training.checkpoint import digests
 from .supervise import RANK_MODULE, supervise
@@ -97,4 +98,11 @@ def command(run: RunFolder, options: argparse.Namespace, hostfile: Path) -> list
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Exception as error:
+        reason = str(error) if isinstance(error, UserError) else cannot_write(error, sys.argv[1])
+        if reason is None:
+            raise
+        print(reason, file=sys.stderr, flush=True)
+        sys.exit(2)

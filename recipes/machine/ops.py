@@ -8,6 +8,7 @@ Otherwise all ranks would compile a missing op at their first step, at once and 
 
 import contextlib
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -46,6 +47,10 @@ OPS = {
     "cuda": (FUSED_ADAM, CPU_ADAM, PIN_MEMORY, ASYNC_IO),
 }
 """The ops that runs may need, by DeepSpeed's name of the accelerator."""
+STAMP = "compiled.json"
+"""In an op's folder: what it was compiled by and for."""
+LONGEST = 30 * 60
+"""Seconds after which a build is given up."""
 
 
 def needed(file: DeepSpeedFile, on_gpu: bool) -> tuple[Op, ...]:
@@ -85,7 +90,41 @@ def environment() -> dict[str, str]:
 
 def missing(ops: Iterable[Op]) -> tuple[Op, ...]:
     """Return the ops that are not compiled yet; quick, since it only looks at the file system."""
-    return tuple(op for op in ops if not (extensions_dir() / op.name / f"{op.name}.so").exists() and not shipped(op))
+    return tuple(op for op in ops if not is_compiled(op.name) and not shipped(op))
+
+
+def is_compiled(name: str) -> bool:
+    """Return whether an op was compiled to its end, by this environment's versions and for this processor.
+
+    Neither paths nor times count, by which ninja would compile again wherever an environment is mounted or copied to.
+    """
+    folder = extensions_dir() / name
+    try:
+        return (folder / f"{name}.so").exists() and (folder / STAMP).read_text(encoding="utf-8") == _key()
+    except OSError:
+        return False
+
+
+def stamp(name: str) -> None:
+    """Record that an op was compiled to its end: a build that is killed may leave any file behind but this one."""
+    part = extensions_dir() / name / f"{STAMP}.{os.getpid()}"
+    part.write_text(_key(), encoding="utf-8")
+    part.replace(part.with_name(STAMP))
+
+
+def _key() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:  # ops are compiled for the processor's own instructions
+        flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    versions = {name: _version(name) for name in ("torch", "deepspeed")}
+    found = {"python": sys.implementation.cache_tag, **versions, "processor": " ".join(sorted(flags))}
+    return json.dumps(found, indent=2)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def shipped(op: Op) -> bool:
@@ -112,7 +151,11 @@ def prepare(file: DeepSpeedFile, on_gpu: bool, variables: Mapping[str, str]) -> 
     names = [op.name for op in missing(wanted)]
     if not names:
         return
-    done = subprocess.run([sys.executable, "-m", f"{NAME}.machine.ops", *names], env=dict(variables))
+    command = [sys.executable, "-m", f"{NAME}.machine.ops", *names]
+    try:
+        done = subprocess.run(command, env=dict(variables), timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"DeepSpeed's {', '.join(names)}: still compiling after {LONGEST // 60} minutes.") from None
     if done.returncode or missing(wanted):
         raise UserError(f"DeepSpeed's {', '.join(names)}: does not compile; scripts/doctor.py says what is missing.")
 
@@ -127,7 +170,7 @@ def build(ops: Iterable[Op]) -> None:
 
     on_cpu = get_accelerator().device_name() == "cpu"
     ops = tuple(ops)
-    with lock(ops):
+    with lock(op.name for op in ops):
         for op in ops:
             if op is ASYNC_IO and not has_libaio():
                 print(f"DeepSpeed op {op.name} ({op.purpose}): left out, install libaio-dev for it", flush=True)
@@ -147,6 +190,8 @@ def load(op: Op) -> None:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().create_op_builder(op.builder).load(verbose=False)
+    if (extensions_dir() / op.name).is_dir():  # unless it was shipped
+        stamp(op.name)
 
 
 def has_libaio() -> bool:
@@ -155,8 +200,13 @@ def has_libaio() -> bool:
 
 
 @contextlib.contextmanager
-def lock(ops: Iterable[Op]) -> Iterator[None]:
-    """Wait until no other process of this project compiles, and keep others waiting during a `with` block."""
+def lock(names: Iterable[str]) -> Iterator[None]:
+    """Wait until no other process of this project compiles, and keep others waiting during a `with` block.
+
+    The operating system releases this lock when its holder dies. torch has a lock of its own, a file in the folder of
+    each op: it outlives a build that was killed, and everybody would wait for it for ever. It is taken only under ours,
+    so one that is there now, and that no process has open, is left over.
+    """
     folder = extensions_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".build.lock", "w") as file:
@@ -165,10 +215,23 @@ def lock(ops: Iterable[Op]) -> Iterator[None]:
         except BlockingIOError:
             print("another build is running; waiting for it to end", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        # torch's own lock file outlives a build that was killed, and the next build would wait for ever.
-        for op in missing(ops):
-            (folder / op.name / "lock").unlink(missing_ok=True)
+        for name in names:
+            left = folder / name / "lock"
+            if left.exists() and not _is_open(left):
+                print(f"removing {left}, which a build that was killed has left", file=sys.stderr, flush=True)
+                left.unlink(missing_ok=True)
         yield
+
+
+def _is_open(file: Path) -> bool:
+    """Return whether a process of this machine has a file open; torch keeps its lock open while it compiles."""
+    wanted = file.stat()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # another user's, or it has just ended
+            found = descriptor.stat()
+            if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                return True
+    return False
 
 
 def kind() -> str:

@@ -49,14 +49,13 @@ def hold(folder: Path, wait: float = 0.0) -> Iterator[None]:
         UserError: another process writes to it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + wait
-    while not _taken(folder):
-        if time.monotonic() >= deadline:
-            check(folder)
-        time.sleep(0.2)
-    ended = threading.Event()
-    threading.Thread(target=_beat, args=(folder / NAME, ended), daemon=True).start()
+    deadline, ended = time.monotonic() + wait, threading.Event()
     try:
+        while not _taken(folder):
+            if time.monotonic() >= deadline:
+                check(folder)
+            time.sleep(0.2)
+        threading.Thread(target=_beat, args=(folder / NAME, ended), daemon=True).start()
         yield
     finally:
         ended.set()
@@ -69,8 +68,8 @@ def hold(folder: Path, wait: float = 0.0) -> Iterator[None]:
 def _taken(folder: Path) -> bool:
     """Try to take the lock once; a dead holder's is removed."""
     lock, own = folder / NAME, folder / f".{NAME}.{socket.gethostname()}.{os.getpid()}"
-    own.write_text(json.dumps(_self()), encoding="utf-8")
     try:
+        own.write_text(json.dumps(_self()), encoding="utf-8")
         with contextlib.suppress(FileExistsError):
             os.link(own, lock)
             return True

@@ -114,7 +114,7 @@ def build() -> list[Check]:
     accelerator = built_ops.kind()
     os.environ.setdefault("DS_ACCELERATOR", accelerator)
     wanted = built_ops.OPS[accelerator]
-    with built_ops.lock(wanted):
+    with built_ops.lock(op.name for op in wanted):
         return [_build(op) for op in wanted]
 
 

@@ -1,5 +1,6 @@
 """UserError, the base class of every error that the user can fix, and the rule that credentials are never written."""
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -42,6 +43,40 @@ class UserError(Exception):
 def first_line(error: Exception) -> str:
     """Return the first line of a library's error message; the rest is usually advice for programmers."""
     return str(error).strip().partition("\n")[0]
+
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "your quota on this disk is used up",
+    errno.EROFS: "this disk is read-only",
+}
+_FULL_TEXTS = {
+    "No space left on device": errno.ENOSPC,
+    "Disk quota exceeded": errno.EDQUOT,
+    "Read-only file system": errno.EROFS,
+    # torch's, which does not say why; and it says so about full disks only, having opened the file.
+    "PytorchStreamWriter failed": errno.ENOSPC,
+    "unexpected pos": errno.ENOSPC,
+}
+"""What libraries that are not written in Python say."""
+
+
+def cannot_write(error: BaseException, where: object = None) -> str | None:
+    """Return a line about a disk that is full or read-only, or a quota that is used up; None: that is not the cause.
+
+    Args:
+        error: what a library has raised; what caused it counts too.
+        where: the folder that was written to, for errors that do not say which file it was.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) and cause.errno in _FULL else None
+        number = number or next((known for text, known in _FULL_TEXTS.items() if text in str(cause)), None)
+        if number:
+            file = getattr(cause, "filename2", None) or getattr(cause, "filename", None) or where or "a file"
+            return f"{file}: cannot be written, {_FULL[number]}; free some space or choose a folder on another disk."
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def is_secret(name: str, value: str) -> bool:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..spec import deepspeed_file, limits
 from ..spec.deepspeed_file import DeepSpeedFile
-from ..spec.errors import UserError, redact
+from ..spec.errors import UserError, cannot_write, redact
 from ..spec.recipe import Recipe
 from ..spec.run_folder import REWIND, RunFolder, checkpoint_bytes, newest_checkpoint, read_recipe
 from . import distributed, export, rank_log, summary, upstream
@@ -44,15 +44,21 @@ from .trainer import RunContext
 def main(folder: str) -> None:
     """Train what `folder`/recipe.json says, from its newest complete checkpoint if there is one."""
     run = RunFolder(Path(folder))
-    rank_log.keep(run)
-    distributed.start()
-    pickles.load_only_data()
     try:
+        rank_log.keep(run)
+        upstream.compile_ops_once(run.ranks / f"rank-{os.environ.get('RANK', os.getpid())}.stack")
+        distributed.start()
+        pickles.load_only_data()
         execute(read_recipe(run), run)
     except UserError as error:
         fail(error, 2)
     except Rewind as error:
         fail(error, REWIND)
+    except Exception as error:
+        full = cannot_write(error, run.path)
+        if full is None:
+            raise
+        fail(full, 2)
     distributed.stop()
 
 
@@ -182,9 +188,9 @@ def check_moved(trainer: Any) -> None:
         )
 
 
-def fail(error: Exception, status: int) -> None:
+def fail(error: Exception | str, status: int) -> None:
     """Print an error that every rank may have found, once, and exit with `status`."""
-    if not distributed.is_first():
+    if os.environ.get("RANK", "0") != "0":
         # If every rank found the same mistake, the launcher ends this one before it repeats rank 0's message.
         time.sleep(5)
     print(redact(str(error)), file=sys.stderr, flush=True)

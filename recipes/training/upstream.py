@@ -6,19 +6,25 @@ have to be modules of their own: `peft_without_bitsandbytes.py`, which has to be
 """
 
 import contextlib
+import faulthandler
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import distributed as dist
+from torch.utils import cpp_extension
 from transformers import PreTrainedModel, masking_utils
 from transformers.integrations.deepspeed import deepspeed_config
 from transformers.masking_utils import find_packed_sequence_indices
 from trl.trainer import utils as trl_utils
+
+from ..machine import ops
 
 UNIVERSAL = "latest_universal"
 """The last file that DeepSpeed writes into a universal checkpoint; it names the folder."""
@@ -35,6 +41,47 @@ def release_shared_memory() -> None:
     name = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{dist.get_rank()}"
     for buffer in Path("/dev/shm").glob(name):
         buffer.unlink(missing_ok=True)
+
+
+def compile_ops_once(stack: Path) -> None:
+    """Load ops that are compiled without asking ninja, and compile others in one rank, watched, while the rest wait.
+
+    torch 2.13 starts ninja at every load, which compiles again if the environment has another path, and it waits for a
+    lock that outlives a killed build. `test_torch_waits_for_the_lock_of_a_killed_build` fails once this can be removed.
+
+    Args:
+        stack: where a rank whose build does not end writes where it is, before it exits.
+    """
+    compile_and_load = OpBuilder.jit_load
+
+    def load(builder: Any, verbose: bool = True) -> Any:
+        stack.parent.mkdir(parents=True, exist_ok=True)
+        with stack.open("w") as file:
+            faulthandler.dump_traceback_later(ops.LONGEST, exit=True, file=file)
+            try:
+                loaded = compiled(builder.name)
+                if loaded is None:
+                    with ops.lock([builder.name]):
+                        loaded = compiled(builder.name) or compile_here(builder, verbose)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        OpBuilder._loaded_ops[builder.name] = loaded
+        return loaded
+
+    def compiled(name: str) -> Any:
+        # What is compiled for a GPU depends on which one it is, which ninja can tell.
+        if get_accelerator().device_name() != "cpu" or not ops.is_compiled(name):
+            return None
+        return cpp_extension._import_module_from_library(name, str(ops.extensions_dir() / name), True)
+
+    def compile_here(builder: Any, verbose: bool) -> Any:
+        if not ops.is_compiled(builder.name):
+            print(f"DeepSpeed op {builder.name}: compiling, which can take minutes, once", flush=True)
+        loaded = compile_and_load(builder, verbose)
+        ops.stamp(builder.name)
+        return loaded
+
+    OpBuilder.jit_load = load
 
 
 @contextlib.contextmanager

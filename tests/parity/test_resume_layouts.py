@@ -288,24 +288,26 @@ class Attack:
         return os.mkdir, (str(self.marker),)
 
 
-def poison(file, marker):
+def poison(checkpoint, pattern, marker):
     """Hide code in a file of a checkpoint, which loads as before otherwise."""
+    file = sorted(checkpoint.glob(pattern))[-1]
     held = torch.load(file, weights_only=False)
     torch.save(held | {"poison": Attack(marker)}, file)
+    complete, name = read_json(checkpoint / COMPLETE), str(file.relative_to(checkpoint))
+    complete["files"][name], complete["digests"][name] = file.stat().st_size, digests.of_file(file)
+    write_json(checkpoint / COMPLETE, complete)
 
 
 @pytest.mark.parametrize(
     ("case", "file"),
     tiered(
-        [("zero2", "*_optim_states.pt"), ("zero2", "../rng_state_1.pth"), ("zero3", "*_model_states.pt")],
-        {("zero2", "*_optim_states.pt")},
+        [("zero2", "*/*_optim_states.pt"), ("zero2", "rng_state_1.pth"), ("zero3", "*/*_model_states.pt")],
+        {("zero2", "*/*_optim_states.pt")},
     ),
 )
 def test_a_poisoned_checkpoint_runs_no_code(ranks, tmp_path, whole, case, file):
     run = stopped_after_three(whole(case, 2), tmp_path)
-    checkpoint = newest_checkpoint(run)
-    poisoned = sorted((checkpoint / "global_step3").glob(file))[-1]
-    poison(poisoned, tmp_path / "attacked")
+    poison(newest_checkpoint(run), file, tmp_path / "attacked")
     processes = ranks.start(training_run.main, str(run.path), log=tmp_path / "log")
     for process in processes:
         process.join(120 if process is processes[1] else 0)
@@ -318,7 +320,7 @@ def test_a_poisoned_checkpoint_runs_no_code(ranks, tmp_path, whole, case, file):
 
 def test_a_poisoned_checkpoint_runs_no_code_while_it_is_converted(tmp_path, whole):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
-    poison(next(newest_checkpoint(run).glob("global_step3/*_optim_states.pt")), tmp_path / "attacked")
+    poison(newest_checkpoint(run), "global_step3/*_optim_states.pt", tmp_path / "attacked")
     with pytest.raises(UserError, match=r"one of its files stores \w+.mkdir, which is not data") as refused:
         universal_checkpoint.convert(newest_checkpoint(run))
     assert "\n" not in str(refused.value) and not (tmp_path / "attacked").exists()
