@@ -169,6 +169,10 @@ def test_dpo_raises_the_share_of_correctly_ranked_pairs(ranks, tmp_path, samples
     assert summary["metric"] == "preference_accuracy" and summary["after"] > summary["before"]
     assert "rewards/accuracies" in read_jsonl(run.metrics)[-1]
     assert screen.strip().splitlines()[-1].startswith(f"preference accuracy on {LINES} held-out examples: ")
+    assert re.search(r"margin -?\d+\.\d\d -> \d+\.\d\d nats$", screen.strip())
+    first, *_, last = read_jsonl(run.evaluations)
+    assert last["preference_margin"] > first["preference_margin"]
+    assert re.search(r"^step 20/20  loss \S+  accuracy \d+%  margin ", screen, re.MULTILINE)
 
 
 def test_continued_pretraining_lowers_the_held_out_loss(ranks, tmp_path, samples):

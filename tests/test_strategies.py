@@ -133,7 +133,7 @@ def test_the_limits_are_95_and_80_percent():
         return shortfalls(memory(gpu=share * hardware.gpu.memory_gib), hardware)
 
     assert with_gpu(0.79) == ((), False) and with_gpu(0.81) == ((), True)
-    assert with_gpu(0.94) == ((), True) and with_gpu(0.96)[0] == ("76 GiB of 79 on a GPU",)
+    assert with_gpu(0.94) == ((), True) and with_gpu(0.96)[0] == ("75.9 GiB of 75.1 usable (95% of 79.1) on a GPU",)
     assert shortfalls(memory(host=96), hardware)[0]
     assert not shortfalls(memory(host=96), cluster("H100", 8))[0], "unknown: not checked"
     assert shortfalls(memory(nvme=1), hardware)[0], "without NVMe there is no room on it"

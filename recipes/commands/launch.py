@@ -14,7 +14,6 @@ import argparse
 import json
 import shlex
 import shutil
-import typing
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from ..spec.project import as_typed, require
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from ..training import universal_checkpoint
+from . import keys
 from .main import Parser
 
 
@@ -90,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
     folder = folder or run_folder.new(recipe, options.output_dir)
     if pool:
         hostfile.check_command(folder.path, options.master_addr)
+    if not options.dry_run:
+        run_folder.check_writable(folder)
     if allocation:
         return scheduler.submit(options, allocation, recipe, folder)
     if options.dry_run:
@@ -215,13 +217,14 @@ def entry(recipe: Recipe) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; options and key=value may come in any order."""
-    parser = Parser("launch", __doc__, epilog=key_help())
+    parser = Parser("launch", __doc__, epilog=keys.overview(), add_help=False)
+    parser.add_argument("-h", "--help", nargs="?", action=Help, metavar="KEY", help="show this, or explain a key")
     parser.add_argument("recipe", nargs="?", metavar="RECIPE[-SIZE]", help="e.g. tiny, or PATH/TO/page.py; see --list")
     parser.add_argument("variant", nargs="?", metavar="VARIANT", help="for example full or lora; see --list")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="change the recipe; the keys are listed below"
     )
-    parser.add_argument("--list", action="store_true", help="list recipes, sizes and variants, or those of one page")
+    parser.add_argument("--list", action="store_true", help="list recipes, sizes and variants; with RECIPE its own")
     parser.add_argument("--json", action="store_true", help="with --list: as JSON")
     parser.add_argument(
         "--gpus",
@@ -274,13 +277,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def key_help() -> str:
-    """Return the override keys with their types, for --help."""
-    lines = [f"  {key:<28}{_type_name(hint)}" for key, hint in overrides.override_keys().items()]
-    return "override keys (documented in recipes/spec/recipe.py):\n" + "\n".join(lines)
+class Help(argparse.Action):
+    """`--help`, or `--help KEY` for what a key means."""
 
-
-def _type_name(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return " | ".join(typing.get_args(hint))
-    return getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        """Print it and end."""
+        if values is None:
+            parser.print_help()
+        else:
+            print(keys.explained(values))
+        parser.exit()

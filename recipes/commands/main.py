@@ -104,12 +104,13 @@ def without(package: str) -> str:
 class Parser(argparse.ArgumentParser):
     """The command line of one command: its help names the commands as this user types them."""
 
-    def __init__(self, name: str, about: str | None, epilog: str | None = None) -> None:
+    def __init__(self, name: str, about: str | None, epilog: str | None = None, add_help: bool = True) -> None:
         """`about` is the help's text, laid out as it is written."""
         super().__init__(
             prog=program(name) if name in SCRIPTS else command(name),
             description=about,
             epilog=epilog,
+            add_help=add_help,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 

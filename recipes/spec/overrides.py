@@ -138,7 +138,7 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
         if not equals:
             raise UserError(f"{redact(assignment)!r} is not an override; write key=value, e.g. learning_rate=5e-5.")
         if key not in keys:
-            raise UserError(_unknown(key, list(keys)))
+            raise UserError(unknown(key, list(keys)))
         section, _, name = key.rpartition(".")
         if section == "lora" and values["lora"] is None:
             # Setting one of its values asks for adapters.
@@ -230,7 +230,8 @@ def parse(key: str, text: str, hint: Any) -> Any:
 _KIND_NAMES = {int: "a whole number, e.g. 8", float: "a number, e.g. 5e-5"}
 
 
-def _unknown(key: str, known: list[str]) -> str:
+def unknown(key: str, known: list[str]) -> str:
+    """Return what to say of a key that does not exist: ours for the name that another tool has, or the nearest."""
     if key in FOREIGN_NAMES:
         ours = FOREIGN_NAMES[key]
         meaning = " (sequences per optimizer step over all ranks)" if ours == "global_batch_size" else ""

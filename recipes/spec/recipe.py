@@ -79,9 +79,11 @@ class Lora:
     """
 
     rank: int = 16
+    """Width of the adapters: more learns more, and needs more memory."""
     alpha: int = 32
     """The adapter's output is scaled by alpha / rank."""
     dropout: float = 0.0
+    """Share of the adapters' inputs that is dropped in training."""
     target_modules: str = "all-linear"
     """PEFT's `target_modules`: `all-linear`, or module names with commas (`q_proj,v_proj`)."""
     target_parameters: str | None = None
@@ -96,9 +98,13 @@ class Layout:
     """How many ranks share one copy of the model, by kind of parallelism; remaining ranks are data parallel."""
 
     tensor: int = 1
+    """Ranks that split every matrix."""
     pipeline: int = 1
+    """Stages that split the layers."""
     sequence: int = 1
+    """Ranks that split every sequence."""
     expert: int = 1
+    """Ranks that split the experts of a mixture; they read different sequences."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class Schedule:
     """The learning rate over the run."""
 
     kind: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
+    """How the rate goes on after the warm-up, which `constant` has none of; `linear` and `cosine` fall to zero."""
     warmup: float = 0.03
     """Share of the steps during which the rate rises, from above zero; 1 or more: a number of steps."""
 
@@ -124,7 +131,9 @@ class Draft:
 
     enabled: bool = False
     layers: int = 2
+    """Of the draft model."""
     hidden_size: int = 64
+    """Of the draft model."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,7 @@ class Wandb:
     mode: Literal["online", "offline", "disabled"] = "online"
     """`online` falls back to `offline` when the machine has no API key."""
     project: str = "deepspeed-recipes"
+    """The W&B project that the run belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +168,17 @@ class Recipe:
     draft: Draft = Draft()
     wandb: Wandb = Wandb()
     learning_rate: float = 2e-5
+    """At its highest; `schedule` says how it rises and falls."""
     weight_decay: float = 0.0
+    """AdamW's, of all weights but norms and biases."""
     adam_beta2: float = 0.999
+    """Adam's decay of the squared gradients' average."""
     adam_epsilon: float = 1e-8
+    """Adam's, added to the denominator."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
     epochs: float = 1.0
+    """Passes over the training data."""
     max_steps: int | None = None
     """Optimizer steps; when set, `epochs` is ignored."""
     global_batch_size: int = 32
@@ -175,6 +190,7 @@ class Recipe:
     packing: bool = True
     """Put several documents into one sequence; they never attend to each other."""
     precision: Precision = "bf16"
+    """What the model is loaded and computed in; the optimizer keeps fp32 weights besides."""
     router_aux_loss_coef: float = 0.0
     """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0 (usual for fine-tuning) leaves it
     out."""
@@ -193,7 +209,9 @@ class Recipe:
     liger_kernel: bool = False
     """Liger's fused RMSNorm, RoPE and SwiGLU on a GPU, where it is installed (pip install liger-kernel)."""
     seed: int = 42
+    """Of the order of the data, of adapters and of what is held out."""
     logging_steps: int = 10
+    """Log every so many steps, and the first and the last."""
     eval_steps: int | None = None
     """Evaluate the held-out loss every so many steps; None: only before and after training."""
     save_steps: int = 500

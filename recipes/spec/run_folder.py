@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -159,12 +160,17 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     if output_dir is None:
         return _at(runs() / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
     run = _at(output_dir.resolve())
-    if run.recipe.exists():
+    try:
+        taken = run.recipe.exists()
+        used = output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir()))
+    except OSError as error:  # a folder that this user may not read
+        raise _unusable(output_dir, error) from error
+    if taken:
         held = read_recipe(run).name
         if held != recipe.name:
             raise UserError(f"{output_dir} has a run of {held}, not of {recipe.name}; choose another --output-dir.")
         raise UserError(f"{output_dir} already has a run of {held}; add --resume, or choose another --output-dir.")
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+    if used:
         raise UserError(f"{output_dir} exists and is not a run folder; choose a new or empty --output-dir.")
     return run
 
@@ -174,6 +180,24 @@ def _at(path: Path) -> RunFolder:
     if not str(path).isprintable():
         raise UserError(f"--output-dir {str(path)!r}: control characters, or not UTF-8; choose another name.")
     return RunFolder(path)
+
+
+def check_writable(run: RunFolder) -> None:
+    """Refuse a run folder that could not be made or written to; leaves nothing behind.
+
+    Raises:
+        UserError: with the system's reason.
+    """
+    try:
+        nearest = next(folder for folder in (run.path, *run.path.parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise _unusable(run.path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> UserError:
+    return UserError(f"--output-dir {path}: cannot be written: {error.strerror}; choose another.")
 
 
 def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:

@@ -1,6 +1,9 @@
-"""What rank 0 prints."""
+"""What rank 0 prints, and which messages of libraries a run leaves out."""
 
+import logging
+import re
 import sys
+import warnings
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -8,6 +11,42 @@ from rich.text import Text
 from tqdm import tqdm
 
 from . import distributed
+
+NOISE = {
+    "accelerate.accelerator": ["Gradient accumulation steps mismatch"],  # the Trainer's doing, and DeepSpeed is right
+    "transformers.trainer_utils": ["mtime may not be reliable"],  # the fallback is the order that we want
+    "DeepSpeed": [
+        "Pipeline parallelism does not support overlapped communication",  # so it turns it off
+        "ds_autotp_parsed' attribute already exists",
+        "AutoTP: ",  # which weights it leaves whole
+        "AutoEP: ",  # "2.5 overrides 2.5"
+        "MPU is not provided",
+    ],
+    "": ["fan_in_fan_out is set to False"],  # PEFT's warning, of GPT-2
+}
+"""Beginnings of messages that a user cannot act on, by the logger that prints them; without one, Python warnings."""
+
+
+def leave_out_noise() -> None:
+    """Print no message of `NOISE`."""
+    for name, beginnings in NOISE.items():
+        if name:
+            logging.getLogger(name).addFilter(_Without(tuple(beginnings)))
+        else:
+            for beginning in beginnings:
+                warnings.filterwarnings("ignore", message=beginning)
+
+
+class _Without(logging.Filter):
+    """Drops messages by how they begin, after DeepSpeed's `[Rank 0]`."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self.beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not re.sub(r"^\[(Rank|RANK) \d+\] ", "", text).startswith(self.beginnings)
 
 
 def say(text: str = "") -> None:

@@ -19,7 +19,15 @@ from ..spec import deepspeed_file, limits
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError, cannot_write, redact
 from ..spec.recipe import Recipe
-from ..spec.run_folder import REWIND, RunFolder, checkpoint_bytes, newest_checkpoint, read_recipe
+from ..spec.run_folder import (
+    REWIND,
+    RunFolder,
+    checkpoint_bytes,
+    newest_checkpoint,
+    read_json,
+    read_recipe,
+    step_of,
+)
 from . import distributed, export, rank_log, summary, upstream
 from .arguments import DTYPE_BYTES, common_arguments
 from .callbacks.checkpoints import Checkpoints
@@ -30,8 +38,8 @@ from .callbacks.stop_signal import StopOnSignal
 from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
 from .checkpoint import fingerprint, pickles
-from .console import say
-from .data import chat_templates
+from .console import leave_out_noise, say
+from .data import chat_templates, updates
 from .data.load import Datasets, say_updates
 from .methods import method
 from .model import draft, kernels, load, movement, packing_check
@@ -46,6 +54,7 @@ def main(folder: str) -> None:
     run = RunFolder(Path(folder))
     try:
         rank_log.keep(run)
+        leave_out_noise()
         upstream.compile_ops_once(run.ranks / f"rank-{os.environ.get('RANK', os.getpid())}.stack")
         distributed.start()
         pickles.load_only_data()
@@ -77,6 +86,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     mark = fingerprint.of_run(recipe, tokenizer, datasets)
     fingerprint.check(mark, newest_checkpoint(run), recipe.data.changed)
     say_updates(recipe, datasets.size, dist.get_world_size())
+    say_resuming(recipe, run, datasets)
     model = parallel.load(recipe)
     upstream.tell_whether_packed(model, recipe.packing and recipe.method != "dpo")
     context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model), mark)
@@ -84,6 +94,18 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     with pickles.refusing_code(context.checkpoint):
         trainer.train(resume_from_checkpoint=str(context.checkpoint) if context.checkpoint else None)
     conclude(trainer, datasets)
+
+
+def say_resuming(recipe: Recipe, run: RunFolder, datasets: Datasets) -> None:
+    """Print where a resumed run continues, and whether other settings have changed its schedule."""
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
+        return
+    steps = updates.in_all(recipe, datasets.size.sequences) if datasets.size else recipe.max_steps
+    before, kind = read_json(checkpoint / "trainer_state.json")["max_steps"], recipe.schedule.kind
+    say(f"resuming from step {step_of(checkpoint) + 1} of {steps}")
+    if steps != before and not kind.startswith("constant"):
+        say(f"the run had {before} steps: from here on the learning rate follows the {kind} schedule of {steps}")
 
 
 def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:

@@ -46,7 +46,7 @@ def finished(
         "tokens": last["tokens"],
         "seconds": last["seconds"],
         "tokens_per_second": last["tokens"] / last["seconds"],
-        "metric": recipe.data.metric,
+        "metric": evaluation.metric if evaluation else recipe.data.metric,
         "before": evaluation.before() if evaluation else None,
         **results,
         **memory(),

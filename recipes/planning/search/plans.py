@@ -158,5 +158,9 @@ def shortfalls(memory: Memory, cluster: Cluster) -> tuple[tuple[str, ...], bool]
     # Host memory counts only where it is known; where no NVMe is named, there is none.
     needs += [("a node's host memory", host, cluster.host_memory_gib)] if cluster.host_memory_gib else []
     needs += [("a node's NVMe", nvme, cluster.nvme_gib)] if nvme else []
-    short = tuple(f"{need:,.0f} GiB of {have:,.0f} on {what}" for what, need, have in needs if need > REFUSE * have)
+    short = tuple(
+        f"{need:,.1f} GiB of {REFUSE * have:,.1f} usable ({REFUSE:.0%} of {have:,.1f}) on {what}"
+        for what, need, have in needs
+        if need > REFUSE * have
+    )
     return short, any(need > WARN * have for _, need, have in needs)

@@ -35,8 +35,8 @@ class Evaluation(TrainerCallback):
 
     @property
     def metric(self) -> str:
-        """What the run is judged by: the recipe's metric."""
-        return self.recipe.data.metric
+        """What the run is judged by: the recipe's metric; preferences, which have no loss per token, by accuracy."""
+        return self.recipe.data.metric if self.recipe.method != "dpo" else "preference_accuracy"
 
     def before(self) -> float:
         """Return the metric before the first step, from the log, so that a resumed run knows it too."""
@@ -46,7 +46,9 @@ class Evaluation(TrainerCallback):
         """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
         form = ".4f" if self.metric == "loss" else ".1%"
         what = f"{self.metric.replace('_', ' ')} on {len(self.datasets.held_out or [])} held-out examples"
-        return f"{what}: {self.before():{form}} -> {after:{form}}"
+        margins = [row["preference_margin"] for row in read_jsonl(self.run.evaluations) if "preference_margin" in row]
+        margin = f", margin {margins[0]:.2f} -> {margins[-1]:.2f} nats" if margins else ""
+        return f"{what}: {self.before():{form}} -> {after:{form}}{margin}"
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Request an evaluation where one is due, and a log before it, which ends the timed window."""
@@ -78,6 +80,6 @@ class Evaluation(TrainerCallback):
         measured = self.parallel.measure(trainer, sequences) if sequences is not None else {}
         measured = {name: value for name, value in measured.items() if name in ("loss", self.metric)}
         if self.metric not in measured and (with_metric or sequences is None):
-            measured[self.metric] = self.method.metric(trainer, self.datasets.held_out)
+            measured |= self.method.metric(trainer, self.datasets.held_out)
         trainer.model.train(training)
         return measured

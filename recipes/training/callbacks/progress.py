@@ -44,8 +44,11 @@ def step_line(record: dict[str, Any], last_step: int) -> str:
     norm = record["grad_norm"]
     speed = record["tokens_per_second"]
     left = record["seconds"] / record["step"] * (last_step - record["step"])
+    preference = ""
+    if "rewards/margins" in record:  # of DPO, over the training pairs since the last log
+        preference = f"accuracy {record['rewards/accuracies']:.0%}  margin {record['rewards/margins']:.2f}  "
     return (
-        f"step {record['step']:>{len(str(last_step))}}/{last_step}  loss {record['loss']:.4f}  "
+        f"step {record['step']:>{len(str(last_step))}}/{last_step}  loss {record['loss']:.4f}  {preference}"
         f"lr {record['learning_rate']:.1e}  grad norm {'-' if norm is None else format(norm, '.2f')}  "
         f"{speed:,.0f} tokens/s  {duration(left)} left"
     )

@@ -3,7 +3,7 @@
 arguments(common, recipe)                                       the Trainer's arguments, of the method's own kind
 datasets(recipe, tokenizer)                                     what to train on and what is held out
 trainer(context, model, arguments, dataset, tokenizer)          the Trainer, with `RunHooks`
-metric(trainer, examples)                                       the recipe's metric, where it is not the loss
+metric(trainer, examples)                                       its numbers by name, where they are not the loss
 """
 
 from importlib import import_module

@@ -39,8 +39,8 @@ def trainer(
     return RunDPOTrainer(context, model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer)
 
 
-def metric(trainer: RunDPOTrainer, examples: Dataset) -> float:
-    """Return the share of pairs whose chosen answer the model finds likelier than the rejected one."""
+def metric(trainer: RunDPOTrainer, examples: Dataset) -> dict[str, float]:
+    """Return how the model ranks the pairs: `preference_accuracy` and `preference_margin`."""
     recipe = trainer.context.recipe
     pairs, batch_size = list(examples), recipe.micro_batch_size
-    return scores.preference_accuracy(trainer.model, trainer.processing_class, pairs, batch_size, recipe.layout)
+    return scores.preferences(trainer.model, trainer.processing_class, pairs, batch_size, recipe.layout)

@@ -51,14 +51,14 @@ def trainer(
     )
 
 
-def metric(trainer: RunTrainer, examples: Dataset) -> float:
-    """Return the share of conversations whose last turn greedy decoding reproduces."""
+def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
+    """Return `exact_match`, the share of conversations whose last turn greedy decoding reproduces."""
     recipe, model = trainer.context.recipe, trainer.model
     weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())
     gather = weights <= GATHER_LIMIT
     engine, accelerator = trainer.deepspeed, trainer.accelerator
     with unwrap_model_for_generation(engine, accelerator, gather_deepspeed3_params=gather) as whole:
-        return scores.exact_match(
+        right = scores.exact_match(
             whole,
             trainer.processing_class,
             examples["messages"],
@@ -66,3 +66,4 @@ def metric(trainer: RunTrainer, examples: Dataset) -> float:
             synced_gpus=not gather and trainer.context.file.stage == 3,
             layout=recipe.layout,
         )
+    return {"exact_match": right}

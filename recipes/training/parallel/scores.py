@@ -77,14 +77,17 @@ def exact_match(
 
 
 @torch.no_grad()
-def preference_accuracy(
+def preferences(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[dict[str, Any]],
     batch_size: int,
     layout: Layout,
-) -> float:
-    """Return the share of pairs whose chosen answer the model finds likelier than the rejected one.
+) -> dict[str, float]:
+    """Return how a model ranks pairs of answers.
+
+    `preference_accuracy` is the share of pairs whose chosen answer it finds likelier than the rejected one, and
+    `preference_margin` how much likelier on average: the difference of their log-likelihoods, in nats.
 
     Args:
         model: as TRL's DPOTrainer has patched it.
@@ -93,12 +96,14 @@ def preference_accuracy(
         batch_size: pairs per forward pass and rank.
         layout: which ranks share a copy of the model.
     """
-    right = 0.0
+    right = margin = 0.0
     for batch, count in rank_batches(pairs, batch_size, layout):
         chosen = _log_likelihood(model, tokenizer, batch, "chosen")
         rejected = _log_likelihood(model, tokenizer, batch, "rejected")
         right += (chosen > rejected)[:count].sum().item()
-    return distributed.total(right)[0] / len(pairs)
+        margin += (chosen - rejected)[:count].sum().item()
+    right, margin = distributed.total(right, margin)
+    return {"preference_accuracy": right / len(pairs), "preference_margin": margin / len(pairs)}
 
 
 def _log_likelihood(

@@ -1,0 +1,145 @@
+"""What a user reads: help, the screen of a run, its last line and its plot; and what is left out."""
+
+import importlib.util
+import logging
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.commands import keys, launch, main
+from recipes.spec import overrides, pages
+from recipes.spec.run_folder import COMPLETE, RunFolder, append_jsonl, write_json
+from recipes.training import console, curves
+from recipes.training import run as training_run
+from recipes.training.callbacks.evaluation import Evaluation
+from recipes.training.callbacks.progress import step_line
+from recipes.training.data import updates
+from recipes.training.data.load import Datasets
+
+
+def shown(capsys, *words):
+    """Return what the launcher prints before it ends well."""
+    with pytest.raises(SystemExit) as end:
+        launch.main(list(words))
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_explains_every_key_with_type_default_and_meaning(capsys):
+    screen = shown(capsys, "--help")
+    known = keys.keys()
+    assert set(known) == set(overrides.override_keys())
+    assert all(key.meaning and key.short() in screen for key in known.values())
+    assert "typing." not in screen and "true | false | selective (default: true)" in screen
+    assert "learning_rate               number (default: 2e-05)" in screen
+
+
+def test_help_of_a_key_says_everything_about_it(capsys):
+    screen = shown(capsys, "--help", "gradient_checkpointing")
+    assert screen.startswith("gradient_checkpointing: true | false | selective (default: true)\n    Recompute")
+    assert "attention, the slower part of" in screen, "all of it, and not the first sentence"
+    assert shown(capsys, "tiny", "full", "--help", "lora").count("lora.") == 6
+    for word, said in (("learning_rat", "Did you mean 'learning_rate'"), ("lr", "use 'learning_rate'")):
+        assert main.run("launch", ["--help", word]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_one_family_is_listed(capsys):
+    assert launch.main(["--list", "gpt2"]) == 0
+    screen = capsys.readouterr().out
+    assert screen.startswith("gpt2: ") and "355m" in screen and "llama3" not in screen
+    assert main.run("launch", ["--list", "gpt3"]) == 2
+
+
+@pytest.mark.parametrize("place", ["file/run", "file/deep/run", "/proc/run"])
+def test_an_output_folder_that_cannot_be_written_is_named_in_a_line(place, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main.run("launch", ["tiny", "full", "--output-dir", place]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--output-dir" in line and place in line and "cannot be written: " in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+RECORD = {"step": 3, "loss": 0.6, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 100.0, "seconds": 6.0}
+OF_PAIRS = RECORD | {"rewards/accuracies": 0.75, "rewards/margins": 0.256}
+
+
+def test_preferences_show_accuracy_and_margin_as_they_train():
+    assert "loss 0.6000  accuracy 75%  margin 0.26  lr" in step_line(OF_PAIRS, 10)
+    assert "accuracy" not in step_line(RECORD, 10)
+    assert curves.labels([OF_PAIRS])["loss"] == "DPO loss per pair (nats)"
+    assert curves.labels([RECORD])["loss"] == "loss per token (nats)"
+
+
+def test_preferences_are_judged_by_accuracy_and_margin(tmp_path):
+    recipe = pages.find("tiny", "dpo_lora")
+    recipe = replace(recipe, data=replace(recipe.data, metric="loss"))  # which pairs do not have
+    run = RunFolder(tmp_path)
+    for step, accuracy, margin in ((0, 0.5, 0.125), (8, 1.0, 3.5)):
+        row = {"step": step, "preference_accuracy": accuracy, "preference_margin": margin}
+        append_jsonl(run.evaluations, row)
+    evaluation = Evaluation(recipe, run, Datasets([], [{}] * 4, None, []), None, None, print)
+    said = "preference accuracy on 4 held-out examples: 50.0% -> 100.0%, margin 0.12 -> 3.50 nats"
+    assert evaluation.last_line(1.0) == said
+
+
+def test_a_resumed_run_says_where_it_is_and_that_its_schedule_changed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("recipes.training.distributed.is_first", lambda: True)
+    recipe, run = replace(pages.find("tiny", "full"), epochs=1.0, global_batch_size=8), RunFolder(tmp_path)
+    datasets = Datasets([], None, None, [], updates.Size(480, 480, 480, 9999))
+    training_run.say_resuming(recipe, run, datasets)
+    assert capsys.readouterr().out == ""
+    checkpoint = run.checkpoints / "checkpoint-20"
+    write_json(checkpoint / "trainer_state.json", {"max_steps": 60})
+    write_json(checkpoint / COMPLETE, {})
+    training_run.say_resuming(recipe, run, datasets)
+    assert capsys.readouterr().out == "resuming from step 21 of 60\n"
+    training_run.say_resuming(replace(recipe, epochs=2.0), run, datasets)
+    resumed, changed = capsys.readouterr().out.splitlines()
+    assert resumed == "resuming from step 21 of 120"
+    assert changed == "the run had 60 steps: from here on the learning rate follows the cosine schedule of 120"
+
+
+SOURCES = {
+    "accelerate.accelerator": "accelerate/accelerator.py",
+    "transformers.trainer_utils": "transformers/trainer_utils.py",
+}
+"""Where each logger's messages are written; DeepSpeed has one logger for all of its files."""
+
+
+def test_messages_that_nobody_can_act_on_are_left_out_and_others_are_not(caplog):
+    loggers = [logging.getLogger(name) for name in console.NOISE if name]
+    before = [list(logger.filters) for logger in loggers]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        console.leave_out_noise()
+        for text in console.NOISE[""]:
+            warnings.warn(f"{text}, set to True", stacklevel=1)
+        warnings.warn("the disk is full", stacklevel=1)
+    assert [str(one.message) for one in warned] == ["the disk is full"]
+    try:
+        for logger in loggers:
+            logger.addHandler(caplog.handler)
+            for text in console.NOISE[logger.name]:
+                logger.warning("[RANK 0] %s and more", text)
+                logger.warning("[Rank 12] %s and more", text)
+                logger.warning("%s and more", text)
+            logger.warning("the loss is not finite")
+    finally:
+        for logger, filters in zip(loggers, before, strict=True):
+            logger.removeHandler(caplog.handler)
+            logger.filters[:] = filters
+    assert set(caplog.messages) == {"the loss is not finite"}
+
+
+def test_what_is_left_out_is_still_what_the_libraries_say():
+    """A message that a library has dropped or reworded can leave `console.NOISE`."""
+    for name, beginnings in console.NOISE.items():
+        package = {"DeepSpeed": "deepspeed", "": "peft"}.get(name, name.partition(".")[0])
+        folder = Path(str(importlib.util.find_spec(package).origin)).parent
+        files = [folder.parent / SOURCES[name]] if name in SOURCES else list(folder.rglob("*.py"))
+        text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+        assert all(beginning in text for beginning in beginnings), (name, beginnings)
