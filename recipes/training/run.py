@@ -83,10 +83,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     arguments = methods.arguments(common, recipe)
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
-    mark = fingerprint.of_run(recipe, tokenizer, datasets)
-    fingerprint.check(mark, newest_checkpoint(run), recipe.data.changed)
-    say_updates(recipe, datasets.size, dist.get_world_size())
-    say_resuming(recipe, run, datasets)
+    mark = checked_data(recipe, run, tokenizer, datasets)
     model = parallel.load(recipe)
     upstream.tell_whether_packed(model, recipe.packing and recipe.method != "dpo")
     context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model), mark)
@@ -94,6 +91,21 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     with pickles.refusing_code(context.checkpoint):
         trainer.train(resume_from_checkpoint=str(context.checkpoint) if context.checkpoint else None)
     conclude(trainer, datasets)
+
+
+def checked_data(
+    recipe: Recipe, run: RunFolder, tokenizer: PreTrainedTokenizerBase, datasets: Datasets
+) -> dict[str, Any]:
+    """Print how many updates the data gives and where a resumed run continues; return the data's fingerprint.
+
+    Raises:
+        UserError: the checkpoint to resume from was trained on other data.
+    """
+    mark = fingerprint.of_run(recipe, tokenizer, datasets)
+    fingerprint.check(mark, newest_checkpoint(run), recipe.data.changed)
+    say_updates(recipe, datasets.size, dist.get_world_size())
+    say_resuming(recipe, run, datasets)
+    return mark
 
 
 def say_resuming(recipe: Recipe, run: RunFolder, datasets: Datasets) -> None:
