@@ -102,6 +102,18 @@ def test_skip_leaves_the_update_out(ranks, tmp_path, nan_setup, config):
     assert [row["step"] for row in rows if row["grad_norm"] is None] == skipped
 
 
+def test_skip_gives_up_after_ten_updates_in_a_row(ranks, tmp_path, nan_setup, conversations):
+    run = RunFolder(tmp_path / "run")
+    data = conversations
+    for number in range(8):
+        data = write_nan_data(data, tmp_path / f"{number}.jsonl", number)
+    recipe = small(nan_setup[0], data, "zero1.json", on_nan="skip", max_steps=14)
+    statuses, said = train(ranks, run, recipe, tmp_path / "log")
+    skipped = [int(step) for step in re.findall(r"step (\d+): the loss is not finite.*: this update is skipped", said)]
+    assert skipped == list(range(1, 11)) and statuses == [2, 2], said
+    assert re.search(r"step 11: the loss is not finite.*\nInspect these sequences", said)
+
+
 def test_skip_is_refused_where_updates_are_not_checked(ranks, tmp_path, nan_setup):
     run = RunFolder(tmp_path / "run")
     statuses, said = train(ranks, run, recipe_of(nan_setup, "zero0.json", on_nan="skip"), tmp_path / "log")

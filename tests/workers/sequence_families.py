@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from recipes.spec import pages
 from recipes.spec.errors import first_line
 from recipes.training import distributed
-from recipes.training.model import draft
+from recipes.training.model import draft, packing_check
 from recipes.training.parallel import sequence, sequence_check
 
 
@@ -45,10 +45,11 @@ def main(answers: str) -> None:
 
 
 def long_and_short() -> PreTrainedConfig:
-    """Return Phi-4-mini's configuration with LongRoPE's other factors from position 40 on, in the second part."""
+    """Return Phi-4-mini's configuration with LongRoPE's other factors from a position in the second part on."""
+    second = sum(packing_check.LENGTHS) // 2 + 8
     values = dict(pages.page("phi4").SIZES["mini"].config)
-    rope = {**values["rope_parameters"], "original_max_position_embeddings": 40}
-    return AutoConfig.for_model(**(values | {"rope_parameters": rope, "original_max_position_embeddings": 40}))
+    rope = {**values["rope_parameters"], "original_max_position_embeddings": second}
+    return AutoConfig.for_model(**(values | {"rope_parameters": rope, "original_max_position_embeddings": second}))
 
 
 def by_positions(
