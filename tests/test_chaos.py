@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import psutil
 import pytest
 
 from recipes.commands.main import run as run_command
@@ -48,12 +51,16 @@ from tests.workers.quick_launch import PROCESSES, quick_launch
 RANKS, STEPS, EVERY = 4, 24, 4
 NAN_EXAMPLE = 9
 """The example that makes the loss NaN, for the faults that need one."""
-FAULTS = ("kill", "stop", "truncated", "nan", "disk", "kill", "stop", "truncated", "rewind", "network")
-"""What happens in seeds 0, 10; 1, 11; and so on."""
+FAULTS = (
+    *("kill", "stop", "truncated", "nan", "disk", "kill", "stop", "truncated", "rewind", "network"),
+    *("launcher", "second_writer", "build", "flipped", "foreign", "launcher", "second_writer", "flipped", "foreign"),
+    "flipped",
+)
+"""What happens in seeds 0, 20; 1, 21; and so on."""
 CORE = (2,)
-"""The seed that `make test` tries; `make test-all` tries all 20."""
-THROUGH_DEEPSPEED = (0,)
-"""The seed that goes through DeepSpeed's launcher, as `test_launch.py` does; in the others the ranks are forks."""
+"""The seed that `make test` tries; `make test-all` tries all 40."""
+THROUGH_DEEPSPEED = (0, 10)
+"""The seeds that go through DeepSpeed's launcher, as `test_launch.py` does; in the others the ranks are forks."""
 
 
 @dataclass
@@ -65,6 +72,8 @@ class Setup:
     with_nan: list[str]
     final: float
     without: float
+    foreign: Path
+    """A checkpoint of a run on other data."""
     through_deepspeed: bool = False
 
 
@@ -87,10 +96,11 @@ def setup(ranks, tmp_path_factory, model_folder, conversations):
         write_recipe(run, recipe_of([*fixed, f"data.path={path}"]))
         ranks.check(training_run.main, str(run.path), world_size=RANKS, log=folder / f"{name}.log")
         final[name] = read_jsonl(run.metrics)[-1]["loss"]
+        foreign = run.checkpoints / f"checkpoint-{STEPS - EVERY}"
+        shutil.copytree(foreign, folder / foreign.name, dirs_exist_ok=True)
         shutil.rmtree(run.path)
-    return Setup(
-        ranks, [*fixed, f"data.path={rows}"], [*fixed, f"data.path={with_nan}"], final["all"], final["without"]
-    )
+    changes = ([*fixed, f"data.path={rows}"], [*fixed, f"data.path={with_nan}"])
+    return Setup(ranks, *changes, final["all"], final["without"], folder / foreign.name)
 
 
 def recipe_of(changes: list[str]) -> Recipe:
@@ -148,7 +158,7 @@ class Chaos:
             process.kill()
 
 
-@pytest.mark.parametrize("seed", tiered(range(20), CORE))
+@pytest.mark.parametrize("seed", tiered(range(40), CORE))
 def test_a_fault_at_a_random_moment(tmp_path, setup, seed):
     draw, fault = random.Random(seed), FAULTS[seed % len(FAULTS)]
     buffers = shared_buffers()
@@ -309,6 +319,77 @@ def network(stack, folder, setup, draw):
     rows, (restart, *_) = read_jsonl(run.metrics), read_jsonl(run.restarts)
     assert rows[-1]["loss"] == pytest.approx(setup.final, rel=1e-4)
     assert "no step finished for" in restart["cause"], restart
+
+
+def kill_launcher(chaos: Chaos) -> None:
+    """Kill the launcher; its ranks end with it."""
+    pids = {chaos.rank(number) for number in range(RANKS)}
+    os.kill(chaos.process.pid, signal.SIGKILL)
+    left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)[1]
+    assert not left
+    chaos.end()
+
+
+def launcher(stack, folder, setup, draw):
+    chaos = started(stack, folder, setup, setup.overrides)
+    chaos.reach(draw.randrange(EVERY + 1, STEPS - 6))
+    kept = step_of(newest_checkpoint(chaos.run))
+    kill_launcher(chaos)
+    ends_well(started(stack, folder, setup, [], "--resume"), setup.final, kept)
+
+
+def second_writer(stack, folder, setup, draw):
+    chaos = started(stack, folder, setup, setup.overrides)
+    chaos.reach(draw.randrange(EVERY + 1, STEPS - 6))
+    kept = step_of(newest_checkpoint(chaos.run))
+    command = [*LAUNCH, "tiny", "full", "--gpus", str(RANKS), "--output-dir", str(chaos.run.path), "--resume"]
+    second = subprocess.run(command, capture_output=True, text=True)
+    assert second.returncode == 2 and second.stderr.count("\n") == 1, second.stderr
+    assert f"is being written by process {chaos.process.pid} on {socket.gethostname()}" in second.stderr
+    ends_well(chaos, setup.final, kept)
+
+
+def build(stack, folder, setup, draw):
+    """Kill a build of an op; the run that follows finds what it has left."""
+    stack.enter_context(mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=str(folder / "ops")))
+    command = [sys.executable, "-m", "recipes.machine.ops", "deepspeed_shm_comm"]
+    with subprocess.Popen(command, start_new_session=True) as first:
+        time.sleep(draw.uniform(3, 20))
+        os.killpg(first.pid, signal.SIGKILL)
+    chaos = started(stack, folder, replace(setup, through_deepspeed=True), setup.overrides)
+    ends_well(chaos, setup.final, 0)
+
+
+def flipped(stack, folder, setup, draw):
+    """Flip a bit in the newest checkpoint as the run ends: the one before it is used, and the file is named."""
+    chaos = started(stack, folder, setup, setup.overrides)
+    wanted = EVERY * draw.randrange(2, STEPS // EVERY - 1)
+    newest, victim = chaos.run.checkpoints / f"checkpoint-{wanted}", draw.randrange(RANKS)
+    chaos.wait_until(lambda: (newest / COMPLETE).exists(), "a checkpoint")
+    name = draw.choice(sorted(name for name, size in read_json(newest / COMPLETE)["files"].items() if size))
+    os.kill(chaos.rank(victim), signal.SIGKILL)
+    content = bytearray((newest / name).read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    (newest / name).write_bytes(content)
+    ends_well(chaos, setup.final, wanted - EVERY)
+    (restart,) = read_jsonl(chaos.run.restarts)
+    assert restart["from_step"] == wanted - EVERY, chaos.said()
+    assert f"{newest / name} is not as it was written" in chaos.said()
+
+
+def foreign(stack, folder, setup, draw):
+    """Put a later checkpoint of a run on other data between the run's own."""
+    chaos = started(stack, folder, setup, setup.overrides)
+    chaos.reach(draw.randrange(EVERY + 1, STEPS - 2 * EVERY))
+    kept = step_of(newest_checkpoint(chaos.run))
+    kill_launcher(chaos)
+    stranger = chaos.run.checkpoints / setup.foreign.name
+    shutil.copytree(setup.foreign, stranger)
+    refused = started(stack, folder, setup, [], "--resume")
+    assert refused.end() == 2, refused.said()
+    assert f"{stranger} was trained with other data" in refused.said() and "Traceback" not in refused.said()
+    shutil.rmtree(stranger)
+    ends_well(started(stack, folder, setup, [], "--resume"), setup.final, kept)
 
 
 def connect(stack, names: list[str]) -> None:
