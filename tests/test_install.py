@@ -238,6 +238,31 @@ def test_a_checkout_in_the_wrong_python_says_what_to_do(tmp_path):
     assert run([python, ROOT / "scripts" / "check_config.py", "zero3"], tmp_path).returncode == 0
 
 
+NEEDS_PACKAGES = {
+    "benchmark": ["--help"],
+    "check_config": [ROOT / "configs" / "zero3.json", "--deepspeed"],
+    "export": [ROOT / "recipes" / "samples" / "tiny_model", "--output", "out"],
+    "generate": [ROOT / "recipes" / "samples" / "tiny_model", "Ada?"],
+    "launch": ["tiny", "full"],
+    "plan": ["llama3-8b"],
+}
+"""Each script with arguments for which it needs a package; the others need none."""
+WITHOUT = {"doctor": ["--json"], "resolve_config": [ROOT / "configs" / "zero3.json", "--model", "llama3-8b"]}
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("[a-z]*.py")), ids=lambda path: path.stem)
+def test_every_script_says_in_a_line_what_to_do_without_the_packages(script, tmp_path):
+    arguments = (NEEDS_PACKAGES | WITHOUT)[script.stem]
+    done = run([sys.executable, "-S", "-I", script, *arguments], tmp_path)
+    assert "Traceback" not in done.stderr
+    if script.stem in NEEDS_PACKAGES:
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and line.startswith(f"{script.name}: ") and "source .venv/bin/activate" in line
+        assert not done.stdout and not list(tmp_path.iterdir())
+    else:
+        assert json.loads(done.stdout)
+
+
 def test_an_old_python_gets_a_message_too(tmp_path):
     """What an older Python would do with the script: `sys.version_info` is all that it looks at first."""
     code = "import sys; sys.version_info = (3, 9, 0); import _checkout; _checkout.run('launch')"

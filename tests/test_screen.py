@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands import keys, launch, main
+from recipes.commands import launch, main
+from recipes.docs import keys
 from recipes.spec import overrides, pages
 from recipes.spec.run_folder import COMPLETE, RunFolder, append_jsonl, write_json
 from recipes.training import console, curves

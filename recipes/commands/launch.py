@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..docs import keys
 from ..launching import paths, preflight, restarts, scheduler
 from ..launching.attempts import HostAttempts, LocalAttempts
 from ..launching.command import compile_ops, deepspeed_command, rank_count, visible_gpus
@@ -26,6 +27,7 @@ from ..launching.kubernetes import manifests
 from ..launching.ssh import hostfile
 from ..launching.ssh.hostfile import HostPool
 from ..machine import run_lock
+from ..page_checks import borrowed
 from ..planning.hardware.cluster import Cluster
 from ..planning.search import forecast
 from ..spec import deepspeed_file, overrides, pages, run_folder
@@ -35,7 +37,6 @@ from ..spec.project import as_typed, require
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from ..training import universal_checkpoint
-from . import keys
 from .main import Parser
 
 
@@ -83,6 +84,8 @@ def run(options: argparse.Namespace) -> int:
         universal_checkpoint.check(recipe, folder, file, ranks)
     restarts.check(recipe, options.max_restarts)
     preflight.check_data(recipe)
+    if borrowing := borrowed.warning(recipe, page, overrides.keys_of(options.overrides)):
+        print(as_typed(borrowing), flush=True)
     plan = None
     if hardware and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), hardware)):
         print(forecast.line(plan), flush=True)
@@ -179,7 +182,7 @@ def with_best_plan(recipe: Recipe, page: Recipe, changes: Sequence[str], hardwar
         print(f"deepspeed=auto: the planner needs GPUs; using the recipe's own {page.deepspeed}", flush=True)
         return recipe
     located = preflight.with_dimensions(paths.locate(recipe))
-    best = forecast.choose(located, [change.partition("=")[0] for change in changes], hardware)
+    best = forecast.choose(located, overrides.keys_of(changes), hardware)
     print(f"deepspeed=auto: {' '.join(overrides.differences(located, best)) or best.deepspeed}", flush=True)
     return replace(best, model=recipe.model)
 

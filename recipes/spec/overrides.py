@@ -163,6 +163,11 @@ def _settle_validation(data: dict[str, Any], given: set[str]) -> None:
         data["metric"] = "loss"
 
 
+def keys_of(assignments: Iterable[str]) -> list[str]:
+    """Return the keys of `key=value` assignments."""
+    return [assignment.partition("=")[0] for assignment in assignments]
+
+
 def differences(before: Recipe, after: Recipe) -> list[str]:
     """Return the overrides, as they are typed, that turn one recipe into another."""
     return as_typed(after, [key for key in override_keys() if _get(after, key) != _get(before, key)])
