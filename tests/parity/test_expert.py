@@ -30,6 +30,7 @@ from recipes.training.arguments import deepspeed_config
 from recipes.training.model.draft import TINY_MODEL
 from tests.parity import gate, plain
 from tests.tiers import tiered
+from tests.workers import untrained
 
 SETTINGS = plain.Settings()
 DEEPSEEK = {
@@ -188,7 +189,7 @@ def test_exports_the_bytes_that_plain_transformers_writes(ranks, tmp_path, conve
     run = RunFolder(tmp_path / "run")
     recipe = lesson(mixture(family), conversations, tmp_path, stage, learning_rate=1e-30, max_steps=1, save_steps=1)
     write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    ranks.check(untrained.main, str(run.path), log=tmp_path / "log")
     before = (mixture(family) / "model.safetensors").read_bytes()
     assert (run.export / "model.safetensors").read_bytes() == before
     assert (run.checkpoints / "checkpoint-1" / "model.safetensors").read_bytes() == before

@@ -14,7 +14,7 @@ from recipes.training import run as training_run
 from recipes.training.model import draft
 from tests.parity import gate, plain
 from tests.tiers import tiered
-from tests.workers import split_layers
+from tests.workers import split_layers, untrained
 
 SETTINGS = plain.Settings()
 EVERY = pytest.mark.every
@@ -82,7 +82,7 @@ def test_the_export_has_the_same_bytes_as_unsplit(ranks, tmp_path, model_folder,
     exports = []
     for name, recipe in (("split", still), ("whole", replace(still, layout=Layout(), micro_batch_size=1))):
         (tmp_path / name).mkdir()
-        exports.append(train(ranks, tmp_path / name, recipe, 4).export)
+        exports.append(train(ranks, tmp_path / name, recipe, 4, main=untrained.main).export)
     names = sorted(file.name for file in exports[0].iterdir())
     assert "model.safetensors" in names and names == sorted(file.name for file in exports[1].iterdir())
     for name in names:
