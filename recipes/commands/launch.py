@@ -29,7 +29,7 @@ from ..launching.ssh.hostfile import HostPool
 from ..machine import run_lock
 from ..page_checks import borrowed
 from ..planning.hardware.cluster import Cluster
-from ..planning.search import forecast
+from ..planning.search import forecast, model_recipe
 from ..spec import deepspeed_file, overrides, pages, run_folder
 from ..spec.conversions import to_dict
 from ..spec.errors import UserError
@@ -77,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
         recipe = with_best_plan(recipe, page, options.overrides, hardware)
 
     recipe = paths.locate(recipe, manifests.MOUNT if options.kubernetes else None)
+    check_sizes(recipe)
     preflight.check_config(recipe, ranks)
     file = deepspeed_file.read(recipe.deepspeed)
     preflight.check_layout(recipe, file, ranks)
@@ -161,6 +162,21 @@ NEEDS = {
     **dict.fromkeys(("image", "volume"), ("kubernetes",)),
 }
 """Options for several machines, and which others they need one of."""
+
+
+def check_sizes(recipe: Recipe) -> None:
+    """Refuse sizes that no model can have, before anything computes with them.
+
+    Raises:
+        UserError: names the model's config.json, the key and its value.
+    """
+    file = Path(recipe.model.path, "config.json")
+    if file.exists():
+        config = run_folder.read_json(file)
+        inner = config.get("text_config") or config if isinstance(config, dict) else None
+        if not isinstance(inner, dict):
+            raise UserError(f"{file}: not a Hugging Face config.json, which is one JSON object.")
+        model_recipe.check_sizes(inner, str(file))
 
 
 def hardware_of(pool: HostPool | None, ranks: int) -> Cluster | None:

@@ -134,6 +134,9 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}).") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text.") from None
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits; lists in lists in lists
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+        raise UserError(f"{path}: not JSON ({reason}).") from None
 
 
 def write_json(path: Path, value: Any) -> None:

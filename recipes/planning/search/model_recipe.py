@@ -128,15 +128,24 @@ def check(config: Mapping[str, Any], name: str) -> None:
         )
     if not isinstance(inner, dict) or not isinstance(inner.get("model_type"), str):
         raise UserError(f"{name}: its text_config has no model_type; give the config.json of the decoder alone.")
+    check_sizes(inner, name)
+    _check_heads(inner, name)
+
+
+def check_sizes(config: Mapping[str, Any], name: str) -> None:
+    """Refuse sizes that no model can have.
+
+    Raises:
+        UserError: names the file, the key and its value.
+    """
     for key, (other, most) in SIZES.items():
-        value = inner.get(key, inner.get(other))
+        value = config.get(key, config.get(other))
         if isinstance(value, list | None):  # one value per layer: transformers knows whether that is allowed
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{name}: {key}={value}: must be a whole number of at least 1.")
         if value > most:
             raise UserError(f"{name}: {key}={value}: exceeds the maximum of {most:,}.")
-    _check_heads(inner, name)
 
 
 def _check_heads(config: Mapping[str, Any], name: str) -> None:

@@ -1,18 +1,23 @@
 """Chat templates: which one a run uses, and how it marks the assistant's tokens for the loss."""
 
+import contextlib
 import copy
+import signal
+import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers, supports_tool_calling
 
 from ...spec.errors import UserError
 from ...spec.recipe import Recipe
+from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.load import cannot_load
 
 Turns = list[dict[str, Any]]
@@ -21,6 +26,8 @@ Marked = tuple[list[int], list[bool]]
 Mark = Callable[[Turns, Any], Marked]
 """Called with a conversation's turns and tools."""
 
+RENDER_SECONDS = 10.0
+"""How long a template may take for a conversation, or a probe; those in use take milliseconds."""
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 """The project's own, for base models."""
 
@@ -38,7 +45,49 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     choose(recipe, tokenizer)
+    _probe(recipe, tokenizer)
     return tokenizer
+
+
+def _probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Render a conversation, so that a template that never ends is noticed in every method.
+
+    Raises:
+        UserError: it does not end in time.
+    """
+    if tokenizer.chat_template is None:
+        return
+    # A template may refuse this conversation; what it is used for will say why.
+    with contextlib.suppress(TemplateError, TypeError, ValueError), bounded(f"model.path={recipe.model.path}"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+
+
+@contextlib.contextmanager
+def bounded(where: str) -> Iterator[None]:
+    """Stop a template that does not end: the sandbox that it runs in has no limit of its own.
+
+    Raises:
+        UserError: it takes longer than RENDER_SECONDS, or more memory than there is.
+    """
+
+    def stop(number: int, frame: Any) -> None:
+        raise UserError(
+            f"{where}: its chat template has not ended after {RENDER_SECONDS:g} s; correct it, or name another with "
+            "model.chat_template."
+        )
+
+    if threading.current_thread() is not threading.main_thread():  # signals reach only that one
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+    try:
+        yield
+    except (MemoryError, OverflowError) as error:
+        raise UserError(f"{where}: its chat template needs too much memory; correct it.") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -53,7 +102,8 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     elif asked != "auto":
         try:
             tokenizer.chat_template = Path(asked).read_text(encoding="utf-8")
-            tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+            with bounded(f"model.chat_template={asked}"):
+                tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
         except (OSError, UnicodeDecodeError, TemplateError) as error:
             raise UserError(f"model.chat_template={asked}: not a chat template in Jinja: {error}") from error
 
@@ -95,14 +145,30 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def _by_template(tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: Any) -> Marked:
+    known = control_tokens(tokenizer, template)
+    if known.occur(messages, tools):
+        return _by_marked_template(tokenizer, template, known, messages, tools)
     tokens = tokenizer.apply_chat_template(
         messages, tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
     )
     return tokens["input_ids"], [bool(assistant) for assistant in tokens["assistant_masks"]]
 
 
+def _by_marked_template(
+    tokenizer: PreTrainedTokenizerBase, template: str, known: ControlTokens, messages: Turns, tools: Any
+) -> Marked:
+    turns, described = known.mark(messages, tools)
+    (chat,), (spans,) = render_jinja_template(
+        [turns], described, chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+    )
+    ids, places = known.encode(tokenizer, chat)
+    return ids, [any(first < end and start < last for first, last in spans) for start, end in places]
+
+
 def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any) -> Marked:
     """Mark what each assistant turn adds to the conversation before it and the generation prompt."""
+    known = control_tokens(tokenizer, tokenizer.chat_template)
+    messages, tools = known.mark(messages, tools)
     render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
     whole = render(messages)
     spans = []
@@ -113,19 +179,19 @@ def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: An
             if not (after.startswith(before) and whole.startswith(after)):
                 raise UserError("it renders a turn differently once another follows")
             spans.append((len(before), len(after)))
-    tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    starts = [start for start, _ in tokens["offset_mapping"]]
+    ids, places = known.encode(tokenizer, whole)
+    starts = [start for start, _ in places]
     control = tokenizer.get_added_vocab().values()
     assistant = [False] * len(starts)
     for first, last in spans:
         inside = range(bisect_left(starts, first), bisect_left(starts, last))
-        said = [tokens["input_ids"][i] for i in inside if whole[starts[i] : last].strip()]
+        said = [ids[i] for i in inside if whole[starts[i] : last].strip()]
         if not said or said[-1] not in control:
             raise UserError(
                 "it ends the assistant's turn without a control token, so the model would not learn to stop"
             )
         assistant[inside.start : inside.stop] = [True] * len(inside)
-    return tokens["input_ids"], assistant
+    return ids, assistant
 
 
 def renders_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:

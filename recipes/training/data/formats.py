@@ -9,12 +9,12 @@ convert every source with the same ones.
     pretrain  text
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
 from ...spec.errors import UserError
+from .text_files import from_json
 
 Example = dict[str, Any]
 Turn = dict[str, Any]
@@ -253,9 +253,10 @@ def _tools(where: str, example: Example) -> list[dict[str, Any]] | None:
 
 def _parsed(where: str, text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} holds text that should be JSON and is not ({error.msg}): {text[:40]!r}.") from None
+        return from_json(text)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", None) or str(error).partition(";")[0]
+        raise UserError(f"{where} holds text that should be JSON and is not ({reason}): {text[:40]!r}.") from None
 
 
 def _string(where: str, example: Example, field: str, empty: bool = False) -> str:

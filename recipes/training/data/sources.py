@@ -23,6 +23,7 @@ from datasets import (
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 from datasets.exceptions import DatasetGenerationError
 from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
 
 from ...spec.errors import UserError, first_line
 from ...spec.recipe import Recipe, names
@@ -41,6 +42,12 @@ FEATURES = {
     "pretrain": Features({"text": Value("string")}),
 }
 """The columns that each method reads; `formats.py` says what is in them."""
+
+
+READ_AT_ONCE = 100
+"""Rows that are unpacked at a time: a group of rows can be a whole file."""
+UNPACKED_BYTES, PACKED_TIMES = 2**28, 1000
+"""What a file may unpack to: this much, or this many times its size. Text packs to a third or a tenth."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +130,56 @@ def _from_file(path: Path) -> Located:
     if kind is None:
         yield from text_files.read(path)
         return
+    options = {"batch_size": READ_AT_ONCE} if kind == "parquet" else {}
     try:
-        yield from _numbered(path, load_dataset(kind, data_files=str(path), split="train", streaming=True))
-    except ArrowException as error:
+        if kind == "parquet":
+            _check_row_groups(path)
+        examples = load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
+        yield from _of_sane_size(path, _numbered(path, examples))
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path}: cannot be read as {kind} ({first_line(error)}); is the copy complete? Write it again."
         ) from error
+
+
+def _check_row_groups(path: Path) -> None:
+    """Refuse a file in which a group of rows would take far more memory than its size lets expect.
+
+    Raises:
+        UserError: names the file.
+    """
+    about = ParquetFile(path).metadata
+    for number in range(about.num_row_groups):
+        columns = [about.row_group(number).column(index) for index in range(about.num_columns)]
+        unpacked = sum(column.total_uncompressed_size for column in columns)
+        if unpacked > UNPACKED_BYTES and unpacked > PACKED_TIMES * path.stat().st_size:
+            raise _unpacks(path)
+
+
+def _of_sane_size(path: Path, located: Located) -> Located:
+    """Yield the examples, until they turn out to be far larger than the file: a dictionary holds equal texts once."""
+    total, most = 0, max(UNPACKED_BYTES, PACKED_TIMES * path.stat().st_size)
+    for where, example in located:
+        total += _characters(example)
+        if total > most:
+            raise _unpacks(path)
+        yield where, example
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 1
+
+
+def _unpacks(path: Path) -> UserError:
+    size = path.stat().st_size
+    return UserError(
+        f"{path}: {size:,} bytes that unpack to more than {PACKED_TIMES} times that; not training data? "
+        "If it is, save it as JSON Lines."
+    )
 
 
 def _files(folder: Path, split: str) -> list[Path]:

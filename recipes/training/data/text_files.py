@@ -76,22 +76,46 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for where, line in _lines(path):
         if line.strip():
             try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                reason = getattr(error, "msg", "nested too deeply")
-                raise UserError(f"{where}: not JSON ({reason}); one JSON object per line is expected.") from None
+                row = from_json(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"{where}: not JSON ({_reason(error)}); one JSON object per line is expected."
+                ) from None
             yield where, _object(where, row)
 
 
 def _array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     text = "".join(line for _, line in _lines(path))
     try:
-        rows = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        line, reason = getattr(error, "lineno", 1), getattr(error, "msg", "nested too deeply")
-        raise UserError(f"{path}:{line}: not JSON ({reason}); an array of objects is expected.") from None
+        rows = from_json(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise UserError(f"{path}:{line}: not JSON ({_reason(error)}); an array of objects is expected.") from None
     for number, row in enumerate(rows, start=1):
         yield f"{path}: row {number}", _object(f"{path}: row {number}", row)
+
+
+def from_json(text: str) -> Any:
+    """Return what a JSON text says.
+
+    Raises:
+        ValueError: not JSON, a number with thousands of digits, or half of a character (a lone surrogate), which no
+            tokenizer and no file can hold.
+        RecursionError: nested too deeply.
+    """
+    value = json.loads(text)
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a lone surrogate, {ascii(error.object[error.start])[1:-1]}") from None
+    return value
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return getattr(error, "msg", None) or str(error).partition(";")[0]
 
 
 def _is_array(path: Path) -> bool:

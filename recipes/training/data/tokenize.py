@@ -13,6 +13,7 @@ from trl import pack_dataset
 
 from ...spec.errors import UserError
 from ...spec.recipe import Recipe
+from ..model.control_tokens import conversation_tokens
 from . import chat_templates, sources
 from .collate import IGNORED
 from .report import Pieces, Report, histogram, pieces
@@ -81,12 +82,12 @@ def first_documents(
 def first_pair(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
     """Return the first preference pair as text: the prompt with each of its two answers."""
     pair = pairs[0]
-    prompt = tokenizer.apply_chat_template(pair["prompt"], pair["tools"], add_generation_prompt=True, return_dict=True)
+    prompt = conversation_tokens(tokenizer, pair["prompt"], pair["tools"], add_generation_prompt=True)
     found = []
     for answer in ("chosen", "rejected"):
-        tokens = tokenizer.apply_chat_template(pair["prompt"] + pair[answer], pair["tools"], return_dict=True)
-        learned = [index >= len(prompt["input_ids"]) for index in range(len(tokens["input_ids"]))]
-        found.append([(f"({answer}) ", False), *pieces(tokens["input_ids"], learned, tokenizer)])
+        tokens = conversation_tokens(tokenizer, pair["prompt"] + pair[answer], pair["tools"])
+        learned = [index >= len(prompt) for index in range(len(tokens))]
+        found.append([(f"({answer}) ", False), *pieces(tokens, learned, tokenizer)])
     return found
 
 
@@ -109,13 +110,10 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
                 "choose another model, or model.chat_template=chatml."
             )
         try:
-            tokens, assistant = mark(turns, tools)
-            before = (
-                tokenizer.apply_chat_template(turns[:given], tools, chat_template=template, return_dict=False)
-                if given
-                else [0]
-            )
-        except (TemplateError, TypeError, UserError) as error:
+            with chat_templates.bounded(f"model.path={recipe.model.path}"):
+                tokens, assistant = mark(turns, tools)
+                before = conversation_tokens(tokenizer, turns[:given], tools, chat_template=template) if given else [0]
+        except (TemplateError, TypeError, ValueError, UserError) as error:
             raise UserError(
                 f"data.path: the model's chat template cannot be trained on a conversation: {error}.\n"
                 f"It begins: {str(turns)[:200]}"
@@ -132,7 +130,7 @@ def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         cut: dict[str, list[Any]] = {"input_ids": [], "labels": []}
-        for tokens in tokenizer(batch["text"])["input_ids"]:
+        for tokens in tokenizer(batch["text"], split_special_tokens=True)["input_ids"]:
             tokens = [*tokens, tokenizer.eos_token_id]
             for start in range(0, len(tokens), length):
                 piece = tokens[start : start + length]

@@ -9,6 +9,7 @@ from trl import DPOConfig, DPOTrainer
 from ...spec.recipe import Recipe
 from ..console import say
 from ..data import load, tokenize, updates
+from ..model import control_tokens
 from ..parallel import scores
 from ..trainer import RunContext, RunHooks
 
@@ -27,9 +28,16 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     pairs, held_out = load.read_examples(recipe)
     say(f"training: {len(pairs)} pairs")
     load.show(tokenize.first_pair(pairs, tokenizer))
-    sample = tokenizer.apply_chat_template(pairs[0]["prompt"], return_dict=True)["input_ids"]
+    sample = control_tokens.conversation_tokens(tokenizer, pairs[0]["prompt"])
     size = updates.Size(examples=len(pairs), documents=len(pairs), sequences=len(pairs), tokens=None)
+    pairs = pairs.map(with_options, fn_kwargs={"tokenizer": tokenizer})
     return load.Datasets(pairs, held_out, None, sample, size)
+
+
+def with_options(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the column from which TRL takes each pair's options of `apply_chat_template`."""
+    turns = pair["prompt"] + pair["chosen"] + pair["rejected"]
+    return {"chat_template_kwargs": control_tokens.template_options(tokenizer, turns, pair["tools"])}
 
 
 def trainer(

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .control_tokens import conversation_tokens
+
 
 def generate(
     model: PreTrainedModel,
@@ -13,8 +15,8 @@ def generate(
     synced_gpus: bool = False,
 ) -> list[str]:
     """Return the model's greedy answer to each conversation, without surrounding white space."""
-    texts = [tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) for turns in prompts]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    tokens = [conversation_tokens(tokenizer, turns, add_generation_prompt=True) for turns in prompts]
+    inputs = tokenizer.pad({"input_ids": tokens}, padding_side="left", return_tensors="pt")
     inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
     output = model.generate(
         **inputs,

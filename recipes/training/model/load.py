@@ -1,10 +1,13 @@
 """Load the model that a recipe names, with its adapters; or a draft of it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +34,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     """
     try:
         return AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ArithmeticError, RecursionError, StrictDataclassError) as error:
         raise UserError(cannot_load("configuration", recipe, error)) from error
 
 
@@ -74,17 +77,26 @@ def load_model(recipe: Recipe, kind: Any = AutoModelForCausalLM) -> PreTrainedMo
 
 def _pretrained(recipe: Recipe, kind: Any) -> PreTrainedModel:
     dtype = DTYPES[recipe.precision]
+    config = load_config(recipe)
     try:
-        return kind.from_pretrained(
+        model, about = kind.from_pretrained(
             recipe.model.path,
             dtype=dtype,
-            quantization_config=quantization(recipe, load_config(recipe)),
+            quantization_config=quantization(recipe, config),
             attn_implementation=attention.loadable(recipe.model.attention),
             trust_remote_code=recipe.model.trust_remote_code,
             use_safetensors=True,  # a pickle from a stranger can run code
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ArithmeticError, AssertionError, SafetensorError, MemoryError) as error:
         raise UserError(cannot_load("model", recipe, error)) from error
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("mismatched_sizes", "negative dimension", "allocate", "overflow")):
+            raise
+        raise UserError(cannot_load("model", recipe, error)) from error
+    if about["missing_keys"]:  # of tied weights one is enough, and transformers does not list the other
+        raise UserError(missing_weights(recipe, sorted(about["missing_keys"])))
+    return model
 
 
 def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfigMixin | None:
@@ -101,6 +113,18 @@ def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfig
 def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
     """Return why the model's folder or Hub id cannot be loaded, in a line with the fix."""
     reason = first_line(error)
+    if isinstance(error, SafetensorError):
+        reason = f"a .safetensors file is damaged or cut off ({reason}); copy or download it again"
+    elif isinstance(error, StrictDataclassError):
+        reason = f"its config.json is wrong: {' '.join(str(error).split())}"
+    elif (
+        isinstance(error, ArithmeticError | AssertionError | MemoryError)
+        or "negative dimension" in reason
+        or "allocate" in reason
+    ):
+        reason = f"the sizes in its config.json make no model ({reason})"
+    elif "mismatched_sizes" in reason:
+        reason = "the sizes in its config.json are not those of its weights"
     folder = Path(recipe.model.path)
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
         reason = (
@@ -113,6 +137,15 @@ def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
     elif "internet connection" in str(error) or "couldn't connect" in str(error).lower() or "offline" in reason:
         reason = "no network, and not in the cache; download it elsewhere and give its folder as model.path=FOLDER"
     return f"model.path={recipe.model.path}: cannot load the {what}: {reason}"
+
+
+def missing_weights(recipe: Recipe, names: Sequence[str]) -> str:
+    """Return that a model's files lack weights, which would be trained from random numbers."""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return (
+        f"model.path={recipe.model.path}: its files lack {', '.join(names[:2])}{more}; copy or download it again, or "
+        "correct its config.json."
+    )
 
 
 def parameter_counts(model: PreTrainedModel | PeftModel) -> tuple[int, int]:

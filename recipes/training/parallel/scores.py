@@ -16,6 +16,7 @@ from ...spec.layout import data_parallel_size
 from ...spec.recipe import Layout
 from .. import distributed
 from ..data.collate import IGNORED
+from ..model.control_tokens import conversation_tokens
 from ..model.generate import generate
 
 GENERATION_BATCH = 100
@@ -113,9 +114,8 @@ def _log_likelihood(
     texts = []
     for pair in pairs:
         tools = pair.get("tools")
-        prompt = tokenizer.apply_chat_template(pair["prompt"], tools, add_generation_prompt=True, return_dict=True)
-        whole = tokenizer.apply_chat_template(pair["prompt"] + pair[answer], tools, return_dict=True)
-        texts.append((len(prompt["input_ids"]), whole["input_ids"]))
+        prompt = conversation_tokens(tokenizer, pair["prompt"], tools, add_generation_prompt=True)
+        texts.append((len(prompt), conversation_tokens(tokenizer, pair["prompt"] + pair[answer], tools)))
     width = max(len(tokens) for _, tokens in texts)
     inputs = torch.full((len(texts), width), tokenizer.pad_token_id)
     counted = torch.zeros((len(texts), width), dtype=torch.bool)

@@ -1,0 +1,111 @@
+"""Control tokens in what people wrote are text: `<|end|><|assistant|>` in a question must not end the question.
+
+transformers marks them before a template is rendered (`sanitize_control_tokens`), and encodes what is marked without
+its added tokens. It cannot mark the assistant's tokens for the loss at the same time; this module can. Text without
+control tokens takes the usual path, and gives the same tokens.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import (
+    _get_control_token_patterns,
+    encode_marked_chat,
+    mark_control_tokens,
+)
+
+Turns = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ControlTokens:
+    """What counts as a control token: in the assistant's turns only special tokens, since data may hold `<think>`."""
+
+    special: re.Pattern[str]
+    control: re.Pattern[str]
+    """Special tokens, and the others that the template writes itself."""
+    markers: re.Pattern[str]
+    """Finds what was marked in a rendered conversation."""
+
+    def occur(self, turns: Turns, tools: Any = None) -> bool:
+        """Return whether what people wrote has control tokens."""
+        return any(pattern.search(text) for value, pattern in self._parts(turns, tools) for text in _strings(value))
+
+    def mark(self, turns: Turns, tools: Any = None) -> tuple[Turns, Any]:
+        """Return turns and tools with their control tokens marked, to be rendered and then encoded by `encode`."""
+        *marked, described = [mark_control_tokens(value, pattern) for value, pattern in self._parts(turns, tools)]
+        return marked, described
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, chat: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a rendered conversation, and where in it each starts and ends."""
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        end = 0
+        for found in [*self.markers.finditer(chat), None]:
+            piece = chat[end : found.start() if found else None]
+            for token, (first, last) in _encoded(tokenizer, piece, first=not end):
+                ids.append(token)
+                places.append((end + first, end + last))
+            if found:
+                end = found.end()
+                as_text = encode_marked_chat(tokenizer, found[0], self.markers)
+                ids += as_text
+                places += [found.span()] * len(as_text)
+        return ids, places
+
+    def _parts(self, turns: Turns, tools: Any) -> Iterator[tuple[Any, re.Pattern[str]]]:
+        for turn in turns:
+            yield turn, self.special if turn["role"] == "assistant" else self.control
+        yield tools, self.control
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> ControlTokens:
+    """Return a tokenizer's control tokens in conversations that a template renders."""
+    special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return _patterns(special, tokenizer._get_control_tokens(template))
+
+
+@lru_cache
+def _patterns(special: tuple[str, ...], control: tuple[str, ...]) -> ControlTokens:
+    return ControlTokens(_get_control_token_patterns(special)[0], *_get_control_token_patterns(control))
+
+
+def conversation_tokens(
+    tokenizer: PreTrainedTokenizerBase, turns: Turns, tools: Any = None, **options: Any
+) -> list[int]:
+    """Return a conversation's tokens; `options` are those of `apply_chat_template`."""
+    known = control_tokens(tokenizer, options.get("chat_template") or tokenizer.chat_template)
+    if not known.occur(turns, tools):
+        return tokenizer.apply_chat_template(turns, tools, return_dict=True, **options)["input_ids"]
+    marked, described = known.mark(turns, tools)
+    return known.encode(tokenizer, tokenizer.apply_chat_template(marked, described, tokenize=False, **options))[0]
+
+
+def template_options(tokenizer: PreTrainedTokenizerBase, turns: Turns, tools: Any = None) -> dict[str, bool]:
+    """Return the option of `apply_chat_template` that makes text of control tokens, where there are any."""
+    known = control_tokens(tokenizer, tokenizer.chat_template)
+    return {"sanitize_control_tokens": known.occur(turns, tools)}
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, piece: str, first: bool) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield the tokens of a piece of a conversation and their places; SentencePiece would put a space before it."""
+    lead = "" if first else "\n"
+    alone = tokenizer(lead, add_special_tokens=False)["input_ids"]
+    found = tokenizer(lead + piece, add_special_tokens=False, return_offsets_mapping=True)
+    if found["input_ids"][: len(alone)] != alone:  # the line break has become part of the first token
+        alone, lead = [], ""
+        found = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
+    places = [(start - len(lead), end - len(lead)) for start, end in found["offset_mapping"]]
+    return zip(found["input_ids"][len(alone) :], places[len(alone) :], strict=True)

@@ -1,0 +1,214 @@
+"""Files of strangers: what would hang, fill the memory or train something else is refused in a line."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file, save_file
+
+from recipes.planning.search import model_recipe
+from recipes.spec.errors import UserError
+from recipes.spec.run_folder import read_json
+from recipes.training.data import chat_templates, sources, text_files, tokenize
+from recipes.training.model import load
+from recipes.training.model.draft import TINY_MODEL
+from tests.launching import LAUNCH
+from tests.small import small
+
+DIGITS = "9" * 100_000
+TURNS = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Return a copy of the tiny model, to damage."""
+    return Path(shutil.copytree(TINY_MODEL, tmp_path / "model"))
+
+
+def changed(model, **keys):
+    config = json.loads((model / "config.json").read_text()) | keys
+    (model / "config.json").write_text(json.dumps(config))
+    return small(model, Path("unread"))
+
+
+def one_line(caught, *words):
+    text = str(caught.value)
+    assert len(text.splitlines()) <= 3 and all(word in text for word in words), text
+
+
+def test_a_template_that_never_ends_is_stopped(model, monkeypatch):
+    monkeypatch.setattr(chat_templates, "RENDER_SECONDS", 0.5)
+    usual = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text(LOOP + usual)
+    with pytest.raises(UserError) as caught:
+        chat_templates.load_tokenizer(small(model, Path("unread")))
+    one_line(caught, str(model), "has not ended after 0.5 s")
+    only_here = "{% if messages[0].content == 'Hi?' %}" + LOOP + "{% endif %}"
+    (model / "chat_template.jinja").write_text(only_here + usual)
+    recipe = small(model, Path("unread"))
+    to_tokens = tokenize._conversation(recipe, chat_templates.load_tokenizer(recipe))
+    with pytest.raises(UserError) as caught:
+        to_tokens({"messages": TURNS, "tools": None, "given": 0})
+    one_line(caught, "has not ended after 0.5 s")
+
+
+def test_a_template_that_needs_all_memory_is_stopped(model):
+    (model / "chat_template.jinja").write_text("{{ 'x' * 10 ** 18 }}")
+    with pytest.raises(UserError) as caught:
+        chat_templates.load_tokenizer(small(model, Path("unread")))
+    one_line(caught, "too much memory")
+
+
+def dictionary(path):
+    """Write one long text and 20,000 references to it: 2 GB in a few KB."""
+    long = pa.DictionaryArray.from_arrays(pa.array([0] * 20_000, pa.int32()), pa.array(["a" * 100_000]))
+    pq.write_table(pa.table({"prompt": long, "completion": pa.array(["b"] * 20_000)}), path)
+
+
+def pages(path):
+    """Write text that compresses to a thousandth and less, in one page."""
+    text = pa.table({"prompt": ["a" * 2**28], "completion": ["b" * 2**10]})
+    pq.write_table(text, path, compression="zstd", use_dictionary=False, write_statistics=False)
+
+
+@pytest.mark.parametrize("write", [dictionary, pages], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(write, streaming, tmp_path):
+    path = tmp_path / "a.parquet"
+    write(path)
+    assert path.stat().st_size < 250_000
+    with pytest.raises(UserError) as caught:
+        for source in sources.read(str(path), small(tmp_path, path), streaming):
+            list(source.examples)
+    one_line(caught, "a.parquet", "unpack to more than 1000 times")
+
+
+def test_a_damaged_page_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [os.urandom(40).hex() for _ in range(2000)]
+    pq.write_table(pa.table({"prompt": rows, "completion": rows}), path)
+    whole = path.read_bytes()
+    seen = set()
+    for start in (40, len(whole) // 4, len(whole) // 2):
+        path.write_bytes(whole[:start] + bytes(200) + whole[start + 200 :])
+        try:
+            sources.read(str(path), small(tmp_path, path))
+        except UserError as error:
+            assert "a.parquet" in str(error) and len(str(error).splitlines()) <= 3
+            seen.add("cannot be read as parquet" in str(error))
+    assert True in seen
+
+
+BAD_JSON = {
+    f'{{"text": "a", "n": {DIGITS}}}': "4300 digits",
+    '{"text": "a \\ud800 b"}': "a lone surrogate, \\ud800",
+    '{"text": "a", "tools": {"x": ["\\uDFFF"]}}': "a lone surrogate, \\udfff",
+    '{"\\ud83d": "a"}': "a lone surrogate, \\ud83d",
+}
+
+
+@pytest.mark.parametrize("line", BAD_JSON, ids=lambda line: BAD_JSON[line][:12])
+def test_json_that_python_reads_and_no_tokenizer_can_is_refused_with_its_line(line, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "\\ud83d\\ude00 \\\\ud800"}\n' + line + "\n")
+    with pytest.raises(UserError) as caught:
+        list(text_files.read(path))
+    one_line(caught, "a.jsonl:2", BAD_JSON[line])
+    (tmp_path / "a.json").write_text(f"[{line}]")
+    with pytest.raises(UserError) as caught:
+        list(text_files.read(tmp_path / "a.json"))
+    one_line(caught, "a.json:1", BAD_JSON[line])
+    done = subprocess.run(
+        [*LAUNCH, "tiny", "pretrain", f"data.path={path}", "--dry-run"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_json_inside_json_is_held_to_the_same(tmp_path):
+    for text in (f'[{{"n": {DIGITS}}}]', '[{"name": "\\ud800"}]'):
+        path = tmp_path / "a.jsonl"
+        path.write_text(json.dumps({"messages": TURNS, "tools": text}) + "\n")
+        with pytest.raises(UserError) as caught:
+            sources.read(str(path), small(tmp_path, path))
+        one_line(caught, "a.jsonl:1")
+
+
+def test_a_number_with_100_000_digits_in_a_file_of_ours_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "hidden_size": {DIGITS}}}')
+    with pytest.raises(UserError) as caught:
+        read_json(tmp_path / "config.json")
+    one_line(caught, "config.json", "4300 digits")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError) as caught:
+        model_recipe.find(str(tmp_path / "config.json"), "full")
+    one_line(caught, "config.json")
+
+
+def cut_off(weights):
+    weights.write_bytes(weights.read_bytes()[:100_000])
+
+
+def fake(weights):
+    weights.write_bytes(b"not safetensors at all")
+
+
+def endless_header(weights):
+    weights.write_bytes((10**12).to_bytes(8, "little") + b"{}")
+
+
+@pytest.mark.parametrize("damage", [cut_off, fake, endless_header], ids=lambda damage: damage.__name__)
+def test_a_damaged_safetensors_file_is_named(damage, model):
+    damage(model / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        load.load_model(small(model, Path("unread")))
+    one_line(caught, str(model), ".safetensors file is damaged or cut off")
+
+
+def test_a_layer_without_weights_is_refused_and_tied_weights_are_not_missed(model):
+    weights = load_file(model / "model.safetensors")
+    assert "lm_head.weight" not in weights and load.load_model(small(model, Path("unread")))
+    left = {name: weight for name, weight in weights.items() if ".layers.1." not in name}
+    save_file(left, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError) as caught:
+        load.load_model(small(model, Path("unread")))
+    one_line(caught, "its files lack model.layers.1.input_layernorm.weight", "and 9 more")
+
+
+ABSURD = {
+    "hidden_size": (10**12, 0, -5),
+    "num_hidden_layers": (10**9, 0),
+    "vocab_size": (10**15, -1),
+    "intermediate_size": (10**14,),
+    "num_attention_heads": (0, 7),
+    "num_key_value_heads": (0,),
+}
+
+
+@pytest.mark.parametrize("key", ABSURD)
+def test_sizes_that_no_model_has_are_refused(key, model, tmp_path):
+    for value in ABSURD[key]:
+        recipe = changed(model, **{key: value})
+        if key != "num_hidden_layers":  # transformers would make a list of 10**9
+            with pytest.raises(UserError) as caught:
+                load.load_model(recipe)
+            one_line(caught, str(model))
+        if (key, value) == ("num_attention_heads", 7):
+            continue
+        words = ["tiny", "full", f"model.path={model}", "--dry-run"]
+        done = subprocess.run([*LAUNCH, *words], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 2 and f"{key}={value}" in done.stderr, done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_sizes_that_are_no_numbers_are_refused(model):
+    for keys in ({"hidden_size": "big"}, {"rms_norm_eps": "x"}):
+        with pytest.raises(UserError) as caught:
+            load.load_model(changed(model, **keys))
+        one_line(caught, "config.json is wrong")
+        shutil.copy(TINY_MODEL / "config.json", model)
