@@ -12,8 +12,9 @@ from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Draft, Layout, Model
 from recipes.training import run
-from recipes.training.model import draft
-from recipes.training.parallel import sequence_check, stages
+from recipes.training.arguments import deepspeed_config
+from recipes.training.model import draft, packing_check
+from recipes.training.parallel import expert_check, sequence_check, stages
 from tests.small import small
 
 DRAFTED = ["codegen", "ernie4_5_moe", "gptj", "llava", "mamba", "opt", "rwkv", "xglm"]
@@ -76,3 +77,47 @@ def test_sequence_parallelism_needs_attention(tmp_path, tokenizer, kind):
 def test_stages_need_a_language_model(tmp_path, tokenizer):
     with pytest.raises(UserError, match=r"layout\.pipeline=2: llava is not a language model .* layout\.pipeline=1"):
         stages.check(recipe_for(tmp_path, "llava", layout=Layout(pipeline=2)), tokenizer)
+
+
+EXPERT_FILE = deepspeed_file.read(ROOT / "configs" / "expert_parallel.json")
+WITHOUT_PRESET = {"glm4_moe": True, "minimax": False, "olmoe": False, "qwen3_next": False}
+"""Mixtures that DeepSpeed has no preset for, and whether their routers compute in fp32."""
+
+
+@pytest.mark.parametrize("kind", WITHOUT_PRESET)
+def test_autoep_is_told_how_a_mixture_computes(tmp_path, tokenizer, kind):
+    recipe = recipe_for(tmp_path, kind, layout=Layout(expert=2))
+    known = replace(recipe, model=replace(recipe.model, config=AutoConfig.for_model(kind).to_dict()))
+    assert limits.limit(known, 2, EXPERT_FILE) is None
+    found = expert_check.mixture(recipe)
+    assert found.routes_in_fp32 == WITHOUT_PRESET[kind]
+    assert deepspeed_config(recipe, EXPERT_FILE)["expert_parallel"] == {
+        "enabled": True,
+        "autoep_size": 2,
+        **found.keys,
+    }
+    whole = packing_check.draft_of(AutoConfig.for_model(kind), tokenizer, "eager", torch.float32)
+    layers = len(expert_check.blocks(whole))
+    assert expert_check.difference(whole, found.keys, layers) < 1e-5
+    for wrong in ({"route_norm": not found.keys["route_norm"]}, {"top_k": 1}):
+        assert expert_check.difference(whole, {**found.keys, **wrong}, layers) > 1e-2, wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("ernie4_5_moe", "does not compute ernie4_5_moe's experts as transformers does"),
+        ("gpt_oss", "clamp their SwiGLU"),
+        ("phimoe", "a shrunken model differs by"),
+        ("llama", "finds no layers of experts in llama"),
+    ],
+)
+def test_autoep_is_refused_where_it_computes_something_else(kind, why):
+    with pytest.raises(UserError, match=rf"layout\.expert: .*{why}.*use layout\.expert=1\.$"):
+        expert_check.find(AutoConfig.for_model(kind))
+
+
+def test_autoep_without_a_preset_has_no_balancing_loss(tmp_path):
+    recipe = recipe_for(tmp_path, "olmoe", layout=Layout(expert=2), router_aux_loss_coef=0.01)
+    with pytest.raises(UserError, match=r"router_aux_loss_coef=0\.01: .* set it to 0"):
+        expert_check.mixture(recipe)

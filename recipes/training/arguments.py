@@ -9,6 +9,7 @@ from ..spec.layout import gradient_accumulation_steps
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from . import universal_checkpoint
+from .parallel import expert_check
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -71,8 +72,8 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
     """Return the recipe's DeepSpeed configuration, with the layout's tensor- and expert-parallel sizes.
 
     Raises:
-        UserError: the layout asks for expert parallelism, but the file has no block for it or the wrong stage; or the
-            file asks for tensor parallelism, but the layout does not.
+        UserError: the layout asks for expert parallelism, but the file has no block for it or the wrong stage, or
+            AutoEP cannot do it; or the file asks for tensor parallelism, but the layout does not.
     """
     config, layout = copy.deepcopy(dict(file.content)), recipe.layout
     if layout.tensor > 1 and layout.pipeline == 1:  # stages are split by `tensor.shard`
@@ -97,7 +98,7 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
                 f"layout.expert={layout.expert}: without ZeRO, DeepSpeed computes the wrong gradient norm; set "
                 f"zero_optimization.stage to 1 in {file.name}, which also needs less memory."
             )
-        config["expert_parallel"]["autoep_size"] = layout.expert
+        config["expert_parallel"] |= {"autoep_size": layout.expert, **expert_check.mixture(recipe).keys}
         config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and does not decay norms
     if layout.pipeline > 1:
         config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank

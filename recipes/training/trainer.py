@@ -36,7 +36,7 @@ from .callbacks.watchdog import Watchdog
 from .data import example_numbers
 from .environment import describe
 from .model import movement
-from .parallel import expert
+from .parallel import expert, expert_check
 
 if TYPE_CHECKING:
     Hooked: TypeAlias = Trainer  # the class that the hooks precede, for the type checker
@@ -183,7 +183,7 @@ class RunHooks(Hooked):
             upstream.restore_parameter_groups(engine, context.checkpoint)
             upstream.reshard_small_parameters(engine)
         if expert.layers(self.model):
-            upstream.route_as_transformers(self.model)
+            upstream.route_as_transformers(self.model, expert_check.mixture(context.recipe).routes_in_fp32)
         context.guard.watch(engine)
         self.start = movement.sample(self.model)
         config = resolved_config(engine)

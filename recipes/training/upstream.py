@@ -188,15 +188,15 @@ def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
     optimizer._update_scale = look_first
 
 
-def route_as_transformers(model: PreTrainedModel) -> None:
-    """Make AutoEP's routers of DeepSeek's models compute what transformers' do.
+def route_as_transformers(model: PreTrainedModel, in_fp32: bool = False) -> None:
+    """Make AutoEP's routers compute what transformers' do: of DeepSeek's models, and of others that route `in_fp32`.
 
     DeepSpeed 0.19.8 multiplies in the weights' dtype, where transformers does so in fp32: in bf16 a token near a
     decision boundary goes to another expert. It also restricts tokens to the best groups of experts wherever a
     configuration has groups, though V2's `topk_method` can be `greedy`. `test_autoep_routes_deepseek_differently` fails
     once this can be removed.
     """
-    if model.config.model_type not in ("deepseek_v2", "deepseek_v3"):
+    if not in_fp32 and model.config.model_type not in ("deepseek_v2", "deepseek_v3"):
         return
     for layer in model.modules():
         if isinstance(layer, AutoEPMoELayer):

@@ -1,4 +1,7 @@
-"""Expert parallelism (AutoEP) trains exactly the mixture that plain PyTorch trains in one process."""
+"""Expert parallelism (AutoEP) trains exactly the mixture that plain PyTorch trains in one process.
+
+DeepSpeed has no preset for the last two families; `expert_check` makes theirs.
+"""
 
 import shutil
 from dataclasses import replace
@@ -59,6 +62,18 @@ FAMILIES = {
     },
     "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 16, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    "glm4_moe": {
+        **{name: size for name, size in DEEPSEEK.items() if "kv" not in name or name == "num_key_value_heads"},
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    "qwen3_next": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["full_attention"] * 2,
+    },
 }
 BALANCED = 0.5
 """A coefficient of the load-balancing loss at which it shows: its gradients are of the size of the others."""
@@ -116,6 +131,8 @@ OFTEN = {
     "qwen3_moe": [(2, 4)],
     "deepseek_v2": [(1, 2)],
     "deepseek_v3": [(3, 4)],
+    "glm4_moe": [(1, 2)],
+    "qwen3_next": [(3, 2)],
 }
 """Stages and numbers of ranks; what is missing is left to `make test-all`."""
 

@@ -1,5 +1,8 @@
 """Expert parallelism (DeepSpeed's AutoEP): each rank holds some of a mixture's experts."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -15,26 +18,40 @@ def layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
 
 
-def whole_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def whole_state(model: PreTrainedModel, keys: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the state of the ordinary Hugging Face model on rank 0, and nothing on the others; a collective.
 
     Weight by weight, and on the CPU: no rank's device ever holds more than one layer's experts. AutoEP's `w1` and `w3`,
     [local experts, feed-forward, hidden], are the gate's and the up projection, which transformers holds as one,
     [experts, 2 x feed-forward, hidden]; `w2` is the down projection.
+
+    Args:
+        model: with AutoEP's layers.
+        keys: of the engine's `expert_parallel` block, which says what transformers calls the parts of a layer.
     """
     spread = layers(model)
+    shared = {
+        "shared_experts": keys.get("shared_experts_pattern", "shared_experts"),
+        "shared_experts_gate": keys.get("shared_experts_gate_pattern", "shared_experts_gate"),
+    }
+    router = keys.get("router_pattern", "gate")
+    experts = keys.get("expert_pattern", "experts")
+    outwards, back = keys.get("expert_w1", "gate_up_proj"), keys.get("expert_w2", "down_proj")
     state: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         layer = next((layer for layer in spread if name.startswith(f"{layer}.")), None)
-        if layer is None or name.startswith(f"{layer}.shared_experts"):
+        part, _, rest = name.removeprefix(f"{layer}.").partition(".")
+        if layer is None:
             _keep(state, name, _unsharded(value))
+        elif part in shared:
+            _keep(state, f"{layer}.{shared[part]}.{rest}", _unsharded(value))
     for name, layer in spread.items():
         weights = (layer.experts.w1, layer.experts.w2, layer.experts.w3)
         gate, down, up = (_gather(weight, layer.ep_group_name) for weight in weights)
-        _keep(state, f"{name}.experts.gate_up_proj", torch.cat([gate, up], dim=1))
-        _keep(state, f"{name}.experts.down_proj", down)
+        _keep(state, f"{name}.{experts}.{outwards}", torch.cat([gate, up], dim=1))
+        _keep(state, f"{name}.{experts}.{back}", down)
         for key, value in layer.router.state_dict(keep_vars=True).items():
-            _keep(state, f"{name}.gate.{key.removeprefix('gate.')}", _unsharded(value))
+            _keep(state, f"{name}.{router}.{key.removeprefix('gate.')}", _unsharded(value))
     return state
 
 

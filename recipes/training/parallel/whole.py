@@ -106,7 +106,7 @@ def _state(engine: DeepSpeedEngine, model: PreTrainedModel | PeftModel) -> dict[
     """Return the ordinary model's weights on rank 0; None where `save_pretrained` finds them in the model."""
     adapters = isinstance(model, PeftModel)
     if expert.layers(model):
-        return expert.whole_state(model)
+        return expert.whole_state(model, engine._config._param_dict["expert_parallel"])
     if engine.zero_optimization_partition_weights():
         return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=adapters)
     if tensor.layers(model):
