@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 
 from recipes.commands import launch
 from recipes.spec import overrides, pages
@@ -101,6 +101,12 @@ def test_no_update_has_rate_zero(tmp_path, kind):
         rising = max(0, full - 1)
         assert found[rising] == pytest.approx(1), (warmup, steps, found)
         assert found[:rising] == pytest.approx([(k + 1) / full for k in range(rising)])
+
+
+def test_the_warm_up_of_transformers_begins_at_zero():
+    """`create_scheduler` in recipes/training/trainer.py can go when it does not."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=1).get_last_lr() == [0.0]
 
 
 @pytest.fixture(scope="module")
