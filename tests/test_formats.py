@@ -154,7 +154,7 @@ def test_plain_text_is_one_document_until_it_is_long(tmp_path, monkeypatch):
     assert [where for where, _ in parts] == [f"{path}:1", f"{path}:2"]
     assert "".join(part["text"] for _, part in parts) == "Once upon a time.\n\nThe end.\n"
     recipe = small(tmp_path, tmp_path, method="pretrain")
-    assert preflight.check_data(recipe) is None
+    assert preflight.check_data(recipe) is None, "a folder's examples are counted by the ranks"
     assert [len(source.examples) for source in sources.read(str(tmp_path), recipe)] == [2]
     (tmp_path / "rows.jsonl").write_text(line(text="a"))
     (source,) = sources.read(str(tmp_path), recipe)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 
+from recipes.commands import launch
 from recipes.spec import overrides, pages
 from recipes.spec.layout import gradient_accumulation_steps
 from recipes.spec.recipe import Layout, Lora, Schedule
@@ -102,6 +103,12 @@ def test_no_update_has_rate_zero(tmp_path, kind):
         assert found[:rising] == pytest.approx([(k + 1) / full for k in range(rising)])
 
 
+def test_the_warm_up_of_transformers_begins_at_zero():
+    """`create_scheduler` in recipes/training/trainer.py can go when it does not."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=1).get_last_lr() == [0.0]
+
+
 @pytest.fixture(scope="module")
 def alpaca(tmp_path_factory):
     """Write sixty examples in Alpaca's form."""
@@ -109,6 +116,17 @@ def alpaca(tmp_path_factory):
     rows = [{"instruction": f"Double {n}.", "output": f"It is {2 * n}."} for n in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def test_too_few_updates_are_said_before_the_launch_where_the_files_tell(alpaca, capsys):
+    def said(*words):
+        assert launch.main(["tiny", "full", f"data.path={alpaca}", "--dry-run", *words]) == 0
+        return "warning: 60 examples in 60 sequences: 8 updates per epoch, 6 in all" in capsys.readouterr().out
+
+    assert said("packing=false")
+    assert not said(), "how many sequences they are packed into is not known yet"
+    assert not said("packing=false", "epochs=3")
+    assert not said("packing=false", "max_steps=3")
 
 
 def train(ranks, tmp_path, recipe):

@@ -84,9 +84,13 @@ def run(options: argparse.Namespace) -> int:
     if folder:
         universal_checkpoint.check(recipe, folder, file, ranks)
     restarts.check(recipe, options.max_restarts)
-    preflight.check_data(recipe)
-    if borrowing := borrowed.warning(recipe, page, overrides.keys_of(options.overrides)):
-        print(as_typed(borrowing), flush=True)
+    examples = preflight.check_data(recipe)
+    for warning in (
+        preflight.few_updates(recipe, examples, ranks),
+        borrowed.warning(recipe, page, overrides.keys_of(options.overrides)),
+    ):
+        if warning:
+            print(as_typed(warning), flush=True)
     plan = None
     if hardware and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), hardware)):
         print(forecast.line(plan), flush=True)

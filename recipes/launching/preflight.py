@@ -13,7 +13,7 @@ from ..spec.errors import UserError
 from ..spec.layout import bubble, gradient_accumulation_steps
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
-from ..training.data import columns, formats, text_files
+from ..training.data import columns, formats, text_files, updates
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
 from ..zero_config import lint
 
@@ -76,24 +76,43 @@ def with_dimensions(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(recipe.model, config=config))
 
 
-def check_data(recipe: Recipe) -> None:
+def check_data(recipe: Recipe) -> int | None:
     """Read every local text file once and refuse what training could not use; of a streamed file only the beginning.
 
     Parquet, Arrow, folders and Hub datasets are checked by the same rules when the ranks read them.
+
+    Returns:
+        How many examples there are to train on; None where only the ranks will know.
 
     Raises:
         UserError: options that contradict each other; a file that is missing, empty, not UTF-8 or not JSON at a line;
             or an example that lacks what the method needs.
     """
     _check_options(recipe)
-    for path in (recipe.data.path, recipe.data.validation):
+    counts: list[int | None] = []
+    for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
         for name in names(path):
+            count = None
             kinds = (*text_files.SUFFIXES, text_files.PLAIN)
             if Path(name).is_dir() and not any(file.suffix in kinds for file in Path(name).rglob("*")):
                 raise UserError(f"{name}: no data files in this folder or below ({', '.join(kinds)}).")
             if Path(name).is_file() and Path(name).suffix not in text_files.COLUMNAR:
-                most = STREAMED if recipe.data.streaming and path == recipe.data.path else None
-                check_file(Path(name), recipe.method, recipe.data.form, most, recipe.data.columns)
+                most = STREAMED if recipe.data.streaming and trained else None
+                count = check_file(Path(name), recipe.method, recipe.data.form, most, recipe.data.columns)
+            if trained:
+                counts.append(count)
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) and not recipe.data.streaming else None
+
+
+def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
+    """Return what is wrong with the number of updates where an example is a sequence; None: nothing, or not known yet.
+
+    Packed or cut examples are as many sequences as the ranks find.
+    """
+    if examples is None or recipe.packing or recipe.method == "pretrain" or recipe.data.weights:
+        return None
+    return updates.advice(recipe, updates.Size(examples, examples, examples, None), ranks)
 
 
 def _check_options(recipe: Recipe) -> None:
