@@ -101,6 +101,16 @@ def test_manifests_are_valid_and_consistent(recipe, validators):
         (container,) = spec["containers"]
         assert container["resources"]["limits"] == {"nvidia.com/gpu": str(gpus)}
         assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in spec["volumes"]}
+        assert spec["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": manifests.USER,
+            "runAsGroup": manifests.USER,
+            "fsGroup": manifests.USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["securityContext"] == confined and spec["automountServiceAccountToken"] is False
         words = container["command"][3:]
         assert words[words.index("--master-addr") + 1] == master
         assert words[words.index("--nodes") + 1] == str(nodes) and words[words.index("--gpus") + 1] == str(gpus)
@@ -229,6 +239,44 @@ def test_the_image_has_the_checkout_where_the_manifests_say():
     # It is set up as any machine is: by what `make install` does.
     for step in ("-m venv", "-r constraints.txt", "-m recipes.machine.ops\n"):
         assert step in text and step in (ROOT / "Makefile").read_text()
+
+
+def test_the_image_is_pinned_and_not_roots():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    bases = [line for line in lines if line.startswith("FROM ")]
+    assert bases and all(re.fullmatch(r"FROM [\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", line) for line in bases)
+    users = [line for line in lines if line.startswith("USER ")]
+    assert users[-1] == f"USER {manifests.USER}:{manifests.USER}"
+    # What a run writes to belongs to that user.
+    owner = f"--chown={manifests.USER}:{manifests.USER}"
+    assert all(owner in line for line in lines if line.startswith("COPY "))
+    assert lines.index(users[-1]) < next(index for index, line in enumerate(lines) if "-m venv" in line)
+
+
+CREDENTIALS = (
+    *(".env", "deploy/.env.local", ".netrc", ".deepspeed_env", "keys/server.pem", "server.key", ".ssh/id_ed25519"),
+    *("id_rsa", "home/id_ecdsa.pub", ".aws/credentials", "gcp-credentials.json", ".kube/config", "secrets.yaml"),
+    *("hf_token.txt", ".pypirc", ".git/config"),
+)
+WANTED = ("recipes/tiny.py", "recipes/samples/tiny_model/tokenizer.json", "configs/zero3.json", "constraints.txt")
+
+
+def ignored(path, patterns):
+    """Return whether .dockerignore leaves a file out of the image: a pattern matches it or a folder that holds it."""
+    parents = [path, *(str(parent) for parent in Path(path).parents if str(parent) != ".")]
+    regexes = (re.escape(one).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*") for one in patterns)
+    return any(re.fullmatch(regex, parent) for regex in regexes for parent in parents)
+
+
+def test_no_credentials_get_into_the_image():
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    assert not any(line.startswith("!") for line in patterns)
+    assert [path for path in CREDENTIALS if not ignored(path, patterns)] == []
+    assert [path for path in WANTED if ignored(path, patterns)] == []
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
+    if tracked.returncode == 0:  # a checkout: the image holds all of it
+        assert [path for path in tracked.stdout.splitlines() if ignored(path, patterns)] == []
 
 
 def test_a_restarted_node_forgets_the_lost_attempt(tmp_path):

@@ -27,6 +27,8 @@ MOUNT = "/runs"
 """Where pods mount the shared volume (ReadWriteMany): run folders, data, Hugging Face's cache."""
 PROJECT = "/workspace"
 """Where the image has this checkout (Dockerfile)."""
+USER = 1000
+"""The user that the image runs as (Dockerfile)."""
 RECIPE_MOUNT = "/recipe"
 APP = "deepspeed-recipes"
 """The label of all pods, and the name of a Secret that may hold HF_TOKEN and WANDB_API_KEY; it is optional."""
@@ -81,6 +83,7 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Map
         "environment": environment(options["environment"]),
         "secrets": variables.SECRETS,
         "app": APP,
+        "user": USER,
         "mount": MOUNT,
         "recipe_mount": RECIPE_MOUNT,
         "port": PORT,
