@@ -125,6 +125,20 @@ def test_ctrl_c_writes_a_checkpoint_on_two_hosts_and_a_dead_rank_ends_both(hosts
     assert f"rank 0 on {hosts.addresses[0]} was killed by SIGKILL; the last lines of its log:\n  | " in output
 
 
+@HERE
+@pytest.mark.every
+def test_ranks_on_both_hosts_end_with_a_launcher_that_is_killed(hosts, shared, model_folder, conversations):
+    words = overrides(small(model_folder, conversations, "zero3.json", max_steps=400, save_steps=5))
+    process = launch(hosts, shared, "--hostfile", hosts.hostfile(), *words)
+    wait_for_step(process, shared, 6)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while processes_of(shared) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_of(shared)
+
+
 LONG = {"max_steps": 60, "save_steps": 10, "epochs": 99, "learning_rate": 1e-4}
 """Changes of the recipe for a run in which something happens at step 35."""
 

@@ -107,10 +107,10 @@ def run(options: argparse.Namespace) -> int:
         print(shlex.join(deepspeed_command(folder, ranks, pool, options.master_addr)))
         return 0
     require("deepspeed")
+    if not pool:  # with several hosts, the preflight says what each of them lacks
+        compile_ops(recipe, ranks, gpus)
+    attempts = HostAttempts(pool, folder, options.master_addr) if pool else LocalAttempts(folder, ranks, gpus)
     with run_lock.hold(folder.path):
-        if not pool:  # with several hosts, the preflight says what each of them lacks
-            compile_ops(recipe, ranks, gpus)
-        attempts = HostAttempts(pool, folder, options.master_addr) if pool else LocalAttempts(folder, ranks, gpus)
         if options.resume:
             restarts.prepare(recipe, folder, ranks, restarts.intact_checkpoint(recipe, folder))
         run_folder.write_recipe(folder, recipe)
