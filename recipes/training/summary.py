@@ -57,7 +57,7 @@ def finished(
     merge = " --merge" if recipe.lora else ""
     lines = [
         "",
-        f"trained      {last['step']} steps in {duration(last['seconds'])}, "
+        f"trained      {last['step']} step{'' if last['step'] == 1 else 's'} in {duration(last['seconds'])}, "
         f"{summary['tokens_per_second']:,.0f} tokens/s",
         f"model        {display(run.export)}  (reloaded with plain transformers: the same logits)",
         f"report       {display(run.report)}",
