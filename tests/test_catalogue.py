@@ -38,15 +38,16 @@ def combinations() -> list[tuple[str, str, str]]:
 
 
 def representative() -> set[tuple[str, str, str]]:
-    """Return a choice of them that has every family, every variant and every configuration."""
+    """Return a choice of them that has every variant and every configuration, spread over the families."""
     seen: set[str] = set()
     chosen = set()
-    # Rotated, so that each family brings another variant than the one before it.
-    for turn, family in enumerate(pages.families()):
-        own = [one for one in combinations() if one[0] == family]
-        for one in [*own[turn % len(own) :], *own[: turn % len(own)]]:
+    by_family = [[one for one in combinations() if one[0] == family] for family in pages.families()]
+    for turn in range(max(map(len, by_family))):
+        for number, own in enumerate(by_family):
+            # Rotated, so that each family brings another variant than the one before it.
+            one = own[(number + turn) % len(own)]
             recipe = pages.find(f"{one[0]}-{one[1]}", one[2])
-            news = {f"family {family}", f"variant {recipe.variant}", f"config {recipe.deepspeed}"} - seen
+            news = {f"variant {recipe.variant}", f"config {recipe.deepspeed}"} - seen
             if news:
                 seen |= news
                 chosen.add(one)
@@ -57,7 +58,7 @@ def test_the_matrix_is_complete():
     assert len(combinations()) >= 150
     assert len({family for family, _, _ in combinations()}) == len(pages.families()) >= 18
     few = representative()
-    assert {family for family, _, _ in few} == set(pages.families()) and len(few) < 40
+    assert len({family for family, _, _ in few}) >= 8 and len(few) < 30
     assert {variant for _, _, variant in few} == {variant for _, _, variant in combinations()}
 
 

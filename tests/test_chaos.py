@@ -45,7 +45,6 @@ from tests.launching import LAUNCH
 from tests.nan_data import leave_out, write_nan_data, write_nan_model
 from tests.ranks import Ranks, free_port
 from tests.test_launch import processes_of, ranks_of
-from tests.tiers import tiered
 from tests.workers.quick_launch import PROCESSES, quick_launch
 
 RANKS, STEPS, EVERY = 4, 24, 4
@@ -57,8 +56,6 @@ FAULTS = (
     "flipped",
 )
 """What happens in seeds 0, 20; 1, 21; and so on."""
-CORE = (2,)
-"""The seed that `make test` tries; `make test-all` tries all 40."""
 THROUGH_DEEPSPEED = (0, 10)
 """The seeds that go through DeepSpeed's launcher, as `test_launch.py` does; in the others the ranks are forks."""
 
@@ -158,7 +155,8 @@ class Chaos:
             process.kill()
 
 
-@pytest.mark.parametrize("seed", tiered(range(40), CORE))
+@pytest.mark.every
+@pytest.mark.parametrize("seed", range(40))
 def test_a_fault_at_a_random_moment(tmp_path, setup, seed):
     draw, fault = random.Random(seed), FAULTS[seed % len(FAULTS)]
     buffers = shared_buffers()

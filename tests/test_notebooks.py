@@ -113,6 +113,7 @@ def test_the_first_fine_tune_shows_answers_before_and_after(execute, tmp_path):
     assert (run / "my-model" / "model.safetensors").exists()
 
 
+@pytest.mark.every
 def test_the_experiment_ends_with_the_resulting_command(execute, tmp_path):
     cells = execute("experiment")
     assert images(cells) == 1

@@ -56,6 +56,7 @@ def test_a_stale_copy_is_noticed(train, recipe, reference):
         gate.agree(train(recipe, function=stale_copies.main), *reference)
 
 
+@pytest.mark.every
 def test_adapters_train_as_under_zero3(train, recipe):
     """The frozen weights have second copies too."""
     recipe = replace(recipe, lora=Lora(rank=4, alpha=8))
