@@ -88,27 +88,27 @@ def supervise(
     """
     causes.remove_stacks(run)
     launcher = subprocess.Popen(command, env=environment, start_new_session=True)
-    watcher = (watcher_of or partial(LocalWatcher, ranks))(launcher.pid)
-    signals = 0
+    with killed_with_this_process(launcher.pid):
+        watcher = (watcher_of or partial(LocalWatcher, ranks))(launcher.pid)
+        signals = 0
 
-    def forward(number: int, frame: Any) -> None:
-        nonlocal signals
-        signals += 1
-        if signals == 1:
-            print("\nstopping: the ranks are writing a checkpoint (repeat to end at once)", flush=True)
-            watcher.signal(number)
-        else:
-            os.killpg(launcher.pid, signal.SIGKILL)
+        def forward(number: int, frame: Any) -> None:
+            nonlocal signals
+            signals += 1
+            if signals == 1:
+                print("\nstopping: the ranks are writing a checkpoint (repeat to end at once)", flush=True)
+                watcher.signal(number)
+            else:
+                os.killpg(launcher.pid, signal.SIGKILL)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with killed_with_this_process(launcher.pid):
+        previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
             failed, status = wait(launcher, watcher)
-    finally:
-        end_session(launcher.pid)
-        watcher.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        finally:
+            end_session(launcher.pid)
+            watcher.close()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
     cause = None if signals else causes.explain(run, failed, status, ranks)
     return Outcome(status, cause, bool(signals))
 
