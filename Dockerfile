@@ -11,8 +11,9 @@ WORKDIR /workspace
 # Ubuntu's own user, `ubuntu`. A run compiles DeepSpeed's ops into the environment, so it belongs to that user too.
 RUN chown 1000:1000 .
 USER 1000:1000
-COPY --chown=1000:1000 constraints.txt .
-RUN python3 -m venv .venv && .venv/bin/python -m pip install --no-cache-dir -r constraints.txt
+COPY --chown=1000:1000 requirements.lock .
+# constraints.txt with hashes, and with torch's CUDA libraries; `make lock` writes it.
+RUN python3 -m venv .venv && .venv/bin/python -m pip install --no-cache-dir --require-hashes -r requirements.lock
 ENV PATH=/workspace/.venv/bin:$PATH PYTHONPATH=/workspace TORCH_EXTENSIONS_DIR=/workspace/.venv/torch_extensions
 
 COPY --chown=1000:1000 . .

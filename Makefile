@@ -1,4 +1,4 @@
-# make install | demo | quick | test | test-all | check | docs | wheel.   VENV=DIR uses an existing environment.
+# make install | demo | quick | test | test-all | check | docs | lock | wheel.   VENV=DIR uses an existing environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -10,7 +10,7 @@ PYTHON := $(VENV)/bin/python
 PIP = $(PYTHON) -m pip install --quiet --no-compile --disable-pip-version-check
 ARGS =
 
-.PHONY: help install demo quick test test-all check docs wheel
+.PHONY: help install demo quick test test-all check docs lock wheel
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all  every test: all variants, all templates, all layouts"
 	@echo "make check     lint, format and types: ruff and mypy"
 	@echo "make docs      update the generated parts of the documents"
+	@echo "make lock      write requirements.lock, the image's pins with hashes, after a change of constraints.txt"
 	@echo "make wheel     build the package into dist/"
 	@echo "VENV=DIR       use the environment in DIR instead of .venv; nothing is installed into it"
 	@echo "ARGS=...       more options for pytest, e.g. make quick ARGS='-k layout'"
@@ -54,6 +55,9 @@ check: $(PREPARE)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+
+lock: $(PREPARE)
+	$(PYTHON) .ci/lock
 
 wheel: $(PREPARE)
 	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -10,6 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from packaging.utils import canonicalize_name
 
 from recipes.launching import node, paths
 from recipes.launching.kubernetes import manifests
@@ -236,9 +237,24 @@ def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path):
 def test_the_image_has_the_checkout_where_the_manifests_say():
     text = (ROOT / "Dockerfile").read_text()
     assert f"WORKDIR {manifests.PROJECT}\n" in text and f"PYTHONPATH={manifests.PROJECT} " in text
-    # It is set up as any machine is: by what `make install` does.
-    for step in ("-m venv", "-r constraints.txt", "-m recipes.machine.ops\n"):
+    # It is set up as any machine is, by what `make install` does, with the same pins.
+    for step in ("-m venv", "-m recipes.machine.ops\n"):
         assert step in text and step in (ROOT / "Makefile").read_text()
+
+
+def test_every_pinned_file_has_its_hash_in_the_image():
+    pip = next(line for line in (ROOT / "Dockerfile").read_text().splitlines() if "pip install" in line)
+    assert "--require-hashes -r requirements.lock" in pip
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.+!]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    locked = dict(line.split(" ")[0].split("==") for line in lines)
+    assert len(locked) == len(lines)
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line and line[0] != "#"]
+    wanted = {canonicalize_name(name): version for name, version in (pin.split("==") for pin in pins)}
+    assert {name: locked.get(name) for name in wanted} == wanted
+    # Beyond the pins only what torch's CUDA build brings along.
+    assert all(re.match("nvidia-|cuda-|triton$", name) for name in locked.keys() - wanted.keys())
+    assert any(name.startswith("nvidia-") for name in locked)
 
 
 def test_the_image_is_pinned_and_not_roots():
