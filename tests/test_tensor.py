@@ -10,6 +10,7 @@ from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import read_json
 from recipes.training.arguments import deepspeed_config
+from recipes.training.parallel.tensor import SHARE, WHOLE
 from tests.small import small
 from tests.workers import split_layers
 
@@ -65,7 +66,41 @@ def test_autotp_splits_correctly_what_its_plan_allows_and_nothing_else(by_deepsp
 
 def test_the_launcher_refuses_before_anything_starts(capsys):
     assert run_command("launch", ["mixtral-8x7b", "full", "layout.tensor=2", "--gpus", "2", "--dry-run"]) == 2
-    assert "not mixtral" in capsys.readouterr().err
+    assert "tensor parallelism does not support mixtral: its experts" in capsys.readouterr().err
+
+
+COLUMNS = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise")
+ATTENTION = {**COLUMNS, "self_attn.o_proj": "rowwise"}
+GATED = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+NORMS = dict.fromkeys(("self_attn.k_norm", "self_attn.q_norm"), WHOLE)
+UNSEEN = {
+    "cohere": (ATTENTION | GATED, []),
+    "gemma2": (ATTENTION | GATED, []),
+    "qwen3": (ATTENTION | GATED | NORMS, []),
+    "opt": (
+        {**COLUMNS, "self_attn.out_proj": "rowwise", "fc1": "colwise", "fc2": "rowwise"}
+        | {"self_attn.embed_dim": SHARE, "self_attn.num_heads": SHARE},
+        [],
+    ),
+    "olmo2": (GATED, sorted(ATTENTION)),
+    "phi3": ({}, ["mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj", "self_attn.qkv_proj"]),
+}
+"""What is split without a plan, and what is not: in OLMo 2 a norm covers all heads, in Phi-3 projections are fused."""
+
+
+@pytest.fixture(scope="module")
+def without_plan(ranks, tmp_path_factory):
+    return said(ranks, tmp_path_factory.mktemp("without"), split_layers.split_without_plan)
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_layers_are_split_where_the_graph_allows_and_named_where_not(without_plan, kind):
+    assert without_plan[kind] == list(UNSEEN[kind])
+
+
+def test_a_wrong_split_is_not_taken(without_plan):
+    """Without the sum of what local heads have in common, attention with norms of heads is left whole."""
+    assert without_plan["qwen3, wrongly"] == [GATED, sorted(ATTENTION)]
 
 
 def test_a_file_with_tensor_parallelism_needs_the_layout_too():

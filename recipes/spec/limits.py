@@ -15,7 +15,13 @@ from .layout import gradient_accumulation_steps
 from .recipe import Layout, Recipe
 
 FAMILIES: Mapping[str, Mapping[str, str]] = {
-    "tensor": {},
+    "tensor": {
+        **dict.fromkeys(("bloom", "gpt2"), "its queries, keys and values are one matrix, not cut by heads"),
+        **dict.fromkeys(
+            ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"),
+            "its experts, most of its weights, are not split",
+        ),
+    },
     "sequence": {
         "bloom": "its ALiBi attention measures distances within the part of a sequence that a rank holds",
         "qwen3_5_text": "its linear attention carries a state along the sequence, of which each rank holds only a part",
@@ -42,7 +48,8 @@ TENSOR_PARALLEL_TYPES = (
     "qwen3_5_text",
     "smollm3",
 )
-"""Model types whose matrices are split correctly; `tests/test_tensor.py` checks this against every recipe."""
+"""Model types that transformers' plan splits correctly (`tests/test_tensor.py` checks this against every recipe); for
+others `training/parallel/tensor_check.py` finds out what can be split, or refuses the run."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configurations call the number of experts in a layer."""
 EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
@@ -185,9 +192,6 @@ def _tensor(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     if size == 1:
         return
     yield from _family(recipe, "tensor")
-    kind = _kind(recipe)
-    if kind and kind not in TENSOR_PARALLEL_TYPES:
-        yield f"tensor parallelism supports {', '.join(TENSOR_PARALLEL_TYPES)}, not {kind}"
     heads = _heads(recipe)
     shared = _size(recipe, "num_key_value_heads")
     if heads and heads % size:

@@ -16,7 +16,7 @@ from recipes.spec.recipe import Draft, Lora
 from recipes.spec.run_folder import write_json
 from recipes.training import distributed, export, run
 from recipes.training.model import adapters, attention, draft
-from recipes.training.parallel import tensor
+from recipes.training.parallel import tensor, tensor_check
 
 ROW = 48
 """Tokens, more than a draft's sliding window."""
@@ -32,6 +32,19 @@ def shard_wrongly(output: str) -> None:
     tensor._summed_over = lambda group: lambda gradient: gradient
     found = kinds()
     say(output, shard_layers, {kind: found[kind] for kind in ("llama", "qwen3")})
+
+
+def split_without_plan(output: str) -> None:
+    """Say for some model types what can be split without a plan, and what cannot; and for one with a mistake."""
+    distributed.start()
+    group = dist.new_group([0, 1])
+    kinds = ("cohere", "gemma2", "olmo2", "opt", "phi3", "qwen3")
+    found = {kind: tensor_check.split(AutoConfig.for_model(kind), "eager", group) for kind in kinds}
+    tensor._summed_over = lambda group: lambda gradient: gradient
+    found["qwen3, wrongly"] = tensor_check.split(AutoConfig.for_model("qwen3"), "eager", group)
+    if distributed.is_first():
+        write_json(Path(output), found)
+    distributed.stop()
 
 
 def say(output: str, split, configs: dict[str, object], dtype=torch.float64) -> None:

@@ -18,8 +18,12 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...spec.errors import UserError
+
 WHOLE = "replicated_with_grad_allreduce"
 """The style of a weight that every rank holds, and uses for its own heads only."""
+SHARE = "share"
+"""The style of a module's number of heads, or of a width, of which each rank has a share."""
 STYLES = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", WHOLE)
 """Styles of a Hugging Face plan that `shard` knows; the others are for experts and latent attention."""
 
@@ -58,6 +62,11 @@ def shard(module: torch.nn.Module, styles: Mapping[str, str], group: dist.Proces
             path = f"{name}.{part}".rstrip(".")
             parent, _, child = path.rpartition(".")
             setattr(module.get_submodule(parent), child, _split(module.get_submodule(path), own, group))
+    for path in [path for path, style in styles.items() if style == SHARE]:
+        owner, _, number = path.rpartition(".")
+        for name, _ in _matches(module, {owner: SHARE}):
+            one = module.get_submodule(name)
+            setattr(one, number, getattr(one, number) // group.size())
 
 
 def _matches(module: torch.nn.Module, styles: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -79,6 +88,10 @@ def _parts(linear: torch.nn.Module, style: str) -> list[tuple[str, str]]:
 
 
 def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> TensorParallel_Layer:
+    size = group.size()
+    width = linear.in_features if style.startswith("rowwise") else linear.out_features
+    if width % size:
+        raise UserError(f"layout.tensor={size}: a layer's width of {width} is not divisible by {size}.")
     _gather(linear)
     if style == "rowwise":
         return LinearAllreduce(linear, group)
@@ -97,15 +110,22 @@ def _gather(linear: torch.nn.Linear) -> None:
             setattr(linear, name, torch.nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
 
 
-def shard_where_autotp_cannot(model: PreTrainedModel | PeftModel, size: int) -> None:
+def shard_where_autotp_cannot(
+    model: PreTrainedModel | PeftModel, size: int, styles: Mapping[str, str], by_plan: bool = True
+) -> None:
     """Split a model over groups of `size` ranks where DeepSpeed's AutoTP would fail, so that it finds nothing to do.
 
     AutoTP mistakes PEFT's layer for the linear one inside it, and replaces it by a layer without adapters. It also
     refuses plans in which a layer splits whole inputs, though it has a layer for that. `test_autotp_loses_adapters` and
     `test_autotp_splits_correctly_what_its_plan_allows_and_nothing_else` fail once this can be removed.
+
+    Args:
+        model: whole on every rank, or sharded by ZeRO-3.
+        size: ranks that share it.
+        styles: of its linear layers.
+        by_plan: whether they are those of transformers' plan, which AutoTP reads, too.
     """
-    styles = plan(model.config)
-    if not isinstance(model, PeftModel) and "rowwise_split_input" not in styles.values():
+    if by_plan and not isinstance(model, PeftModel) and "rowwise_split_input" not in styles.values():
         return
     for parameter in model.parameters():
         if parameter.requires_grad:  # each rank has initialised it at random by itself

@@ -13,19 +13,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ...spec.errors import UserError
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
+from ...spec.limits import TENSOR_PARALLEL_TYPES
 from ...spec.recipe import Recipe
 from ...spec.run_folder import write_json
 from .. import distributed, upstream
 from ..data.collate import Collator
 from ..model.load import load_model
-from . import expert, scores, sequence, tensor
+from . import expert, scores, sequence, tensor, tensor_check
 
 QUANTIZATION = "base_quantization.json"
 """Beside an adapter that was trained on a quantised base model: how to quantise it again."""
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Accept every model: it is not changed."""
+    """Find out how tensor parallelism splits the model; otherwise it is not changed, and accepted.
+
+    Raises:
+        UserError: none of its layers can be split.
+    """
+    if recipe.layout.tensor > 1:
+        tensor_check.styles(recipe)
 
 
 def load(recipe: Recipe) -> PreTrainedModel | PeftModel:
@@ -37,7 +44,8 @@ def load(recipe: Recipe) -> PreTrainedModel | PeftModel:
     with upstream.without_tensor_parallel_block():
         model = load_model(recipe)
         if recipe.layout.tensor > 1:
-            tensor.shard_where_autotp_cannot(model, recipe.layout.tensor)
+            by_plan = model.config.get_text_config().model_type in TENSOR_PARALLEL_TYPES
+            tensor.shard_where_autotp_cannot(model, recipe.layout.tensor, tensor_check.styles(recipe), by_plan)
     if recipe.router_aux_loss_coef:
         _balance_experts(model, recipe)
     if recipe.layout.sequence > 1:
