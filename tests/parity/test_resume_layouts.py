@@ -241,7 +241,9 @@ def test_a_run_that_was_killed_after_its_last_step_is_only_finished(ranks, tmp_p
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     assert run.metrics.read_text() == done.metrics.read_text()
     assert read_json(run.summary)["steps"] == STEPS
-    for name in ("model.safetensors", "config.json"):
+    written = sorted(path.name for path in done.export.iterdir())
+    assert sorted(path.name for path in run.export.iterdir()) == written
+    for name in written:
         assert (run.export / name).read_bytes() == (done.export / name).read_bytes()
 
 
