@@ -51,9 +51,9 @@ class RandomWeights:
     recipe: Recipe
     draft: bool
 
-    def from_pretrained(self, path: str, **options: Any) -> PreTrainedModel:
-        """Return the model with random weights; the recipe says what `options` say."""
-        return random_model(self.recipe, self.draft)
+    def from_pretrained(self, path: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+        """Return the model with random weights, and that none is missing; the recipe says what `options` say."""
+        return random_model(self.recipe, self.draft), {"missing_keys": []}
 
 
 def quantized(model: PreTrainedModel) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .conversions import from_dict, to_dict
-from .errors import UserError
+from .errors import UserError, cannot_write
 from .project import runs
 from .recipe import Recipe
 
@@ -200,7 +200,8 @@ def check_writable(run: RunFolder) -> None:
 
 
 def _unusable(path: Path, error: OSError) -> UserError:
-    return UserError(f"--output-dir {path}: cannot be written: {error.strerror}; choose another.")
+    full = cannot_write(OSError(error.errno, error.strerror), path)  # the user knows the run folder, not a file in it
+    return UserError(full or f"--output-dir {path}: cannot be written: {error.strerror}; choose another.")
 
 
 def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
