@@ -410,7 +410,7 @@ def test_the_launcher_stops_what_cannot_fit(one_a100, capsys):
     too_much = ["llama3-8b", "lora", "micro_batch_size=64", "--dry-run"]
     assert run_command("launch", too_much) == 2
     said = capsys.readouterr().err
-    assert re.match(r"launch: this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+", said)
+    assert re.match(r"launch\.py: this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+", said)
     fitting = re.search(r"What fits: (.*?);", said)[1].split()
     assert launch.main([*too_much[:3], *fitting, "--dry-run"]) == 0
     assert launch.main([*too_much, "--no-plan"]) == 0

@@ -54,15 +54,19 @@ class Tracker:
         if self.wandb is None:
             return None
         self.wandb.summary.update(summary)
-        where = self.wandb.url if self.mode == "online" else f"wandb sync {shlex.quote(display(self._parts()))}"
+        where = self.wandb.url if self.mode == "online" else f"wandb sync {self._parts()}"
         self.wandb.finish()
         return where
 
-    def _parts(self) -> Path:
-        """Return the folder of the offline run, or a pattern for the folders of all its parts, one per restart."""
+    def _parts(self) -> str:
+        """Return the folder of the offline run, or a pattern for the folders of all its parts, one per restart.
+
+        As typed in a shell, which expands the pattern where it is not quoted.
+        """
         folder = Path(self.wandb.dir).parent
         pattern = f"offline-run-*-{self.wandb.id}"
-        return folder.with_name(pattern) if len(list(folder.parent.glob(pattern))) > 1 else folder
+        several = len(list(folder.parent.glob(pattern))) > 1
+        return f"{shlex.quote(display(folder.parent))}/{pattern if several else shlex.quote(folder.name)}"
 
 
 def run_id(run: RunFolder) -> str:
