@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 from typing import Any
 
 import deepspeed
@@ -23,7 +24,7 @@ def main(cases: list[dict[str, Any]]) -> None:
     gc.collect()
     gc.freeze()  # what existed before does not count, and looking at it takes seconds
     for case in cases:
-        before = tensor_bytes()
+        before = settled_bytes()
         model = build(case)
         numbers = {
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -123,6 +124,15 @@ def tensors() -> list[torch.Tensor]:
     # A gradient is an object of Python's only once it has been asked for.
     found += [leaf.grad for leaf in found if leaf.is_leaf and leaf.grad is not None]
     return [one for one in found if one.device.type != "meta"]
+
+
+def settled_bytes() -> int:
+    """Return `tensor_bytes` once it is stable: gloo's threads hold what they have sent for a moment longer."""
+    before, now = -1, tensor_bytes()
+    while now != before:
+        time.sleep(0.1)
+        before, now = now, tensor_bytes()
+    return now
 
 
 def tensor_bytes() -> int:
