@@ -11,7 +11,7 @@ import pytest
 from recipes.commands import launch, main
 from recipes.docs import keys
 from recipes.spec import overrides, pages
-from recipes.spec.run_folder import COMPLETE, RunFolder, append_jsonl, write_json
+from recipes.spec.run_folder import COMPLETE, RunFolder, append_jsonl, newest_checkpoint, write_json
 from recipes.training import console, curves
 from recipes.training import run as training_run
 from recipes.training.callbacks.evaluation import Evaluation
@@ -91,14 +91,14 @@ def test_a_resumed_run_says_where_it_is_and_that_its_schedule_changed(tmp_path, 
     monkeypatch.setattr("recipes.training.distributed.is_first", lambda: True)
     recipe, run = replace(pages.find("tiny", "full"), epochs=1.0, global_batch_size=8), RunFolder(tmp_path)
     datasets = Datasets([], None, None, [], updates.Size(480, 480, 480, 9999))
-    training_run.say_resuming(recipe, run, datasets)
+    training_run.say_resuming(recipe, newest_checkpoint(run), datasets)
     assert capsys.readouterr().out == ""
     checkpoint = run.checkpoints / "checkpoint-20"
     write_json(checkpoint / "trainer_state.json", {"max_steps": 60})
     write_json(checkpoint / COMPLETE, {})
-    training_run.say_resuming(recipe, run, datasets)
+    training_run.say_resuming(recipe, newest_checkpoint(run), datasets)
     assert capsys.readouterr().out == "resuming from step 21 of 60\n"
-    training_run.say_resuming(replace(recipe, epochs=2.0), run, datasets)
+    training_run.say_resuming(replace(recipe, epochs=2.0), newest_checkpoint(run), datasets)
     resumed, changed = capsys.readouterr().out.splitlines()
     assert resumed == "resuming from step 21 of 120"
     assert changed == "the run had 60 steps: from here on the learning rate follows the cosine schedule of 120"

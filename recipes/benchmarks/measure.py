@@ -141,7 +141,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -
     arguments = sft.arguments(common_arguments(trained, folder, file, 1, distributed.on_gpu()), trained)
     model = load.load_model(trained, synthetic.RandomWeights(trained, asked["draft"]))
     upstream.tell_whether_packed(model, trained.packing)
-    context = run.prepare(trained, folder, file, Datasets(sequences, None, None, []), model, {})
+    context = run.prepare(trained, folder, file, Datasets(sequences, None, None, []), model, None, {})
     trainer = sft.trainer(context, model, arguments, sequences, tokenizer)
     attention = model.config.get_text_config()._attn_implementation
     trainer.add_callback(Ticks(clock(result, asked, facts(recipe, model, sequences, attention))))

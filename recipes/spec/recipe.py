@@ -112,7 +112,7 @@ class Schedule:
     """The learning rate over the run."""
 
     kind: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
-    """How the rate goes on after the warm-up, which `constant` has none of; `linear` and `cosine` fall to zero."""
+    """The shape after the warm-up: `linear` and `cosine` fall to zero; `constant` has no warm-up."""
     warmup: float = 0.03
     """Share of the steps during which the rate rises, from above zero; 1 or more: a number of steps."""
 

@@ -83,18 +83,19 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     arguments = methods.arguments(common, recipe)
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
-    mark = checked_data(recipe, run, tokenizer, datasets)
+    checkpoint = newest_checkpoint(run)
+    mark = checked_data(recipe, checkpoint, tokenizer, datasets)
     model = parallel.load(recipe)
     upstream.tell_whether_packed(model, recipe.packing and recipe.method != "dpo")
-    context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model), mark)
+    context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model), checkpoint, mark)
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
-    with pickles.refusing_code(context.checkpoint):
-        trainer.train(resume_from_checkpoint=str(context.checkpoint) if context.checkpoint else None)
+    with pickles.refusing_code(checkpoint):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     conclude(trainer, datasets)
 
 
 def checked_data(
-    recipe: Recipe, run: RunFolder, tokenizer: PreTrainedTokenizerBase, datasets: Datasets
+    recipe: Recipe, checkpoint: Path | None, tokenizer: PreTrainedTokenizerBase, datasets: Datasets
 ) -> dict[str, Any]:
     """Print how many updates the data gives and where a resumed run continues; return the data's fingerprint.
 
@@ -102,15 +103,14 @@ def checked_data(
         UserError: the checkpoint to resume from was trained on other data.
     """
     mark = fingerprint.of_run(recipe, tokenizer, datasets)
-    fingerprint.check(mark, newest_checkpoint(run), recipe.data.changed)
+    fingerprint.check(mark, checkpoint, recipe.data.changed)
     say_updates(recipe, datasets.size, dist.get_world_size())
-    say_resuming(recipe, run, datasets)
+    say_resuming(recipe, checkpoint, datasets)
     return mark
 
 
-def say_resuming(recipe: Recipe, run: RunFolder, datasets: Datasets) -> None:
+def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) -> None:
     """Print where a resumed run continues, and whether other settings have changed its schedule."""
-    checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         return
     steps = updates.in_all(recipe, datasets.size.sequences) if datasets.size else recipe.max_steps
@@ -151,7 +151,13 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
 
 
 def prepare(
-    recipe: Recipe, run: RunFolder, file: DeepSpeedFile, datasets: Datasets, model: Any, mark: dict[str, Any]
+    recipe: Recipe,
+    run: RunFolder,
+    file: DeepSpeedFile,
+    datasets: Datasets,
+    model: Any,
+    checkpoint: Path | None,
+    mark: dict[str, Any],
 ) -> RunContext:
     """Return what the trainer works with; `model` is used to count parameters and operations, `mark` is saved."""
     total, trainable = load.parameter_counts(model)
@@ -168,7 +174,7 @@ def prepare(
         run=run,
         file=file,
         parallel=parallel,
-        checkpoint=newest_checkpoint(run),
+        checkpoint=checkpoint,
         tracker=tracker,
         metrics=Metrics(run, tracker.record, distributed.place(recipe.layout).is_first_reader, training_flops(model)),
         guard=LossGuard(recipe, run),

@@ -12,6 +12,7 @@ from recipes.spec.run_folder import RunFolder, read_json, write_json, write_reci
 from recipes.training import run as training_run
 from tests.parity import gate, plain
 from tests.test_configs_run import LIBAIO
+from tests.tiers import tiered
 from tests.workers import long_adam_steps
 
 SETTINGS = plain.Settings()
@@ -45,7 +46,7 @@ def reference(model_folder, conversations):
     return plain.train(model_folder, conversations, SETTINGS)
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.every), 2])
+@pytest.mark.parametrize("accumulation", tiered((1, 2), (2,)))
 @pytest.mark.parametrize("config", ["zero2_offload", "zero3_offload", "zero3_offload_params"])
 def test_same_model_as_plain_pytorch(train, model_folder, conversations, reference, config, accumulation):
     gate.agree(train(SETTINGS, model_folder, conversations, config, accumulation), *reference)
@@ -75,7 +76,7 @@ def wide_reference(wide, conversations):
 
 
 @pytest.mark.skipif(not LIBAIO, reason="libaio's headers are not installed")
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.every), 2])
+@pytest.mark.parametrize("accumulation", tiered((1, 2), (2,)))
 def test_same_model_from_a_drive(train, tmp_path, wide, conversations, wide_reference, accumulation):
     gate.agree(train(WIDE, wide, conversations, "zero3_nvme", accumulation), *wide_reference, norms=NORMS)
     written = {file.relative_to(tmp_path / "drive").parts[1] for file in (tmp_path / "drive").rglob("*.swp")}
