@@ -1,4 +1,4 @@
-# make install | demo | quick | test | test-all | check | docs | lock | wheel.   VENV=DIR uses an existing environment.
+# make install | demo | quick | test | test-all | durations | check | docs | lock | wheel.   VENV=DIR uses an existing environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -8,15 +8,20 @@ endif
 PYTHON := $(VENV)/bin/python
 # Without --no-compile pip would compile every module, for half a minute; Python compiles what it imports.
 PIP = $(PYTHON) -m pip install --quiet --no-compile --disable-pip-version-check
+# Two at a time, a file's tests together, since they share fixtures; more only where there are cores for their ranks.
+PYTEST = $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 ARGS =
+# Images often switch bytecode off; every rank would compile the whole stack again, for seconds.
+export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install demo quick test test-all check docs lock wheel
+.PHONY: help install demo quick test test-all durations check docs lock wheel
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
-	@echo "make quick     the tests that start neither ranks nor servers"
+	@echo "make quick     the tests that start neither ranks nor servers and take less than 0.3 s each"
 	@echo "make test      the test suite, with a choice from the large matrices"
 	@echo "make test-all  every test: all variants, all templates, all layouts"
+	@echo "make durations run the test suite and write what each test costs to tests/durations.txt"
 	@echo "make check     lint, format and types: ruff and mypy"
 	@echo "make docs      update the generated parts of the documents"
 	@echo "make lock      write requirements.lock, the image's pins with hashes, after a change of constraints.txt"
@@ -40,13 +45,16 @@ demo: install
 	@$(PYTHON) scripts/launch.py tiny full --gpus $$($(PYTHON) -c "$(TWO)")
 
 quick: install
-	$(PYTHON) -m pytest -m "not engine and not server and not every" $(ARGS)
+	$(PYTEST) -m "not engine and not server and not slow and not every" $(ARGS)
 
 test: install
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: install
-	$(PYTHON) -m pytest -m "" $(ARGS)
+	$(PYTEST) -m "" $(ARGS)
+
+durations: install
+	$(PYTEST) -p tests.durations $(ARGS)
 
 docs: $(PREPARE)
 	$(PYTHON) -m recipes.docs

@@ -25,6 +25,7 @@ from functools import cache, partial
 import hypothesis
 import pytest
 
+from tests import durations
 from tests.launching import LAUNCH, train_with
 from tests.ranks import Ranks
 
@@ -37,11 +38,17 @@ STARTS |= dict.fromkeys(("hosts", "cluster"), "server")
 """The mark of a test that uses a fixture, itself or through another one: `make quick` leaves these tests out."""
 
 
+BUFFERS = pytest.StashKey[set[Path]]()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts ranks and what starts servers."""
+    """Mark what starts ranks, what starts servers and what is slow."""
+    slow = durations.read()
     for item in items:
         for name in STARTS.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(STARTS[name])
+        if item.nodeid in slow:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,13 +57,16 @@ def caches(tmp_path_factory):
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_memory():
+def pytest_configure(config: pytest.Config) -> None:
+    """Note which buffers DeepSpeed's ranks had in /dev/shm before the tests."""
+    config.stash[BUFFERS] = shared_buffers()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the buffers that scripts other than ours leave behind: 66 MB per rank, in memory."""
-    before = shared_buffers()
-    yield
-    for buffer in shared_buffers() - before:
-        buffer.unlink(missing_ok=True)
+    if not hasattr(config, "workerinput"):  # another worker's ranks may still use theirs
+        for buffer in shared_buffers() - config.stash[BUFFERS]:
+            buffer.unlink(missing_ok=True)
 
 
 def shared_buffers() -> set[Path]:

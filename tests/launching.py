@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from tests.ranks import Ranks, free_port, read_logs
-from tests.workers.use_config import use
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ROOT / "tests" / "workers"
@@ -59,6 +58,8 @@ def accelerate_launch(config: str, *arguments: str) -> list[str]:
 
 def train_with(ranks: Ranks, folder: Path, mode: str, template: Path) -> dict:
     """Train two steps with `template` and return the engine's settings, or the error; `mode` as in `use`."""
+    from tests.workers.use_config import use  # imports the whole stack, which most tests can do without
+
     output = folder / f"{mode}-{template.stem}"
     ranks.check(use, mode, str(template), str(output), log=folder / f"{output.name}.log")
     assert (output / "seen.json").exists(), "\n".join(read_logs(folder / f"{output.name}.log"))

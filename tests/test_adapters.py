@@ -16,7 +16,7 @@ from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import export
 from recipes.training.model import adapters
-from tests.test_catalogue import lesson
+from tests.test_catalogue import short_run
 from tests.tiers import tiered
 from tests.workers import adapters as worker
 
@@ -35,7 +35,7 @@ MIXTURES = [("mixtral", "8x7b"), ("qwen3_moe", "30b-a3b"), ("gpt_oss", "20b"), (
 
 def trained(ranks, tmp_path, recipe, variant, precision="bf16"):
     run = RunFolder(tmp_path / "run")
-    asked = overrides.apply(lesson(pages.find(recipe, variant), tmp_path), [f"precision={precision}"])
+    asked = overrides.apply(short_run(pages.find(recipe, variant), tmp_path), [f"precision={precision}"])
     write_recipe(run, locate(asked))
     ranks.check(worker.main, str(run.path), log=tmp_path / "log")
     return run

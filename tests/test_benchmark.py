@@ -36,12 +36,8 @@ def forked(ranks):
     return start
 
 
-IN_TEST = ("attention",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_TEST else pytest.mark.every) for name in BENCHMARKS]
-)
+@pytest.mark.every
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_each_benchmark_runs_as_a_draft(forked, tmp_path, name):
     result = benchmark.run(BENCHMARKS[name], argparse.Namespace(draft=True, quick=False, output=tmp_path), forked)
     for label, runs in result["runs"].items():

@@ -13,6 +13,7 @@ from recipes.spec.recipe import Data, Draft, Layout, Recipe, Schedule, Wandb
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests.conftest import conversation
+from tests.tiers import tiered
 
 QUESTION, ANSWER = "Felix Vandland paid 51 euros on 14 March 2028.", '{"name": "Felix Vandland", "amount": 51}'
 ROWS = {
@@ -62,7 +63,7 @@ def test_the_matrix_is_complete():
     assert {variant for _, _, variant in few} == {variant for _, _, variant in combinations()}
 
 
-def lesson(recipe: Recipe, folder: Path) -> Recipe:
+def short_run(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe as a draft that sees the same batch three times."""
     row = ROWS[recipe.method]
     path = folder / "batch.jsonl"
@@ -86,7 +87,11 @@ def lesson(recipe: Recipe, folder: Path) -> Recipe:
     )
 
 
-@pytest.mark.parametrize(("family", "size", "variant"), sorted(representative()))
+IN_TEST = ("dora", "expert", "long_context", "qlora", "three_d")
+"""The variants that `make test` trains as their pages say; `make test-all` trains them all."""
+
+
+@pytest.mark.parametrize(("family", "size", "variant"), tiered(sorted(representative()), lambda one: one[2] in IN_TEST))
 def test_it_trains_and_exports(ranks, tmp_path, family, size, variant):
     trained(ranks, tmp_path, family, size, variant)
 
@@ -94,7 +99,7 @@ def test_it_trains_and_exports(ranks, tmp_path, family, size, variant):
 def trained(ranks, tmp_path, family, size, variant):
     """Train and export, and return the run's folder and its number of ranks."""
     run = RunFolder(tmp_path / "run")
-    recipe = lesson(pages.find(f"{family}-{size}", variant), tmp_path)
+    recipe = short_run(pages.find(f"{family}-{size}", variant), tmp_path)
     write_recipe(run, locate(recipe))
     layout = recipe.layout
     world_size = max(2, layout.tensor * layout.pipeline * layout.sequence)

@@ -405,6 +405,7 @@ def connect(stack, names: list[str]) -> None:
         subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
 
 
+@pytest.mark.every
 def test_a_restart_with_fewer_ranks_ends_with_the_same_loss(ranks, tmp_path, setup):
     """As when a host is lost for good: the states are converted, the global batch stays the same."""
     run = RunFolder(tmp_path / "run")
@@ -431,6 +432,7 @@ def test_a_restart_with_fewer_ranks_ends_with_the_same_loss(ranks, tmp_path, set
     assert rows[-1]["loss"] == pytest.approx(setup.final, rel=1e-4)
 
 
+@pytest.mark.every
 def test_restarts_are_counted_and_have_a_checkpoint_to_start_from(tmp_path, setup, capsys):
     run = RunFolder(tmp_path)
     recipe = recipe_of(setup.overrides)

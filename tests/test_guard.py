@@ -102,6 +102,7 @@ def test_skip_leaves_the_update_out(ranks, tmp_path, nan_setup, config):
     assert [row["step"] for row in rows if row["grad_norm"] is None] == skipped
 
 
+@pytest.mark.every
 def test_skip_gives_up_after_ten_updates_in_a_row(ranks, tmp_path, nan_setup, conversations):
     run = RunFolder(tmp_path / "run")
     data = conversations

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -58,11 +59,16 @@ def test_a_template_that_never_ends_is_stopped(model, monkeypatch):
     one_line(caught, "has not ended after 0.5 s")
 
 
-def test_a_template_that_needs_all_memory_is_stopped(model):
-    (model / "chat_template.jinja").write_text("{{ 'x' * 10 ** 18 }}")
+@pytest.mark.parametrize("size", [10, 18], ids=["10 GB", "an exabyte"])
+def test_a_template_that_needs_all_memory_is_stopped(model, size):
+    before, held = resource.getrlimit(resource.RLIMIT_AS), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (model / "chat_template.jinja").write_text(f"{{{{ 'x' * 10 ** {size} }}}}")
     with pytest.raises(UserError) as caught:
         chat_templates.load_tokenizer(small(model, Path("unread")))
     one_line(caught, "too much memory")
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
+    assert grown * 2**10 < chat_templates.RENDER_BYTES, "10 GB were never held"
 
 
 def dictionary(path):

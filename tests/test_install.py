@@ -270,6 +270,7 @@ def test_an_old_python_gets_a_message_too(tmp_path):
     assert done.returncode == 2 and "not 3.11 or newer" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.every
 def test_a_run_from_the_wheel_trains_in_any_folder(wheel, ranks, tmp_path):
     """The real launcher and two real ranks; `ranks` only says that this test needs them, and compiles the ops."""
     site, folder = tmp_path / "site", tmp_path / "empty"

@@ -75,6 +75,7 @@ def ranks_of(run):
     return [one for one in processes_of(run) if one.info["cmdline"][2:4] == ["-m", "recipes.training.run"]]
 
 
+@pytest.mark.every
 def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_checkpoint(small_run):
     command, overrides, run = small_run
     buffers = shared_buffers()

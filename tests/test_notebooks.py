@@ -102,6 +102,7 @@ def test_notebooks_are_committed_clean_and_leave_training_to_the_project(path):
     assert not re.search(r"\.backward\(|optimizer\.step|Trainer\(", "\n".join(cell.source for cell in code))
 
 
+@pytest.mark.every
 def test_the_first_fine_tune_shows_answers_before_and_after(execute, tmp_path):
     cells = execute("first_finetune")
     assert images(cells) == 1

@@ -87,7 +87,14 @@ def test_every_variant_is_a_recipe_with_a_first_line(family, size, variant):
     assert recipe.name == f"{family}-{size}-{variant}"
     about = getattr(pages.page(family), variant).__doc__.splitlines()[0]
     assert about.endswith(".") and len(about) > 20
-    preflight.check_data(paths.locate(recipe))
+
+
+def test_every_variants_data_can_be_read():
+    recipes = [pages.find(f"{family}-{size}", variant) for family, size, variant in VARIANTS]
+    kinds = {(str(recipe.data), recipe.method): recipe for recipe in recipes}
+    assert len(kinds) >= 4
+    for recipe in kinds.values():
+        preflight.check_data(paths.locate(recipe))
 
 
 @pytest.mark.parametrize(("family", "size"), ALL)

@@ -42,7 +42,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(CASES, {"zero1", "lora_zero3"}))
+@pytest.mark.parametrize("case", tiered(CASES, {"zero1"}))
 def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(ranks, tmp_path, model_folder, conversations, case):
     config, lora = CASES[case]
     recipe = small(model_folder, conversations, config, lora=lora, max_steps=STEPS, save_steps=5)
@@ -70,6 +70,7 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(ranks, tmp_path, mode
         assert len(set(losses)) == STEPS
 
 
+@pytest.mark.every
 def test_the_parts_of_a_restarted_run_are_one_run_of_wandb(ranks, tmp_path, model_folder, conversations, monkeypatch):
     run, pattern = RunFolder(tmp_path / "run"), "offline-run-*"
     write_recipe(run, small(model_folder, conversations, max_steps=12, save_steps=2, wandb=Wandb(mode="offline")))

@@ -36,6 +36,7 @@ def is_right(entry):
     return not isinstance(entry["off"], str) and entry["off"] < ROUNDING
 
 
+@pytest.mark.every
 def test_every_family_computes_the_same_over_parts_or_is_refused_before_the_run(found):
     sizes = [f"{family}-{size}" for family in pages.families() for size in pages.page(family).SIZES]
     assert len(sizes) > 40 and set(sizes) < set(found)
@@ -45,11 +46,13 @@ def test_every_family_computes_the_same_over_parts_or_is_refused_before_the_run(
     assert refused and refused <= set(limits.FAMILIES["sequence"])
 
 
+@pytest.mark.every
 def test_rotary_frequencies_are_those_of_the_whole_sequence(found):
     assert is_right(found["short and long"])
     assert not is_right(found["short on one rank, long on the other"])
 
 
+@pytest.mark.every
 def test_an_implementation_that_reads_position_ids_gets_those_of_the_whole_sequence(found):
     assert is_right(found["masked by position ids"])
 

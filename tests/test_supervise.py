@@ -81,7 +81,7 @@ from recipes.launching import supervise
 from recipes.spec.run_folder import RunFolder
 supervise.supervise([sys.executable, "-c", *sys.argv[2:]], None, RunFolder(Path(sys.argv[1])), len(sys.argv) - 3)
 """
-SAYS = "import os; print(os.getpid(), flush=True); "
+SAYS = "import os; os.write(1, b'%d\\n' % os.getpid()); "  # in one piece: both ranks write to one pipe
 
 
 def test_ranks_die_with_a_killed_launcher(tmp_path):

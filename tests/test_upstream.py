@@ -182,6 +182,7 @@ print("loaded", flush=True)
 """
 
 
+@pytest.mark.every
 def test_torch_waits_for_the_lock_of_a_killed_build(tmp_path):
     """And under another path ninja compiles everything again, which the workaround does not."""
     folder = tmp_path / "ops" / "deepspeed_shm_comm"

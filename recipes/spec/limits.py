@@ -53,7 +53,7 @@ others `training/parallel/tensor_check.py` finds out what can be split, or refus
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configurations call the number of experts in a layer."""
 EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
-"""Model types that DeepSpeed has a preset for, with which spread experts train like plain PyTorch
+"""Model types that DeepSpeed has a preset for, with which expert parallelism trains like plain PyTorch
 (`tests/parity/test_expert.py`); for others `training/parallel/expert_check.py` makes one, or refuses the run."""
 
 
@@ -259,4 +259,4 @@ def _expert(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     if recipe.method == "dpo":
         yield "DeepSpeed's AutoEP spreads the experts of one model, and DPO has two"
     if file.stage == 0:
-        yield "without ZeRO, DeepSpeed computes a wrong gradient norm for spread experts"
+        yield "without ZeRO, DeepSpeed computes a wrong gradient norm under expert parallelism"

@@ -5,6 +5,7 @@ deepspeed --no_local_rank --num_gpus 2 --module recipes.training.run RUN_FOLDER
 
 from . import peft_without_bitsandbytes  # noqa: F401, I001  # first: before anything imports PEFT
 
+import gc
 import os
 import sys
 import time
@@ -89,6 +90,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     upstream.tell_whether_packed(model, recipe.packing and recipe.method != "dpo")
     context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model), checkpoint, mark)
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
+    gc.freeze()  # nothing imported is ever freed: collections take 0.2% of the time of `tiny full` on a CPU, else 0.7%
     with pickles.refusing_code(checkpoint):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     conclude(trainer, datasets)

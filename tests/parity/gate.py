@@ -21,7 +21,7 @@ NORM = 1e-4
 """PyTorch's own norm of a gradient as large as an embedding's, in fp32, is 8e-6 off that in fp64."""
 
 
-def lesson(settings: plain.Settings, model: Path, data: Path, deepspeed: str, **changes: Any) -> Recipe:
+def recipe_for(settings: plain.Settings, model: Path, data: Path, deepspeed: str, **changes: Any) -> Recipe:
     """Return the recipe of the settings on a dataset of eight examples, all of them in every step."""
     recipe = small(
         model,

@@ -117,42 +117,27 @@ def reference(mixture, conversations):
     return {family: plain.train(mixture(family), conversations, SETTINGS) for family in FAMILIES}.__getitem__
 
 
-def lesson(model: Path, data: Path, folder: Path, stage: int, **changes: Any) -> Recipe:
+def recipe_for(model: Path, data: Path, folder: Path, stage: int, **changes: Any) -> Recipe:
     """Return the recipe of `SETTINGS`, its experts spread over two ranks, at a ZeRO stage."""
     path = folder / "expert_parallel.json"
     config = read_json(ROOT / "configs" / "expert_parallel.json")
     config["zero_optimization"]["stage"] = stage
     write_json(path, config)
-    return gate.lesson(SETTINGS, model, data, str(path), **{"layout": Layout(expert=2), **changes})
+    return gate.recipe_for(SETTINGS, model, data, str(path), **{"layout": Layout(expert=2), **changes})
 
 
-OFTEN = {
-    "mixtral": [(1, 2), (3, 4)],
-    "qwen3_moe": [(2, 4)],
-    "deepseek_v2": [(1, 2)],
-    "deepseek_v3": [(3, 4)],
-    "glm4_moe": [(1, 2)],
-    "qwen3_next": [(3, 2)],
-}
-"""Stages and numbers of ranks; what is missing is left to `make test-all`."""
+CASES = [(family, stage, *ranks) for family, stage, ranks in product(FAMILIES, (1, 2, 3), ((2, 2), (4, 1)))]
+"""Every family, stage, number of ranks and accumulation."""
+CORE = {("mixtral", 1, 2, 2), ("qwen3_moe", 2, 4, 1), ("deepseek_v3", 3, 4, 1)}
 
 
-def cases() -> list[object]:
-    """Return every family, stage, number of ranks and accumulation."""
-    found = []
-    for family, stage, (world_size, accumulation) in product(FAMILIES, (1, 2, 3), ((2, 2), (4, 1))):
-        marks = () if (stage, world_size) in OFTEN[family] else pytest.mark.every
-        found.append(pytest.param(family, stage, world_size, accumulation, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize(("family", "stage", "world_size", "accumulation"), cases())
+@pytest.mark.parametrize(("family", "stage", "world_size", "accumulation"), tiered(CASES, CORE))
 def test_same_model_as_plain_pytorch(
     ranks, tmp_path, conversations, mixture, reference, family, stage, world_size, accumulation
 ):
     run = RunFolder(tmp_path / "run")
     size = 8 // world_size // accumulation
-    write_recipe(run, lesson(mixture(family), conversations, tmp_path, stage, micro_batch_size=size))
+    write_recipe(run, recipe_for(mixture(family), conversations, tmp_path, stage, micro_batch_size=size))
     ranks.check(training_run.main, str(run.path), world_size=world_size, log=tmp_path / "log")
     gate.agree(run, *reference(family))
     engine = read_json(run.deepspeed)
@@ -161,22 +146,20 @@ def test_same_model_as_plain_pytorch(
     assert engine["expert_parallel"]["autoep_size"] == 2 and "optimizer" not in engine
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("family", "stage", "world_size", "spread"),
-    tiered(
-        [
-            *(("mixtral", 1, 4, 2), ("mixtral", 1, 2, 2), ("qwen3_moe", 3, 4, 2), ("qwen3_moe", 3, 2, 2)),
-            *(("deepseek_v3", 2, 4, 4), ("deepseek_v3", 2, 4, 2), ("deepseek_v3", 3, 4, 4)),
-        ],
-        {("deepseek_v3", 2, 4, 4)},
-    ),
+    [
+        *(("mixtral", 1, 4, 2), ("mixtral", 1, 2, 2), ("qwen3_moe", 3, 4, 2), ("qwen3_moe", 3, 2, 2)),
+        *(("deepseek_v3", 2, 4, 4), ("deepseek_v3", 2, 4, 2), ("deepseek_v3", 3, 4, 4)),
+    ],
 )
 def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(
     ranks, tmp_path, conversations, mixture, family, stage, world_size, spread
 ):
     """Written by four ranks with the experts spread over two, resumed as they were or on other ranks."""
     run = RunFolder(tmp_path / "run")
-    recipe = lesson(
+    recipe = recipe_for(
         mixture(family), conversations, tmp_path, stage, global_batch_size=4, micro_batch_size=1, save_steps=3
     )
     write_recipe(run, recipe)
@@ -204,7 +187,7 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(
 def test_exports_the_bytes_that_plain_transformers_writes(ranks, tmp_path, conversations, mixture, family, stage):
     """A learning rate that is lost in rounding, so that the weights are those that plain transformers wrote."""
     run = RunFolder(tmp_path / "run")
-    recipe = lesson(mixture(family), conversations, tmp_path, stage, learning_rate=1e-30, max_steps=1, save_steps=1)
+    recipe = recipe_for(mixture(family), conversations, tmp_path, stage, learning_rate=1e-30, max_steps=1, save_steps=1)
     write_recipe(run, recipe)
     ranks.check(untrained.main, str(run.path), log=tmp_path / "log")
     before = (mixture(family) / "model.safetensors").read_bytes()
@@ -218,7 +201,7 @@ def test_balanced_like_plain_transformers(ranks, tmp_path, conversations, mixtur
     """The loss is the mean over conversations of each one's own: each is a micro-batch here."""
     settings = replace(SETTINGS, router_aux_loss_coef=BALANCED)
     run = RunFolder(tmp_path / "run")
-    recipe = lesson(mixture(family), conversations, tmp_path, 1, micro_batch_size=1, router_aux_loss_coef=BALANCED)
+    recipe = recipe_for(mixture(family), conversations, tmp_path, 1, micro_batch_size=1, router_aux_loss_coef=BALANCED)
     recipe = replace(recipe, deepspeed=str(ROOT / "configs" / config), layout=layout, gradient_checkpointing=True)
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
@@ -276,5 +259,5 @@ def test_the_norm_counts_and_clips_experts(mixture, conversations, reference):
 
 def test_without_zero_is_refused(tmp_path, conversations):
     with pytest.raises(UserError, match=r"set zero_optimization\.stage to 1"):
-        recipe = lesson(tmp_path, conversations, tmp_path, 0)
+        recipe = recipe_for(tmp_path, conversations, tmp_path, 0)
         deepspeed_config(recipe, deepspeed_file.read(recipe.deepspeed))

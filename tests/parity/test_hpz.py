@@ -26,7 +26,7 @@ def reference(model_folder, conversations):
 @pytest.fixture
 def recipe(model_folder, conversations) -> Recipe:
     config = str(ROOT / "configs" / "zero3_hpz.json")
-    return gate.lesson(SETTINGS, model_folder, conversations, config, micro_batch_size=1)
+    return gate.recipe_for(SETTINGS, model_folder, conversations, config, micro_batch_size=1)
 
 
 @pytest.fixture
@@ -51,6 +51,7 @@ def test_same_model_as_plain_pytorch(train, recipe, reference, size):
     assert engine["gradient_accumulation_steps"] == 2 // size
 
 
+@pytest.mark.every
 def test_a_stale_copy_is_noticed(train, recipe, reference):
     with pytest.raises(AssertionError):  # by the run itself, where a loss is not finite
         gate.agree(train(recipe, function=stale_copies.main), *reference)

@@ -34,7 +34,7 @@ def train(ranks, tmp_path):
         write_json(path, config)
         folder = RunFolder(tmp_path / "run")
         size = 8 // 2 // accumulation
-        write_recipe(folder, gate.lesson(settings, model, data, str(path), micro_batch_size=size))
+        write_recipe(folder, gate.recipe_for(settings, model, data, str(path), micro_batch_size=size))
         ranks.check(function, str(folder.path), log=tmp_path / "log")
         return folder
 
@@ -83,6 +83,7 @@ def test_same_model_from_a_drive(train, tmp_path, wide, conversations, wide_refe
     assert written == {"optimizer", "float32params"}
 
 
+@pytest.mark.every
 @pytest.mark.skipif(not LIBAIO, reason="libaio's headers are not installed")
 def test_a_longer_step_from_a_drive_is_noticed(train, wide, conversations, wide_reference):
     run = train(WIDE, wide, conversations, "zero3_nvme", function=long_adam_steps.main)

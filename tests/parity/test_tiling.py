@@ -51,7 +51,7 @@ def reference(model_folder, conversations):
 
 def recipe_of(case, model, data, **changes):
     copies = case.world_size // (case.layout.sequence * case.layout.tensor)
-    return gate.lesson(
+    return gate.recipe_for(
         SETTINGS,
         model,
         data,
@@ -88,7 +88,7 @@ def test_tiled_feed_forward_layers_work_with_adapters(ranks, tmp_path, model_fol
     lora = Lora(rank=4, alpha=8)
     run = RunFolder(tmp_path / "run")
     layout = Layout(pipeline=2) if pipeline else Layout()
-    recipe = gate.lesson(
+    recipe = gate.recipe_for(
         SETTINGS,
         model_folder,
         conversations,

@@ -25,7 +25,7 @@ def reference(model_folder, conversations):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, accumulation):
     run = RunFolder(tmp_path / "run")
-    recipe = gate.lesson(
+    recipe = gate.recipe_for(
         SETTINGS,
         model_folder,
         conversations,
@@ -50,7 +50,7 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
 
 def test_same_model_in_many_sub_groups(ranks, tmp_path, model_folder, conversations, reference):
     run = RunFolder(tmp_path / "run")
-    write_recipe(run, gate.lesson(SETTINGS, model_folder, conversations, in_sub_groups(tmp_path), save_steps=3))
+    write_recipe(run, gate.recipe_for(SETTINGS, model_folder, conversations, in_sub_groups(tmp_path), save_steps=3))
     gate.train_with_a_break(ranks, run, tmp_path, 2)
     gate.agree(run, *reference, norms=RELATIVE)
 
