@@ -3,7 +3,8 @@
 Tokens per second and peak memory are compared with (a) recipes/plain_loop.py and (b) a bare transformers.Trainer
 (`peer_trainer.py`), on the same model, data, ranks, ZeRO stage, dtype, optimizer, batch and logging interval. The peers
 take turns (ours plain trainer trainer plain ours ...), so that a drift in the machine's speed affects all of them
-equally; the first steps of each run are warm-up.
+equally; the first steps of each run are warm-up. The launcher's setting of the allocator is part of what is measured:
+the peers run without it, as a plain `deepspeed` command does.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +169,7 @@ def run_recipe(bench: Bench, turn: int) -> dict[str, float]:
     """Measure the recipe through the project's own training."""
     run = RunFolder(bench.folder / f"run{turn}")
     write_recipe(run, recipe_of(bench))
-    execute(deepspeed_command(run, bench.ranks), bench)
+    execute(deepspeed_command(run, bench.ranks), environment_of(bench))
     return steady(read_jsonl(run.metrics))
 
 
@@ -178,7 +180,7 @@ def run_plain_loop(bench: Bench, turn: int) -> dict[str, float]:
     script += [str(bench.folder / f"plain{turn}"), "--zero-stage", str(bench.zero_stage), "--steps", str(bench.steps)]
     script += ["--micro-batch", str(bench.micro_batch), "--length", str(bench.length), "--dtype", bench.dtype]
     script += ["--lr", "1e-4", "--schedule", "constant", "--log-every", str(LOG_EVERY)]
-    return steady(records(execute(peer_command(bench, script), bench)))
+    return run_peer(bench, script)
 
 
 def run_trainer(bench: Bench, turn: int) -> dict[str, float]:
@@ -186,22 +188,29 @@ def run_trainer(bench: Bench, turn: int) -> dict[str, float]:
     recipe = recipe_of(bench)
     script = [str(PACKAGE / "benchmarks" / "peer_trainer.py"), recipe.model.path, str(bench.folder / "sequences")]
     script += [recipe.deepspeed, str(bench.micro_batch), str(bench.steps), str(LOG_EVERY), bench.dtype]
-    return steady(records(execute(peer_command(bench, script), bench)))
+    return run_peer(bench, script)
 
 
-def peer_command(bench: Bench, script: list[str]) -> list[str]:
-    """Return the DeepSpeed launcher's command for a peer's script."""
+def run_peer(bench: Bench, script: list[str]) -> dict[str, float]:
+    """Measure a script under the DeepSpeed launcher, with the user's allocator settings and not the project's."""
     command = deepspeed_command(RunFolder(bench.folder), bench.ranks)
-    return [*command[: command.index("--module")], *script]
+    environment = environment_of(bench)
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        environment.pop("MALLOC_ARENA_MAX", None)
+    return steady(records(execute([*command[: command.index("--module")], *script], environment)))
 
 
-def execute(command: list[str], bench: Bench) -> str:
+def environment_of(bench: Bench) -> dict[str, str]:
+    """Return the environment of a recipe's ranks, without the network."""
+    return rank_environment(bench.ranks, bench.gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+
+
+def execute(command: list[str], environment: dict[str, str]) -> str:
     """Run a command and return what it printed.
 
     Raises:
         RuntimeError: it failed; with the end of its output.
     """
-    environment = rank_environment(bench.ranks, bench.gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -214,10 +223,12 @@ def records(output: str) -> list[dict[str, Any]]:
 
 
 def steady(logged: list[dict[str, Any]]) -> dict[str, float]:
-    """Return tokens per second after the warm-up, and the peak memory of rank 0 in GiB (GPU where there is one)."""
-    first = next(record for record in logged if record["step"] >= WARM_UP)
+    """Return tokens per second after the warm-up, and the peak memory of rank 0 in GiB (GPU where there is one).
+
+    The rate is the median over the logging intervals, so that a moment in which the machine did something else, which
+    on shared machines costs a run up to 15%, counts once.
+    """
+    timed = [record for record in logged if record["step"] >= WARM_UP]
+    rates = [(b["tokens"] - a["tokens"]) / (b["seconds"] - a["seconds"]) for a, b in pairwise(timed)]
     last = logged[-1]
-    return {
-        "tokens_per_second": (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"]),
-        "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"]),
-    }
+    return {"tokens_per_second": statistics.median(rates), "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"])}
