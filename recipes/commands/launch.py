@@ -15,7 +15,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from ..spec.project import as_typed, require
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from ..training import universal_checkpoint
+from . import list as list_command
 from .main import Parser
 
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parse(arguments)
     if options.list:
-        print(listing(options.json, options.recipe))
+        print(list_command.listing(options.json, options.recipe))
         return 0
     if not options.recipe:
         raise UserError("name a recipe and a variant, e.g. `launch.py tiny full`; `launch.py --list` lists all.")
@@ -205,37 +206,6 @@ def with_best_plan(recipe: Recipe, page: Recipe, changes: Sequence[str], hardwar
     best = forecast.choose(located, overrides.keys_of(changes), hardware)
     print(f"deepspeed=auto: {' '.join(overrides.differences(located, best)) or best.deepspeed}", flush=True)
     return replace(best, model=recipe.model)
-
-
-def listing(as_json: bool, only: str | None = None) -> str:
-    """Return every family with its sizes and variants; as JSON, every recipe with its settings.
-
-    Args:
-        as_json: rather than text.
-        only: the page to list, by its family or its file; None: all of the project's.
-    """
-    modules = [pages.known_page(pages.split(only)[0])] if only else list(map(pages.page, pages.families()))
-    if as_json:
-        return json.dumps([entry(recipe) for module in modules for recipe in pages.recipes(module)], indent=2)
-    lines = []
-    for module in modules:
-        lines += [f"{pages.family_of(module)}: {pages.about(module)}", f"  {'sizes':<13} {', '.join(module.SIZES)}"]
-        lines += [f"  {name:<13} {pages.about(getattr(module, name))}" for name in pages.variants(module)]
-    return "\n".join(lines)
-
-
-def entry(recipe: Recipe) -> dict[str, Any]:
-    """Return one recipe of the JSON list."""
-    return {
-        "recipe": pages.typed(recipe),
-        "family": recipe.family,
-        "size": recipe.size,
-        "variant": recipe.variant,
-        "about": pages.about(getattr(pages.page_of(recipe), recipe.variant)),
-        "parameters": recipe.model.parameters,
-        "config": recipe.deepspeed,
-        "layout": asdict(recipe.layout),
-    }
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
