@@ -14,14 +14,22 @@ def main(folder: str) -> None:
 
     def save_and_look(trainer, exported):
         save(trainer, exported)
+        held = share_held(trainer.model)
         weights = whole_parameters(trainer.model)
         if distributed.is_first():
             unset_hf_deepspeed_config()  # or transformers would shard what it loads
             base = export.load_base(export.base_of(exported), exported, dtype=trainer.model.dtype)
-            write_json(exported.parent / "changes.json", changes(weights, base))
+            write_json(exported.parent / "changes.json", changes(weights, base) | {"held": held})
 
     export.save = save_and_look
     run.main(folder)
+
+
+def share_held(model: torch.nn.Module) -> float:
+    """Return the share of the frozen weights' elements that this rank holds between steps."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    whole = sum(getattr(p, "ds_numel", p.numel()) for p in frozen)
+    return sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in frozen) / whole
 
 
 def whole_parameters(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:

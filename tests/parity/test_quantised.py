@@ -1,0 +1,62 @@
+"""QLoRA with its 4-bit weights sharded by ZeRO-3 trains the adapters that one process trains without DeepSpeed."""
+
+from dataclasses import replace
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from recipes.spec.recipe import Lora, Model
+from recipes.spec.run_folder import RunFolder, read_json, write_recipe
+from recipes.training.model import adapters
+from tests.parity import gate, plain
+from tests.small import with_zero
+from tests.tiers import tiered
+from tests.workers import adapters as worker
+
+SETTINGS = plain.Settings()
+LORA = Lora(rank=4, alpha=8)
+SEED = 42
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder, conversations):
+    return plain.train(
+        model_folder, conversations, SETTINGS, prepare=lambda whole: in_4_bits(model_folder, whole.dtype)
+    )
+
+
+def in_4_bits(folder, dtype, lora=LORA):
+    """Return the model with adapters on 4-bit weights, as one process loads it."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=adapters.nf4(dtype))
+    return adapters.add(base.train(), lora, SEED)  # in evaluation bitsandbytes multiplies in bf16 on some CPUs
+
+
+@pytest.mark.parametrize("stage", tiered((1, 2, 3), (3,)))
+def test_adapters_on_4_bit_weights_train_as_in_one_process(
+    ranks, tmp_path, model_folder, conversations, reference, stage
+):
+    run = RunFolder(tmp_path / "run")
+    file = with_zero(tmp_path, "zero3_adapters.json", stage3_param_persistence_threshold=0)
+    recipe = gate.recipe_for(SETTINGS, model_folder, conversations, file if stage == 3 else f"zero{stage}.json")
+    model = Model(path=str(model_folder), quantization="nf4")
+    write_recipe(run, replace(recipe, model=model, lora=LORA, micro_batch_size=4, seed=SEED))
+    ranks.check(worker.main, str(run.path), log=tmp_path / "log")
+
+    records, weights = reference
+    gate.agree_on_steps(run, records)
+    trained = load_file(run.export / "adapter_model.safetensors")
+    assert len(trained) == sum("lora_" in name for name in weights)
+    for name, weight in trained.items():
+        assert plain.worst(weight, weights[name.replace(".weight", ".default.weight")]) <= 1, name
+    found = read_json(worker.path_of(run))
+    assert found["changed"] == [] and found["moved"]
+    assert found["held"] == pytest.approx(0.5 if stage == 3 else 1, abs=0.01)
+
+
+def test_weights_in_16_bits_would_be_noticed(model_folder, conversations, reference):
+    """The mutation: without quantisation the same adapters train to something else."""
+    records, _ = plain.train(
+        model_folder, conversations, SETTINGS, prepare=lambda whole: adapters.add(whole, LORA, SEED)
+    )
+    assert records[-1]["loss"] != pytest.approx(reference[0][-1]["loss"], rel=100 * gate.LOSS)
