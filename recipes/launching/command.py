@@ -44,18 +44,42 @@ def rank_count(asked: int | None, gpus: int) -> int:
 def deepspeed_command(
     folder: RunFolder, ranks: int, pool: hostfile.HostPool | None = None, master: str | None = None
 ) -> list[str]:
-    """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool."""
+    """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool.
+
+    Raises:
+        UserError: CUDA_VISIBLE_DEVICES names GPUs in a way that the launcher does not understand.
+    """
     # Not the launcher's default port: a run that is still ending often holds it.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
-    where = hostfile.launcher_options(pool, master or pool.hosts[0]) if pool else ["--num_gpus", str(ranks)]
+    where = hostfile.launcher_options(pool, master or pool.hosts[0]) if pool else local_devices(ranks, visible_gpus())
     return [
         *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
         *("--quiet", "--no_local_rank", *where, "--master_port", str(port)),
         *("--module", RANK_MODULE, str(folder.path)),
     ]
+
+
+def local_devices(ranks: int, gpus: int) -> list[str]:
+    """Return the launcher's options for ranks on this machine: on the first of the GPUs that the user has chosen.
+
+    `--num_gpus` makes DeepSpeed drop CUDA_VISIBLE_DEVICES and count from 0: with 4,5 the ranks would get 0 and 1, which
+    may be somebody else's (deepspeed 0.19.8, launcher/runner.py, `main`).
+
+    Raises:
+        UserError: they are named by UUID.
+    """
+    chosen = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
+    if not gpus or not chosen:
+        return ["--num_gpus", str(ranks)]
+    if not all(device.isdecimal() for device in chosen):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={','.join(chosen)}: DeepSpeed's launcher takes numbers, e.g. 0,1; "
+            "nvidia-smi -L lists them beside the UUIDs."
+        )
+    return ["--include", f"localhost:{','.join(chosen[:ranks])}"]
 
 
 def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
