@@ -142,7 +142,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     config = load.load_config(recipe).to_dict()
     limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
     kernels.check(recipe, file)
-    attention = packing_check.check(recipe, tokenizer, distributed.on_gpu())
+    attention = packing_check.check(recipe, tokenizer, distributed.on_gpu(), say)
     if recipe.model.attention == "auto" and attention == "eager":
         say(f"model.attention=eager: transformers has no SDPA for {config['model_type']}")
     recipe = replace(recipe, model=replace(recipe.model, attention=attention))

@@ -5,18 +5,23 @@ included. A variable-length kernel that knows where documents begin computes the
 one (`torch.nn.attention.varlen`, on CUDA from 2.10 on), so that no flash-attn wheel has to be built.
 """
 
+import inspect
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
 from ...spec.recipe import Recipe
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch 2.9
+    varlen_attn = None
 
 VARLEN = "varlen"
 """The name of the implementation below, for `model.attention`."""
@@ -44,7 +49,7 @@ def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[s
     if recipe.precision == "fp32" or torch.cuda.get_device_capability() < OLDEST or not _fits(config):
         return [fallback]
     flash = ["flash_attention_2"] if is_flash_attn_2_available() else []
-    return [*flash, VARLEN, "flex_attention", fallback]
+    return [*flash, *([VARLEN] if varlen_attn else []), "flex_attention", fallback]
 
 
 def _has_sdpa(config: PreTrainedConfig) -> bool:
@@ -152,16 +157,39 @@ def varlen(
     narrow = value.shape[-1]
     value = pad(value, (0, width - narrow))
     window = (sliding_window - 1 if sliding_window else -1, 0)
-    compute = varlen_attn if query.is_cuda else _one_by_one
+    compute = _fused if query.is_cuda else _one_by_one
     output = compute(
-        query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
+        query, key, value, cu_seq_lens_q, max_length_q,
         scale=scaling, window_size=window, enable_gqa=key.shape[1] != heads,
     )  # fmt: skip
     return output[..., :narrow].unflatten(0, (sequences, length)), None
 
 
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: Any, **options: Any
+) -> torch.Tensor:
+    """Call torch's kernel with what the installed version takes.
+
+    torch 2.10 has neither a scale nor windows, but `is_causal`; 2.11 and 2.12 share no keys and values between heads.
+
+    Raises:
+        ValueError: it has no sliding windows, and the layer has.
+    """
+    known = inspect.signature(varlen_attn).parameters
+    if options["enable_gqa"] and "enable_gqa" not in known:
+        key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
+    if options["scale"] is not None and "scale" not in known:
+        query = query * (options["scale"] * query.shape[-1] ** 0.5)
+    if "window_size" not in known:
+        if options["window_size"][0] >= 0:
+            raise ValueError(f"torch {torch.__version__} has no sliding windows in its variable-length kernel")
+        options["is_causal"] = True
+    taken = {name: value for name, value in options.items() if name in known}
+    return varlen_attn(query, key, value, starts, starts, longest, longest, **taken)
+
+
 def _one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, *_: Any, **options: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, _: Any, **options: Any
 ) -> torch.Tensor:
     """Return what the kernel computes, on a CPU; [tokens, heads, width] each."""
     outputs = []

@@ -1,11 +1,12 @@
 """Whether a model's code keeps packed documents apart: checked on a shrunken model, not looked up by name."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...spec.errors import UserError
+from ...spec.errors import UserError, first_line
 from ...spec.recipe import Draft, Recipe
 from . import attention, attention_bounds
 from .draft import WINDOW, shrink
@@ -19,10 +20,12 @@ LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 every size in `recipes/`: at most 2e-6 where documents are kept apart, at least 2e-1 where they attend to each other."""
 
 
-def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, on_gpu: bool = False) -> str:
+def check(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, on_gpu: bool = False, say: Callable[[str], None] = print
+) -> str:
     """Return the attention that the run computes with: the first of the candidates with which packing is right.
 
-    Takes about a second, before the ranks load anything.
+    Takes about a second, before the ranks load anything. Passes to `say` which faster one was refused, and why.
 
     Raises:
         UserError: packed documents would attend to each other, or it cannot be checked.
@@ -35,11 +38,15 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, on_gpu: bool = Fal
         try:
             if keeps_documents_apart(config, tokenizer, name):
                 return name
+            why = "packed documents attend to each other"
         except Exception as error:  # a model's own code may raise anything
+            why = f"{type(error).__name__}: {first_line(error)}"
             if name == names[-1]:
                 raise UserError(
                     f"packing=true: cannot be checked on a shrunken {config.model_type}: {error}\nAdd packing=false."
                 ) from error
+        if name != names[-1]:
+            say(f"model.attention: not {name} in {config.model_type} ({why})")
     raise UserError(
         f"packing=true: in {config.model_type} with model.attention={names[-1]} the documents of a packed sequence "
         "attend to each other; add packing=false."
