@@ -1,9 +1,11 @@
 """Describes what a run ran on: versions, hardware, the project's commit; never the value of an environment variable."""
 
+import contextlib
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
@@ -21,7 +23,7 @@ def describe() -> dict[str, Any]:
     own = ["deepspeed-recipes"] if INSTALLED else []
     return {
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in (*PACKAGES, *own)},
+        "packages": versions((*PACKAGES, *own)),
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "cpu": platform.processor() or platform.machine(),
@@ -31,6 +33,15 @@ def describe() -> dict[str, Any]:
         "backend": dist.get_backend() if dist.is_initialized() else None,
         "git_commit": git_commit(),
     }
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed: a run without tracking needs no tracker."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def git_commit() -> str | None:
