@@ -301,7 +301,7 @@ def test_what_cannot_be_planned_is_not_refused(one_gpu):
 
 
 def test_auto_keeps_what_the_user_has_set(one_gpu):
-    recipe = pages.find("llama3-8b", "lora")
+    recipe = replace(pages.find("llama3-8b", "lora"), sequence_length=1024)
     free = forecast.choose(recipe, ["deepspeed"], one_gpu)
     held = forecast.choose(replace(recipe, micro_batch_size=1), ["deepspeed", "micro_batch_size"], one_gpu)
     assert free.micro_batch_size > 1 and held.micro_batch_size == 1
