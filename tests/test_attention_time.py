@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from recipes.planning.cost import attention_time
-from recipes.planning.cost.attention_time import attended_tokens, attention_seconds, kernel
+from recipes.planning.cost.attention_time import attended_tokens, attention_seconds, implementation, kernel
 from recipes.planning.cost.constants import constants
 from recipes.planning.cost.step_time import step_time
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.planning.hardware.cluster import Cluster
 from recipes.planning.hardware.gpus import find
+from recipes.spec.recipe import Layout
 from tests.profiles import llama
 
 KIND = llama().layer_kinds[0]
@@ -59,7 +60,7 @@ def test_the_kernel_is_the_one_that_the_gpu_has():
     assert kernel("flash_attention_3", False, ampere) == kernel("flash_attention_3", False, blackwell) == "flash_2"
     assert kernel("sdpa", False, hopper) == kernel("sdpa", True, blackwell) == "cudnn"
     assert (kernel("sdpa", False, ampere), kernel("sdpa", True, ampere)) == ("flash_2", "efficient")
-    assert {kernel(name, False, hopper) for name in ("auto", "varlen", "flash_attention_2")} == {"flash_2"}
+    assert {kernel(name, False, hopper) for name in ("varlen", "flash_attention_2")} == {"flash_2"}
     assert kernel("flex_attention", False, ampere) == "flex"
 
 
@@ -69,6 +70,20 @@ def test_every_gpu_has_every_kernel_that_it_can_be_asked_for(name):
         for packing in (False, True):
             forward, backward = seconds(attention, 4096, name, packing)
             assert 0 < forward < backward
+
+
+def test_auto_is_what_training_decides():
+    setup = TrainingSetup(4, attention="auto")
+    assert implementation(setup) == "varlen"
+    for other in ({"packing": False}, {"preferences": True}, {"layout": Layout(pipeline=2)}):
+        assert implementation(replace(setup, **other)) == "sdpa"
+    assert implementation(replace(setup, attention="eager")) == "eager"
+
+
+def test_gpus_before_ampere_have_no_flash_kernel():
+    assert constants("T4").kernels["flash_2"] == constants("A100 80GB").kernels["efficient"]
+    assert constants("RTX 2080 Ti").kernels == constants("V100").kernels == constants("T4").kernels
+    assert not constants("T4").measured
 
 
 def test_a_mask_of_all_pairs_costs_more_than_twice_what_boundaries_cost():

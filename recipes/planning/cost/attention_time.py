@@ -9,7 +9,6 @@ from typing import Literal
 
 from ..hardware.gpus import Gpu
 from ..model_profile.profile import LayerProfile
-from .activations import is_masked
 from .constants import Constants
 from .training_setup import TrainingSetup
 
@@ -35,7 +34,14 @@ def kernel(attention: str, masked: bool, known: Container[str]) -> Kernel:
         return "flex"
     if attention == "flash_attention_3" and "flash_3" in known:
         return "flash_3"
-    return "flash_2"  # itself, `varlen` (torch's copy of it), and `auto`, which is one of these on a GPU
+    return "flash_2"  # itself, and `varlen`, which is torch's copy of it
+
+
+def implementation(setup: TrainingSetup) -> str:
+    """Return `Model.attention` with `auto` decided as `training.model.attention` does on a GPU."""
+    if setup.attention != "auto":
+        return setup.attention
+    return "varlen" if setup.packing and not setup.preferences and setup.layout.pipeline == 1 else "sdpa"
 
 
 def attended_tokens(kind: LayerProfile, length: int) -> float:
@@ -66,8 +72,9 @@ def attention_seconds(
     if not constants.kernels:
         forward = per_key * attended_tokens(kind, length) / constants.attention
         return forward, 2.5 * forward
-    masked = is_masked(kind, setup)
+    attention = implementation(setup)
+    masked = attention == "sdpa" and (setup.packing or (kind.window is not None and kind.window <= length))
     keys = length if masked else attended_tokens(kind, length)
-    ahead, back = constants.kernels[kernel(setup.attention, masked, constants.kernels)]
+    ahead, back = constants.kernels[kernel(attention, masked, constants.kernels)]
     slowdown = 1 + HALF_SPEED / length
     return per_key * keys / ahead * slowdown, 2.5 * per_key * keys / back * slowdown

@@ -57,11 +57,11 @@ def resolve(data: Mapping[str, Any], gpu: str, software: str) -> Constants:
     gpus = data["gpus"]
     kind = max((kind for kind in gpus if gpu.startswith(kind)), key=len, default="other")
     measured = not {"like", "assumed"} & set(gpus[kind])
-    kind = gpus[kind].get("like", kind)
+    own, kind = gpus[kind], gpus[kind].get("like", kind)
     entry = data["software"][software]
     taken = {name: data["software"][other]["values"][name] for name, other in entry.get("takes", {}).items()}
     values = {**data["common"]["values"], **gpus[kind]["values"], **taken, **entry["values"], "measured": measured}
-    kernels = gpus[kind]["kernels"] if entry.get("by_kernel") else {}
+    kernels = own.get("kernels", gpus[kind]["kernels"]) if entry.get("by_kernel") else {}
     return Constants(**values, kernels={name: (forward, backward) for name, (forward, backward) in kernels.items()})
 
 
