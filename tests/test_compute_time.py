@@ -8,7 +8,7 @@ from recipes.planning.calibration import calibrate
 from recipes.planning.calibration.published_rows import published_rows
 from recipes.planning.cost.constants import constants
 from recipes.planning.cost.host_time import ADAPTER, EXPERT, KERNELS, hooked_modules, kernels
-from recipes.planning.cost.roofline import adapted_share, experts_on_rank, layer_seconds
+from recipes.planning.cost.roofline import adapted_share, experts_on_rank, feed_forward_share, layer_seconds
 from recipes.planning.cost.step_time import step_time
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.planning.hardware.cluster import Cluster
@@ -142,3 +142,13 @@ def test_preferences_compute_both_answers_and_the_reference():
     assert pairs.matmul > 1.8 * single.matmul
     assert pairs.recomputation > 3.6 * single.recomputation
     assert pairs.tokens_per_second_per_gpu < single.tokens_per_second_per_gpu
+
+
+def test_a_tiled_feed_forward_part_is_computed_once_more():
+    kind = llama().layer_kinds[0]
+    assert feed_forward_share(kind) == pytest.approx(3 * 14336 / (3 * 14336 + 2 * 4096 + 2 * 1024))
+    fused = replace(kind, linears=(*kind.linears[:4], (4096, 2 * 14336), (14336, 4096)))
+    assert feed_forward_share(fused) == feed_forward_share(kind)
+    whole, tiled = (step_time(llama(), replace(BASE, tiled_mlp=on), H100) for on in (False, True))
+    assert whole.recomputation < tiled.recomputation < 2 * whole.recomputation
+    assert tiled.matmul == whole.matmul
