@@ -113,8 +113,9 @@ def test_the_score_is_the_documented_one():
 def test_an_unmeasured_gpu_borrows_another_gpus_shares_and_says_so():
     assert constants("H100").measured and constants("A100 40GB PCIe").measured
     assert constants("H200") == replace(constants("H100"), measured=False)
-    assert constants("RTX 4090") == replace(constants("A100 80GB"), measured=False)
-    assert not step_time(llama(), TrainingSetup(1), cluster("4090")).measured
+    assert constants("L4") == replace(constants("A100 80GB"), measured=False)
+    assert not step_time(llama(), TrainingSetup(1), cluster("L4")).measured
+    assert constants("RTX 4090").measured and not constants("RTX 5090").measured and not constants("B200").measured
     data = json.loads(FILE.read_text())
     taken = data["software"]["llm-foundry"]["values"]["overlap"]
     assert resolve(data, "H100", "deepspeed").overlap == taken

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -104,6 +105,34 @@ def test_the_half_of_a_publisher_is_not_a_choice():
         "snowflakedb/ArcticTraining": "fitted",
         "unslothai/unsloth": "held out",
     }
+
+
+SAME_STACK = [row for row in ROWS if row.half == "held out" and row.stack.startswith("Hugging Face")]
+
+
+def holds(compared) -> bool:
+    """Whether speeds are predicted as the planner promises: to 10 % on average, and in their order."""
+    rank = rank_correlation([one.predicted for one in compared], [one.measured for one in compared])
+    return statistics.mean(abs(one.error) for one in compared) <= 0.1 and rank >= 0.95
+
+
+def test_speeds_that_nothing_was_fitted_on_are_predicted_for_the_same_stack():
+    compared = published_errors.comparisons(SAME_STACK, "time")
+    assert len(compared) >= 80 and len({one.row.publisher for one in compared}) >= 4
+    assert holds(compared)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpointing": False},
+        {"fp32_adapters": False, "fp32_activations": False},
+        {"liger": False},
+        {"attention": "eager"},
+    ],
+)
+def test_a_setting_that_is_wrong_in_every_row_is_noticed(changes):
+    assert not holds(published_errors.comparisons([replace(row, **changes) for row in SAME_STACK], "time"))
 
 
 @pytest.mark.parametrize("measure", ["memory", "time"])

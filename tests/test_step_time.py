@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.planning.cost.communication import Group, all_reduce, all_to_all, gather, send
 from recipes.planning.cost.constants import constants
-from recipes.planning.cost.roofline import attended_tokens, model_flops
+from recipes.planning.cost.roofline import model_flops
 from recipes.planning.cost.stage_shards import stage_ranges
 from recipes.planning.cost.step_time import StepTime, step_time
 from recipes.planning.cost.training_setup import TrainingSetup
@@ -60,14 +60,6 @@ def test_model_flops_are_those_that_training_counts_for_mfu(lora, tied):
     assert model_flops(profile, setup) == pytest.approx(expected)
     assert model_flops(profile, replace(setup, gradient_checkpointing=False)) == pytest.approx(expected)
     assert model_flops(profile, replace(setup, sequence_length=33)) != pytest.approx(expected, rel=0.01)
-
-
-def test_windows_and_causal_masks_halve_what_is_attended():
-    kind = llama(window=1024).layer_kinds[0]
-    assert attended_tokens(llama().layer_kinds[0], 4096) == 2048
-    assert attended_tokens(kind, 1024) == 512
-    # Exactly: the first 1024 tokens see half as many on average, all others 1024.
-    assert attended_tokens(kind, 4096) == pytest.approx((1024 * 512 + 3072 * 1024) / 4096)
 
 
 def test_parts_add_up_and_mfu_is_the_rest_of_the_peak():

@@ -72,6 +72,10 @@ class PublishedRow:
     dropout: float | None = 0.0
     dora: bool = False
     quantization: Literal["none", "nf4", "gptq"] = "none"
+    fp32_adapters: bool = False
+    """As in `TrainingSetup`."""
+    fp32_activations: bool = False
+    """As in `TrainingSetup`."""
     liger: bool = False
     """Liger's kernels with its fused loss."""
     chunked_loss: bool = False
@@ -175,6 +179,12 @@ class PublishedRow:
             quantized=self.method == "qlora",
             tiled_loss=self.liger or self.chunked_loss,
             tiled_mlp=self.tiled_mlp,
+            fp32_adapters=self.fp32_adapters,
+            fp32_activations=self.fp32_activations,
+            liger_kernel=self.liger,
+            compile=self.compile,
+            # transformers groups them from 5 on, which none of the tables ran.
+            grouped_experts=not self.stack.startswith("Hugging Face"),
             offload_optimizer="none" if self.offload == "none" else "cpu",
             offload_parameters="cpu" if self.offload in ("parameters", "all") else "none",
             bf16_states=self.states == "bf16",

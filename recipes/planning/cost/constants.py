@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ class Constants:
     matmul: float
     """Share of the peak that large matrix products reach."""
     attention: float
-    """Share of the peak that fused attention reaches."""
+    """Share of the peak that fused attention reaches, where `kernels` are not told apart."""
     waves: float
     """Waves of a matrix product's tiles that are lost to quantisation, per product."""
     memory: float
@@ -39,8 +39,15 @@ class Constants:
     """Bytes moved per score in the forward pass of attention that is not fused."""
     unaligned: float = 1.0
     """Share of a matrix product's rate that remains where a dimension is not a multiple of 64."""
-    launch: float = 5e-4
-    """Seconds in which Python launches the kernels of one layer's forward pass, while the GPU runs earlier ones."""
+    launch: float = 5e-6
+    """Seconds in which Python launches a kernel, while the GPU runs earlier ones."""
+    dequantize: float = 0.85
+    """Share of the memory bandwidth that unpacking 4-bit weights reaches."""
+    hook: float = 0.0
+    """Seconds in which ZeRO-3 fetches or releases a module, on the host, at each pass."""
+    kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Shares of the peak that each attention kernel reaches on long sequences, forward and backward; empty: software of
+    a table whose kernel was another."""
     measured: bool = True
     """Whether this kind of GPU was measured; otherwise its shares are those of another."""
 
@@ -49,12 +56,13 @@ def resolve(data: Mapping[str, Any], gpu: str, software: str) -> Constants:
     """Return the constants of a GPU and of the software that trains on it, out of all in `data`."""
     gpus = data["gpus"]
     kind = max((kind for kind in gpus if gpu.startswith(kind)), key=len, default="other")
-    measured = "like" not in gpus[kind]
-    kind = gpus[kind].get("like", kind)
+    measured = not {"like", "assumed"} & set(gpus[kind])
+    own, kind = gpus[kind], gpus[kind].get("like", kind)
     entry = data["software"][software]
     taken = {name: data["software"][other]["values"][name] for name, other in entry.get("takes", {}).items()}
     values = {**data["common"]["values"], **gpus[kind]["values"], **taken, **entry["values"], "measured": measured}
-    return Constants(**values | {"attention": entry.get("attention", {}).get(kind, values["attention"])})
+    kernels = own.get("kernels", gpus[kind]["kernels"]) if entry.get("by_kernel") else {}
+    return Constants(**values, kernels={name: (forward, backward) for name, (forward, backward) in kernels.items()})
 
 
 @cache

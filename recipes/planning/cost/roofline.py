@@ -3,15 +3,31 @@
 from dataclasses import dataclass
 from math import prod
 
+from ...spec.recipe import Lora
 from ..hardware.gpus import Gpu
-from ..model_profile.profile import LayerProfile, ModelProfile
+from ..model_profile.profile import LayerProfile, ModelProfile, training_mode
+from .attention_time import attention_seconds
 from .constants import Constants
+from .host_time import host_seconds
 from .training_setup import TrainingSetup
 
 TILE = 128 * 256
 """Elements of a matrix product's result that one streaming multiprocessor computes at a time: cuBLAS's largest tile."""
 RESIDUAL = 10
 """Vectors of the model's width that a layer's norms and residual sums read and write: two of each, 2 and 3 vectors."""
+FUSED_PASSES = 1.0
+"""`Constants.passes` where each norm, rotary embedding and activation function is one kernel: 4, 2.5 and 10.5 vectors
+of the hidden size, and 6 for residual sums, over the 23 of one pass; llm-foundry's, which torch compiled, fits 0.96."""
+FP32_PASSES = 2.2
+"""How many times as much is moved where activations between 4-bit matrices are in fp32: of a Llama layer, in vectors of
+the hidden size, norms 28, residual sums 12, rotary embedding 30, activation function 35, casts of inputs 28 and of
+outputs 31, over the 74.5 in bf16."""
+ROUTED = 7
+"""Vectors of the model's width read and written for each expert of a token: gathered (2), weighted (2), summed (3)."""
+EXPERT_ROWS = 128
+"""Rows of a tile of the experts' product: the last tile of each expert is half empty on average."""
+DEQUANTIZED = 4.5
+"""Bytes moved per 4-bit weight each time that it is used: half a byte read, two written and two read again."""
 LOSS = 30
 """Bytes moved per logit: 2 written, 12 + 12 for the fp32 copy and its softmax in both directions, and 4 read back."""
 
@@ -43,13 +59,6 @@ class ComputeSeconds:
         return ComputeSeconds(*(getattr(self, name) * times for name in self.__dataclass_fields__))
 
 
-def attended_tokens(kind: LayerProfile, length: int) -> float:
-    """Return how many tokens a token attends to on average, causally: half of its sequence, or its window."""
-    if kind.window is None or kind.window >= length:
-        return length / 2
-    return kind.window * (1 - kind.window / (2 * length))
-
-
 def model_flops(profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return the operations of an optimizer step over all ranks, counted as `training.model.flops` does for MFU.
 
@@ -72,30 +81,70 @@ def layer_seconds(
     kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constants: Constants
 ) -> ComputeSeconds:
     """Return the seconds of a decoder layer."""
-    tokens = setup.micro_batch_size * setup.sequence_length / setup.layout.sequence
+    tokens = tokens_per_pass(setup)
     forward, to_input, to_weights = _products(kind, tokens, setup, gpu, constants)
     matmul = forward + to_input + (0 if setup.lora else to_weights)
-    attention = _attention(kind, tokens, setup, gpu, constants)
-    moved = _moved_bytes(kind, profile, tokens, setup, constants) / (gpu.memory_gbs * 1e9 * constants.memory)
-    once = forward + attention + moved
-    # Fused attention recomputes the scores in its backward pass: five products instead of four.
-    backward = (4 if setup.attention == "eager" else 5) / 2
-    busy = matmul + (1 + backward) * attention + 3 * moved + setup.gradient_checkpointing * once
-    passes = 3 + setup.gradient_checkpointing
+    attention, attention_backward = attention_seconds(kind, tokens, setup, gpu, constants)
+    bandwidth = gpu.memory_gbs * 1e9 * constants.memory
+    moved = _moved_bytes(kind, profile, tokens, setup, constants) / bandwidth
+    weights = DEQUANTIZED * _quantized_weights(kind, setup) / (gpu.memory_gbs * 1e9 * constants.dequantize)
+    once = forward + attention + moved + weights
+    # Checkpointing computes a layer once more, and so does DPO's comparison with the model that training starts from.
+    again = setup.gradient_checkpointing + setup.preferences
+    tiles = feed_forward_share(kind) * (forward + moved) if setup.tiled_mlp else 0.0
+    busy = matmul + attention + attention_backward + 3 * moved + 2 * weights + again * once + tiles
+    passes = 3 + again
+    host = host_seconds(kind, setup, constants, experts_on_rank(kind, setup))
     return ComputeSeconds(
         matmul=matmul,
-        attention=(1 + backward) * attention,
-        elementwise=3 * moved,
-        recomputation=setup.gradient_checkpointing * once,
-        launch=passes * constants.gap + max(0.0, passes * constants.launch - busy),
+        attention=attention + attention_backward,
+        elementwise=3 * moved + 2 * weights,
+        recomputation=again * once + tiles,
+        launch=passes * constants.gap + max(0.0, passes * host - busy),
     )
+
+
+def feed_forward_share(kind: LayerProfile) -> float:
+    """Return the share of a layer's linear layers that is its feed-forward part, which `tiled_mlp` computes again.
+
+    It is those matrices that have the width of the last one's input; `gate` and `up` may be one matrix.
+    """
+    if not kind.linears:
+        return 0.0
+    width, _ = kind.linears[-1]
+    mine = sum(inputs * outputs for inputs, outputs in kind.linears if {inputs, outputs} & {width, 2 * width})
+    return mine / sum(map(prod, kind.linears))
+
+
+def _quantized_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the weights of a layer on one rank that are in 4 bits: experts only where each is a module of its own."""
+    if not setup.quantized:
+        return 0.0
+    experts = 0.0 if setup.grouped_experts else kind.expert_parameters / setup.layout.expert
+    return sum(map(prod, kind.linears)) + experts
+
+
+def tokens_per_pass(setup: TrainingSetup) -> float:
+    """Return the tokens that go through a layer at once, on one rank."""
+    return setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
+
+
+def experts_on_rank(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return how many experts of a layer are on one rank; 0 without any."""
+    used = kind.active_weights - _dense_weights(kind)
+    return kind.experts_per_token * kind.expert_parameters / used / setup.layout.expert if used > 0 else 0.0
+
+
+def _dense_weights(kind: LayerProfile) -> float:
+    """Return the weights of a layer that every token is multiplied with, outside of routed experts."""
+    return min(kind.active_weights, kind.parameters - kind.expert_parameters)
 
 
 def head_seconds(profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> ComputeSeconds:
     """Return the seconds of the output matrix and of the loss."""
-    tokens = setup.micro_batch_size * setup.sequence_length / setup.layout.sequence
+    tokens = tokens_per_pass(setup)
     width = profile.vocab_size / setup.layout.tensor
-    passes = (2 if setup.lora else 3) + setup.tiles(profile.vocab_size)
+    passes = (2 if setup.lora else 3) + setup.tiles(profile.vocab_size) + setup.preferences
     products = passes * _product(tokens, width, profile.hidden_size, gpu, constants)
     return ComputeSeconds(logits=products + LOSS * tokens * width / (gpu.memory_gbs * 1e9 * constants.memory))
 
@@ -125,19 +174,24 @@ def _products(
     # Fused experts are not linear layers, neither to adapters nor to torch.
     in_linears = sum(map(prod, kind.linears))
     rest = max(0.0, kind.active_weights - in_linears)
-    others = 2 * tokens * rest / tensor / (gpu.bf16_tflops * 1e12 * constants.matmul)
+    rate = gpu.bf16_tflops * 1e12 * constants.matmul
+    others = 2 * tokens * rest / tensor / rate * _half_empty_tiles(kind, tokens, setup)
+    if rest:
+        others = max(
+            others, 2 * kind.expert_parameters / setup.layout.expert / (gpu.memory_gbs * 1e9 * constants.memory)
+        )
     share = min(1.0, kind.active_weights / in_linears) if in_linears else 0.0
     forward, to_input, to_weights = (share * each + others for each in seconds)
     return forward, to_input, to_weights
 
 
-def _attention(kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> float:
-    """Return the seconds of attention in the forward pass: scores and values."""
-    eager = setup.attention == "eager"
-    keys = setup.sequence_length if eager else attended_tokens(kind, setup.sequence_length)
-    flops = 4 * kind.attention_width / setup.layout.tensor * tokens * keys
-    share = constants.matmul if eager else constants.attention
-    return flops / (gpu.bf16_tflops * 1e12 * share)
+def _half_empty_tiles(kind: LayerProfile, tokens: float, setup: TrainingSetup) -> float:
+    """Return how much longer the experts' products take than their operations, since tiles are computed whole."""
+    experts = experts_on_rank(kind, setup)
+    if not experts:
+        return 1.0
+    tokens_per_expert = tokens * kind.experts_per_token / experts
+    return min(1 + EXPERT_ROWS / 2 / tokens_per_expert, EXPERT_ROWS)
 
 
 def _moved_bytes(
@@ -146,13 +200,31 @@ def _moved_bytes(
     """Return the bytes that element-wise operations move in the forward pass."""
     tensor, hidden = setup.layout.tensor, profile.hidden_size
     # One side of each matrix has the model's width; the widths of the other sides are what the layer computes.
-    moved = 2 * tokens * constants.passes * (kind.active_weights / hidden / tensor + RESIDUAL * hidden)
+    fused = setup.liger_kernel or setup.compile
+    passes = min(constants.passes, FUSED_PASSES) if fused else constants.passes
+    passes *= FP32_PASSES if setup.fp32_activations else 1.0
+    moved = 2 * tokens * passes * (kind.active_weights / hidden / tensor + RESIDUAL * hidden)
     if setup.attention == "eager" and kind.attention_width:
         moved += tokens * setup.sequence_length * profile.attention_heads / tensor * constants.scores
+    moved += 2 * tokens * ROUTED * kind.experts_per_token * hidden
     if setup.lora:
-        # Reads the input, with dropout two more times; adds to the output, which is read twice and written.
-        read = 3 if setup.lora.dropout else 1
-        moved += 2 * tokens * sum(read * inputs + 3 * outputs for inputs, outputs in kind.linears) / tensor
-    if setup.quantized:
-        moved += 4.5 * sum(map(prod, kind.linears))  # half a byte read, two written and two read again
+        moved += tokens * _adapter_bytes(kind, setup, setup.lora) * adapted_share(kind, setup) / tensor
     return moved
+
+
+def _adapter_bytes(kind: LayerProfile, setup: TrainingSetup, lora: Lora) -> float:
+    """Return the bytes per token that adapters on all linear layers of a layer move."""
+    # Reads the input, with dropout two more times; adds to the output, which is read twice and written.
+    per_input, per_output = 6 if lora.dropout else 2, 6
+    if setup.fp32_adapters:
+        # The input is cast to fp32 (2 + 4), with dropout read and written beside a mask (4 + 4 + 1), cast back by
+        # autocast (4 + 2) and read (2); the result is written (2), scaled (2 + 2) and added (2 + 2 + 2).
+        per_input, per_output = 23 if lora.dropout else 14, 12
+    return sum(per_input * inputs + per_output * outputs for inputs, outputs in kind.linears)
+
+
+def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the share of a layer's linear layers, by their widths, that have adapters."""
+    per_rank = kind.adapter_parameters.get(f"{training_mode(setup.lora)} rank")
+    widths = sum(map(sum, kind.linears))
+    return 1.0 if per_rank is None or not widths else min(1.0, per_rank / widths)

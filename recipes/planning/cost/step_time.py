@@ -98,11 +98,13 @@ def step_time(
     known = given or constants(cluster.gpu.name)
     if setup.precision == "fp32":
         # As TF32, at half the rate of bf16; without TF32 (torch's default) it is slower still.
-        known = replace(known, matmul=known.matmul / 2, attention=known.attention / 2)
+        kernels = {name: (forward / 2, backward / 2) for name, (forward, backward) in known.kernels.items()}
+        known = replace(known, matmul=known.matmul / 2, attention=known.attention / 2, kernels=kernels)
     stage = max(_stage_times(profile, setup, cluster, known), key=lambda stage: stage.micro_batch)
     micro_batches, compute = setup.gradient_accumulation_steps, stage.compute
-    overlappable, once = _zero_seconds(stage, setup, cluster, known)
-    exposed = overlappable - (known.overlap if setup.overlap_comm else 0.0) * min(overlappable, compute.total)
+    collectives, once = _zero_seconds(stage, setup, cluster, known)
+    fetches = _fetch_seconds(stage.parameters, setup, cluster, known)
+    visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
     optimizer, offload, nvme = _optimizer_seconds(stage.parameters, stage.updated, setup, cluster, known)
     return StepTime(
         matmul=micro_batches * compute.matmul,
@@ -114,12 +116,12 @@ def step_time(
         tensor=micro_batches * stage.tensor,
         sequence=micro_batches * stage.sequence,
         expert=micro_batches * stage.expert,
-        zero=micro_batches * exposed + once,
+        zero=micro_batches * collectives * visible + once,
         pipeline=micro_batches * stage.sent,
         # (d - 1) micro-batches more than one stage alone would take: (d - 1) / (m + d - 1) of the whole.
         bubble=(setup.layout.pipeline - 1) * stage.micro_batch,
         optimizer=optimizer,
-        offload=offload,
+        offload=offload + micro_batches * fetches * visible,
         nvme=nvme,
         tokens=setup.tokens_per_step,
         gpus=setup.world_size,
@@ -195,8 +197,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
 
 def _activation_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return the bytes of a micro-batch between two layers, on one rank."""
-    tokens = setup.micro_batch_size * setup.sequence_length / setup.layout.sequence
-    return 2 * tokens * profile.hidden_size
+    return 2 * roofline.tokens_per_pass(setup) * profile.hidden_size
 
 
 def _send_seconds(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
@@ -242,13 +243,30 @@ def _zero_seconds(stage: _StageTime, setup: TrainingSetup, cluster: Cluster, kno
     reduced = communication.gather(2 * stage.trained, group, cluster, known, stage.layers)
     if setup.zero_stage == 3:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
-        weights = (0.5 if setup.quantized else 2) * stage.parameters
+        weights = _weight_bytes(setup) * stage.parameters
         gathered = [communication.gather(weights, ranks, cluster, known, stage.layers) for ranks in (group, near)]
         return sum(gathered) + reduced, 0.0
     if setup.zero_stage == 2:
         return reduced, reduced
     # Once per step, after the last micro-batch's backward pass.
     return 0.0, 2 * reduced
+
+
+def _weight_bytes(setup: TrainingSetup) -> float:
+    """Return the bytes per parameter in which weights travel."""
+    return 0.5 if setup.quantized else 2
+
+
+def _fetch_seconds(parameters: float, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
+    """Return the seconds in which a micro-batch's two passes fetch a rank's offloaded weights from the host."""
+    if setup.offload_parameters == "none":
+        return 0.0
+    return 2 * communication.to_host(_weight_bytes(setup) * parameters / setup.zero_ranks, cluster, known)
+
+
+def _visible_share(transfers: float, computation: float, overlap: float) -> float:
+    """Return the share of a micro-batch's transfers that computation does not hide."""
+    return 1 - overlap * min(transfers, computation) / transfers if transfers else 1.0
 
 
 def _optimizer_seconds(
@@ -266,9 +284,7 @@ def _optimizer_seconds(
         offload += communication.to_host(2 * own * (setup.gradient_accumulation_steps + 1), cluster, known)
     if setup.offload_optimizer == "nvme":
         nvme += own * ranks_per_node * SWAPPED / (cluster.nvme_gbs * 1e9)
-    if setup.offload_parameters != "none":
-        fetched = 2 * parameters / setup.zero_ranks * 2 * setup.gradient_accumulation_steps
-        offload += communication.to_host(fetched, cluster, known)
-        if setup.offload_parameters == "nvme":
-            nvme += fetched * ranks_per_node / (cluster.nvme_gbs * 1e9)
+    if setup.offload_parameters == "nvme":
+        fetched = 2 * _weight_bytes(setup) * parameters / setup.zero_ranks * setup.gradient_accumulation_steps
+        nvme += fetched * ranks_per_node / (cluster.nvme_gbs * 1e9)
     return adam, offload, nvme

@@ -40,6 +40,16 @@ class TrainingSetup:
     """The loss is computed in tiles, so that whole logits never exist; None: where they would be large."""
     tiled_mlp: bool = False
     """The feed-forward layers are computed in tiles."""
+    fp32_adapters: bool = False
+    """Adapters are in fp32 next to a model in bf16: PEFT's default, which this project changes."""
+    fp32_activations: bool = False
+    """What lies between 4-bit matrices is, too, after PEFT's `prepare_model_for_kbit_training`; not in this project."""
+    liger_kernel: bool = False
+    """Norms, rotary embedding and activation functions are one kernel each."""
+    compile: bool = False
+    """Element-wise operations are fused by torch.compile."""
+    grouped_experts: bool = True
+    """All experts of a layer in one product, as transformers from 5 on computes them; False: one after the other."""
     offload_optimizer: Device = "none"
     offload_parameters: Device = "none"
     """Stage 3 only."""
@@ -120,6 +130,8 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         attention=recipe.model.attention,
         tiled_loss=loss_tiles.asked_for(recipe),
         tiled_mlp=recipe.tiled_mlp,
+        liger_kernel=recipe.liger_kernel,
+        compile=recipe.compile != "off",
         lora=recipe.lora,
         quantized=recipe.model.quantization != "none",
         offload_optimizer=file.offload_optimizer,

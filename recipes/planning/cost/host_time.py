@@ -1,0 +1,44 @@
+"""Host time: the seconds in which Python launches the kernels of a layer, which show where the GPU is faster."""
+
+from ..model_profile.profile import LayerProfile
+from .constants import Constants
+from .training_setup import TrainingSetup
+
+KERNELS = 100
+"""Of a Llama layer's forward pass in transformers 5.22.2, products and memory operations included."""
+ADAPTER = 6
+"""Per adapted matrix: dropout, two products, the scale, the sum, and a cast."""
+DEQUANTIZE = 3
+"""Per 4-bit matrix: its blocks' scales, their offset, and the weights."""
+EXPERT = 14
+"""Per expert that is computed by itself: its tokens are found and gathered, three products, the activation function,
+the weighting and the sum into the result."""
+FUSED = 0.5
+"""Of a layer's kernels that are left where element-wise operations are fused: 7 products, attention, and one for each
+norm, the rotary embedding, the activation function and the sums, with their copies."""
+
+
+def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
+    """Return how many kernels a layer's forward pass launches on one rank, of its `experts` there."""
+    count = KERNELS * (FUSED if setup.liger_kernel or setup.compile else 1.0)
+    adapters = len(kind.linears) * ADAPTER if setup.lora else 0
+    quantized = len(kind.linears) * DEQUANTIZE if setup.quantized else 0
+    return count + adapters + quantized + (0 if setup.grouped_experts else EXPERT * experts)
+
+
+def hooked_modules(kind: LayerProfile, setup: TrainingSetup) -> int:
+    """Return the modules of a layer whose weights ZeRO-3 fetches and releases: matrices, adapters, and two norms."""
+    return len(kind.linears) * (3 if setup.lora else 1) + 2
+
+
+def host_seconds(kind: LayerProfile, setup: TrainingSetup, constants: Constants, experts: float = 0.0) -> float:
+    """Return the host's seconds for one pass through a layer.
+
+    Args:
+        kind: the layer.
+        setup: adapters, 4-bit weights, ungrouped experts and ZeRO-3 add to them.
+        constants: seconds per kernel and per module that ZeRO-3 fetches.
+        experts: of the layer, on one rank.
+    """
+    hooks = hooked_modules(kind, setup) * constants.hook if setup.zero_stage == 3 else 0.0
+    return kernels(kind, setup, experts) * constants.launch + hooks

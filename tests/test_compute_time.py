@@ -1,0 +1,154 @@
+"""Compute time beside attention: what host, adapters, 4-bit weights, fused kernels and experts add or save."""
+
+from dataclasses import replace
+
+import pytest
+
+from recipes.planning.calibration import calibrate
+from recipes.planning.calibration.published_rows import published_rows
+from recipes.planning.cost.constants import constants
+from recipes.planning.cost.host_time import ADAPTER, EXPERT, KERNELS, hooked_modules, kernels
+from recipes.planning.cost.roofline import adapted_share, experts_on_rank, feed_forward_share, layer_seconds
+from recipes.planning.cost.step_time import step_time
+from recipes.planning.cost.training_setup import TrainingSetup
+from recipes.planning.hardware.cluster import Cluster
+from recipes.planning.hardware.gpus import find
+from recipes.spec.recipe import Layout, Lora
+from tests.profiles import llama, mixture
+
+ROWS = [row for row in published_rows() if row.half == "fitted"]
+A100, H100 = Cluster(find("A100 80GB"), 8), Cluster(find("H100"), 8)
+BASE = TrainingSetup(1, zero_stage=0, sequence_length=4096)
+
+
+def error(applies, known=None) -> float:
+    """Return the mean error over published rows of the fitted half."""
+    runs = calibrate.published_runs([row for row in ROWS if applies(row)])
+    assert len(runs) >= 3
+    speeds = [
+        step_time(
+            run.profile, run.setup, run.cluster, replace(constants(run.cluster.gpu.name), **known) if known else None
+        ).tokens_per_second_per_gpu
+        for run in runs
+    ]
+    pairs = zip(speeds, runs, strict=True)
+    return sum(abs(speed / run.tokens_per_second_per_gpu - 1) for speed, run in pairs) / len(runs)
+
+
+def test_short_steps_take_as_long_as_their_host_needs():
+    def short(row):
+        return row.table == "qwen" and (row.sequence_length or 0) <= 512
+
+    assert error(short) < 0.2
+    assert error(short, {"hook": 0.0}) > 0.4
+    assert error(short, {"launch": 0.0}) > 0.2
+
+
+def test_consumer_gpus_reach_more_of_their_datasheet():
+    def consumer(row):
+        return row.gpu == "RTX 4090" and row.sequence_length == 2048
+
+    assert error(consumer) < 0.06
+    assert error(consumer, {"matmul": constants("A100 80GB").matmul}) > 0.15
+
+
+def test_kernels_are_counted_by_what_a_layer_has():
+    dense, routed = llama().layer_kinds[0], mixture().layer_kinds[0]
+    assert kernels(dense, BASE, 0) == KERNELS
+    assert kernels(dense, replace(BASE, lora=Lora()), 0) == KERNELS + 7 * ADAPTER
+    assert kernels(dense, replace(BASE, liger_kernel=True), 0) < KERNELS
+    assert kernels(routed, BASE, 8) == KERNELS
+    assert kernels(routed, replace(BASE, grouped_experts=False), 8) == KERNELS + 8 * EXPERT
+    assert hooked_modules(dense, replace(BASE, lora=Lora())) == 23
+
+
+def elementwise(**changes) -> float:
+    return step_time(llama(), replace(BASE, **changes), A100).elementwise
+
+
+def test_fused_kernels_move_less_and_fp32_more():
+    assert elementwise(liger_kernel=True) == elementwise(compile=True) < 0.5 * elementwise()
+    lora = Lora(dropout=0.1)
+    assert elementwise(lora=lora, fp32_adapters=True) > 1.3 * elementwise(lora=lora)
+    quantized = {"lora": lora, "quantized": True}
+    assert elementwise(**quantized, fp32_activations=True) > 1.4 * elementwise(**quantized)
+
+
+def test_adapters_cost_where_they_are():
+    kind = llama().layer_kinds[0]
+    lora = Lora(target_modules="q_proj,v_proj")
+    some = replace(kind, adapter_parameters={"lora (q_proj,v_proj; ) rank": 4096 * 2 + 4096 + 1024})
+    setup = replace(BASE, lora=lora)
+    assert adapted_share(kind, setup) == 1
+    assert adapted_share(some, setup) == pytest.approx(13312 / sum(map(sum, kind.linears)))
+    fewer, all_of_them = (replace(llama(), layer_kinds=(one,)) for one in (some, kind))
+    assert step_time(fewer, setup, A100).elementwise < 0.8 * step_time(all_of_them, setup, A100).elementwise
+
+
+def test_offloaded_weights_travel_in_four_bits_and_are_hidden_like_collectives():
+    setup = replace(BASE, zero_stage=3, lora=Lora(), offload_optimizer="cpu", offload_parameters="cpu")
+    whole = step_time(llama(), setup, A100).offload
+    packed = step_time(llama(), replace(setup, quantized=True), A100).offload
+    assert packed < 0.4 * whole
+    assert step_time(llama(), replace(setup, overlap_comm=False), A100).offload > whole
+
+
+def test_unpacking_four_bits_does_not_depend_on_the_batch():
+    def added(size: int) -> float:
+        setup = replace(BASE, lora=Lora(), micro_batch_size=size)
+        return elementwise(**vars(replace(setup, quantized=True))) - elementwise(**vars(setup))
+
+    assert added(8) == pytest.approx(added(1))
+
+
+def test_experts_one_by_one_are_launched_one_by_one():
+    # As Qwen3-30B-A3B: 128 experts of 768 x 2048.
+    wide, one = mixture().layer_kinds[0], 3 * 768 * 2048
+    shared = sum(inputs * outputs for inputs, outputs in wide.linears)
+    small = replace(
+        wide,
+        parameters=shared + 128 * one,
+        expert_parameters=128 * one,
+        active_weights=shared + 8 * one,
+        experts_per_token=8,
+    )
+    many = replace(mixture(), layer_kinds=(small,))
+    grouped = step_time(many, BASE, H100)
+    single = step_time(many, replace(BASE, grouped_experts=False), H100)
+    assert experts_on_rank(many.layer_kinds[0], BASE) == pytest.approx(128, rel=1e-3)
+    assert experts_on_rank(many.layer_kinds[0], replace(BASE, layout=Layout(expert=8))) == pytest.approx(16, rel=1e-3)
+    assert experts_on_rank(llama().layer_kinds[0], BASE) == 0
+    assert single.launch > grouped.launch
+    assert single.seconds > grouped.seconds
+
+
+def test_few_tokens_per_expert_leave_tiles_empty_and_read_every_expert():
+    known, gpu = constants("H100"), find("H100")
+
+    def forward(profile, tokens: int) -> float:
+        setup = replace(BASE, sequence_length=tokens, gradient_checkpointing=False)
+        return layer_seconds(profile.layer_kinds[0], profile, setup, gpu, known).matmul
+
+    few, many = mixture(experts=8, chosen=2), mixture(experts=256, chosen=2)
+    assert forward(many, 8192) > 1.3 * forward(few, 8192)
+    assert forward(many, 65536) < 1.15 * forward(few, 65536)
+    # Three times 256 experts of 176 million bf16 weights, at most at the speed of the memory.
+    assert forward(many, 64) > 3 * 256 * 3 * 4096 * 14336 * 2 / 3.35e12
+
+
+def test_preferences_compute_both_answers_and_the_reference():
+    single, pairs = (step_time(llama(), replace(BASE, preferences=on), H100) for on in (False, True))
+    assert pairs.tokens == 2 * single.tokens
+    assert pairs.matmul > 1.8 * single.matmul
+    assert pairs.recomputation > 3.6 * single.recomputation
+    assert pairs.tokens_per_second_per_gpu < single.tokens_per_second_per_gpu
+
+
+def test_a_tiled_feed_forward_part_is_computed_once_more():
+    kind = llama().layer_kinds[0]
+    assert feed_forward_share(kind) == pytest.approx(3 * 14336 / (3 * 14336 + 2 * 4096 + 2 * 1024))
+    fused = replace(kind, linears=(*kind.linears[:4], (4096, 2 * 14336), (14336, 4096)))
+    assert feed_forward_share(fused) == feed_forward_share(kind)
+    whole, tiled = (step_time(llama(), replace(BASE, tiled_mlp=on), H100) for on in (False, True))
+    assert whole.recomputation < tiled.recomputation < 2 * whole.recomputation
+    assert tiled.matmul == whole.matmul
