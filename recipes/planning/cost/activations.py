@@ -10,8 +10,15 @@ Number = TypeVar("Number", float, SavedBytes)
 
 FP32 = 2
 """How much more fp32 takes than the bf16 that was profiled: an upper bound, since some of it is in fp32 already."""
-TILED = 1 / 3
-"""What a loss in tiles takes of the usual one: 4 of 12 bytes per token and vocabulary entry."""
+TILE = 2 * 4096 * 8192
+"""Bytes of the one tile of logits that exists at a time: tokens (trl, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE) by
+vocabulary entries (`training.model.tiling.COLUMNS`), in bf16; Triton's kernels turn it into its gradient in place."""
+GRADIENTS_IN_TILES = 6
+"""Bytes per number of the gradients that tiles add up: in fp32, and beside that the copy in bf16 that is returned."""
+HIDDEN_IN_TILES = 2.5
+"""Bytes per token and width that norm and loss keep beyond the layers' own; profiled with Llama's norm."""
+NORM_AFTER_TILES = 20.5
+"""Bytes per token and width at the peak of the last norm's backward pass, which is in fp32; profiled with Llama's."""
 NOTHING = SavedBytes(0)
 
 
@@ -76,12 +83,25 @@ def mask_bytes(kinds: Iterable[LayerProfile], setup: TrainingSetup) -> float:
 
 
 def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return what norm, head and loss need at their peak: the logits, several times."""
-    both = of_mode(profile.saved_outside_layers, setup) + of_mode(profile.loss_peak, setup)
+    """Return what norm, head and loss need at their peak: the logits, several times, or a tile of them."""
     tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
-    total = (both.per_token * tokens + both.fixed) * (TILED if setup.tiles(profile.vocab_size) else 1)
-    gradient = 2 * profile.vocab_size * profile.hidden_size if setup.lora is None else 0.0
-    return _in_precision(max(total, gradient), setup)
+    head = profile.vocab_size * profile.hidden_size if setup.lora is None else 0
+    if setup.tiles(profile.vocab_size):
+        return _in_precision(_tiled_loss_bytes(tokens, profile.hidden_size, head), setup)
+    both = of_mode(profile.saved_outside_layers, setup) + of_mode(profile.loss_peak, setup)
+    return _in_precision(max(both.per_token * tokens + both.fixed, 2.0 * head), setup)
+
+
+def _tiled_loss_bytes(tokens: float, hidden: int, trained: int) -> float:
+    """Return the bytes of a loss in tiles: when the tiles are done, or in the norm's backward pass after them.
+
+    Args:
+        tokens: that have labels; all of them, where it is not known how many do.
+        hidden: width of the model.
+        trained: weights of the head that get a gradient.
+    """
+    added_up = HIDDEN_IN_TILES * tokens * hidden + GRADIENTS_IN_TILES * (tokens * hidden + trained)
+    return max(added_up + TILE, NORM_AFTER_TILES * tokens * hidden)
 
 
 def _in_precision(total: float, setup: TrainingSetup) -> float:
