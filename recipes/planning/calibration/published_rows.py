@@ -72,9 +72,16 @@ class PublishedRow:
     dropout: float | None = 0.0
     dora: bool = False
     quantization: Literal["none", "nf4", "gptq"] = "none"
+    frozen_fp32: bool = False
+    quantized_experts: bool = False
+    """Both as in `TrainingSetup`."""
     liger: bool = False
     """Liger's kernels with its fused loss."""
     chunked_loss: bool = False
+    logit_bytes: float | None = None
+    """Per token and vocabulary entry, as the row's software takes them; None: as transformers does today."""
+    reduce_bucket_size: int | None = None
+    """Elements; None: what the Trainer fills in."""
     tiled_mlp: bool = False
     compile: bool = False
     preferences: bool = False
@@ -174,6 +181,11 @@ class PublishedRow:
             lora=self.lora,
             quantized=self.method == "qlora",
             tiled_loss=self.liger or self.chunked_loss,
+            frozen_fp32=self.frozen_fp32,
+            quantized_experts=self.quantized_experts,
+            sharded_loading=self.sharding == "fsdp",
+            logit_bytes=self.logit_bytes,
+            reduce_bucket_size=self.reduce_bucket_size,
             tiled_mlp=self.tiled_mlp,
             offload_optimizer="none" if self.offload == "none" else "cpu",
             offload_parameters="cpu" if self.offload in ("parameters", "all") else "none",

@@ -10,6 +10,12 @@ Number = TypeVar("Number", float, SavedBytes)
 
 FP32 = 2
 """How much more fp32 takes than the bf16 that was profiled: an upper bound, since some of it is in fp32 already."""
+PROFILED_LOGITS = 12
+"""Bytes per token and vocabulary entry of whole logits at their peak, in the backward pass of the loss: probabilities
+and two gradients, in fp32 (transformers 5.22, loss/loss_utils.py)."""
+TOO_SMALL_LOGITS = 2
+"""Bytes per token and vocabulary entry that are reserved and of no use at that peak: the block of the logits in bf16 is
+free, but no gradient in fp32 fits into it."""
 TILE = 2 * 4096 * 8192
 """Bytes of the one tile of logits that exists at a time: tokens (trl, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE) by
 vocabulary entries (`training.model.tiling.COLUMNS`), in bf16; Triton's kernels turn it into its gradient in place."""
@@ -62,7 +68,7 @@ def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     if not setup.gradient_checkpointing:
         return layer_bytes(kind, setup)
     tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
-    return _in_precision(kind.checkpoint_bytes * tokens, setup)
+    return _in_precision(kind.checkpoint_bytes * tokens, setup) * (FP32 if setup.frozen_fp32 else 1)
 
 
 def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -89,7 +95,19 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     if setup.tiles(profile.vocab_size):
         return _in_precision(_tiled_loss_bytes(tokens, profile.hidden_size, head), setup)
     both = of_mode(profile.saved_outside_layers, setup) + of_mode(profile.loss_peak, setup)
-    return _in_precision(max(both.per_token * tokens + both.fixed, 2.0 * head), setup)
+    other = 0.0 if setup.logit_bytes is None else setup.logit_bytes - PROFILED_LOGITS
+    total = both.per_token * tokens + both.fixed + other * tokens * profile.vocab_size
+    if setup.frozen_fp32:  # autocast's copy of the head, which the backward pass needs too
+        total += 2 * profile.vocab_size * profile.hidden_size
+    return _in_precision(max(total, 2.0 * head), setup)
+
+
+def unusable_logits_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
+    """Return what the caching allocator reserves beside whole logits at their peak, and cannot use."""
+    if setup.tiles(profile.vocab_size) or setup.logit_bytes is not None or setup.precision == "fp32":
+        return 0.0
+    tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
+    return TOO_SMALL_LOGITS * tokens * profile.vocab_size
 
 
 def _tiled_loss_bytes(tokens: float, hidden: int, trained: int) -> float:
