@@ -25,7 +25,7 @@ FRAGMENTATION = 0.07
 """Share that PyTorch reserves beyond what it allocates: fitted on published rows, in calibration/measurements."""
 FRAGMENTATION_SHARDED = 0.2
 """The same under ZeRO-3 and FSDP, whose gathered weights come and go in blocks of all sizes, on a stream of their own,
-and whose step copies gradients in groups; not on one GPU with the optimizer on the host, where neither holds. Fitted."""
+and whose step copies gradients in groups; not on one GPU with the optimizer on the host. Fitted, as is the other."""
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: per 64 weights a scale in 8 bits, per 256 scales one in fp32 (arXiv:2305.14314)."""
 ALL_REDUCE = 5 * 10**8
