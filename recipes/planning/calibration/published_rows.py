@@ -22,6 +22,9 @@ QUESTIONS = MEASUREMENTS / "questions" / "fit_or_not.json"
 """Public questions of the form "does X fit on Y", with what the thread found."""
 GIB_PER_GB = 1e9 / 2**30
 
+SPLIT_ALL = ("Megatron", "torchtitan")
+"""Software whose tensor parallelism divides all activations and the vocabulary."""
+
 Half = Literal["fitted", "held out"]
 
 
@@ -181,6 +184,7 @@ class PublishedRow:
             lora=self.lora,
             quantized=self.method == "qlora",
             tiled_loss=self.liger or self.chunked_loss,
+            tensor_splits_all=self.stack in SPLIT_ALL,
             frozen_fp32=self.frozen_fp32,
             quantized_experts=self.quantized_experts,
             sharded_loading=self.sharding == "fsdp",

@@ -60,6 +60,8 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     elif setup.attention == "eager":
         more = kind.saved.get("eager", NOTHING)
         total += sequences * (more.per_token + more.per_pair * length) * own_length / layout.tensor
+    if setup.tensor_splits_all:
+        total = of_mode(kind.saved, setup).of(sequences, own_length) / layout.tensor
     return _in_precision(total, setup)
 
 
@@ -67,7 +69,7 @@ def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return what stays of a layer after its forward pass: all that was saved, or with checkpointing its input."""
     if not setup.gradient_checkpointing:
         return layer_bytes(kind, setup)
-    tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
+    tokens = _tokens(setup)
     return _in_precision(kind.checkpoint_bytes * tokens, setup) * (FP32 if setup.frozen_fp32 else 1)
 
 
@@ -90,7 +92,7 @@ def mask_bytes(kinds: Iterable[LayerProfile], setup: TrainingSetup) -> float:
 
 def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return what norm, head and loss need at their peak: the logits, several times, or a tile of them."""
-    tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
+    tokens = _tokens(setup)
     head = profile.vocab_size * profile.hidden_size if setup.lora is None else 0
     if setup.tiles(profile.vocab_size):
         return _in_precision(_tiled_loss_bytes(tokens, profile.hidden_size, head), setup)
@@ -106,7 +108,7 @@ def unusable_logits_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return what the caching allocator reserves beside whole logits at their peak, and cannot use."""
     if setup.tiles(profile.vocab_size) or setup.logit_bytes is not None or setup.precision == "fp32":
         return 0.0
-    tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
+    tokens = _tokens(setup)
     return TOO_SMALL_LOGITS * tokens * profile.vocab_size
 
 
@@ -120,6 +122,12 @@ def _tiled_loss_bytes(tokens: float, hidden: int, trained: int) -> float:
     """
     added_up = HIDDEN_IN_TILES * tokens * hidden + GRADIENTS_IN_TILES * (tokens * hidden + trained)
     return max(added_up + TILE, NORM_AFTER_TILES * tokens * hidden)
+
+
+def _tokens(setup: TrainingSetup) -> float:
+    """Return the tokens of a pass whose hidden states and logits are on a rank."""
+    ranks = setup.layout.sequence * (setup.layout.tensor if setup.tensor_splits_all else 1)
+    return setup.sequences_per_pass * setup.sequence_length / ranks
 
 
 def _in_precision(total: float, setup: TrainingSetup) -> float:

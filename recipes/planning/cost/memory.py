@@ -24,8 +24,8 @@ NCCL = 2**30
 FRAGMENTATION = 0.07
 """Share that PyTorch reserves beyond what it allocates: fitted on published rows, in calibration/measurements."""
 FRAGMENTATION_SHARDED = 0.2
-"""The same under ZeRO-3 and FSDP, whose gathered weights come and go in blocks of all sizes, on a stream of their own,
-and whose step copies gradients in groups; not on one GPU with the optimizer on the host. Fitted, as is the other."""
+"""More of it under ZeRO-3 and FSDP, as a share of the states: gathered weights come and go in blocks of all sizes, on a
+stream of their own, and a step copies gradients in groups. Not on one GPU with the optimizer on the host. Fitted."""
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: per 64 weights a scale in 8 bits, per 256 scales one in fp32 (arXiv:2305.14314)."""
 ALL_REDUCE = 5 * 10**8
@@ -111,8 +111,9 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
         runtime = CONTEXT + CUBLAS + (NCCL if setup.world_size > 1 else 0)
         alone = setup.zero_ranks == 1 and setup.offload_optimizer != "none"
         sharded = setup.zero_stage == 3 and not alone
-        share = FRAGMENTATION_SHARDED if sharded else FRAGMENTATION
-        fragmentation = share * sum(allocated.values()) + unusable
+        fragmentation = FRAGMENTATION * sum(allocated.values()) + unusable
+        if sharded:
+            fragmentation += FRAGMENTATION_SHARDED * sum(states.values())
         return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
 
     forward = held_bytes(shard, setup, "forward")

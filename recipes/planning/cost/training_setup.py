@@ -45,6 +45,9 @@ class TrainingSetup:
     """4-bit weights are sharded while they load, as FSDP does it; else every rank loads all of them."""
     tiled_loss: bool | None = False
     """The loss is computed in tiles, so that whole logits never exist; None: where they would be large."""
+    tensor_splits_all: bool = False
+    """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and in torchtitan;
+    DeepSpeed's AutoTP divides what is inside a layer's matrices only."""
     logit_bytes: float | None = None
     """Per token and vocabulary entry, of whole logits in other software than this project's; None: as profiled."""
     tiled_mlp: bool = False
