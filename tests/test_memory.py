@@ -207,3 +207,33 @@ def test_memory_is_computed_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 2
+
+
+def test_megatrons_tensor_ranks_divide_what_deepspeeds_hold_whole():
+    """Rows of Megatron and torchtitan are planned as such: inputs of layers and logits are divided, too."""
+    profile = profile_of("llama3", "8b")
+    ours = TrainingSetup(8, layout=Layout(tensor=8), zero_stage=1, sequence_length=8192, packing=False)
+    theirs = replace(ours, tensor_splits_all=True)
+    here, there = (
+        {moment.moment: moment.components for moment in peak_memory(profile, setup, NODE).moments}["loss"]
+        for setup in (ours, theirs)
+    )
+    for part in ("activations", "logits"):
+        assert there[part] == pytest.approx(here[part] / 8, rel=0.05), part
+
+
+def test_zero_3_reserves_more_beside_its_states():
+    profile = profile_of("llama3", "8b")
+    stages = {
+        stage: {
+            moment.moment: moment.components
+            for moment in peak_memory(profile, TrainingSetup(8, zero_stage=stage), NODE).moments
+        }["loss"]
+        for stage in (2, 3)
+    }
+    reserved = {}
+    for stage, parts in stages.items():
+        allocated = sum(parts.values()) - parts["runtime"] - parts["fragmentation"]
+        reserved[stage] = parts["fragmentation"] - memory.FRAGMENTATION * allocated
+    states = sum(stages[3][part] for part in ("parameters", "gradients", "optimizer"))
+    assert reserved[3] - reserved[2] == pytest.approx(memory.FRAGMENTATION_SHARDED * states)

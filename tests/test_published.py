@@ -17,6 +17,7 @@ from recipes.planning.calibration.published_rows import (
     read,
 )
 from recipes.planning.calibration.rank_correlation import rank_correlation
+from recipes.planning.cost import memory
 from recipes.planning.show import fit_answers
 
 ROWS = published_rows()
@@ -215,3 +216,31 @@ def test_rank_correlation_is_spearmans():
     assert rank_correlation([1, 2, 3], [9, 5, 1]) == pytest.approx(-1)
     assert rank_correlation([1, 3, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.8)
     assert QUESTIONS.exists()
+
+
+def error_on_our_stack(half: str = "fitted") -> float:
+    """Return the median error in memory on rows of the Hugging Face stack."""
+    published_errors.planned_memory.cache_clear()
+    rows = [row for row in ROWS if row.half == half and row.stack.startswith("Hugging Face")]
+    return statistics.median(abs(one.error) for one in published_errors.comparisons(rows, "memory"))
+
+
+@pytest.mark.parametrize("half", ["fitted", "held out"])
+def test_memory_is_predicted_on_our_stack(half):
+    assert error_on_our_stack(half) <= 0.08
+
+
+@pytest.mark.parametrize("constant", ["CONTEXT", "FRAGMENTATION", "FRAGMENTATION_SHARDED"])
+def test_a_missing_part_of_the_memory_is_noticed(monkeypatch, constant):
+    right = error_on_our_stack()
+    monkeypatch.setattr(memory, constant, 0)
+    assert error_on_our_stack() > right + 0.005
+
+
+def test_what_other_software_does_with_logits_and_frozen_weights_is_counted():
+    row = next(row for row in ROWS if row.method == "qlora" and row.frozen_fp32 and row.memory)
+    said = published_errors.predicted_gib(row)
+    assert published_errors.predicted_gib(replace(row, frozen_fp32=False)) < 0.9 * said
+    assert published_errors.predicted_gib(replace(row, logit_bytes=row.logit_bytes + 4)) > 1.03 * said
+    mixture = next(row for row in ROWS if row.quantized_experts and row.memory)
+    assert published_errors.predicted_gib(replace(mixture, quantized_experts=False)) > 2 * mixture.memory_gib

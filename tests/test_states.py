@@ -1,9 +1,12 @@
 """The planner predicts the model states of a rank to 1 %: all its tensors are measured, each storage once."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import AutoModelForCausalLM
 
 from recipes.planning.cost.states import WIDTH, held_parameters, mixture_bytes, state_bytes
@@ -122,6 +125,20 @@ def test_another_moment_is_noticed(measured):
     for case in [case for case in measured if not any(case.get(name) for name in same)]:
         if case["precision"] == "bf16" and case["stage"] != 1:
             assert case["bytes"]["step"] != pytest.approx(predicted(case, "forward"), rel=0.01), case
+
+
+@pytest.mark.parametrize(("dtype", "checks"), [(torch.float16, 1), (torch.bfloat16, 0), (torch.float32, 0)])
+def test_zero_3_looks_for_infinities_in_fp16_only(dtype, checks):
+    """Three bytes per gradient: what the table has for fp16, and not for bf16, is what DeepSpeed's step does."""
+    called = []
+    optimizer = SimpleNamespace(dtype=dtype, check_overflow=lambda: called.append(1), overflow=None)
+    DeepSpeedZeroOptimizer_Stage3._overflow_check_and_loss_scale_update(optimizer, update_scale=False)
+    assert len(called) == checks
+    precision = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    small_groups = [
+        state_bytes(8e9, 8e9, 3, 1, precision, moment=moment, sub_group=1).gradients for moment in ("backward", "step")
+    ]
+    assert small_groups[1] - small_groups[0] == pytest.approx(3 * 8e9 * checks, abs=100)
 
 
 LAYOUTS = {

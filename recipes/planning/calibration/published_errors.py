@@ -62,9 +62,9 @@ def planned_memory(row: PublishedRow) -> Memory:
 
 
 def predicted_gib(row: PublishedRow) -> float:
-    """Return the predicted counterpart of a row's memory: a number that is not said to be more is what is reserved."""
+    """Return the predicted counterpart of a row's memory: a number that is not said to be less is the device's."""
     worst = planned_memory(row).worst
-    left = {"allocated": ("runtime", "fragmentation"), "device": ()}.get(row.memory_is, ("runtime",))
+    left = {"allocated": ("runtime", "fragmentation"), "reserved": ("runtime",)}.get(row.memory_is, ())
     return (worst.total - sum(worst.components[name] for name in left)) / 2**30
 
 

@@ -22,6 +22,9 @@ QUESTIONS = MEASUREMENTS / "questions" / "fit_or_not.json"
 """Public questions of the form "does X fit on Y", with what the thread found."""
 GIB_PER_GB = 1e9 / 2**30
 
+SPLIT_ALL = ("Megatron", "torchtitan")
+"""Software whose tensor parallelism divides all activations and the vocabulary."""
+
 Half = Literal["fitted", "held out"]
 
 
@@ -76,9 +79,16 @@ class PublishedRow:
     """As in `TrainingSetup`."""
     fp32_activations: bool = False
     """As in `TrainingSetup`."""
+    frozen_fp32: bool = False
+    quantized_experts: bool = False
+    """Both as in `TrainingSetup`."""
     liger: bool = False
     """Liger's kernels with its fused loss."""
     chunked_loss: bool = False
+    logit_bytes: float | None = None
+    """Per token and vocabulary entry, as the row's software takes them; None: as transformers does today."""
+    reduce_bucket_size: int | None = None
+    """Elements; None: what the Trainer fills in."""
     tiled_mlp: bool = False
     compile: bool = False
     preferences: bool = False
@@ -178,6 +188,12 @@ class PublishedRow:
             lora=self.lora,
             quantized=self.method == "qlora",
             tiled_loss=self.liger or self.chunked_loss,
+            tensor_splits_all=self.stack in SPLIT_ALL,
+            frozen_fp32=self.frozen_fp32,
+            quantized_experts=self.quantized_experts,
+            sharded_loading=self.sharding == "fsdp",
+            logit_bytes=self.logit_bytes,
+            reduce_bucket_size=self.reduce_bucket_size,
             tiled_mlp=self.tiled_mlp,
             fp32_adapters=self.fp32_adapters,
             fp32_activations=self.fp32_activations,

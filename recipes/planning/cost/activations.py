@@ -10,8 +10,21 @@ Number = TypeVar("Number", float, SavedBytes)
 
 FP32 = 2
 """How much more fp32 takes than the bf16 that was profiled: an upper bound, since some of it is in fp32 already."""
-TILED = 1 / 3
-"""What a loss in tiles takes of the usual one: 4 of 12 bytes per token and vocabulary entry."""
+PROFILED_LOGITS = 12
+"""Bytes per token and vocabulary entry of whole logits at their peak, in the backward pass of the loss: probabilities
+and two gradients, in fp32 (transformers 5.22, loss/loss_utils.py)."""
+TOO_SMALL_LOGITS = 2
+"""Bytes per token and vocabulary entry that are reserved and of no use at that peak: the block of the logits in bf16 is
+free, but no gradient in fp32 fits into it."""
+TILE = 2 * 4096 * 8192
+"""Bytes of the one tile of logits that exists at a time: tokens (trl, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE) by
+vocabulary entries (`training.model.tiling.COLUMNS`), in bf16; Triton's kernels turn it into its gradient in place."""
+GRADIENTS_IN_TILES = 6
+"""Bytes per number of the gradients that tiles add up: in fp32, and beside that the copy in bf16 that is returned."""
+HIDDEN_IN_TILES = 2.5
+"""Bytes per token and width that norm and loss keep beyond the layers' own; profiled with Llama's norm."""
+NORM_AFTER_TILES = 20.5
+"""Bytes per token and width at the peak of the last norm's backward pass, which is in fp32; profiled with Llama's."""
 NOTHING = SavedBytes(0)
 
 
@@ -47,6 +60,8 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     elif setup.attention == "eager":
         more = kind.saved.get("eager", NOTHING)
         total += sequences * (more.per_token + more.per_pair * length) * own_length / layout.tensor
+    if setup.tensor_splits_all:
+        total = of_mode(kind.saved, setup).of(sequences, own_length) / layout.tensor
     return _in_precision(total, setup)
 
 
@@ -54,8 +69,8 @@ def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return what stays of a layer after its forward pass: all that was saved, or with checkpointing its input."""
     if not setup.gradient_checkpointing:
         return layer_bytes(kind, setup)
-    tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
-    return _in_precision(kind.checkpoint_bytes * tokens, setup)
+    tokens = _tokens(setup)
+    return _in_precision(kind.checkpoint_bytes * tokens, setup) * (FP32 if setup.frozen_fp32 else 1)
 
 
 def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -76,12 +91,43 @@ def mask_bytes(kinds: Iterable[LayerProfile], setup: TrainingSetup) -> float:
 
 
 def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return what norm, head and loss need at their peak: the logits, several times."""
+    """Return what norm, head and loss need at their peak: the logits, several times, or a tile of them."""
+    tokens = _tokens(setup)
+    head = profile.vocab_size * profile.hidden_size if setup.lora is None else 0
+    if setup.tiles(profile.vocab_size):
+        return _in_precision(_tiled_loss_bytes(tokens, profile.hidden_size, head), setup)
     both = of_mode(profile.saved_outside_layers, setup) + of_mode(profile.loss_peak, setup)
-    tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
-    total = (both.per_token * tokens + both.fixed) * (TILED if setup.tiles(profile.vocab_size) else 1)
-    gradient = 2 * profile.vocab_size * profile.hidden_size if setup.lora is None else 0.0
-    return _in_precision(max(total, gradient), setup)
+    other = 0.0 if setup.logit_bytes is None else setup.logit_bytes - PROFILED_LOGITS
+    total = both.per_token * tokens + both.fixed + other * tokens * profile.vocab_size
+    if setup.frozen_fp32:  # autocast's copy of the head, which the backward pass needs too
+        total += 2 * profile.vocab_size * profile.hidden_size
+    return _in_precision(max(total, 2.0 * head), setup)
+
+
+def unusable_logits_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
+    """Return what the caching allocator reserves beside whole logits at their peak, and cannot use."""
+    if setup.tiles(profile.vocab_size) or setup.logit_bytes is not None or setup.precision == "fp32":
+        return 0.0
+    tokens = _tokens(setup)
+    return TOO_SMALL_LOGITS * tokens * profile.vocab_size
+
+
+def _tiled_loss_bytes(tokens: float, hidden: int, trained: int) -> float:
+    """Return the bytes of a loss in tiles: when the tiles are done, or in the norm's backward pass after them.
+
+    Args:
+        tokens: that have labels; all of them, where it is not known how many do.
+        hidden: width of the model.
+        trained: weights of the head that get a gradient.
+    """
+    added_up = HIDDEN_IN_TILES * tokens * hidden + GRADIENTS_IN_TILES * (tokens * hidden + trained)
+    return max(added_up + TILE, NORM_AFTER_TILES * tokens * hidden)
+
+
+def _tokens(setup: TrainingSetup) -> float:
+    """Return the tokens of a pass whose hidden states and logits are on a rank."""
+    ranks = setup.layout.sequence * (setup.layout.tensor if setup.tensor_splits_all else 1)
+    return setup.sequences_per_pass * setup.sequence_length / ranks
 
 
 def _in_precision(total: float, setup: TrainingSetup) -> float:

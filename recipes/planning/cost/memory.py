@@ -21,8 +21,11 @@ CUBLAS = 64 * 2**20
 """cuBLAS' workspaces: two of 32 MiB (pytorch/pytorch#144397)."""
 NCCL = 2**30
 """Buffers of process groups, outside PyTorch's allocator: up to "a few GB" in the same thread, with many groups."""
-FRAGMENTATION = 0.05
-"""Share that PyTorch reserves beyond what it allocates. Without it, runs predicted to fit would not."""
+FRAGMENTATION = 0.07
+"""Share that PyTorch reserves beyond what it allocates: fitted on published rows, in calibration/measurements."""
+FRAGMENTATION_SHARDED = 0.2
+"""More of it under ZeRO-3 and FSDP, as a share of the states: gathered weights come and go in blocks of all sizes, on a
+stream of their own, and a step copies gradients in groups. Not on one GPU with the optimizer on the host. Fitted."""
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: per 64 weights a scale in 8 bits, per 256 scales one in fp32 (arXiv:2305.14314)."""
 ALL_REDUCE = 5 * 10**8
@@ -103,17 +106,27 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
     gathered, between_passes = _gathered(shard, setup), _gathered_between_passes(shard, setup)
     permanent_buckets, reduce_buckets = _buckets(shard, setup)
 
-    def at(moment: str, states: Mapping[str, float], **more: float) -> GpuMoment:
+    def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
         allocated = {**states, **more}
         runtime = CONTEXT + CUBLAS + (NCCL if setup.world_size > 1 else 0)
-        fragmentation = FRAGMENTATION * sum(allocated.values())
+        alone = setup.zero_ranks == 1 and setup.offload_optimizer != "none"
+        sharded = setup.zero_stage == 3 and not alone
+        fragmentation = FRAGMENTATION * sum(allocated.values()) + unusable
+        if sharded:
+            fragmentation += FRAGMENTATION_SHARDED * sum(states.values())
         return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
 
     forward = held_bytes(shard, setup, "forward")
     return (
         at("loading", _loading(shard, setup)),
         at(
-            "loss", forward, activations=waiting, logits=loss, live_parameters=between_passes, buckets=permanent_buckets
+            "loss",
+            forward,
+            activations.unusable_logits_bytes(profile, setup) if shard.is_last else 0.0,
+            activations=waiting,
+            logits=loss,
+            live_parameters=between_passes,
+            buckets=permanent_buckets,
         ),
         at("backward", forward, activations=waiting + backward, live_parameters=between_passes, buckets=reduce_buckets),
         at(
@@ -163,14 +176,16 @@ def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
 
 def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
     """Return the bytes of a stage's weights once they are loaded, in 4 bits where they are quantised."""
-    quantized = shard.linear_parameters if setup.quantized else 0
-    return WIDTH[setup.precision] * (shard.parameters - quantized) + NF4 * quantized
+    experts = shard.expert_parameters if setup.quantized_experts else 0
+    quantized = shard.linear_parameters + experts if setup.quantized else 0
+    width = WIDTH["fp32" if setup.frozen_fp32 else setup.precision]
+    return width * (shard.parameters - quantized) + NF4 * quantized
 
 
 def _loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
     """Return what loading the weights takes: under ZeRO-3 they are sharded one by one, except 4-bit weights."""
     weights = loaded_bytes(shard, setup)
-    if setup.zero_stage < 3 or setup.quantized:
+    if setup.zero_stage < 3 or (setup.quantized and not setup.sharded_loading):
         # Experts are distributed on the host, before the rest goes to the GPU (deepspeed, engine.py, __init__).
         elsewhere = shard.expert_parameters * (1 - 1 / setup.layout.expert)
         return {"parameters": weights - WIDTH[setup.precision] * elsewhere}

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+OVERFLOW_CHECK = 3
+"""Bytes per gradient in fp16 while ZeRO-3 looks for infinities in all of a rank's at once: magnitudes, and whether each
+is infinite (deepspeed, stage3.py, `has_overflow`; bf16 and fp32 are judged by their norms, one weight at a time)."""
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a weight and of its gradient."""
 
@@ -87,7 +90,8 @@ def state_bytes(
     if stage == 0:
         gradients["step"] = accumulated + converted * trainable
     elif stage == 3:
-        gradients["step"] = accumulated + ((4 if wide else width) + converted) * min(own, sub_group)
+        update = ((4 if wide else width) + converted) * min(own, sub_group)
+        gradients["step"] = accumulated + max(update, OVERFLOW_CHECK * own if precision == "fp16" else 0)
     else:
         gradients["step"] = gradients["backward"] if wide else (2 * width + converted) * own
     return States(held, gradients[moment], kept, 0)

@@ -36,8 +36,20 @@ class TrainingSetup:
     """None: all weights are trained."""
     quantized: bool = False
     """The frozen linear layers are in 4 bits."""
+    quantized_experts: bool = False
+    """Routed experts are in 4 bits too, as where they are linear layers (transformers before 5); fused ones are not."""
+    frozen_fp32: bool = False
+    """What is not in 4 bits is in fp32, and so is what flows between layers: PEFT's `prepare_model_for_kbit_training`,
+    which this project does without."""
+    sharded_loading: bool = False
+    """4-bit weights are sharded while they load, as FSDP does it; else every rank loads all of them."""
     tiled_loss: bool | None = False
     """The loss is computed in tiles, so that whole logits never exist; None: where they would be large."""
+    tensor_splits_all: bool = False
+    """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and in torchtitan;
+    DeepSpeed's AutoTP divides what is inside a layer's matrices only."""
+    logit_bytes: float | None = None
+    """Per token and vocabulary entry, of whole logits in other software than this project's; None: as profiled."""
     tiled_mlp: bool = False
     """The feed-forward layers are computed in tiles."""
     fp32_adapters: bool = False

@@ -1,0 +1,78 @@
+"""The memory of levers: what the planner says is what the code allocates, weighed on tensors that have shapes only."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from transformers import masking_utils
+from trl.kernels import chunked_logprob
+from trl.trainer import utils as trl_utils
+
+from recipes.planning.cost import activations
+from recipes.planning.cost.training_setup import TrainingSetup
+from recipes.planning.model_profile import meta_device
+from recipes.planning.model_profile.allocations import Kernels, measure
+from recipes.planning.model_profile.batch_fit import decoder_layers
+from recipes.planning.model_profile.profile import ModelProfile
+from recipes.spec.recipe import Lora
+from recipes.training.model import adapters, tiling
+
+VOCABULARY = 32000
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    """Let Triton's kernels work in place, and products of the tiles add in fp32 without copies, as on CUDA."""
+    for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+        monkeypatch.setattr(chunked_logprob, name, lambda *_, **__: None)
+    monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+
+
+def allocated(hidden: int, tokens: int, lora: Lora | None) -> float:
+    """Return what norm, head and loss in tiles allocate at their peak."""
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 8}
+    model = meta_device.build({"model_type": "llama", "vocab_size": VOCABULARY, **sizes})
+    tiling.tile_loss(model)
+    layers = decoder_layers(model)
+    if lora:
+        model.enable_input_require_grads()
+        model = adapters.add(model, lora)
+    with Kernels("cuda"):
+        found = measure(model, layers, 1, tokens)
+    return found.saved_outside_layers + found.loss_peak
+
+
+def predicted(hidden: int, tokens: int, lora: Lora | None, tiled: bool = True) -> float:
+    """Return what the planner says, of which whole logits would be 12 bytes per token and vocabulary entry."""
+    profile = mock.Mock(spec=ModelProfile, vocab_size=VOCABULARY, hidden_size=hidden)
+    return activations.loss_bytes(profile, TrainingSetup(1, lora=lora, sequence_length=tokens, tiled_loss=tiled))
+
+
+CASES = [(512, 8192), (512, 16384), (1024, 8192)]
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=8)], ids=["full", "lora"])
+@pytest.mark.parametrize(("hidden", "tokens"), CASES)
+def test_a_loss_in_tiles_takes_what_is_predicted_to_two_percent(hidden, tokens, lora):
+    assert predicted(hidden, tokens, lora) == pytest.approx(allocated(hidden, tokens, lora), rel=0.02)
+
+
+@pytest.mark.parametrize("constant", ["TILE", "GRADIENTS_IN_TILES", "HIDDEN_IN_TILES", "NORM_AFTER_TILES"])
+def test_a_missing_part_is_noticed(monkeypatch, constant):
+    monkeypatch.setattr(activations, constant, 0)
+    lora = Lora(rank=8)
+    assert any(predicted(*case, lora) != pytest.approx(allocated(*case, lora), rel=0.02) for case in CASES)
+
+
+def test_the_tile_is_the_one_that_is_computed():
+    assert activations.TILE == 2 * chunked_logprob.TOKEN_CHUNK_SIZE * tiling.COLUMNS
+
+
+def test_tiles_hardly_grow_with_the_sequence():
+    """Llama-8B's logits of 256k tokens would be 200 GiB at 12 bytes each; in tiles the loss takes a tenth."""
+    whole = 12 * 2**18 * VOCABULARY
+    assert predicted(4096, 2**18, None) < 0.25 * whole
