@@ -160,6 +160,21 @@ def test_the_figure_is_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("gpu", "precision"), [("T4", "fp16"), ("V100-32GB", "fp16"), ("A10G", "bf16")])
+def test_what_is_written_is_in_a_precision_that_the_gpu_has(tmp_path, capsys, gpu, precision):
+    assert plan.main(["llama3-1b", "--method", "lora", "--gpu", gpu, "--write", str(tmp_path)]) == 0
+    written = read_json(tmp_path / "deepspeed.json")
+    assert (written["fp16"]["enabled"], written["bf16"]["enabled"]) == (precision == "fp16", precision == "bf16")
+    assert ("precision=fp16" in (tmp_path / "launch.sh").read_text()) == (precision == "fp16")
+    assert ("has no bf16" in capsys.readouterr().out) == (precision == "fp16")
+
+
+def test_a_gpu_of_which_only_the_memory_is_given_has_no_others_name(answer, capsys):
+    assert answer("llama3-1b", "--gpu-memory", "8")["hardware"]["gpu"] == "GPU with 8 GiB"
+    assert plan.main(["llama3-1b", "--method", "qlora", "--gpu-memory", "8"]) == 0
+    assert "1 x GPU with 8 GiB (assumed to be as fast as RTX 4060)" in capsys.readouterr().out
+
+
 def test_fixed_settings_are_kept(answer):
     asked = ["deepspeed=zero3.json", "layout.tensor=2", "micro_batch_size=2", "gradient_checkpointing=true"]
     found = answer("llama3-8b", *EIGHT, *asked, "global_batch_size=128")
@@ -202,6 +217,7 @@ MISTAKES = {
     ("no/such/config.json", *EIGHT): "no/such/config.json: no such file",
     ("./nowhere/", *EIGHT): "./nowhere/: no such file or folder; name a config.json",
     ("llama3-8b", "--gpu", "H900"): "--gpu H900: unknown; did you mean",
+    ("llama3-1b", "--gpu", "T4", "precision=bf16"): "precision=bf16: T4 has no bf16; write precision=fp16",
     ("llama3-8b", "--gpu", "H100", "--gpu-memory", "80"): "--gpu H100 --gpu-memory 80: give one of them",
     ("llama3-8b", "--gpu", "H100", "--gpus", "0"): "--gpus 0: must be above 0",
     ("llama3-8b", "--gpu", "H100", "--gpus", "512"): "write for instance --gpus 8 --nodes 64",

@@ -40,8 +40,13 @@ def plan_request(recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = ()) ->
 
 
 def search(request: PlanRequest) -> SearchResult:
-    """Return the plans that fit, and for each file that does not the one that comes nearest."""
+    """Return the plans that fit, and for each file that does not the one that comes nearest.
+
+    Raises:
+        UserError: `precision=bf16` is asked for on a GPU without it.
+    """
     request = replace(request, recipe=_with_divisible_batch(request))
+    request = replace(request, recipe=_with_supported_precision(request))
     fitting: list[Plan] = []
     rejected: dict[str, Plan] = {}
     for tier in ((request.recipe.deepspeed,),) if "deepspeed" in request.fixed else TIERS:
@@ -93,6 +98,16 @@ def _with_divisible_batch(request: PlanRequest) -> Recipe:
     micro_batch = recipe.micro_batch_size if "micro_batch_size" in request.fixed else 1
     sequences = math.ceil(recipe.global_batch_size / (gpus * micro_batch)) * gpus * micro_batch
     return replace(recipe, global_batch_size=sequences, micro_batch_size=micro_batch)
+
+
+def _with_supported_precision(request: PlanRequest) -> Recipe:
+    """Return the recipe in fp16 where it is in bf16, which the GPU does not compute in."""
+    recipe, gpu = request.recipe, request.cluster.gpu
+    if recipe.precision != "bf16" or gpu.bf16:
+        return recipe
+    if "precision" in request.fixed:
+        raise UserError(f"precision=bf16: {gpu.name} has no bf16; write precision=fp16, or leave it out.")
+    return replace(recipe, precision="fp16")
 
 
 def _candidates(request: PlanRequest, files: Sequence[str]) -> Iterator[tuple[str, Iterator[Recipe]]]:
@@ -153,6 +168,8 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
         return False  # transformers loads 4-bit weights whole on every rank: there is nothing to shard
     if layout.pipeline > 1 or layout.expert > 1:
         return name == ("pipeline.json" if layout.pipeline > 1 else "expert_parallel.json")
+    if name == "bf16_states.json" and request.recipe.precision != "bf16":
+        return False
     adapters = request.recipe.lora is not None
     zero3 = "zero3_moe.json" if _is_mixture(request) else "zero3_adapters.json" if adapters else "zero3.json"
     if layout.tensor > 1:

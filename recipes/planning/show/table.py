@@ -123,6 +123,8 @@ def notes(plan: Plan) -> Iterator[str]:
         yield f"A checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} of them are kept."
     if not plan.time.measured:
         yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order most."
+    if plan.recipe.precision == "fp16" and not plan.cluster.gpu.bf16:
+        yield f"{plan.cluster.gpu.name} has no bf16, so this trains in fp16: its first steps look for a loss scale."
     if batch < gpus:
         yield f"{batch} sequences per step are fewer than the GPUs: use global_batch_size={gpus} to give each one."
 
@@ -135,7 +137,9 @@ def _model(request: PlanRequest) -> str:
 
 
 def _hardware(cluster: Cluster) -> str:
-    node = f"{cluster.gpus_per_node} x {cluster.gpu.name} ({cluster.gpu.memory_gib:g} GiB)"
+    gpu = cluster.gpu
+    about = f"assumed to be as fast as {gpu.like}" if gpu.like else f"{gpu.memory_gib:g} GiB"
+    node = f"{cluster.gpus_per_node} x {gpu.name} ({about})"
     if cluster.nodes == 1:
         return node
     return f"{cluster.nodes} x {node}, {8 * cluster.node_network_gbs:,.0f} Gbit/s per node"
