@@ -82,7 +82,9 @@ _DATA_CENTRE = (
     Gpu("MI300X", 191.69, 5300, 448, _PCIE5, 304, 50.0, "MI300X datasheet; seven Infinity Fabric links"),
     Gpu("MI325X", 255.69, 6000, 448, _PCIE5, 304, 50.0, "MI325X datasheet; seven Infinity Fabric links"),
 )
-GPUS = (*_GEFORCE, *_WORKSTATION, *_DATA_CENTRE)
+DESKTOP = (*_GEFORCE, *_WORKSTATION)
+"""GPUs that people put into a computer of their own."""
+GPUS = (*DESKTOP, *_DATA_CENTRE)
 _OTHER_MODELS = frozenset({"ti", "super", "laptop", "mobile", "d", "max"})
 """Words that make another GPU of the same number."""
 _NEAR = 3

@@ -121,6 +121,8 @@ def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Ite
     """Yield the recipe in each of some layouts in which it can run, with one sequence per pass."""
     world_size = request.cluster.gpus
     for layout in layouts:
+        if layout.pipeline > 1 and request.recipe.tiled_loss:
+            continue  # its last stage returns whole logits
         recipe = replace(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
         data_parallel = data_parallel_size(layout, world_size)
         if not data_parallel or recipe.global_batch_size % data_parallel or not _suits(name, layout, request):
@@ -139,7 +141,8 @@ def _layouts(request: PlanRequest) -> Iterator[list[Layout]]:
         return limits.divisors(most)
 
     world_size = request.cluster.gpus
-    for tensor in sizes("tensor", request.cluster.gpus_per_node):
+    experts = request.recipe.layout.expert if "layout.expert" in request.fixed else 1
+    for tensor in sizes("tensor", request.cluster.gpus_per_node) if experts == 1 else []:
         for pipeline in sizes("pipeline", world_size // tensor):
             if pipeline <= MOST_STAGES:
                 sequences = sizes("sequence", world_size // tensor // pipeline)
