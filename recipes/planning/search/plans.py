@@ -38,8 +38,10 @@ TIERS = (
     ("zero3_nvme.json",),
     ("bf16_states.json",),
 )
-"""Files of `configs/`, in each tier from the simplest. A later tier is tried only where nothing in the earlier ones
-fits: offloading comes late, to the CPU before NVMe, and bf16 states, which round, come last."""
+"""Files of `configs/`, in each tier from the simplest: offloading comes late, to the CPU before NVMe. Of a tier after
+the first in which anything fits, only the best plan is kept."""
+LAST_RESORT = TIERS[-1]
+"""bf16 states, which round: tried only where nothing else fits."""
 SIMPLICITY = tuple(name for tier in TIERS for name in tier)
 
 
@@ -113,6 +115,11 @@ class Plan:
         return self.gpu_gib / self.cluster.gpu.memory_gib
 
     @property
+    def tier(self) -> int:
+        """Which of `TIERS` its file is in; files of one's own are in the first."""
+        return next((number for number, names in enumerate(TIERS) if self.recipe.deepspeed in names), 0)
+
+    @property
     def simplicity(self) -> tuple:
         """What decides between plans of about the same speed; smaller is simpler.
 
@@ -149,6 +156,14 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
         order.append(min(near, key=lambda plan: plan.simplicity))
         remaining.remove(order[-1])
     return order
+
+
+def is_dominated(plan: Plan, others: Sequence[Plan]) -> bool:
+    """Return whether another plan is as fast and takes no more memory, neither of a GPU nor of the host."""
+    return any(
+        other.speed >= plan.speed and other.gpu_gib <= plan.gpu_gib and other.host_gib <= plan.host_gib
+        for other in others
+    )
 
 
 def shortfalls(memory: Memory, cluster: Cluster) -> tuple[tuple[str, ...], bool]:

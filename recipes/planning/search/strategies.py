@@ -23,7 +23,7 @@ from ..cost.step_time import step_time
 from ..cost.training_setup import TrainingSetup, training_setup
 from ..hardware.cluster import Cluster
 from ..model_profile.lookup import profile_of
-from .plans import SIMPLICITY, TIERS, Plan, PlanRequest, SearchResult, ranked, shortfalls
+from .plans import LAST_RESORT, SIMPLICITY, TIERS, Plan, PlanRequest, SearchResult, is_dominated, ranked, shortfalls
 
 MOST_SEQUENCES = 64
 """Per forward pass; more does not make a GPU faster."""
@@ -42,6 +42,8 @@ def plan_request(recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = ()) ->
 def search(request: PlanRequest) -> SearchResult:
     """Return the plans that fit, and for each file that does not the one that comes nearest.
 
+    Of the tiers after the first in which anything fits, the best plan is kept where no other is as fast and as lean.
+
     Raises:
         UserError: `precision=bf16` is asked for on a GPU without it.
     """
@@ -50,19 +52,31 @@ def search(request: PlanRequest) -> SearchResult:
     fitting: list[Plan] = []
     rejected: dict[str, Plan] = {}
     for tier in ((request.recipe.deepspeed,),) if "deepspeed" in request.fixed else TIERS:
-        for name, recipes in _candidates(request, tier):
-            for recipe in recipes:
-                plans = list(_sized(request, recipe))
-                if fits := [plan for plan in plans if plan.fits]:
-                    fitting.append(ranked(fits)[0])
-                    break  # the longest parts of a sequence that fit: it is split over no more ranks than necessary
-                for plan in plans:
-                    if name not in rejected or plan.gpu_gib < rejected[name].gpu_gib:
-                        rejected[name] = plan
-        if fitting:
+        if fitting and tier == LAST_RESORT:
             break
+        found, too_large = _fitting(request, tier)
+        if fitting:
+            fitting += [plan for plan in ranked(found)[:1] if not is_dominated(plan, fitting)]
+        else:
+            fitting, rejected = found, rejected | too_large
     used = {plan.recipe.deepspeed for plan in fitting}
     return SearchResult(tuple(ranked(fitting)), tuple(plan for name, plan in rejected.items() if name not in used))
+
+
+def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], dict[str, Plan]]:
+    """Return the best plan of each file and layout of a tier that fits, and by file what comes nearest to fitting."""
+    fitting: list[Plan] = []
+    rejected: dict[str, Plan] = {}
+    for name, recipes in _candidates(request, tier):
+        for recipe in recipes:
+            plans = list(_sized(request, recipe))
+            if fits := [plan for plan in plans if plan.fits]:
+                fitting.append(ranked(fits)[0])
+                break  # the longest parts of a sequence that fit: it is split over no more ranks than necessary
+            for plan in plans:
+                if name not in rejected or plan.gpu_gib < rejected[name].gpu_gib:
+                    rejected[name] = plan
+    return fitting, rejected
 
 
 def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:

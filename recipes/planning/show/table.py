@@ -1,7 +1,7 @@
 """A search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -107,7 +107,7 @@ def show(
 ) -> None:
     """Print the answer: the table, the best plan's memory as a bar, its reasons and its command."""
     console.print(f"{asked(request)}, on {hardware_in_words(request.cluster)}")
-    plans = [*result.plans[:SHOWN], *(result.rejected if explain or not result.plans else ())]
+    plans = [*shown(result.plans), *(result.rejected if explain or not result.plans else ())]
     console.print(_table(plans, workload))
     if result.best is None:
         return
@@ -118,6 +118,15 @@ def show(
     for note in (*notes(result.best), *(cost_notes(result.best, workload) if workload else ())):
         console.print(f"\n{note}")
     console.print(f"\n{command(result.best.recipe, request.cluster)}", soft_wrap=True)
+
+
+def shown(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the first plans, and of those after them the best of each tier that is not among the first."""
+    first = list(plans[:SHOWN])
+    for plan in plans[SHOWN:]:
+        if plan.tier not in {one.tier for one in first}:
+            first.append(plan)
+    return first
 
 
 def notes(plan: Plan) -> Iterator[str]:
