@@ -73,6 +73,9 @@ def test_the_json_is_what_the_contract_says(answer):
         # fp32 weights and Adam's moments, the weights twice in bf16, and a tenth: what the trainer wants to be free.
         assert one["checkpoint_gib"] == pytest.approx(1.1 * (12 + 4) * 8_030_261_248 / 2**30, rel=0.001)
         assert sum(one["gpu_breakdown_gib"].values()) == pytest.approx(one["gpu_peak_gib"])
+        low, high = one["gpu_peak_gib_range"]
+        slow, fast = one["tokens_per_second_per_gpu_range"]
+        assert low <= one["gpu_peak_gib"] <= high and slow <= one["tokens_per_second_per_gpu"] <= fast and low < high
         assert one["fits"] == (one["gpu_peak_gib"] <= 0.95 * found["hardware"]["gpu_memory_gib"])
         batch = one["layout"]["data"] * one["micro_batch_size"] * one["gradient_accumulation_steps"]
         assert batch == found["model"]["global_batch_size"] == 64

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..cost.constants import FILE, resolve
 from ..cost.step_time import step_time
-from . import published_errors
+from . import published_errors, ranges
 from .measured_runs import MeasuredRun, runs
 from .published_rows import published_rows
 from .rank_correlation import rank_correlation
@@ -148,9 +148,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{len(published)} rows: {fit(data, PUBLISHED, lambda changed: loss(published, changed)):.4f}")
         if own:
             print(f"{len(own)} of ours: {fit(data, OWN, lambda changed: loss(own, changed)):.4f}")
+        data["ranges"] = ranges.fit(published_rows())
         data["date"] = date.today().isoformat()
         FILE.write_text(json.dumps(data, indent=2) + "\n")
-    print(report(data), published_errors.report(published_rows()), sep="\n\n")
+    rows = published_rows()
+    print(report(data), published_errors.report(rows), ranges.coverage(rows, data), sep="\n\n")
     return 0
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ...spec.deepspeed_file import DeepSpeedFile
 from ...spec.recipe import Recipe
 from ..cost.memory import Memory
+from ..cost.ranges import memory_range, speed_range
 from ..cost.step_time import StepTime
 from ..cost.training_setup import TrainingSetup
 from ..hardware.cluster import Cluster
@@ -93,6 +94,18 @@ class Plan:
     def gpu_gib(self) -> float:
         """The sum of the components."""
         return self.memory.worst.total / GIB
+
+    @property
+    def gpu_gib_range(self) -> tuple[float, float]:
+        """The low and the high value of `gpu_gib`, by the runs of its kind that were published (`cost.ranges`)."""
+        factors = memory_range(self.setup)
+        return factors.low * self.gpu_gib, factors.high * self.gpu_gib
+
+    @property
+    def speed_range(self) -> tuple[float, float]:
+        """The low and the high value of `speed`."""
+        factors = speed_range(self.setup)
+        return factors.low * self.speed, factors.high * self.speed
 
     @property
     def host_gib(self) -> float:

@@ -81,11 +81,13 @@ def _plan_as_json(request: PlanRequest, plan: Plan, workload: Workload | None) -
         "gradient_accumulation_steps": plan.setup.gradient_accumulation_steps,
         "gradient_checkpointing": plan.setup.gradient_checkpointing,
         "gpu_peak_gib": plan.gpu_gib,
+        "gpu_peak_gib_range": list(plan.gpu_gib_range),
         "gpu_breakdown_gib": dict(plan.components),
         "host_gib": plan.host_gib,
         "nvme_gib": plan.nvme_gib,
         "checkpoint_gib": plan.checkpoint_gib,
         "tokens_per_second_per_gpu": plan.speed,
+        "tokens_per_second_per_gpu_range": list(plan.speed_range),
         "step_seconds": plan.time.seconds,
         "fits": plan.fits,
         "tight": plan.tight,
@@ -132,6 +134,9 @@ def shown(plans: Sequence[Plan]) -> list[Plan]:
 def notes(plan: Plan) -> Iterator[str]:
     """Yield what else a person should know of a plan."""
     batch, gpus = plan.recipe.global_batch_size, plan.setup.world_size
+    (low, high), (slow, fast) = plan.gpu_gib_range, plan.speed_range
+    speeds = f"{slow:,.0f} to {fast:,.0f} tokens/s/GPU"
+    yield f"Range, by published runs of its kind: {low:,.0f} to {high:,.0f} GiB, {speeds}."
     if plan.checkpoint_gib > LARGE_CHECKPOINT:
         kept = plan.recipe.keep_checkpoints
         yield f"A checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} of them are kept."
