@@ -5,12 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning.calibration import calibrate, measured_runs
+from recipes.planning.calibration import calibrate, measured_runs, ranges
 from recipes.planning.calibration.measured_runs import runs
+from recipes.planning.calibration.published_errors import Comparison
+from recipes.planning.calibration.published_rows import published_rows
 from recipes.planning.cost.constants import FILE, constants, resolve
+from recipes.planning.cost.ranges import kinds_of, memory_range
 from recipes.planning.cost.step_time import step_time
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.planning.hardware.cluster import cluster
+from recipes.spec.recipe import Layout, Lora
 from tests.profiles import llama
 
 ERROR, RANK = 0.12, 0.95
@@ -119,3 +123,46 @@ def test_an_unmeasured_gpu_borrows_another_gpus_shares_and_says_so():
     data = json.loads(FILE.read_text())
     taken = data["software"]["llm-foundry"]["values"]["overlap"]
     assert resolve(data, "H100", "deepspeed").overlap == taken
+
+
+# Ranges.
+
+
+def rows_like(ratios, row):
+    """Return the comparisons of rows that were measured at so many times their prediction."""
+    return [Comparison(row, 10.0, 10.0 * ratio) for ratio in ratios]
+
+
+def test_ranges_are_the_quantiles_of_the_fitted_half(monkeypatch):
+    row = next(row for row in published_rows() if row.half == "fitted" and row.method == "lora" and row.gpus == 1)
+    shares = [0.9 + number / 100 for number in range(21)]
+    monkeypatch.setattr(ranges, "comparisons", lambda rows, measure: rows_like(shares, next(iter(rows))))
+    found = ranges.fit([row])["memory"]
+    assert found["lora, one GPU"] == found["lora"] == found["all"] == [0.91, 1.09, 21]
+    monkeypatch.setattr(ranges, "comparisons", lambda rows, measure: rows_like(shares[:3], next(iter(rows))))
+    assert list(ranges.fit([row])["memory"]) == ["all"], "three rows make no range of their own"
+
+
+def test_ranges_are_taken_from_the_fitted_half_alone():
+    rows = published_rows()
+    assert ranges.fit(rows) == ranges.fit([row for row in rows if row.half == "fitted"])
+    assert ranges.fit([row for row in rows if row.half == "held out"] + rows[:1]) != ranges.fit(rows)
+
+
+def test_coverage_counts_what_is_inside():
+    data = {"ranges": {measure: {"all": [0.0, 99.0]} for measure in ("memory", "time")}}
+    rows = published_rows()
+    assert ranges.coverage(rows, data).count("100%") == 4
+    data["ranges"]["memory"]["all"] = [1.0, 1.0]
+    assert ranges.coverage(rows, data).count("100%") == 2
+
+
+def test_a_run_has_the_range_of_its_narrowest_kind():
+    one, many = TrainingSetup(1, lora=Lora()), TrainingSetup(8, Layout(tensor=2), zero_stage=0)
+    assert kinds_of(one) == ("lora, one GPU", "lora", "all")
+    assert kinds_of(replace(one, quantized=True, offload_optimizer="cpu"))[0] == "qlora, one GPU, offloaded"
+    assert kinds_of(many)[0] == "full, tensor" and kinds_of(replace(many, layout=Layout()))[0] == "full, copies"
+    known = json.loads(FILE.read_text())["ranges"]["memory"]
+    found = memory_range(one)
+    assert (found.low, found.high) == (min(1, known[found.kind][0]), max(1, known[found.kind][1]))
+    assert memory_range(TrainingSetup(4, Layout(expert=4), lora=Lora())).kind == "lora"

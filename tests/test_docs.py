@@ -57,7 +57,7 @@ def documentation(path: Path) -> str:
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTED = [
     (path.name, command)
-    for path in [*PAGES, *NOTEBOOKS, *(ROOT / "recipes").glob("*.py"), *(ROOT / "recipes" / "commands").glob("*.py")]
+    for path in [*PAGES, *NOTEBOOKS, *(ROOT / "recipes").glob("*.py"), *(ROOT / "recipes" / "commands").rglob("*.py")]
     for command in commands(documentation(path))
 ]
 
@@ -85,7 +85,8 @@ def test_documented_commands_are_accepted(page, command, tmp_path, capsys):
         arguments = [str(config) if word == "path/to/config.json" else word for word in arguments]
         written = [word for before, word in pairwise(arguments) if before in ("--write", "--figure")]
         arguments = [str(tmp_path / word) if word in written else word for word in arguments]
-        here = [] if "--gpu" in arguments or "--gpu-memory" in arguments else ["--gpu", "H100", "--gpus", "8"]
+        named = {"--gpu", "--gpu-memory", "--which-gpu"} & set(arguments)
+        here = [] if named else ["--gpu", "H100", "--gpus", "8"]
         assert plan.main([*arguments, *here]) == 0, capsys.readouterr().err
         return
     with pytest.raises(SystemExit) as end:

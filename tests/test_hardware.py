@@ -29,6 +29,19 @@ from recipes.spec.gpus import BF16_TFLOPS, peak_flops
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA GH200 480GB", "GH200"),
         ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100 16GB"),
+        ("NVIDIA A800-SXM4-80GB", "A800"),
+        ("A800", "A800"),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("2080ti", "RTX 2080 Ti"),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX 2080 Ti"),
+        ("rtx3060", "RTX 3060"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("AMD Instinct MI325X", "MI325X"),
         ("NVIDIA A10", "A10"),
         ("NVIDIA A10G", "A10G"),
         ("AMD Instinct MI300X", "MI300X"),
@@ -39,18 +52,18 @@ def test_a_gpu_has_many_names(name, found):
 
 
 def test_every_gpu_is_found_by_its_own_name_and_has_whole_figures():
-    assert len(GPUS) == 18
+    assert len(GPUS) == 31
     for gpu in GPUS:
         assert find(gpu.name) is gpu
         assert gpu.bf16_tflops == peak_flops(gpu.name) / 1e12
         assert min(gpu.memory_gib, gpu.memory_gbs, gpu.pcie_gbs, gpu.units, gpu.network_gbs) > 0
-        assert gpu.link_gbs == 0 or gpu.link_gbs >= 300
+        assert gpu.link_gbs == 0 or gpu.link_gbs >= 150
         assert gpu.source
     assert {peak * 1e12 for peak in BF16_TFLOPS.values()} == {gpu.bf16_tflops * 1e12 for gpu in GPUS}
 
 
 def test_every_instance_has_gpus_that_are_known():
-    assert len(INSTANCES) == 47
+    assert len(INSTANCES) == 60
     for name, instance in INSTANCES.items():
         node = cluster(name)
         assert node.gpu is find(instance.gpu)
@@ -72,12 +85,26 @@ def test_the_default_network_is_the_usual_one():
     assert Cluster(find("H100"), 8, 2, network_gbs=12.5).node_network_gbs == 12.5
 
 
-@pytest.mark.parametrize(("gib", "like"), [(24, "RTX 3090"), (48, "L40S"), (80, "A100 80GB"), (141, "H200")])
+@pytest.mark.parametrize(
+    ("gib", "like"),
+    [(8, "RTX 4060"), (16, "RTX 3060"), (24, "RTX 3090"), (48, "A6000"), (80, "A100 80GB"), (141, "H200")],
+)
 def test_only_the_memory_is_known(gib, like):
     gpu = cluster(gpu_memory=gib).gpu
-    assert gpu.memory_gib == gib
-    assert gpu.name == like
+    assert (gpu.memory_gib, gpu.like, gpu.bf16) == (gib, like, True)
+    assert gpu.name == f"GPU with {gib} GiB", "it has no other GPU's name"
+    assert gpu.bf16_tflops == find(like).bf16_tflops
     assert f"{gib} GiB" in gpu.source
+
+
+def test_bf16_begins_with_ampere():
+    assert {gpu.name for gpu in GPUS if not gpu.bf16} == {"T4", "V100 16GB", "V100 32GB", "RTX 2080 Ti"}
+
+
+@pytest.mark.parametrize("name", ["RTX 3060 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D"])
+def test_another_model_of_the_same_number_is_another_gpu(name):
+    with pytest.raises(UserError, match="unknown; did you mean RTX"):
+        find(name)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +112,10 @@ def test_only_the_memory_is_known(gib, like):
     [
         ({"gpu": "H1000"}, "did you mean H100"),
         ({"gpu": "p5.48xlarg"}, "did you mean p5.48xlarge"),
-        ({"gpu": "abacus"}, "known are RTX 3090"),
+        ({"gpu": "abacus"}, "known are RTX 2080 Ti"),
+        ({"gpu": "H900"}, "did you mean H800, H200, H100? Near 79 GiB are"),
+        ({"gpu": "Quux 48GB"}, "none has a similar name. Near 48 GiB are A6000, L40S"),
+        ({"gpu": "V100"}, "which one? V100 16GB, V100 32GB"),
         ({"gpu": ""}, "known are"),
         ({"gpu": "A100"}, "which one? A100 40GB, A100 80GB"),
         ({"gpu": "H100", "gpu_memory": 80}, "give one of them"),
@@ -122,10 +152,10 @@ def test_this_machine_is_described_by_torch(monkeypatch):
 
 
 def test_an_unknown_gpu_is_described_by_its_memory(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", fake_torch("NVIDIA RTX A6000", 47.5, 1))
+    monkeypatch.setitem(sys.modules, "torch", fake_torch("NVIDIA RTX A5000 Ada", 47.5, 1))
     here = this_machine()
     assert here.gpu.memory_gib == pytest.approx(47.5)
-    assert "RTX A6000" in here.gpu.source
+    assert here.gpu.name == "NVIDIA RTX A5000 Ada" and here.gpu.name in here.gpu.source and here.gpu.like
 
 
 @pytest.mark.parametrize("torch", [None, fake_torch("", 0, 0)])

@@ -73,6 +73,9 @@ def test_the_json_is_what_the_contract_says(answer):
         # fp32 weights and Adam's moments, the weights twice in bf16, and a tenth: what the trainer wants to be free.
         assert one["checkpoint_gib"] == pytest.approx(1.1 * (12 + 4) * 8_030_261_248 / 2**30, rel=0.001)
         assert sum(one["gpu_breakdown_gib"].values()) == pytest.approx(one["gpu_peak_gib"])
+        low, high = one["gpu_peak_gib_range"]
+        slow, fast = one["tokens_per_second_per_gpu_range"]
+        assert low <= one["gpu_peak_gib"] <= high and slow <= one["tokens_per_second_per_gpu"] <= fast and low < high
         assert one["fits"] == (one["gpu_peak_gib"] <= 0.95 * found["hardware"]["gpu_memory_gib"])
         batch = one["layout"]["data"] * one["micro_batch_size"] * one["gradient_accumulation_steps"]
         assert batch == found["model"]["global_batch_size"] == 64
@@ -160,6 +163,21 @@ def test_the_figure_is_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("gpu", "precision"), [("T4", "fp16"), ("V100-32GB", "fp16"), ("A10G", "bf16")])
+def test_what_is_written_is_in_a_precision_that_the_gpu_has(tmp_path, capsys, gpu, precision):
+    assert plan.main(["llama3-1b", "--method", "lora", "--gpu", gpu, "--write", str(tmp_path)]) == 0
+    written = read_json(tmp_path / "deepspeed.json")
+    assert (written["fp16"]["enabled"], written["bf16"]["enabled"]) == (precision == "fp16", precision == "bf16")
+    assert ("precision=fp16" in (tmp_path / "launch.sh").read_text()) == (precision == "fp16")
+    assert ("has no bf16" in capsys.readouterr().out) == (precision == "fp16")
+
+
+def test_a_gpu_of_which_only_the_memory_is_given_has_no_others_name(answer, capsys):
+    assert answer("llama3-1b", "--gpu-memory", "8")["hardware"]["gpu"] == "GPU with 8 GiB"
+    assert plan.main(["llama3-1b", "--method", "qlora", "--gpu-memory", "8"]) == 0
+    assert "1 x GPU with 8 GiB (assumed to be as fast as RTX 4060)" in capsys.readouterr().out
+
+
 def test_fixed_settings_are_kept(answer):
     asked = ["deepspeed=zero3.json", "layout.tensor=2", "micro_batch_size=2", "gradient_checkpointing=true"]
     found = answer("llama3-8b", *EIGHT, *asked, "global_batch_size=128")
@@ -202,6 +220,7 @@ MISTAKES = {
     ("no/such/config.json", *EIGHT): "no/such/config.json: no such file",
     ("./nowhere/", *EIGHT): "./nowhere/: no such file or folder; name a config.json",
     ("llama3-8b", "--gpu", "H900"): "--gpu H900: unknown; did you mean",
+    ("llama3-1b", "--gpu", "T4", "precision=bf16"): "precision=bf16: T4 has no bf16; write precision=fp16",
     ("llama3-8b", "--gpu", "H100", "--gpu-memory", "80"): "--gpu H100 --gpu-memory 80: give one of them",
     ("llama3-8b", "--gpu", "H100", "--gpus", "0"): "--gpus 0: must be above 0",
     ("llama3-8b", "--gpu", "H100", "--gpus", "512"): "write for instance --gpus 8 --nodes 64",
@@ -209,7 +228,7 @@ MISTAKES = {
     ("llama3-8b", "--gpu-memory", "-3"): "--gpu-memory -3: must be above 0",
     ("llama3-8b", *EIGHT, "--host-memory", "-3"): "--host-memory -3: must be at least 0",
     ("llama3-8b", *EIGHT, "--network", "0"): "--network 0: must be above 0",
-    ("llama3-8b", *EIGHT, "--method", "qlorra"): "--method qlorra: did you mean qlora? One of full, lora, qlora",
+    ("llama3-8b", *EIGHT, "--method", "qlorra"): "unknown variant of llama3 'qlorra'; did you mean 'qlora'",
     ("mixtral-8x7b", *EIGHT, "--method", "qlora"): "unknown variant of mixtral 'qlora'; did you mean 'lora'",
     ("llama3-8b", *EIGHT, "--sequence-length", "0"): "sequence_length=0: must be at least 8",
     ("llama3-8b", *EIGHT, "--sequence-length", "200000"): "the model has 131,072 positions",

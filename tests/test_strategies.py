@@ -7,9 +7,10 @@ import pytest
 from recipes.planning.cost.memory import GpuMoment, Memory
 from recipes.planning.hardware.cluster import cluster
 from recipes.planning.search import forecast, model_recipe, suggestions
-from recipes.planning.search.plans import GIB, SIMPLICITY, TIERS, ranked, shortfalls
+from recipes.planning.search.plans import GIB, LAST_RESORT, SIMPLICITY, TIERS, is_dominated, ranked, shortfalls
 from recipes.planning.search.reasons import why
 from recipes.planning.search.strategies import evaluate, plan_request, search
+from recipes.planning.show import table
 from recipes.spec import limits, overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.layout import bubble
@@ -145,9 +146,33 @@ def memory(gpu=0, host=0, nvme=0):
     return Memory(moments, 0, {"loading": host * GIB / 2, "training": host * GIB}, nvme * GIB, 0.0)
 
 
+def test_the_best_plan_of_every_tier_is_kept_unless_another_is_as_fast_and_as_lean():
+    both = search(asked("llama3-8b", gpu="L40S", gpus=5, nvme=3000)).plans
+    assert {plan.tier for plan in both} >= {0, 1} and LAST_RESORT[0] not in {plan.recipe.deepspeed for plan in both}
+    for tier in range(1, len(TIERS)):
+        assert sum(plan.tier == tier for plan in both) <= 1
+    for plan in both:
+        others = [one for one in both if one is not plan and one.tier < plan.tier]
+        assert plan.tier == 0 or not is_dominated(plan, others)
+    # Offload that is faster and leaner than the only plan without it is recommended.
+    lean, full = (next(plan for plan in both if plan.tier == tier) for tier in (1, 0))
+    assert lean.speed > full.speed and lean.gpu_gib < full.gpu_gib and both[0].tier > 0
+    assert is_dominated(replace(full, memory=replace(full.memory, host=lean.memory.host)), [lean])
+    assert not is_dominated(lean, [full])
+
+
+def test_the_table_shows_every_tier(plan):
+    fast = [like(plan, 1.0, tensor=size) for size in range(2, 2 + table.SHOWN)]
+    slow = [like(plan, 0.1, name) for name in ("zero2_offload.json", "zero3_offload.json", "zero3_nvme.json")]
+    assert [one.recipe.deepspeed for one in table.shown([*fast, *slow])[table.SHOWN :]] == [
+        "zero2_offload.json",
+        "zero3_nvme.json",
+    ]
+
+
 def test_offload_comes_last():
     small, large = search(asked("llama3-8b")), search(asked("llama3-8b", gpu="RTX 4090", gpus=1))
-    assert all(plan.setup.offload_optimizer == "none" for plan in small.plans)
+    assert small.best.setup.offload_optimizer == "none"
     assert large.best.setup.offload_optimizer == "cpu" and large.best.recipe.deepspeed in TIERS[1] + TIERS[2]
     no_host = search(asked("llama3-8b", gpu="RTX 4090", gpus=1, host=16))
     assert no_host.best is None or no_host.best.setup.offload_optimizer != "cpu"

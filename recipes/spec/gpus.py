@@ -3,21 +3,33 @@
 import re
 
 BF16_TFLOPS = {
+    "RTX 2080 Ti": 53.8,  # Turing whitepaper: fp16 with fp32 accumulation; it has no bf16
+    "RTX 3060": 25.5,  # GA102 whitepaper's rate per SM and clock, at 28 SMs and 1,777 MHz
     "RTX 3090": 71,  # GA102 whitepaper: bf16 with fp32 accumulation
+    "RTX 4060": 30.2,  # Ada whitepaper's rate per SM and clock, at 24 SMs and 2,460 MHz
     "RTX 4090": 165.2,  # Ada whitepaper
     "RTX 5090": 209.5,  # RTX Blackwell whitepaper
+    "A6000": 154.8,  # RTX A6000: GA102 whitepaper
+    "RTX PRO 6000": 503.8,  # RTX Blackwell PRO whitepaper
     "T4": 65,  # datasheet; fp16: it has no bf16
+    "V100": 125,  # datasheet, SXM2; fp16: it has no bf16
     "L4": 121,
     "A10": 125,
     "A10G": 70,  # AWS g5
     "L40S": 362,
     "A100": 312,
+    "A800": 312,
     "H100 PCIe": 756,
     "H100": 989.4,  # SXM
+    "H800": 989.4,
+    "H20": 148,
     "H200": 989.4,
     "GH200": 989.4,
     "B200": 2250,
+    "GB200": 2500,
+    "B300": 2250,
     "MI300X": 1307.4,
+    "MI325X": 1307.4,
 }
 """Dense matrix products in bf16, without sparsity, in 10^12 operations per second: the makers' datasheets."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..cost.constants import FILE, resolve
 from ..cost.step_time import step_time
-from . import published_errors
+from . import published_errors, ranges
 from .measured_runs import MeasuredRun, runs
 from .published_models import profile_of
 from .published_rows import PublishedRow, published_rows
@@ -47,8 +47,6 @@ OWN: dict[ConstantPath, tuple[float, float]] = {
     **_limits("gpus", "RTX 40", matmul=(0.5, 1.0)),
 }
 """Constants that are fitted on published rows of the fitted half, and on this project's own measurements."""
-SAME_STACK = ("Hugging Face", "own loop with FSDP and PEFT")
-"""How the stacks begin that compute with the same layers as this project: the others have kernels of their own."""
 
 
 def predicted(run: MeasuredRun, data: Mapping[str, Any]) -> float:
@@ -132,11 +130,6 @@ def _explore(
     return point, best
 
 
-def is_same_stack(row: PublishedRow) -> bool:
-    """Return whether a row computed with transformers' layers."""
-    return row.stack.startswith(SAME_STACK)
-
-
 def published_runs(rows: Iterable[PublishedRow]) -> list[MeasuredRun]:
     """Return the rows that have a speed and a prediction, as runs of our own software: what a user is told."""
     return [
@@ -175,12 +168,14 @@ def main(arguments: Sequence[str]) -> int:
     if "--report" not in arguments:
         published = [run for run in runs() if run.fitted and run.software != "deepspeed"]
         own = [run for run in runs() if run.fitted and run.software == "deepspeed"]
-        own += published_runs([row for row in published_rows() if row.half == "fitted" and is_same_stack(row)])
+        own += published_runs([row for row in published_rows() if row.half == "fitted" and row.is_same_stack])
         print(f"{len(published)} rows: {fit(data, PUBLISHED, lambda changed: loss(published, changed)):.4f}")
         print(f"{len(own)} rows: {fit(data, OWN, lambda changed: loss(own, changed)):.4f}")
+        data["ranges"] = ranges.fit(published_rows())
         data["date"] = date.today().isoformat()
         FILE.write_text(json.dumps(data, indent=2) + "\n")
-    print(report(data), published_errors.report(published_rows()), sep="\n\n")
+    rows = published_rows()
+    print(report(data), published_errors.report(rows), ranges.coverage(rows, data), sep="\n\n")
     return 0
 
 

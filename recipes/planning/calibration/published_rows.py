@@ -28,6 +28,10 @@ SPLIT_ALL = ("Megatron", "torchtitan")
 Half = Literal["fitted", "held out"]
 
 
+SAME_STACK = ("Hugging Face", "own loop with FSDP and PEFT")
+"""How the stacks begin that compute with transformers' layers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
     """One run as its source describes it; a field that the source leaves open has the value of what it ran."""
@@ -169,6 +173,11 @@ class PublishedRow:
         )
 
     @property
+    def is_same_stack(self) -> bool:
+        """Whether it computed with transformers' layers, as this project does."""
+        return self.stack.startswith(SAME_STACK)
+
+    @property
     def setup(self) -> TrainingSetup:
         """The run as the planner takes it."""
         assert self.sequence_length is not None, self
@@ -200,7 +209,7 @@ class PublishedRow:
             liger_kernel=self.liger,
             compile=self.compile,
             # transformers groups them from 5 on, which none of the tables ran.
-            grouped_experts=not self.stack.startswith("Hugging Face"),
+            grouped_experts=not self.is_same_stack,
             offload_optimizer="none" if self.offload == "none" else "cpu",
             offload_parameters="cpu" if self.offload in ("parameters", "all") else "none",
             bf16_states=self.states == "bf16",

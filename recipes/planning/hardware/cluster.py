@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ...spec.errors import UserError
 from .gpus import Gpu, all_names, find, with_memory
-from .instances import INSTANCES, Instance
+from .instances import INSTANCES
 
 GIB = 2**30
 
@@ -28,6 +28,8 @@ class Cluster:
     """From one node to the others, in GB/s and one direction, all cards together; 0: the GPU's usual network."""
     cores: int = 0
     """Of one node's CPUs; 0: unknown."""
+    instance: str = ""
+    """What the node is rented as, a name in `instances.INSTANCES`; empty: not said."""
 
     @property
     def gpus(self) -> int:
@@ -54,7 +56,7 @@ def cluster(
         gpu: a GPU or a cloud instance (`H100`, `p5.48xlarge`); None: this machine's, or `gpu_memory`.
         gpus: per node; None: all that the instance or this machine has, otherwise 1.
         nodes: how many, all equal.
-        gpu_memory: in GiB, of a GPU that is not listed: it is assumed to be as fast as the slowest one like it.
+        gpu_memory: in GiB, of a GPU that is not listed: it is assumed to be as fast as the slowest one of that memory.
         host_memory: of one node in GiB; None: the instance's, or unknown.
         nvme: of one node in GiB; None: the instance's, or none.
 
@@ -70,12 +72,13 @@ def cluster(
     if gpu is not None and gpu_memory is not None:
         raise UserError(f"--gpu {gpu} --gpu-memory {gpu_memory:g}: give one of them; a GPU's name says its memory.")
     node = _node(gpu, gpu_memory)
-    if gpus is not None and gpu is not None and _instance(gpu) and gpus > node.gpus_per_node:
+    if gpus is not None and gpu is not None and instance_name(gpu) and gpus > node.gpus_per_node:
         raise UserError(f"--gpus {gpus}: {gpu} has {node.gpus_per_node} per node; add --nodes.")
     return replace(
         node,
         gpus_per_node=gpus or node.gpus_per_node,
         nodes=nodes,
+        instance=node.instance if gpus in (None, node.gpus_per_node) else "",
         host_memory_gib=node.host_memory_gib if host_memory is None else host_memory,
         nvme_gib=node.nvme_gib if nvme is None else nvme,
     )
@@ -89,9 +92,15 @@ def _node(gpu: str | None, gpu_memory: float | None) -> Cluster:
         if here is None:
             raise UserError(f"This machine has no GPU: give --gpu NAME or --gpu-memory GIB; {all_names()}.")
         return here
-    instance = _instance(gpu)
-    if instance is None:
+    name = instance_name(gpu)
+    if name is None:
         return Cluster(find(gpu))
+    return of_instance(name)
+
+
+def of_instance(name: str) -> Cluster:
+    """Return one node, by its name in `instances.INSTANCES`."""
+    instance = INSTANCES[name]
     return Cluster(
         find(instance.gpu),
         instance.gpus,
@@ -99,11 +108,13 @@ def _node(gpu: str | None, gpu_memory: float | None) -> Cluster:
         nvme_gib=instance.nvme_gib,
         network_gbs=instance.network_gbits / 8,
         cores=instance.cores,
+        instance=name,
     )
 
 
-def _instance(name: str) -> Instance | None:
-    known = {known.lower(): instance for known, instance in INSTANCES.items()}
+def instance_name(name: str) -> str | None:
+    """Return the name in `instances.INSTANCES` of what a person calls an instance; None: it is none."""
+    known = {known.lower(): known for known in INSTANCES}
     return known.get(name.lower().removeprefix("standard_"))
 
 
@@ -120,6 +131,7 @@ def this_machine() -> Cluster | None:
     try:
         gpu = replace(find(properties.name), memory_gib=gib)
     except UserError:
-        gpu = with_memory(gib, properties.name)
+        # NVIDIA's compute capability 8.0, Ampere, is the first with bf16.
+        gpu = replace(with_memory(gib, properties.name), bf16=getattr(properties, "major", 8) >= 8)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     return Cluster(gpu, torch.cuda.device_count(), host_memory_gib=host, cores=len(os.sched_getaffinity(0)))

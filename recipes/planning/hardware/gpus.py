@@ -27,25 +27,40 @@ class Gpu:
     network_gbs: float
     """Network per GPU in GB/s and one direction, where the user names no other: that of the usual machines."""
     source: str
+    bf16: bool = True
+    """Whether it computes in bf16; before Ampere, NVIDIA's GPUs only have fp16."""
+    like: str = ""
+    """The GPU in `GPUS` that one of which only the memory is known is assumed to be as fast as."""
 
     @property
     def bf16_tflops(self) -> float:
         """Dense matrix products, without sparsity (fp16 where it has no bf16): `spec.gpus`, which MFU uses too."""
-        peak = peak_flops(self.name)
+        peak = peak_flops(self.like or self.name)
         assert peak is not None, self.name
         return peak / 1e12
 
 
 _PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0  # GB/s in one direction over 16 lanes: PCI-SIG
 _DGX_A100, _DGX_H100 = 25.0, 50.0  # DGX A100: a 200 Gb/s card per GPU; DGX H100, H200 and B200: 400 Gb/s
-_CLOUD = 12.5 / 8  # AWS g5.48xlarge, g6.48xlarge: 100 Gb/s for 8 GPUs
+_CLOUD = 12.5 / 8  # AWS p3dn.24xlarge, g5.48xlarge, g6.48xlarge: 100 Gb/s for 8 GPUs
 _OFFICE = 1.25 / 4  # ten-gigabit Ethernet for 4 GPUs
 
-GPUS = (
+_GEFORCE = (
+    Gpu("RTX 2080 Ti", 10.75, 616, 0, _PCIE3, 68, _OFFICE, "Turing whitepaper; its bridge joins only pairs", False),
+    Gpu("RTX 3060", 11.76, 360, 0, _PCIE4, 28, _OFFICE, "GeForce specifications, 12 GB; rates: GA102 whitepaper's"),
     Gpu("RTX 3090", 23.69, 936, 0, _PCIE4, 82, _OFFICE, "GA102 whitepaper; its NVLink bridge joins only pairs"),
+    Gpu("RTX 4060", 7.75, 272, 0, _PCIE3, 24, _OFFICE, "GeForce specifications; 8 lanes of PCIe 4"),
     Gpu("RTX 4090", 23.65, 1008, 0, _PCIE4, 128, _OFFICE, "Ada whitepaper"),
     Gpu("RTX 5090", 31.37, 1792, 0, _PCIE5, 170, _OFFICE, "RTX Blackwell whitepaper"),
-    Gpu("T4", 14.56, 300, 0, _PCIE3, 40, _CLOUD, "T4 datasheet"),
+)
+_WORKSTATION = (
+    Gpu("A6000", 47.43, 768, 0, _PCIE4, 84, _OFFICE, "RTX A6000 datasheet; its NVLink bridge joins only pairs"),
+    Gpu("RTX PRO 6000", 94.97, 1792, 0, _PCIE5, 188, 6.25, "RTX PRO 6000 Blackwell datasheet; network: g7e.48xlarge"),
+)
+_DATA_CENTRE = (
+    Gpu("T4", 14.56, 300, 0, _PCIE3, 40, _CLOUD, "T4 datasheet", False),
+    Gpu("V100 16GB", 15.77, 900, 150, _PCIE3, 80, _CLOUD, "V100 datasheet, SXM2", False),
+    Gpu("V100 32GB", 31.74, 900, 150, _PCIE3, 80, _CLOUD, "V100 datasheet, SXM2", False),
     Gpu("L4", 22.03, 300, 0, _PCIE4, 58, _CLOUD, "L4 datasheet"),
     Gpu("A10", 21.99, 600, 0, _PCIE4, 72, _CLOUD, "A10 datasheet"),
     Gpu("A10G", 21.99, 600, 0, _PCIE4, 80, _CLOUD, "A10G datasheet"),
@@ -54,13 +69,26 @@ GPUS = (
     Gpu("A100 80GB", 79.14, 2039, 300, _PCIE4, 108, _DGX_A100, "A100 datasheet, SXM"),
     Gpu("A100 40GB PCIe", 39.39, 1555, 0, _PCIE4, 108, 2.5, "A100 datasheet; its bridge joins only pairs"),
     Gpu("A100 80GB PCIe", 79.14, 1935, 0, _PCIE4, 108, 2.5, "A100 datasheet; network: Azure NC96ads_A100_v4"),
+    Gpu("A800", 79.14, 2039, 200, _PCIE4, 108, _DGX_A100, "A800 datasheet, SXM, 80 GB: an A100 with 400 GB/s NVLink"),
     Gpu("H100", 79.10, 3350, 450, _PCIE5, 132, _DGX_H100, "H100 datasheet, SXM"),
     Gpu("H100 PCIe", 79.10, 2000, 0, _PCIE5, 114, 2.5, "H100 datasheet; its bridge joins only pairs"),
+    Gpu("H800", 79.10, 3350, 200, _PCIE5, 132, _DGX_H100, "H800 datasheet, SXM: an H100 with 400 GB/s NVLink"),
+    Gpu("H20", 95.0, 4000, 450, _PCIE5, 78, _DGX_H100, "H20 datasheet, 96 GB"),
     Gpu("H200", 139.72, 4800, 450, _PCIE5, 132, _DGX_H100, "H200 datasheet, SXM"),
     Gpu("GH200", 94.50, 4000, 450, 450, 132, _DGX_H100, "GH200 datasheet, 96 GB; the host is reached over NVLink-C2C"),
     Gpu("B200", 178.35, 8000, 900, _PCIE5, 148, _DGX_H100, "DGX B200 datasheet"),
+    Gpu("GB200", 184.31, 8000, 900, 225, 148, _DGX_H100, "GB200 NVL72 datasheet; two GPUs share 450 GB/s to the host"),
+    Gpu("B300", 267.69, 8000, 900, _PCIE5, 148, 100.0, "HGX B300 datasheet; an 800 Gb/s card per GPU"),
     Gpu("MI300X", 191.69, 5300, 448, _PCIE5, 304, 50.0, "MI300X datasheet; seven Infinity Fabric links"),
+    Gpu("MI325X", 255.69, 6000, 448, _PCIE5, 304, 50.0, "MI325X datasheet; seven Infinity Fabric links"),
 )
+DESKTOP = (*_GEFORCE, *_WORKSTATION)
+"""GPUs that people put into a computer of their own."""
+GPUS = (*DESKTOP, *_DATA_CENTRE)
+_OTHER_MODELS = frozenset({"ti", "super", "laptop", "mobile", "d", "max"})
+"""Words that make another GPU of the same number."""
+_NEAR = 3
+"""GPUs that are named in place of one that does not exist."""
 
 
 def find(name: str) -> Gpu:
@@ -70,7 +98,7 @@ def find(name: str) -> Gpu:
         UserError: no GPU has that name, or several do.
     """
     words = _words(name)
-    within = [gpu for gpu in GPUS if _words(gpu.name) <= words]
+    within = [gpu for gpu in GPUS if _words(gpu.name) <= words and not (words - _words(gpu.name)) & _OTHER_MODELS]
     if within:
         return max(within, key=lambda gpu: len(_words(gpu.name)))
     around = [gpu for gpu in GPUS if words and words <= _words(gpu.name)]
@@ -82,16 +110,28 @@ def find(name: str) -> Gpu:
 
 
 def _words(name: str) -> frozenset[str]:
-    """Return the words of a GPU's name: `RTX4090` and `a100-80g` as `rtx 4090` and `a100 80gb`."""
+    """Return the words of a GPU's name: `RTX4090`, `2080ti` and `a100-80g` as `rtx 4090`, `2080 ti`, `a100 80gb`."""
     text = re.sub(r"\brtx(?=\d)", "rtx ", re.sub(r"[^a-z0-9]+", " ", name.lower()))
+    text = re.sub(r"(?<=\d)(?=(ti|super)\b)", " ", text)
     return frozenset(re.sub(r"\b(\d+)g\b", r"\1gb", text).split())
 
 
 def _nearest(name: str) -> str:
-    """Return the GPUs and instances with the most similar names, or every GPU where none is similar."""
+    """Return what is nearest to a GPU that does not exist: by its name, and by memory, its own or the likeliest's."""
     known = {known.lower(): known for known in [*(gpu.name for gpu in GPUS), *INSTANCES]}
-    close = get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-    return f"did you mean {', '.join(known[match] for match in close)}?" if close else f"{all_names()}."
+    bare = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|gpu)\b", "", name.lower()).strip()
+    close = [known[match] for match in get_close_matches(bare, known, n=_NEAR, cutoff=0.5)]
+    stated = re.search(r"(\d+)\s*gi?b?\b", name.lower())
+    if not close and not stated:
+        return f"{all_names()}."
+    by_name = f"did you mean {', '.join(close)}?" if close else "none has a similar name."
+    if stated:
+        gib = float(stated[1])
+    else:
+        first = INSTANCES[close[0]].gpu if close[0] in INSTANCES else close[0]
+        gib = next(gpu.memory_gib for gpu in GPUS if gpu.name == first)
+    alike = sorted((gpu for gpu in GPUS if gpu.name not in close), key=lambda gpu: abs(gpu.memory_gib - gib))
+    return f"{by_name} Near {gib:.0f} GiB are {', '.join(gpu.name for gpu in alike[:_NEAR])}."
 
 
 def all_names() -> str:
@@ -100,8 +140,10 @@ def all_names() -> str:
 
 
 def with_memory(gib: float, name: str | None = None) -> Gpu:
-    """Return a GPU of which only the memory is known: the slowest of those with the nearest memory."""
-    like = min(GPUS, key=lambda gpu: (round(abs(gpu.memory_gib - gib) / gib, 1), gpu.bf16_tflops))
+    """Return a GPU of which only the memory is known: as fast as the slowest of those with the nearest memory."""
+    modern = [gpu for gpu in GPUS if gpu.bf16]
+    like = min(modern, key=lambda gpu: (round(abs(gpu.memory_gib - gib) / gib, 1), gpu.bf16_tflops))
+    name = name or f"GPU with {gib:g} GiB"
     return replace(
-        like, memory_gib=gib, source=f"{name or 'a GPU'} with {gib:g} GiB, assumed to be as fast as {like.name}"
+        like, name=name, like=like.name, memory_gib=gib, source=f"{name}, assumed to be as fast as {like.name}"
     )

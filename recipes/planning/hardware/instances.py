@@ -25,12 +25,18 @@ def _gib(gigabytes: float) -> float:
 
 # https://aws.amazon.com/ec2/instance-types/ (accelerated computing)
 _AWS = {
+    "p3.2xlarge": Instance("V100 16GB", 1, 61, 0, 10, 8),
+    "p3.8xlarge": Instance("V100 16GB", 4, 244, 0, 10, 32),
+    "p3.16xlarge": Instance("V100 16GB", 8, 488, 0, 25, 64),
+    "p3dn.24xlarge": Instance("V100 32GB", 8, 768, _gib(1800), 100, 96),
     "p4d.24xlarge": Instance("A100 40GB", 8, 1152, _gib(8000), 400, 96),
     "p4de.24xlarge": Instance("A100 80GB", 8, 1152, _gib(8000), 400, 96),
+    "p5.4xlarge": Instance("H100", 1, 256, _gib(3840), 100, 16),
     "p5.48xlarge": Instance("H100", 8, 2048, _gib(30720), 3200, 192),
     "p5e.48xlarge": Instance("H200", 8, 2048, _gib(30720), 3200, 192),
     "p5en.48xlarge": Instance("H200", 8, 2048, _gib(30720), 3200, 192),
     "p6-b200.48xlarge": Instance("B200", 8, 2048, _gib(30720), 3200, 192),
+    "p6-b300.48xlarge": Instance("B300", 8, 4096, _gib(30720), 6400, 192),
     "g4dn.xlarge": Instance("T4", 1, 16, _gib(125), 25, 4),
     "g4dn.12xlarge": Instance("T4", 4, 192, _gib(900), 50, 48),
     "g5.xlarge": Instance("A10G", 1, 16, _gib(250), 10, 4),
@@ -48,6 +54,10 @@ _AWS = {
     "g6e.12xlarge": Instance("L40S", 4, 384, _gib(3800), 100, 48),
     "g6e.24xlarge": Instance("L40S", 4, 768, _gib(3800), 200, 96),
     "g6e.48xlarge": Instance("L40S", 8, 1536, _gib(7600), 400, 192),
+    "g7e.2xlarge": Instance("RTX PRO 6000", 1, 64, _gib(1900), 50, 8),
+    "g7e.12xlarge": Instance("RTX PRO 6000", 2, 512, _gib(3800), 400, 48),
+    "g7e.24xlarge": Instance("RTX PRO 6000", 4, 1024, _gib(7600), 800, 96),
+    "g7e.48xlarge": Instance("RTX PRO 6000", 8, 2048, _gib(15200), 1600, 192),
 }
 
 # https://cloud.google.com/compute/docs/gpus (accelerator-optimized machines; a2-highgpu has local SSDs on request)
@@ -64,10 +74,13 @@ _GOOGLE = {
     "a3-highgpu-8g": Instance("H100", 8, _gib(1872), 6000, 1000, 208),
     "a3-megagpu-8g": Instance("H100", 8, _gib(1872), 6000, 1800, 208),
     "a3-ultragpu-8g": Instance("H200", 8, _gib(2952), 12000, 3600, 224),
+    "a4-highgpu-8g": Instance("B200", 8, _gib(3968), 12000, 3600, 224),
+    "a4x-highgpu-4g": Instance("GB200", 4, _gib(884), 12000, 2000, 140),
 }
 
 # https://learn.microsoft.com/azure/virtual-machines/sizes/overview (GPU accelerated)
 _AZURE = {
+    "ND40rs_v2": Instance("V100 32GB", 8, 672, 2948, 100, 40),
     "ND96asr_v4": Instance("A100 40GB", 8, 900, 6000, 1600, 96),
     "ND96amsr_A100_v4": Instance("A100 80GB", 8, 1900, 6000, 1600, 96),
     "ND96isr_H100_v5": Instance("H100", 8, 1900, 28000, 3200, 96),

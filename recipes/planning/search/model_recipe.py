@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from ...spec.run_folder import read_json
 from ..model_profile.lookup import profile_of
 
 METHODS = ("full", "lora", "qlora")
-"""Those that a plan can be asked for."""
+"""From the one that needs most memory to the one that needs least."""
+PINNED_FILES = ("zero2_offload.json", "zero3_offload.json", "zero3_offload_params.json", "zero3_nvme.json")
+"""DeepSpeed files that say what a variant is: `full_offload` offloads, wherever it runs."""
 DECODERS = ("ForCausalLM", "LMHeadModel")
 """How the names of Hugging Face's decoder classes end."""
 SIZES = {
@@ -36,7 +38,7 @@ def find(name: str, method: str) -> Recipe:
 
     Args:
         name: `RECIPE[-SIZE]`, `PATH/TO/page.py[-SIZE]`, a Hub id, or a path to a config.json or to its folder.
-        method: of `METHODS`.
+        method: a variant of its page; for a model without one, of the page nearest to it.
 
     Raises:
         UserError: there is no such model, it cannot be read, it is not a decoder, or it does not support the method.
@@ -58,6 +60,12 @@ def find(name: str, method: str) -> Recipe:
 def method_of(recipe: Recipe) -> str:
     """Return which of `METHODS` a recipe uses."""
     return "full" if recipe.lora is None else "lora" if recipe.model.quantization == "none" else "qlora"
+
+
+def pinned(recipe: Recipe) -> frozenset[str]:
+    """Return the keys of a page's variant that say what it is, so that a plan keeps them: its layout, its offload."""
+    sizes = {f"layout.{name}" for name, size in asdict(recipe.layout).items() if size > 1}
+    return frozenset(sizes | ({"deepspeed"} if recipe.deepspeed in PINNED_FILES else set()))
 
 
 def _page_of(hub_id: str) -> str | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ...spec.deepspeed_file import DeepSpeedFile
 from ...spec.recipe import Recipe
 from ..cost.memory import Memory
+from ..cost.ranges import memory_range, speed_range
 from ..cost.step_time import StepTime
 from ..cost.training_setup import TrainingSetup
 from ..hardware.cluster import Cluster
@@ -38,8 +39,10 @@ TIERS = (
     ("zero3_nvme.json",),
     ("bf16_states.json",),
 )
-"""Files of `configs/`, in each tier from the simplest. A later tier is tried only where nothing in the earlier ones
-fits: offloading comes late, to the CPU before NVMe, and bf16 states, which round, come last."""
+"""Files of `configs/`, in each tier from the simplest: offloading comes late, to the CPU before NVMe. Of a tier after
+the first in which anything fits, only the best plan is kept."""
+LAST_RESORT = TIERS[-1]
+"""bf16 states, which round: tried only where nothing else fits."""
 SIMPLICITY = tuple(name for tier in TIERS for name in tier)
 
 
@@ -93,6 +96,18 @@ class Plan:
         return self.memory.worst.total / GIB
 
     @property
+    def gpu_gib_range(self) -> tuple[float, float]:
+        """The low and the high value of `gpu_gib`, by the runs of its kind that were published (`cost.ranges`)."""
+        factors = memory_range(self.setup)
+        return factors.low * self.gpu_gib, factors.high * self.gpu_gib
+
+    @property
+    def speed_range(self) -> tuple[float, float]:
+        """The low and the high value of `speed`."""
+        factors = speed_range(self.setup)
+        return factors.low * self.speed, factors.high * self.speed
+
+    @property
     def host_gib(self) -> float:
         """Of one node's memory, at its fullest moment."""
         return max(self.memory.host.values()) / GIB
@@ -113,16 +128,21 @@ class Plan:
         return self.gpu_gib / self.cluster.gpu.memory_gib
 
     @property
+    def tier(self) -> int:
+        """Which of `TIERS` its file is in; files of one's own are in the first."""
+        return next((number for number, names in enumerate(TIERS) if self.recipe.deepspeed in names), 0)
+
+    @property
     def simplicity(self) -> tuple:
         """What decides between plans of about the same speed; smaller is simpler.
 
-        In this order: a model that is not split, then one split by sequences, by matrices or experts, by layers; memory
-        to spare; the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
+        In this order: nothing offloaded; a model that is not split, then one split by sequences, by matrices or experts,
+        by layers; memory to spare; the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
         """
         layout = self.recipe.layout
         kinds = (layout.sequence > 1) + 2 * (layout.tensor > 1) + 2 * (layout.expert > 1) + 4 * (layout.pipeline > 1)
         order = SIMPLICITY.index(self.recipe.deepspeed) if self.recipe.deepspeed in SIMPLICITY else len(SIMPLICITY)
-        return kinds, self.tight, order, self.setup.model_parallel_size, self.gpu_gib
+        return self.tier > 0, kinds, self.tight, order, self.setup.model_parallel_size, self.gpu_gib
 
 
 @dataclass(frozen=True)
@@ -149,6 +169,14 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
         order.append(min(near, key=lambda plan: plan.simplicity))
         remaining.remove(order[-1])
     return order
+
+
+def is_dominated(plan: Plan, others: Sequence[Plan]) -> bool:
+    """Return whether another plan is as fast and takes no more memory, neither of a GPU nor of the host."""
+    return any(
+        other.speed >= plan.speed and other.gpu_gib <= plan.gpu_gib and other.host_gib <= plan.host_gib
+        for other in others
+    )
 
 
 def shortfalls(memory: Memory, cluster: Cluster) -> tuple[tuple[str, ...], bool]:

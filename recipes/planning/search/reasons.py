@@ -43,7 +43,10 @@ def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
         place = "NVMe" if setup.offload_optimizer == "nvme" else "the CPU"
         what = "weights and optimizer states" if setup.offload_parameters != "none" else "the optimizer states"
         without = _gpu_gib(request, lean, offload_optimizer="none", offload_parameters="none")
-        yield f"{what} go to {place}, the last resort, because with them a GPU would need {without:,.0f} GiB"
+        if without > have:
+            yield f"{what} go to {place}, because with them a GPU would need {without:,.0f} GiB"
+        else:
+            yield f"{what} go to {place}, which leaves room for more sequences"
     elif setup.bf16_states:
         without = _gpu_gib(request, lean, bf16_states=False)
         yield f"optimizer states rounded to bf16, because in fp32 a GPU would need {without:,.0f} GiB: watch the loss"

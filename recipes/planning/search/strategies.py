@@ -23,7 +23,7 @@ from ..cost.step_time import step_time
 from ..cost.training_setup import TrainingSetup, training_setup
 from ..hardware.cluster import Cluster
 from ..model_profile.lookup import profile_of
-from .plans import SIMPLICITY, TIERS, Plan, PlanRequest, SearchResult, ranked, shortfalls
+from .plans import LAST_RESORT, SIMPLICITY, TIERS, Plan, PlanRequest, SearchResult, is_dominated, ranked, shortfalls
 
 MOST_SEQUENCES = 64
 """Per forward pass; more does not make a GPU faster."""
@@ -40,24 +40,43 @@ def plan_request(recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = ()) ->
 
 
 def search(request: PlanRequest) -> SearchResult:
-    """Return the plans that fit, and for each file that does not the one that comes nearest."""
+    """Return the plans that fit, and for each file that does not the one that comes nearest.
+
+    Of the tiers after the first in which anything fits, the best plan is kept where no other is as fast and as lean.
+
+    Raises:
+        UserError: `precision=bf16` is asked for on a GPU without it.
+    """
     request = replace(request, recipe=_with_divisible_batch(request))
+    request = replace(request, recipe=_with_supported_precision(request))
     fitting: list[Plan] = []
     rejected: dict[str, Plan] = {}
     for tier in ((request.recipe.deepspeed,),) if "deepspeed" in request.fixed else TIERS:
-        for name, recipes in _candidates(request, tier):
-            for recipe in recipes:
-                plans = list(_sized(request, recipe))
-                if fits := [plan for plan in plans if plan.fits]:
-                    fitting.append(ranked(fits)[0])
-                    break  # the longest parts of a sequence that fit: it is split over no more ranks than necessary
-                for plan in plans:
-                    if name not in rejected or plan.gpu_gib < rejected[name].gpu_gib:
-                        rejected[name] = plan
-        if fitting:
+        if fitting and tier == LAST_RESORT:
             break
+        found, too_large = _fitting(request, tier)
+        if fitting:
+            fitting += [plan for plan in ranked(found)[:1] if not is_dominated(plan, fitting)]
+        else:
+            fitting, rejected = found, rejected | too_large
     used = {plan.recipe.deepspeed for plan in fitting}
     return SearchResult(tuple(ranked(fitting)), tuple(plan for name, plan in rejected.items() if name not in used))
+
+
+def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], dict[str, Plan]]:
+    """Return the best plan of each file and layout of a tier that fits, and by file what comes nearest to fitting."""
+    fitting: list[Plan] = []
+    rejected: dict[str, Plan] = {}
+    for name, recipes in _candidates(request, tier):
+        for recipe in recipes:
+            plans = list(_sized(request, recipe))
+            if fits := [plan for plan in plans if plan.fits]:
+                fitting.append(ranked(fits)[0])
+                break  # the longest parts of a sequence that fit: it is split over no more ranks than necessary
+            for plan in plans:
+                if name not in rejected or plan.gpu_gib < rejected[name].gpu_gib:
+                    rejected[name] = plan
+    return fitting, rejected
 
 
 def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:
@@ -95,6 +114,16 @@ def _with_divisible_batch(request: PlanRequest) -> Recipe:
     return replace(recipe, global_batch_size=sequences, micro_batch_size=micro_batch)
 
 
+def _with_supported_precision(request: PlanRequest) -> Recipe:
+    """Return the recipe in fp16 where it is in bf16, which the GPU does not compute in."""
+    recipe, gpu = request.recipe, request.cluster.gpu
+    if recipe.precision != "bf16" or gpu.bf16:
+        return recipe
+    if "precision" in request.fixed:
+        raise UserError(f"precision=bf16: {gpu.name} has no bf16; write precision=fp16, or leave it out.")
+    return replace(recipe, precision="fp16")
+
+
 def _candidates(request: PlanRequest, files: Sequence[str]) -> Iterator[tuple[str, Iterator[Recipe]]]:
     """Yield every file with the possible layouts that differ in sequence parallelism only, the smallest first."""
     for layouts in _layouts(request):
@@ -106,6 +135,8 @@ def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Ite
     """Yield the recipe in each of some layouts in which it can run, with one sequence per pass."""
     world_size = request.cluster.gpus
     for layout in layouts:
+        if layout.pipeline > 1 and request.recipe.tiled_loss:
+            continue  # its last stage returns whole logits
         recipe = replace(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
         data_parallel = data_parallel_size(layout, world_size)
         if not data_parallel or recipe.global_batch_size % data_parallel or not _suits(name, layout, request):
@@ -124,7 +155,8 @@ def _layouts(request: PlanRequest) -> Iterator[list[Layout]]:
         return limits.divisors(most)
 
     world_size = request.cluster.gpus
-    for tensor in sizes("tensor", request.cluster.gpus_per_node):
+    experts = request.recipe.layout.expert if "layout.expert" in request.fixed else 1
+    for tensor in sizes("tensor", request.cluster.gpus_per_node) if experts == 1 else []:
         for pipeline in sizes("pipeline", world_size // tensor):
             if pipeline <= MOST_STAGES:
                 sequences = sizes("sequence", world_size // tensor // pipeline)
@@ -153,6 +185,8 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
         return False  # transformers loads 4-bit weights whole on every rank: there is nothing to shard
     if layout.pipeline > 1 or layout.expert > 1:
         return name == ("pipeline.json" if layout.pipeline > 1 else "expert_parallel.json")
+    if name == "bf16_states.json" and request.recipe.precision != "bf16":
+        return False
     adapters = request.recipe.lora is not None
     zero3 = "zero3_moe.json" if _is_mixture(request) else "zero3_adapters.json" if adapters else "zero3.json"
     if layout.tensor > 1:

@@ -1,16 +1,23 @@
-"""What to change where nothing fits: another method, more nodes, a drive; each tried by itself."""
+"""What to change where nothing fits: another method, shorter sequences, tiles, more hardware; each tried by itself."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ...spec import overrides, pages
+from ...spec.errors import UserError
 from ...spec.recipe import Recipe
-from .model_recipe import METHODS, method_of
+from .model_recipe import METHODS, method_of, pinned
 from .plans import REFUSE, PlanRequest, SearchResult
 from .strategies import plan_request, search
 
 MOST_NODES = 128
+MOST_GPUS = 8
+"""Of one node that is no instance."""
+TILES = ("tiled_loss=true", "tiled_mlp=true")
+SHORTEST = 512
+"""Tokens of a sequence; below it most conversations would be cut."""
 
 
 def sentence(request: PlanRequest, result: SearchResult) -> str:
@@ -27,27 +34,77 @@ def sentence(request: PlanRequest, result: SearchResult) -> str:
         )
     nearest = min(result.rejected, key=lambda plan: plan.gpu_gib)
     found = list(suggestions(request))
-    fits = f"What would: {'; '.join(found)}." if found else "Take a smaller model."
+    fits = (
+        f"What would: {'; '.join(found)}." if found else "Take a smaller model, or let --which-gpu find the hardware."
+    )
     return f"nothing fits; {nearest.recipe.deepspeed} comes nearest, with {nearest.shortfalls[0]}.\n{fits}"
 
 
 def suggestions(request: PlanRequest) -> Iterator[str]:
-    """Yield each change with which the model can be trained, as it is typed for plan.py."""
-    for method in METHODS[METHODS.index(method_of(request.recipe)) + 1 :]:
-        other = with_method(request.recipe, method)
-        if other and search(plan_request(other, request.cluster)).best:
-            yield f"--method {method}"
+    """Yield each change with which the model can be trained, as it is typed for plan.py; each was tried by itself."""
+    yield from _methods(request)
+    yield from _less_at_once(request)
+    yield from _more_hardware(request)
+
+
+def _methods(request: PlanRequest) -> Iterator[str]:
+    """Yield the first variant with fewer states that fits: adapters, then 4-bit weights, then sharded ones."""
+    frugal = METHODS.index(method_of(request.recipe))
+    others = [
+        other for name in pages.variants(pages.page_of(request.recipe)) if (other := with_method(request.recipe, name))
+    ]
+    for method in METHODS[frugal:]:
+        for other in others:
+            same = other.method == request.recipe.method and method_of(other) == method
+            more = METHODS.index(method) > frugal or other.variant.startswith(f"{request.recipe.variant}_")
+            if same and more and _fits(plan_request(other, request.cluster, pinned(other))):
+                yield f"--method {other.variant}"
+                return
+
+
+def _less_at_once(request: PlanRequest) -> Iterator[str]:
+    """Yield tiles and the longest half, quarter, ... of the sequence that fit."""
+    recipe = request.recipe
+    if recipe.method != "dpo" and not recipe.layout.pipeline > 1:
+        with contextlib.suppress(UserError):  # what it does not go with
+            if _fits(replace(request, recipe=overrides.apply(recipe, TILES))):
+                yield " ".join(TILES)
+    length = recipe.sequence_length // 2
+    while length >= SHORTEST:
+        if _fits(replace(request, recipe=replace(recipe, sequence_length=length))):
+            yield f"sequence_length={length}"
+            return
+        length //= 2
+
+
+def _more_hardware(request: PlanRequest) -> Iterator[str]:
+    """Yield more GPUs, host memory and drives."""
+    cluster = request.cluster
+    gpus = cluster.gpus_per_node * 2
+    while not cluster.instance and cluster.nodes == 1 and gpus <= MOST_GPUS:
+        if _fits(replace(request, cluster=replace(cluster, gpus_per_node=gpus))):
+            yield f"--gpus {gpus}"
             break
-    nodes = request.cluster.nodes * 2
-    while nodes <= MOST_NODES:
-        if search(replace(request, cluster=replace(request.cluster, nodes=nodes))).best:
-            yield f"--nodes {nodes}"
-            break
-        nodes *= 2
-    if not request.cluster.nvme_gib:
-        best = search(replace(request, cluster=replace(request.cluster, nvme_gib=float("inf")))).best
+        gpus *= 2
+    else:
+        nodes = cluster.nodes * 2
+        while nodes <= MOST_NODES:
+            if _fits(replace(request, cluster=replace(cluster, nodes=nodes))):
+                yield f"--nodes {nodes}"
+                break
+            nodes *= 2
+    if cluster.host_memory_gib:
+        offloaded = search(replace(request, cluster=replace(cluster, host_memory_gib=0))).plans
+        if offloaded:
+            yield f"--host-memory {math.ceil(min(plan.host_gib for plan in offloaded) / REFUSE):.0f}"
+    if not cluster.nvme_gib:
+        best = search(replace(request, cluster=replace(cluster, nvme_gib=float("inf")))).best
         if best and best.nvme_gib:
             yield f"--nvme {math.ceil(best.nvme_gib / REFUSE):.0f}"
+
+
+def _fits(request: PlanRequest) -> bool:
+    return search(request).best is not None
 
 
 def with_method(recipe: Recipe, method: str) -> Recipe | None:

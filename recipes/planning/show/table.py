@@ -1,7 +1,7 @@
 """A search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..hardware.cluster import Cluster
 from ..search.model_recipe import method_of
 from ..search.plans import Plan, PlanRequest, SearchResult
 from ..search.reasons import why
+from ..search.run_cost import Workload
 
 SHOWN = 8
 """Plans in the table."""
@@ -29,6 +30,7 @@ COLUMNS = (
     "NVMe GiB",
     "tokens/s/GPU",
 )
+COST_COLUMNS = ("hours", "dollars")
 LARGE_CHECKPOINT = 10
 """GiB of a checkpoint that are worth a note."""
 BAR = 40
@@ -37,8 +39,11 @@ HOSTS = "HOSTS"
 """Stands for the hostfile in a command."""
 
 
-def as_json(request: PlanRequest, result: SearchResult) -> dict[str, Any]:
-    """Return the answer as `plan.py --json` prints it: the plans that fit, then those that do not."""
+def as_json(request: PlanRequest, result: SearchResult, workload: Workload | None = None) -> dict[str, Any]:
+    """Return the answer as `plan.py --json` prints it: the plans that fit, then those that do not.
+
+    With a workload, each plan has `hours`, and `dollars` where the price of the hardware is known.
+    """
     cluster, recipe = request.cluster, request.recipe
     plans = [*result.plans, *result.rejected]
     return {
@@ -47,12 +52,13 @@ def as_json(request: PlanRequest, result: SearchResult) -> dict[str, Any]:
             "path": recipe.model.path,
             "model_type": request.profile.model_type,
             "parameters": request.profile.parameters,
-            "method": method_of(recipe),
+            "method": recipe.variant or method_of(recipe),
             "sequence_length": recipe.sequence_length,
             "global_batch_size": (plans[0].recipe if plans else recipe).global_batch_size,
         },
         "hardware": {
             "gpu": cluster.gpu.name,
+            "instance": cluster.instance or None,
             "gpu_memory_gib": cluster.gpu.memory_gib,
             "gpus_per_node": cluster.gpus_per_node,
             "nodes": cluster.nodes,
@@ -61,24 +67,27 @@ def as_json(request: PlanRequest, result: SearchResult) -> dict[str, Any]:
             "network_gbs": cluster.node_network_gbs if cluster.nodes > 1 else None,
             "calibrated": bool(plans) and plans[0].time.measured,
         },
-        "plans": [_plan_as_json(request, plan) for plan in plans],
+        "plans": [_plan_as_json(request, plan, workload) for plan in plans],
         "best": 0 if result.best else None,
     }
 
 
-def _plan_as_json(request: PlanRequest, plan: Plan) -> dict[str, Any]:
-    return {
+def _plan_as_json(request: PlanRequest, plan: Plan, workload: Workload | None) -> dict[str, Any]:
+    cost = {"hours": workload.hours(plan), "dollars": workload.dollars(plan)} if workload else {}
+    return cost | {
         "config": plan.recipe.deepspeed,
         "layout": {"data": plan.setup.data_parallel_size, **asdict(plan.recipe.layout)},
         "micro_batch_size": plan.setup.micro_batch_size,
         "gradient_accumulation_steps": plan.setup.gradient_accumulation_steps,
         "gradient_checkpointing": plan.setup.gradient_checkpointing,
         "gpu_peak_gib": plan.gpu_gib,
+        "gpu_peak_gib_range": list(plan.gpu_gib_range),
         "gpu_breakdown_gib": dict(plan.components),
         "host_gib": plan.host_gib,
         "nvme_gib": plan.nvme_gib,
         "checkpoint_gib": plan.checkpoint_gib,
         "tokens_per_second_per_gpu": plan.speed,
+        "tokens_per_second_per_gpu_range": list(plan.speed_range),
         "step_seconds": plan.time.seconds,
         "fits": plan.fits,
         "tight": plan.tight,
@@ -95,55 +104,91 @@ def command(recipe: Recipe, cluster: Cluster) -> str:
     return f"{project.command('launch')} {shlex.join([*words, *overrides.differences(page, recipe)])}"
 
 
-def show(request: PlanRequest, result: SearchResult, console: Console, explain: bool) -> None:
+def show(
+    request: PlanRequest, result: SearchResult, console: Console, explain: bool, workload: Workload | None = None
+) -> None:
     """Print the answer: the table, the best plan's memory as a bar, its reasons and its command."""
-    recipe = request.recipe
-    console.print(
-        f"{_model(request)}, {method_of(recipe)}, sequences of {recipe.sequence_length:,} tokens, "
-        f"on {_hardware(request.cluster)}"
-    )
-    plans = [*result.plans[:SHOWN], *(result.rejected if explain or not result.plans else ())]
-    console.print(_table(plans))
+    console.print(f"{asked(request)}, on {hardware_in_words(request.cluster)}")
+    plans = [*shown(result.plans), *(result.rejected if explain or not result.plans else ())]
+    console.print(_table(plans, workload))
     if result.best is None:
         return
     for line in bar(result.best):
         console.print(line)
     for number, plan in enumerate(plans if explain else plans[:1], start=1):
         console.print(f"\n{f'{number}. ' if explain else ''}{why(request, plan)}")
-    for note in notes(result.best):
+    for note in (*notes(result.best), *(cost_notes(result.best, workload) if workload else ())):
         console.print(f"\n{note}")
     console.print(f"\n{command(result.best.recipe, request.cluster)}", soft_wrap=True)
+
+
+def shown(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the first plans, and of those after them the best of each tier that is not among the first."""
+    first = list(plans[:SHOWN])
+    for plan in plans[SHOWN:]:
+        if plan.tier not in {one.tier for one in first}:
+            first.append(plan)
+    return first
 
 
 def notes(plan: Plan) -> Iterator[str]:
     """Yield what else a person should know of a plan."""
     batch, gpus = plan.recipe.global_batch_size, plan.setup.world_size
+    (low, high), (slow, fast) = plan.gpu_gib_range, plan.speed_range
+    speeds = f"{slow:,.0f} to {fast:,.0f} tokens/s/GPU"
+    yield f"Range, by published runs of its kind: {low:,.0f} to {high:,.0f} GiB, {speeds}."
     if plan.checkpoint_gib > LARGE_CHECKPOINT:
         kept = plan.recipe.keep_checkpoints
         yield f"A checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} of them are kept."
     if not plan.time.measured:
         yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order most."
+    if plan.recipe.precision == "fp16" and not plan.cluster.gpu.bf16:
+        yield f"{plan.cluster.gpu.name} has no bf16, so this trains in fp16: its first steps look for a loss scale."
     if batch < gpus:
         yield f"{batch} sequences per step are fewer than the GPUs: use global_batch_size={gpus} to give each one."
 
 
-def _model(request: PlanRequest) -> str:
+def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
+    """Yield what hours and dollars are made of."""
+    tokens = (
+        f"about {workload.tokens:,.0f} tokens ({workload.about})"
+        if workload.about
+        else f"{workload.tokens:,.0f} tokens"
+    )
+    padding = "" if plan.recipe.packing else ", and so does padding, since packing is off"
+    yield f"Hours are of training {tokens}; loading and checkpoints come on top{padding}."
+    hourly = workload.prices.per_hour(plan.cluster)
+    if hourly is None:
+        yield (
+            f"What {plan.cluster.instance or plan.cluster.gpu.name} costs is not known here: give --price, in dollars "
+            "per hour of a node, or name a cloud's instance (--gpu p5.48xlarge)."
+        )
+    else:
+        yield f"Dollars: {hourly:,.2f} per hour, {workload.prices.source(plan.cluster)}."
+
+
+def asked(request: PlanRequest) -> str:
+    """Return what is planned, without the hardware: model, method and sequence length."""
     recipe = request.recipe
     known = pages.find(pages.typed(recipe), recipe.variant).model.path == recipe.model.path
     name = pages.typed(recipe) if known else recipe.model.path
-    return f"{name} ({pages.human(request.profile.parameters)})"
+    parameters = pages.human(request.profile.parameters)
+    return f"{name} ({parameters}), {recipe.variant}, sequences of {recipe.sequence_length:,} tokens"
 
 
-def _hardware(cluster: Cluster) -> str:
-    node = f"{cluster.gpus_per_node} x {cluster.gpu.name} ({cluster.gpu.memory_gib:g} GiB)"
+def hardware_in_words(cluster: Cluster) -> str:
+    """Return a cluster in words: `4 x 8 x H100 (79.1 GiB), 3,200 Gbit/s per node`."""
+    gpu = cluster.gpu
+    about = f"assumed to be as fast as {gpu.like}" if gpu.like else f"{gpu.memory_gib:g} GiB"
+    node = f"{cluster.gpus_per_node} x {gpu.name} ({about})"
     if cluster.nodes == 1:
         return node
     return f"{cluster.nodes} x {node}, {8 * cluster.node_network_gbs:,.0f} Gbit/s per node"
 
 
-def _table(plans: list[Plan]) -> Table:
+def _table(plans: list[Plan], workload: Workload | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
+    for name in (*COLUMNS, *(COST_COLUMNS if workload else ())):
         table.add_column(name, justify="left" if name in ("config", "layout") else "right", no_wrap=True)
     for number, plan in enumerate(plans, start=1):
         table.add_row(
@@ -157,9 +202,16 @@ def _table(plans: list[Plan]) -> Table:
             _size(plan.host_gib),
             _size(plan.nvme_gib),
             f"{plan.speed:,.0f}" if plan.fits else "does not fit",
+            *(cost(plan, workload) if workload and plan.fits else ()),
             style=None if plan.fits and not plan.tight else "yellow" if plan.fits else "red",
         )
     return table
+
+
+def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
+    """Return the cells of a plan's hours and dollars."""
+    hours, dollars = workload.hours(plan), workload.dollars(plan)
+    return f"{hours:,.1f}", "-" if dollars is None else f"{dollars:,.2f}" if dollars < 100 else f"{dollars:,.0f}"
 
 
 def _size(size: float) -> str:

@@ -1,0 +1,98 @@
+"""Predict which configurations fit, how fast they are, which one to choose, and why, before a GPU is rented.
+
+    python scripts/plan.py llama3-8b                                         # full fine-tuning on this machine's GPUs
+    python scripts/plan.py llama3-70b --method lora --gpu H100 --gpus 8
+    python scripts/plan.py path/to/config.json --gpu A100-80GB --gpus 8 --nodes 4 --sequence-length 8192
+    python scripts/plan.py llama3-8b --method qlora --gpu-memory 24 --explain
+    python scripts/plan.py qwen3-32b --gpu p5.48xlarge --nodes 2 --write plans/qwen3 --figure plans/qwen3.png
+    python scripts/plan.py llama3-8b --method lora --gpu g6e.xlarge --tokens 100M       # hours and dollars
+    python scripts/plan.py llama3-8b --method dpo_lora --which-gpu --tokens 500M
+    python scripts/plan.py llama3-70b --gpu p5.48xlarge --tokens 2B --deadline 3d
+    python scripts/plan.py qwen3-8b --method qlora --gpu 4090 --longest
+
+A plan is a file in configs/, a layout, a micro-batch size and whether to checkpoint. Plans that cannot run are left
+out, those that need more than 95 % of a GPU's memory do not fit, and those above 80 % are marked as tight. Plans are
+ranked by predicted tokens per second and GPU; a simpler plan is preferred if it reaches 95 % of a more complex one's
+speed. `micro-batch` is the sequences of a forward pass x passes per optimizer step. Planning needs neither a GPU nor
+the weights, and for a recipe not even a network.
+
+--tokens, or data.path and epochs, gives every plan's hours, and dollars where the price is known: list prices of a date
+for the clouds' instances, or --price. --deadline finds how many such GPUs end in time, --which-gpu the cheapest and the
+smallest hardware, --longest the longest sequence. A method is any variant of the recipe (launch.py --list FAMILY).
+
+key=value changes the recipe as in launch.py. The planner keeps what you set there (deepspeed=zero3.json,
+layout.tensor=8, micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128).
+
+Exit status: 0; 1 if nothing fits (the table shows what comes nearest); 2 for a mistake on the command line, or a
+deadline that nothing meets.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from ...planning.search import deadline, longest, strategies, suggestions
+from ...planning.search.plans import PlanRequest, SearchResult
+from ...planning.search.run_cost import Workload
+from ...planning.show import table
+from ...spec.errors import UserError
+from ...spec.project import as_typed, program
+from . import files, which_gpu, workload
+from .options import parser, recipe_of, request_of
+
+WIDTH = 160
+"""Characters of the widest table, with hours and dollars."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the plans, and return the exit status: 1 where nothing fits.
+
+    Raises:
+        UserError: a mistake on the command line, or a file that cannot be read or written.
+    """
+    arguments = parser(__doc__).parse_intermixed_args(words)
+    if arguments.which_gpu:
+        return which_gpu.answer(arguments, console())
+    request = request_of(arguments)
+    work = workload.workload(arguments, *recipe_of(arguments))
+    request, result = answer(arguments, request, work)
+    if arguments.json:
+        print(json.dumps(table.as_json(request, result, work), indent=2))
+    else:
+        table.show(request, result, console(), arguments.explain, work)
+        if arguments.longest and result.best:
+            print(f"\n{longest.sentence(request)}")
+    if result.best is None:
+        print(f"{program('plan')}: {as_typed(suggestions.sentence(request, result))}", file=sys.stderr)
+        return 1
+    if arguments.write:
+        with files.system_errors_of("--write", arguments.write):
+            files.write(request, result.best, arguments.write)
+    if arguments.figure:
+        with files.system_errors_of("--figure", arguments.figure):
+            files.draw(result, arguments.figure)
+    return 0
+
+
+def answer(
+    arguments: argparse.Namespace, request: PlanRequest, work: Workload | None
+) -> tuple[PlanRequest, SearchResult]:
+    """Return the plans for what is asked, and the request that they answer: of more GPUs, or of longer sequences.
+
+    Raises:
+        UserError: a deadline without tokens, or one that nothing meets.
+    """
+    if arguments.deadline:
+        hours = workload.deadline(arguments.deadline)
+        if work is None or arguments.longest:
+            raise UserError("--deadline: how much is to be trained? Add --tokens 500M, or data.path=... epochs=3.")
+        return deadline.in_time(request, work, hours)
+    return longest.longest(request) if arguments.longest else (request, strategies.search(request))
+
+
+def console() -> Console:
+    """Return the console for the table: as wide as the terminal, or wide enough for it where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

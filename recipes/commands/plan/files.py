@@ -1,0 +1,112 @@
+"""What `plan.py` writes: the best plan's DeepSpeed JSON, the script that starts it, and the figure."""
+
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ...planning.search.plans import Plan, PlanRequest, SearchResult
+from ...planning.search.reasons import why
+from ...planning.show import table
+from ...spec.errors import UserError, cannot_write
+from ...spec.project import CONFIGS, IMPORT_ROOT, INSTALLED
+from ...spec.run_folder import write_json
+from ...zero_config.resolve import Numbers, dumps, resolve
+
+PLANS_DRAWN = 8
+
+
+@contextlib.contextmanager
+def system_errors_of(flag: str, path: Path) -> Iterator[None]:
+    """Turn a system error, such as a folder that cannot be written, into one that names the option.
+
+    Raises:
+        UserError: names the flag, the path and the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = cannot_write(error, path) or f"{path}: cannot be written ({error.strerror})."
+        raise UserError(f"{flag} {reason}") from None
+
+
+def write(request: PlanRequest, plan: Plan, folder: Path) -> None:
+    """Write the resolved DeepSpeed JSON, to use anywhere, and `launch.sh`, which starts the plan here."""
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved = folder / "deepspeed.json"
+    resolved.write_text(dumps(for_engine(request, plan)), encoding="utf-8")
+    script = folder / "launch.sh"
+    script.write_text(launch_script(request, plan, folder), encoding="utf-8")
+    script.chmod(0o755)
+    print(f"written: {resolved}, {script}", file=sys.stderr)
+
+
+def for_engine(request: PlanRequest, plan: Plan) -> dict:
+    """Return the plan's configuration as the engine gets it."""
+    recipe, setup = plan.recipe, plan.setup
+    numbers = Numbers(
+        micro_batch_size=setup.micro_batch_size,
+        gradient_accumulation_steps=setup.gradient_accumulation_steps,
+        world_size=setup.world_size,
+        tensor=setup.layout.tensor,
+        pipeline=setup.layout.pipeline,
+        sequence=setup.layout.sequence,
+        hidden_size=request.profile.hidden_size,
+        precision=recipe.precision,
+        gradient_clipping=recipe.max_grad_norm,
+        learning_rate=recipe.learning_rate,
+        adam_beta2=recipe.adam_beta2,
+        adam_epsilon=recipe.adam_epsilon,
+        weight_decay=recipe.weight_decay,
+    )
+    config = resolve(dict(plan.file.content), numbers)
+    for block, key, size in (
+        ("tensor_parallel", "autotp_size", setup.layout.tensor),
+        ("expert_parallel", "autoep_size", setup.layout.expert),
+    ):
+        # In a pipeline the stages are split before DeepSpeed gets them.
+        if size > 1 and setup.layout.pipeline == 1:
+            config[block] = config.get(block, {}) | {key: size}
+    return config
+
+
+def launch_script(request: PlanRequest, plan: Plan, folder: Path) -> str:
+    """Return a shell script that starts the launcher, on several nodes with a hostfile; it takes further key=value."""
+    shipped = CONFIGS / plan.recipe.deepspeed
+    recipe = plan.recipe
+    if plan.file.content != json.loads(shipped.read_text(encoding="utf-8")):
+        template = folder / recipe.deepspeed
+        write_json(template, plan.file.content)
+        recipe = replace(recipe, deepspeed=str(template))
+    ranks = plan.setup.world_size
+    lines = ["#!/bin/sh", f"# {ranks} GPU{'s' * (ranks > 1)}. {why(request, plan)}"]
+    start = table.command(recipe, request.cluster)
+    if request.cluster.nodes > 1:
+        lines += [
+            "# Usage: launch.sh HOSTFILE [key=value ...]; this folder and the data have the same path on every node."
+        ]
+        lines += ['hosts=$(realpath "${1:?hostfile: a line HOST slots=N per node}") || exit', "shift"]
+        start = start.replace(f"--hostfile {table.HOSTS}", '--hostfile "$hosts"')
+    where = [] if INSTALLED else [f"cd {shlex.quote(str(IMPORT_ROOT))} || exit"]
+    return "\n".join([*lines, *where, f'{start} "$@"', ""])
+
+
+def draw(result: SearchResult, file: Path) -> None:
+    """Write the figure.
+
+    Raises:
+        UserError: a format other than PNG, or matplotlib is not installed.
+    """
+    if file.suffix.lower() != ".png":
+        raise UserError(f"--figure {file}: the format is PNG; name it {file.with_suffix('.png')}.")
+    try:
+        from ...planning.show import figure  # matplotlib, half a second
+    except ImportError:
+        raise UserError(f"--figure {file}: needs matplotlib: pip install 'deepspeed-recipes[train]'") from None
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(figure.png(figure.labels(result.plans[:PLANS_DRAWN])))

@@ -1,0 +1,117 @@
+"""How much is to be trained: tokens, counted or estimated from the data, and the hours that there are for it."""
+
+import argparse
+import math
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...planning.hardware.prices import prices
+from ...planning.search.run_cost import Workload
+from ...spec.errors import UserError
+from ...spec.project import IMPORT_ROOT
+from ...spec.recipe import Recipe, names
+from ...training.data import formats, text_files
+
+CHARACTERS = 4
+"""Of English text per token, about, with today's tokenizers; other languages have fewer."""
+SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
+
+
+def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str]) -> Workload | None:
+    """Return what is to be trained; None where nobody has said how much.
+
+    Args:
+        arguments: with `tokens` and `price` as typed.
+        recipe: with the user's settings.
+        keys: of the settings that the user has given; `data.path`, `epochs` and `max_steps` say how much, too.
+
+    Raises:
+        UserError: the tokens or a price are no number, or the data cannot be counted.
+    """
+    known = prices(arguments.price)
+    if arguments.tokens is not None:
+        both = [key for key in ("epochs", "max_steps") if key in keys]
+        if both:
+            raise UserError(f"--tokens {arguments.tokens} and {both[0]}=...: give one of them.")
+        return Workload(tokens(arguments.tokens), known)
+    if recipe.max_steps and "max_steps" in keys:
+        each = recipe.global_batch_size * recipe.sequence_length * (2 if recipe.method == "dpo" else 1)
+        return Workload(recipe.max_steps * each, known, f"{recipe.max_steps:,} steps")
+    if "data.path" in keys or "epochs" in keys:
+        return Workload(recipe.epochs * tokens_of(recipe), known, f"{CHARACTERS} characters per token")
+    return None
+
+
+def tokens(text: str) -> float:
+    """Return a number of tokens as people write it: `2e9`, `500M`, `1.5B`, `10_000_000`.
+
+    Raises:
+        UserError: it is no number, or not above 0.
+    """
+    match = re.fullmatch(r"([0-9][0-9.,_]*(?:e[0-9]+)?)\s*([kmbgt]?)", text.strip().lower())
+    try:
+        number = float(match[1].replace(",", "").replace("_", "")) * SCALES[match[2]] if match else math.nan
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise UserError(f"--tokens {text}: must be a number above 0, such as 500M, 2B or 1e9.")
+    return number
+
+
+def deadline(text: str) -> float:
+    """Return the hours of `8h`, `90m`, `2d` or `1d12h`.
+
+    Raises:
+        UserError: it is no such time.
+    """
+    parts = re.findall(r"([0-9.]+)\s*([dhm])", text.strip().lower())
+    try:
+        hours = sum(float(number) * HOURS[unit] for number, unit in parts)
+    except ValueError:
+        hours = 0.0
+    if re.sub(r"[0-9.]+\s*[dhm]\s*", "", text.strip().lower()) or not 0 < hours < math.inf:
+        raise UserError(f"--deadline {text}: must be a time above 0 with its unit, such as 8h, 90m or 2d.")
+    return hours
+
+
+def tokens_of(recipe: Recipe) -> float:
+    """Return about how many tokens an epoch has, from the characters of local files: no tokenizer is loaded.
+
+    Raises:
+        UserError: the data is not local text, or is not in a form that the method reads.
+    """
+    characters = sum(_characters(example) for file in _files(recipe) for example in _examples(file, recipe))
+    return max(1.0, characters / CHARACTERS)
+
+
+def _files(recipe: Recipe) -> Iterator[Path]:
+    for name in names(recipe.data.path):
+        path = next((folder / name for folder in (Path(), IMPORT_ROOT) if (folder / name).exists()), None)
+        files = sorted(each for each in path.iterdir() if each.is_file()) if path and path.is_dir() else [path]
+        readable = (*text_files.SUFFIXES, text_files.PLAIN)
+        local = [file for file in files if file and file.suffix in readable and file.suffix not in text_files.COLUMNAR]
+        if not local:
+            raise UserError(
+                f"data.path={name}: cannot be counted here, only local .jsonl, .json, .csv and .txt; give --tokens."
+            )
+        yield from local
+
+
+def _examples(file: Path, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    located = text_files.read(file)
+    if recipe.data.columns:  # their text is what counts, whatever the columns hold
+        return (example for _, example in located)
+    return formats.converted(located, recipe.method, recipe.data.form)
+
+
+def _characters(value: Any) -> int:
+    """Return the characters of all text in an example; a preference pair reads its prompt twice."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        twice = 2 if "chosen" in value else 1
+        return sum(_characters(part) * (twice if key == "prompt" else 1) for key, part in value.items())
+    return sum(_characters(part) for part in value) if isinstance(value, list) else 0

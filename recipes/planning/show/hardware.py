@@ -1,0 +1,70 @@
+"""Which hardware to take: the choices as a table and as data."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from ..search.run_cost import Workload
+from ..search.which_gpu import Choice
+from .table import cost, hardware_in_words, layout_in_words
+
+SHOWN = 8
+"""Choices in the table."""
+
+
+def rows(choices: Sequence[Choice], least: Choice | None) -> list[Choice]:
+    """Return the choices to show: the cheapest, and the smallest if it is not among them."""
+    shown = list(choices[:SHOWN])
+    return shown if least is None or any(one.cluster == least.cluster for one in shown) else [*shown, least]
+
+
+def table(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> Table:
+    """Return the choices as a table, the cheapest first."""
+    result = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "hardware", "config", "layout", "GPU", "host GiB", "tokens/s", "$/hour", "hours", "dollars"):
+        left = name in ("", "hardware", "config", "layout")
+        result.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for choice in shown:
+        plan, cluster = choice.plan, choice.cluster
+        hourly = workload.prices.per_hour(cluster)
+        result.add_row(
+            ", ".join(names(choice, shown, least)),
+            f"{cluster.nodes} x {cluster.instance}" if cluster.instance else hardware_in_words(cluster),
+            plan.recipe.deepspeed.removesuffix(".json"),
+            layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
+            f"{plan.share:.0%}",
+            f"{plan.host_gib:,.0f}",
+            f"{plan.speed * plan.setup.world_size:,.0f}",
+            "-" if hourly is None else f"{hourly:,.2f}",
+            *cost(plan, workload),
+            style="yellow" if plan.tight else None,
+        )
+    return result
+
+
+def names(choice: Choice, shown: Sequence[Choice], least: Choice | None) -> list[str]:
+    """Return what a choice is: the cheapest, the smallest, or both."""
+    cheapest = [one for one in shown if one.dollars is not None]
+    said = ["cheapest"] if cheapest and choice is cheapest[0] else []
+    return [*said, *(["smallest"] if least and choice.cluster == least.cluster else [])]
+
+
+def as_json(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> list[dict[str, Any]]:
+    """Return the choices as data."""
+    return [
+        {
+            "is": names(choice, shown, least),
+            "instance": choice.cluster.instance or None,
+            "gpu": choice.cluster.gpu.name,
+            "gpus_per_node": choice.cluster.gpus_per_node,
+            "nodes": choice.cluster.nodes,
+            "config": choice.plan.recipe.deepspeed,
+            "gpu_peak_gib": choice.plan.gpu_gib,
+            "host_gib": choice.plan.host_gib,
+            "dollars_per_hour": workload.prices.per_hour(choice.cluster),
+            "hours": choice.hours,
+            "dollars": choice.dollars,
+        }
+        for choice in shown
+    ]

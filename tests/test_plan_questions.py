@@ -1,0 +1,327 @@
+"""What people ask the planner: how long, for how much, on what, how many, how long a sequence."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from recipes.commands import main, plan
+from recipes.commands.plan import workload
+from recipes.planning.hardware.cluster import Cluster, cluster, of_instance
+from recipes.planning.hardware.gpus import DESKTOP
+from recipes.planning.hardware.instances import INSTANCES
+from recipes.planning.hardware.prices import LISTED, prices
+from recipes.planning.search import longest, model_recipe, which_gpu
+from recipes.planning.search.run_cost import Workload
+from recipes.planning.search.strategies import plan_request, search
+from recipes.spec.errors import UserError
+from recipes.spec.project import CHECKOUT as ROOT
+from recipes.spec.project import SAMPLES
+
+EIGHT = ("--gpu", "p5.48xlarge")
+
+
+@pytest.fixture
+def answer(capsys):
+    """Return a function that gives the JSON of a command line."""
+
+    def ask(*words):
+        assert plan.main([*words, "--json"]) in (0, 1)
+        return json.loads(capsys.readouterr().out)
+
+    return ask
+
+
+def asked(name, method="full", gpu="H100", gpus=8, **flags):
+    return plan_request(model_recipe.find(name, method), cluster(gpu, gpus, **flags))
+
+
+# The questions in scripts/README.md.
+
+QUESTIONS = re.findall(
+    r"^\d+\. (.+\?)\n +`python scripts/plan.py (.+)`$",
+    (ROOT / "scripts" / "README.md")
+    .read_text(encoding="utf-8")
+    .split("<!-- questions -->")[1]
+    .split("<!-- end -->")[0],
+    re.MULTILINE,
+)
+SAID = (
+    "llama3-8b (8.03B), qlora",
+    "GPU with 8 GiB (assumed to be as fast as RTX 4060)",
+    "Dollars: 1.86 per hour, on demand, 2026-09",
+    "Dollars: 2.50 per hour, as you say.",
+    "cheapest",
+    "Hours are of training 10,000,000,000 tokens",
+    "The longest sequence that fits has",
+    "dpo_lora",
+    "smallest",
+    "V100 16GB has no bf16",
+)
+"""What the answer to each must say."""
+
+
+def test_there_are_ten_questions():
+    assert len(QUESTIONS) == len(SAID) == 10
+
+
+@pytest.mark.parametrize(
+    ("question", "command", "said"), [(*one, said) for one, said in zip(QUESTIONS, SAID, strict=True)]
+)
+def test_a_question_is_answered(question, command, said, capsys):
+    assert plan.main(shlex.split(command)) == 0, capsys.readouterr().err
+    assert said in capsys.readouterr().out
+
+
+# Hours and dollars.
+
+
+def test_hours_and_dollars_follow_from_speed_and_price(answer):
+    two = answer("llama3-8b", *EIGHT, "--nodes", "2", "--tokens", "1.5B", "--price", "30")
+    for one in two["plans"]:
+        speed = 16 * one["tokens_per_second_per_gpu"]
+        assert one["hours"] == pytest.approx(1.5e9 / speed / 3600)
+        assert one["dollars"] == pytest.approx(one["hours"] * 2 * 30)
+    listed = answer("llama3-8b", *EIGHT, "--tokens", "1e9")["plans"][0]
+    assert listed["dollars"] == pytest.approx(listed["hours"] * LISTED["p5.48xlarge"])
+    unknown = answer("llama3-8b", "--gpu", "H100", "--gpus", "8", "--tokens", "1e9")["plans"][0]
+    assert unknown["hours"] == pytest.approx(listed["hours"], rel=0.2) and unknown["dollars"] is None
+    assert "hours" not in answer("llama3-8b", *EIGHT)["plans"][0], "nobody has said how much"
+
+
+def test_steps_and_data_say_how_much_too(answer, tmp_path):
+    steps = answer("llama3-8b", *EIGHT, "max_steps=10")["plans"][0]
+    assert steps["hours"] == pytest.approx(10 * steps["step_seconds"] / 3600)
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": "word" * 500}) + "\n" for _ in range(20)))
+    words = ("llama3-8b", "--method", "pretrain", *EIGHT, f"data.path={file}")
+    once, thrice = (answer(*words, f"epochs={epochs}")["plans"][0] for epochs in (1, 3))
+    assert once["hours"] == pytest.approx(20 * 500 / (8 * once["tokens_per_second_per_gpu"]) / 3600)
+    assert thrice["hours"] == pytest.approx(3 * once["hours"])
+
+
+def test_a_pair_of_answers_reads_its_prompt_twice():
+    recipe = model_recipe.find("tiny", "dpo_lora")
+    lines = (SAMPLES / "preferences" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    pairs = [json.loads(line) for line in lines]
+    once = sum(len(turn["content"]) for pair in pairs for key in ("prompt", "chosen", "rejected") for turn in pair[key])
+    prompts = sum(len(turn["content"]) for pair in pairs for turn in pair["prompt"])
+    assert 4 * workload.tokens_of(recipe) == pytest.approx(once + prompts, rel=0.1)  # and the turns' roles
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("2e9", 2e9), ("500M", 5e8), ("1.5b", 1.5e9), ("10_000_000", 1e7), ("1,000", 1000), ("3T", 3e12)],
+)
+def test_tokens_are_written_in_many_ways(text, tokens):
+    assert workload.tokens(text) == tokens
+
+
+@pytest.mark.parametrize(("text", "hours"), [("8h", 8), ("90m", 1.5), ("2d", 48), ("1d12h", 36), ("0.5h", 0.5)])
+def test_a_deadline_has_a_unit(text, hours):
+    assert workload.deadline(text) == pytest.approx(hours)
+
+
+def test_every_price_is_of_an_instance_and_dated():
+    assert len(LISTED) == 41 and set(LISTED) <= set(INSTANCES) and all(price > 0 for price in LISTED.values())
+    given = prices(["p5.48xlarge=$30", "standard_nd96isr_h100_v5=40 USD"])
+    assert given.per_hour(of_instance("p5.48xlarge")) == 30 and given.per_hour(of_instance("ND96isr_H100_v5")) == 40
+    assert given.per_hour(of_instance("p4d.24xlarge")) == LISTED["p4d.24xlarge"]
+    assert given.per_hour(cluster("H100", 8)) is None
+
+
+# A deadline.
+
+
+def test_a_deadline_takes_the_fewest_nodes(answer):
+    words = ("llama3-8b", *EIGHT, "--tokens", "40B")
+    found = answer(*words, "--deadline", "24h")
+    nodes = found["hardware"]["nodes"]
+    assert nodes > 2 and found["plans"][0]["hours"] <= 24
+    assert answer(*words, "--nodes", str(nodes - 1))["plans"][0]["hours"] > 24
+
+
+def test_a_bare_gpu_fills_a_node_first(answer):
+    found = answer("llama3-8b", "--method", "lora", "--gpu", "H100", "--tokens", "200M", "--deadline", "2h")
+    assert (found["hardware"]["gpus_per_node"], found["hardware"]["nodes"]) in {(2, 1), (4, 1), (8, 1)}
+
+
+# The longest sequence.
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "gpu", "gpus"), [("qwen3-8b", "qlora", "RTX 4090", 1), ("llama3-8b", "lora", "RTX 3090", 1)]
+)
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(name, method, gpu, gpus):
+    request = asked(name, method, gpu, gpus, host_memory=200)
+    found, result = longest.longest(request)
+    assert result.best and result.best.setup.sequence_length == found.recipe.sequence_length > 4096
+    longer = found.recipe.sequence_length * 17 // 16 // 1024 * 1024 + 1024
+    assert search(replace(request, recipe=replace(request.recipe, sequence_length=longer))).best is None
+    assert "to about 6 %" in longest.sentence(found)
+
+
+def test_no_sequence_is_longer_than_the_model_can_read():
+    found, result = longest.longest(asked("llama3-1b"))
+    assert result.best and found.recipe.sequence_length == 131072
+    assert "the model has no more positions" in longest.sentence(found)
+
+
+# Which hardware.
+
+
+def test_the_cheapest_and_the_smallest_are_what_they_are_called():
+    request, work = asked("llama3-8b"), Workload(1e8)
+    choices = which_gpu.by_price(request, work)
+    costs = [choice.dollars for choice in choices]
+    assert costs == sorted(costs) and len(costs) >= 20
+    first = choices[0]
+    assert first.dollars == pytest.approx(first.hours * LISTED[first.cluster.instance] * first.cluster.nodes)
+    dear = Workload(1e8, prices([f"{first.cluster.instance}=9999"]))
+    assert which_gpu.by_price(request, dear)[0].cluster.instance != first.cluster.instance
+    least = which_gpu.smallest(request, work)
+    smaller = [Cluster(gpu, host_memory_gib=64) for gpu in DESKTOP if gpu.memory_gib < least.cluster.gpu.memory_gib]
+    assert least.cluster.gpus == 1 and smaller
+    assert all(search(plan_request(request.recipe, one)).best is None for one in smaller)
+
+
+@pytest.mark.every
+def test_hardware_that_no_deadline_leaves_is_named(capsys):
+    assert main.run("plan", ("llama3-1b", "--which-gpu", "--tokens", "1000T", "--deadline", "1h")) == 2
+    assert "nothing meets it with up to 16 nodes; of those with a price the nearest is" in capsys.readouterr().err
+
+
+@pytest.mark.every
+def test_a_deadline_leaves_out_what_is_too_slow():
+    request, work = asked("llama3-8b", "lora"), Workload(1e9)
+    hours = which_gpu.by_price(request, work)[0].hours
+    quick = which_gpu.by_price(request, work, hours / 3)
+    assert quick and all(choice.hours <= hours / 3 for choice in quick)
+    assert which_gpu.smallest(request, work, hours / 3).cluster.gpus > 1
+
+
+def test_the_answer_is_data_too(answer):
+    found = answer("llama3-8b", "--method", "lora", "--which-gpu", "--tokens", "100M")
+    rows = found["which_gpu"]
+    assert rows[0]["is"][0] == "cheapest" and sum("smallest" in row["is"] for row in rows) == 1
+    assert found["hardware"]["instance"] == rows[0]["instance"]
+    assert found["plans"][found["best"]]["dollars"] == pytest.approx(rows[0]["dollars"])
+
+
+# Every variant by its name.
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "kept"),
+    [
+        ("llama3-8b", "dpo_lora", {}),
+        ("llama3-8b", "pretrain", {}),
+        ("llama3-8b", "dora", {}),
+        ("llama3-8b", "long_context", {}),
+        ("llama3-70b", "tensor", {"tensor": 8}),
+        ("mixtral-8x7b", "expert", {"expert": 8}),
+        ("tiny", "pretrain", {}),
+    ],
+)
+def test_every_variant_has_a_name(answer, name, variant, kept):
+    found = answer(name, "--method", variant, *EIGHT, "--nodes", "8" if kept else "1")
+    assert found["model"]["method"] == variant
+    assert all(one["layout"] | kept == one["layout"] for one in found["plans"])
+    assert f" {variant} " in found["plans"][0]["command"]
+    page = model_recipe.find(name, variant)
+    assert found["model"]["sequence_length"] == page.sequence_length
+
+
+def test_a_variant_that_offloads_offloads_everywhere(answer):
+    found = answer("llama3-1b", "--method", "full_offload", *EIGHT)
+    assert {one["config"] for one in found["plans"]} == {model_recipe.find("llama3-1b", "full_offload").deepspeed}
+
+
+def test_a_pair_takes_more_memory_than_a_sequence(answer):
+    settings = ("deepspeed=zero2.json", "micro_batch_size=1", "gradient_checkpointing=true")
+    pair, one = (
+        answer("llama3-8b", "--method", method, *EIGHT, *settings, "sequence_length=2048")["plans"][0]
+        for method in ("dpo_lora", "lora")
+    )
+    assert pair["gpu_peak_gib"] > one["gpu_peak_gib"] + 0.5
+
+
+# Suggestions.
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("llama3-8b", "--gpu", "RTX 4090", "--host-memory", "32"), {"--method", "--host-memory", "--nvme"}),
+        (("llama3-8b", "--method", "qlora", "--gpu-memory", "12", "sequence_length=8192"), {"--gpus"}),
+        (
+            ("llama3-8b", "--gpu", "A100 80GB", "--host-memory", "16", "--sequence-length", "65536"),
+            {"--method", "--host-memory"},
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_suggested_fits(words, expected, capsys):
+    assert plan.main(words) == 1
+    said = capsys.readouterr().err
+    changes = re.search(r"What would: (.+)\.\n", said)[1].split("; ")
+    assert expected <= {change.split()[0] for change in changes}
+    for change in changes:
+        key = change.partition("=")[0]
+        others = [word for word in words if not word.startswith(f"{key}=")]  # a second --host-memory replaces the first
+        assert plan.main([*others, *shlex.split(change)]) == 0, (change, capsys.readouterr().err)
+
+
+def test_a_shorter_sequence_is_suggested(capsys):
+    words = ("llama3-8b", "--method", "qlora", "--gpu-memory", "12", "--host-memory", "32")
+    assert plan.main([*words, "sequence_length=32768"]) == 1
+    said = capsys.readouterr().err
+    shorter = re.search(r"sequence_length=(\d+)", said)
+    assert shorter and plan.main([*words, shorter[0]]) == 0
+
+
+# Mistakes.
+
+MISTAKES = {
+    ("llama3-8b", *EIGHT, "--tokens", "many"): "--tokens many: must be a number above 0",
+    ("llama3-8b", *EIGHT, "--tokens", "0"): "--tokens 0: must be a number above 0",
+    ("llama3-8b", *EIGHT, "--tokens", "1.2.3"): "--tokens 1.2.3: must be a number",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "epochs=3"): "--tokens 1B and epochs=...: give one of them",
+    ("llama3-8b", *EIGHT, "data.path=nobody/none"): "data.path=nobody/none: cannot be counted here",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "30", "--price", "40"): "two prices for a node, 30 and 40",
+    (
+        "llama3-8b",
+        *EIGHT,
+        *("--tokens", "1B", "--price", "p5.48xlarge=30", "--price", "P5.48XLARGE=31"),
+    ): "two prices for p5.48xlarge, 30 and 31",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "30EUR"): "--price 30EUR: EUR is another currency",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "£30"): "£ is another currency",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "cheap"): "--price cheap: is no price",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "-3"): "--price -3: is no price",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "0"): "--price 0: is no price",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "p5.48=3"): "no instance is called p5.48; did you mean p5.4",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "--deadline", "8"): "--deadline 8: must be a time above 0 with its unit",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "--deadline", "soon"): "--deadline soon: must be a time",
+    ("llama3-8b", *EIGHT, "--deadline", "8h"): "--deadline: how much is to be trained? Add --tokens",
+    ("llama3-8b", *EIGHT, "--tokens", "1000T", "--deadline", "1h"): "The nearest is 128 x 8 GPUs with",
+    ("llama3-8b", "--which-gpu", *EIGHT): "--which-gpu and --gpu: give one of them",
+    ("llama3-8b", "--which-gpu", "--longest"): "--which-gpu and --longest: give one of them",
+    ("llama3-8b", "--which-gpu", "--price", "3"): "--price 3: of which instance?",
+    ("llama3-8b", *EIGHT, "--longest", "sequence_length=99"): "--longest looks for the sequence length",
+    ("llama3-8b", *EIGHT, "--method", "dpo_lorra"): "unknown variant of llama3 'dpo_lorra'; did you mean 'dpo_lora'",
+    ("llama3-8b", *EIGHT, "dpo_lora"): "dpo_lora: the method is an option here: --method dpo_lora",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES, ids=lambda words: " ".join(words))
+def test_a_mistake_is_answered_in_a_line_or_two(words, capsys):
+    assert main.run("plan", words) == 2
+    said = capsys.readouterr().err
+    assert MISTAKES[words] in said and said.startswith("plan.py: ") and len(said.strip().splitlines()) <= 2, said
+
+
+def test_two_prices_are_refused_whatever_they_are():
+    with pytest.raises(UserError, match="two prices for a node, 2 and 2"):
+        prices(["2", "2"])
