@@ -71,9 +71,7 @@ def a_run(path, variant="full", changes=(), steps=30, scale=1.0):
     for step, loss in ((0, 8.5), (steps, 0.25)):
         append_jsonl(run.evaluations, {"step": step, "loss": loss * scale, "exact_match": 0.975 if step else 0.0})
     for step, answer in ((0, "blue blue"), (steps, '{"name":"Ada"}')):
-        append_jsonl(
-            run.answers, {"step": step, "example": 0, "prompt": "Who?", "expected": '{"name":"Ada"}', "answer": answer}
-        )
+        append_jsonl(run.answers, {"step": step, "prompt": "Who?", "expected": '{"name":"Ada"}', "answer": answer})
     append_jsonl(run.restarts, {"time": 1.7e9, "cause": "rank 1 failed", "from_step": 20, "ranks": 2})
     predicted = {"gpu_allocated_gib": 3.5, "gpu_reserved_gib": 3.7, "tokens_per_second": 1200.5}
     predicted["components_gib"] = {"parameters": 1.25, "activations": 2.25}
@@ -84,7 +82,7 @@ def a_run(path, variant="full", changes=(), steps=30, scale=1.0):
     training = {"examples": 60, "dropped": 1, "unlearnable": 0, "extra_pieces": 0, "sequences": 20, "tokens": 4800}
     training |= {"loss_tokens": 1900, "lengths": [[44, 55, 10], [56, 67, 49]]}
     write_json(run.data, {"training": training, "shown": [[["Who is it?", False], ["Ada", True]]]})
-    layers = [{"name": "layer 0", "parameters": 4096, "gradients": 4096, "optimizer": 12288}]
+    layers = [{"name": "layer 0", "parameters": 4096, "optimizer": 12288}]
     for rank in range(2):
         write_json(run.ranks / f"rank-{rank}.json", {"rank": rank, "layers": layers})
     write_json(run.environment, {"packages": {"torch": "2.13.0"}, "world_size": 2, "gpus": [], "git_commit": "abc"})
@@ -115,7 +113,7 @@ def at(run, source):
     if file == "ranks":
         rank, _, key = key.partition(":")
         value = read_json(run.ranks / f"rank-{rank}.json")
-        if key in ("parameters", "gradients", "optimizer"):
+        if key in ("parameters", "optimizer"):
             return sum(layer[key] for layer in value["layers"]) / 2**20
     else:
         value = read_json(run.path / file)

@@ -24,10 +24,10 @@ def answer_section(run: RunData) -> Section:
 
 def _by_example(answers: Sequence[Row]) -> list[list[Row]]:
     """Return each example's answers, in the order of the steps."""
-    found: dict[Any, list[Row]] = {}
+    found: dict[Any, dict[int, Row]] = {}
     for row in answers:
-        found.setdefault(row.get("example"), []).append(row)
-    return [sorted(rows, key=lambda row: row["step"]) for rows in found.values()]
+        found.setdefault(row.get("prompt"), {})[row["step"]] = row
+    return [[rows[step] for step in sorted(rows)] for rows in found.values()]
 
 
 def _answers(at: int, rows: Sequence[Row]) -> Iterator[Block]:

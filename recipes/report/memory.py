@@ -12,7 +12,7 @@ MEASURED = {
     "host_peak_gib": "resident on the host at most, rank 0",
 }
 """The keys of metrics.jsonl and summary.json, and what they are."""
-KINDS = ("parameters", "gradients", "optimizer")
+KINDS = ("parameters", "optimizer")
 """What a rank holds of a layer, in bytes."""
 MIB = 2**20
 
@@ -58,10 +58,11 @@ def rank_section(run: RunData) -> Section:
         rows += _layers(rank, at, label)
     layers = Table(("rank", "layer", *KINDS), tuple(rows), folded="Layer by layer")
     how = Note(
-        "Bytes of the tensors that stay on the rank between steps, wherever they are kept (GPU, host or disk). Adam's "
-        "two moments and the fp32 weights count as the optimizer; activations and buffers are not in it."
+        "Tensors that stay on the rank between steps, on its GPU or on the host, measured after the last step. The "
+        "optimizer is Adam's moments and the fp32 weights that it updates. Gradients, activations "
+        "and buffers, which come and go, are not in it, nor is what is on NVMe."
     )
-    return Section("What each rank holds", (how, Bars("Parameters, gradients and optimizer", tuple(bars)), layers))
+    return Section("What each rank holds", (how, Bars("Parameters and optimizer", tuple(bars)), layers))
 
 
 def _held(rank: Any, at: int, kind: str) -> Number | None:
