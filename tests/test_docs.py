@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands import benchmark, check, doctor, export, generate, launch, plan, resolve
+from recipes.commands import benchmark, check, doctor, export, generate, launch, plan, report, resolve
 from recipes.docs import documents
 from recipes.spec import pages
 from recipes.spec.project import CHECKOUT as ROOT
@@ -27,6 +27,7 @@ PARSERS = {
     "check_config.py": check,
     "resolve_config.py": resolve,
     "doctor.py": doctor,
+    "report.py": report,
 }
 
 EXAMPLES = {

@@ -15,6 +15,7 @@ from recipes.commands import export as export_script
 from recipes.commands import generate as generate_script
 from recipes.commands import main
 from recipes.launching.paths import locate
+from recipes.planning.cost.states import state_bytes
 from recipes.spec import pages
 from recipes.spec.conversions import from_dict, to_dict
 from recipes.spec.project import CHECKOUT as ROOT
@@ -90,6 +91,24 @@ def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, sampl
     summary = read_json(run.summary)
     assert summary["metric"] == "exact_match" and summary["logit_difference"] <= 1e-4
     assert run.report.stat().st_size > 10_000
+    held = [read_json(run.ranks / f"rank-{rank}.json")["layers"] for rank in range(2)]
+    weights = pages.find("tiny", "full").model.parameters
+    assert [layer["name"] for layer in held[0]][:3] == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
+    planned = state_bytes(weights, weights, 3, 2, "fp32", gradient_accumulation_steps=1)
+    for layers in held:
+        assert sum(layer["optimizer"] for layer in layers) == pytest.approx(planned.optimizer, rel=0.01)
+        assert sum(layer["parameters"] for layer in layers) == pytest.approx(planned.parameters, rel=0.01)
+    answers = read_jsonl(run.answers)
+    assert [row["step"] for row in answers] == [0] * 5 + [4] * 5
+    assert [row["prompt"] for row in answers[:5]] == [row["prompt"] for row in answers[5:]]
+    held_out = Path(samples("recipes/samples/extract/held_out.jsonl")).read_text(encoding="utf-8")
+    asked = [json.loads(line)["messages"] for line in held_out.splitlines()[:10:2]]  # rank 0's
+    assert [row["expected"] for row in answers[:5]] == [turns[-1]["content"] for turns in asked]
+    assert all(turns[-2]["content"] in row["prompt"] for turns, row in zip(asked, answers, strict=False))
+    described = read_json(run.data)
+    assert described["training"]["examples"] == described["held_out"]["examples"] == LINES
+    assert sum(count for *_, count in described["training"]["lengths"]) == LINES
+    assert [learned for _, learned in described["shown"][0]] == [False, True]
 
     # Online without a key is offline, with a run that can be synced later; rank 1 has none.
     offline = list((run.path / "wandb").glob("offline-run-*"))

@@ -20,7 +20,8 @@ LAYERS = {
     "machine": {"spec"},
     "planning": {"spec"},
     "training": {"spec", "machine"},
-    "launching": {"spec", "machine", "training", "zero_config"},
+    "report": {"spec"},
+    "launching": {"spec", "machine", "training", "zero_config", "report"},
     "benchmarks": {"spec", "planning", "training", "launching"},
     "docs": {"spec", "planning", "zero_config", "benchmarks"},
     "page_checks": {"spec", "planning", "training"},
@@ -34,6 +35,7 @@ LAYERS = {
         "benchmarks",
         "docs",
         "page_checks",
+        "report",
     },
     "samples": set(),
 }

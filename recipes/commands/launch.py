@@ -30,6 +30,7 @@ from ..machine import run_lock
 from ..page_checks import borrowed
 from ..planning.hardware.cluster import Cluster
 from ..planning.search import forecast, model_recipe
+from ..report import write
 from ..spec import deepspeed_file, overrides, pages, run_folder
 from ..spec.conversions import to_dict
 from ..spec.errors import UserError
@@ -115,10 +116,13 @@ def run(options: argparse.Namespace) -> int:
         if options.resume:
             restarts.prepare(recipe, folder, ranks, restarts.intact_checkpoint(recipe, folder))
         run_folder.write_recipe(folder, recipe)
-        status = restarts.run_with_restarts(
-            recipe, folder, ranks, options.max_restarts, attempts.start, attempts.available
-        )
-        forecast.compare(folder, plan)
+        try:
+            status = restarts.run_with_restarts(
+                recipe, folder, ranks, options.max_restarts, attempts.start, attempts.available
+            )
+            forecast.compare(folder, plan)
+        finally:
+            write.at_end(folder)  # of a run that has failed, too; here, so that it costs the ranks nothing
         if status == 2 and not folder.metrics.exists():
             # Leave nothing after a mistake that only the ranks could find.
             shutil.rmtree(folder.path, ignore_errors=True)

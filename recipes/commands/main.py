@@ -19,6 +19,7 @@ COMMANDS = {
     "configs": "copy a DeepSpeed JSON that ships with the project",
     "page": "add a model family: start a page, compare it with the Hub, check its chat template",
     "doctor": "check that this machine is ready to train",
+    "report": "show what a run came to, or compare several",
     "export": "turn a run or a checkpoint into a Hugging Face folder",
     "generate": "ask a fine-tuned model a question",
     "benchmark": "measure recipes, and compare them with what people would use instead",

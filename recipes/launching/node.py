@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..machine import run_lock
+from ..report import write
 from ..spec import run_folder
 from ..spec.errors import UserError, cannot_write
 from ..spec.run_folder import RunFolder
@@ -59,6 +60,8 @@ def start(run: RunFolder, options: argparse.Namespace) -> int:
         outcome = supervise(command(run, options, hostfile), dict(os.environ), run, options.gpus)
     if outcome.cause:
         print(outcome.cause, file=sys.stderr, flush=True)
+    if options.node_rank == 0:
+        write.at_end(run)
     return UNFINISHED if outcome.status == 0 and not is_finished(run) else outcome.status
 
 
@@ -82,7 +85,7 @@ def prepare(run: RunFolder, recipe: Path | None) -> None:
         print(f"resuming from {checkpoint}", flush=True)
         run_folder.forget_after(run, checkpoint)
         return
-    for lost in (run.metrics, run.evaluations, run.summary):
+    for lost in (run.metrics, run.evaluations, run.answers, run.summary):
         lost.unlink(missing_ok=True)
     shutil.rmtree(run.checkpoints, ignore_errors=True)
 

@@ -61,6 +61,16 @@ class RunFolder:
         return self.path / "evaluations.jsonl"
 
     @property
+    def answers(self) -> Path:
+        """Answers to a few held-out examples, before and after training; one JSON object per answer."""
+        return self.path / "answers.jsonl"
+
+    @property
+    def data(self) -> Path:
+        """What the training data is: counts, lengths, and examples with their loss masks."""
+        return self.path / "data.json"
+
+    @property
     def draft_model(self) -> Path:
         """The shrunken model that a draft trains."""
         return self.path / "draft_model"
@@ -72,7 +82,7 @@ class RunFolder:
 
     @property
     def ranks(self) -> Path:
-        """Holds each rank's output (`rank-N.log`) and, if the run hung, its Python stack (`rank-N.stack`)."""
+        """Holds each rank's output (`rank-N.log`), what it holds (`rank-N.json`), and its stack if the run hung."""
         return self.path / "ranks"
 
     @property
@@ -104,6 +114,11 @@ class RunFolder:
     def report(self) -> Path:
         """Loss, learning rate, gradient norm and throughput over the steps."""
         return self.path / "report.png"
+
+    @property
+    def report_page(self) -> Path:
+        """Everything that the run shows of itself, in one file."""
+        return self.path / "report.html"
 
     @property
     def summary(self) -> Path:
@@ -285,7 +300,7 @@ def forget_after(run: RunFolder, checkpoint: Path) -> None:
     for folder in run.checkpoints.glob("checkpoint-*"):
         if step_of(folder) > step_of(checkpoint) or not (folder / COMPLETE).exists():
             shutil.rmtree(folder)
-    for log in (run.metrics, run.evaluations):
+    for log in filter(Path.exists, (run.metrics, run.evaluations, run.answers)):
         kept = [json.dumps(row) for row in read_jsonl(log) if row["step"] <= step_of(checkpoint)]
         log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     run.summary.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..spec import deepspeed_file, limits
 from ..spec.deepspeed_file import DeepSpeedFile
-from ..spec.errors import UserError, cannot_write, redact
+from ..spec.errors import UserError, cannot_write, first_line, redact
 from ..spec.recipe import Recipe
 from ..spec.run_folder import (
     REWIND,
@@ -28,6 +28,7 @@ from ..spec.run_folder import (
     read_json,
     read_recipe,
     step_of,
+    write_json,
 )
 from . import distributed, export, rank_log, summary, upstream
 from .arguments import DTYPE_BYTES, common_arguments
@@ -43,7 +44,7 @@ from .console import leave_out_noise, say
 from .data import chat_templates, updates
 from .data.load import Datasets, say_updates
 from .methods import method
-from .model import draft, kernels, load, movement, packing_check
+from .model import draft, holdings, kernels, load, movement, packing_check
 from .model.flops import training_flops
 from .parallel import implementation, sequence_check
 from ..machine.capacity import gathered_bytes
@@ -84,6 +85,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     arguments = methods.arguments(common, recipe)
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
+    if distributed.is_first():
+        write_json(run.data, datasets.description)
     checkpoint = newest_checkpoint(run)
     mark = checked_data(recipe, checkpoint, tokenizer, datasets)
     model = parallel.load(recipe)
@@ -199,6 +202,7 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
         summary.stopped(run, trainer.state.global_step, context.tracker)
         return
     check_moved(trainer)
+    keep_holdings(trainer)
     after = evaluation.measure(trainer, with_metric=True)[evaluation.metric] if evaluation else None
     export.save(trainer, run.unverified)
     difference = export.verify(
@@ -228,6 +232,15 @@ def check_moved(trainer: Any) -> None:
             f"export: learning_rate={recipe.learning_rate} is too small for {recipe.precision}, every update was "
             f"skipped, or all gradients are 0 ({trainer.context.run.metrics} has their norms)."
         )
+
+
+def keep_holdings(trainer: Any) -> None:
+    """Write what this rank holds of the model into the run folder, for the report; no run fails because of it."""
+    rank, run = dist.get_rank(), trainer.context.run
+    try:
+        write_json(run.ranks / f"rank-{rank}.json", {"rank": rank, "layers": holdings.layers(trainer.deepspeed)})
+    except Exception as error:
+        say(f"what each rank holds is not in the report: {type(error).__name__}: {first_line(error)}")
 
 
 def fail(error: Exception | str, status: int) -> None:

@@ -60,7 +60,7 @@ def finished(
         f"trained      {last['step']} step{'' if last['step'] == 1 else 's'} in {duration(last['seconds'])}, "
         f"{summary['tokens_per_second']:,.0f} tokens/s",
         f"model        {display(run.export)}  (reloaded with plain transformers: the same logits)",
-        f"report       {display(run.report)}",
+        f"report       {display(run.report_page)}",
         f"W&B          {where}" if where else None,
         f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',
         f"export it    {command('export')} {shlex.quote(display(run.path))} --output my-model{merge}",

@@ -100,10 +100,11 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
     write_json(run.summary, summary | {"predicted": predicted, "measured": measured})
 
 
-def _predicted(plan: Plan) -> dict[str, float]:
+def _predicted(plan: Plan) -> dict[str, Any]:
     reserved = plan.gpu_gib - plan.components["runtime"]
     return {
         "gpu_allocated_gib": reserved - plan.components["fragmentation"],
         "gpu_reserved_gib": reserved,
         "tokens_per_second": plan.speed * plan.setup.world_size,
+        "components_gib": dict(plan.components),
     }

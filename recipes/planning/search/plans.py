@@ -136,8 +136,8 @@ class Plan:
     def simplicity(self) -> tuple:
         """What decides between plans of about the same speed; smaller is simpler.
 
-        In this order: nothing offloaded; a model that is not split, then one split by sequences, by matrices or experts,
-        by layers; memory to spare; the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
+        In this order: nothing offloaded; a model that is not split, then one split by sequences, by matrices or by
+        experts, by layers; memory to spare; the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
         """
         layout = self.recipe.layout
         kinds = (layout.sequence > 1) + 2 * (layout.tensor > 1) + 2 * (layout.expert > 1) + 4 * (layout.pipeline > 1)

@@ -1,6 +1,7 @@
 """The datasets of a run: sources read, mixed and split, and described on the screen as they go into training."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from datasets import Dataset
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ...spec.recipe import Recipe
 from ..console import highlighted, say
 from . import sources, text_files, tokenize, updates
-from .report import Pieces
+from .report import Pieces, Report
 from .stream import Stream
 
 
@@ -27,6 +28,9 @@ class Datasets:
     """One sequence of tokens, to compare the export on."""
     size: updates.Size | None = None
     """Of the training data; None for a stream."""
+    description: Mapping[str, Any] = field(default_factory=dict)
+    """What the run folder's data.json holds: `training` and `held_out`, each a `Report` or None, and examples as
+    `Pieces`, `shown`."""
 
 
 def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:
@@ -60,13 +64,27 @@ def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.So
 def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
     """Return the datasets of a method that trains on tokens with labels: `tokenize.tokenized` of what is read."""
     examples, held_out = read_examples(recipe)
-    sequences, size = _tokenized(examples, recipe, tokenizer, "training")
+    sequences, report = _tokenized(examples, recipe, tokenizer, "training")
     # One document per sequence, so that the loss of each counts the same, whatever it would be packed with.
     alone = replace(recipe, packing=False)
-    held_out_sequences = held_out and _tokenized(held_out, alone, tokenizer, "held out")[0]
-    show(tokenize.first_documents(sequences, tokenizer))
+    held_out_sequences, held_out_report = None, None
+    if held_out:
+        held_out_sequences, held_out_report = _tokenized(held_out, alone, tokenizer, "held out")
+    shown = tokenize.first_documents(sequences, tokenizer)
+    show(shown)
     first = next(iter(sequences))
-    return Datasets(sequences, held_out, held_out_sequences, first["input_ids"][: first["seq_lengths"][0]], size)
+    return Datasets(
+        training=sequences,
+        held_out=held_out,
+        held_out_sequences=held_out_sequences,
+        sample=first["input_ids"][: first["seq_lengths"][0]],
+        size=_size(report) if report else None,
+        description={
+            "training": asdict(report) if report else None,
+            "held_out": asdict(held_out_report) if held_out_report else None,
+            "shown": shown,
+        },
+    )
 
 
 def show(examples: list[Pieces]) -> None:
@@ -87,8 +105,8 @@ def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> N
 
 def _tokenized(
     examples: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str
-) -> tuple[Any, updates.Size | None]:
-    """Return the sequences that `examples` become, and how many; say what they are."""
+) -> tuple[Any, Report | None]:
+    """Return the sequences that `examples` become, and what they are, None for a stream; say it."""
     if not isinstance(examples, Dataset):
         say(f"{name}: tokenized during training, so its size and lengths are unknown")
         return tokenize.stream(examples, recipe, tokenizer), None
@@ -96,5 +114,9 @@ def _tokenized(
     say("\n".join(report.lines(name, recipe.sequence_length)))
     if name == "training":
         say("\n".join(report.bars()))
+    return sequences, report
+
+
+def _size(report: Report) -> updates.Size:
     documents = sum(count for *_, count in report.lengths)
-    return sequences, updates.Size(report.examples, documents, report.sequences, report.tokens)
+    return updates.Size(report.examples, documents, report.sequences, report.tokens)

@@ -27,11 +27,12 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     """Return pairs as read; TRL's trainer tokenizes them."""
     pairs, held_out = load.read_examples(recipe)
     say(f"training: {len(pairs)} pairs")
-    load.show(tokenize.first_pair(pairs, tokenizer))
+    shown = tokenize.first_pair(pairs, tokenizer)
+    load.show(shown)
     sample = control_tokens.conversation_tokens(tokenizer, pairs[0]["prompt"])
     size = updates.Size(examples=len(pairs), documents=len(pairs), sequences=len(pairs), tokens=None)
     pairs = pairs.map(with_options, fn_kwargs={"tokenizer": tokenizer})
-    return load.Datasets(pairs, held_out, None, sample, size)
+    return load.Datasets(pairs, held_out, None, sample, size, {"shown": shown})
 
 
 def with_options(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

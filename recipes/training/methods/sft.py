@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trl.models.utils import unwrap_model_for_generation
 
 from ...spec.recipe import Recipe
+from ...spec.run_folder import append_jsonl
+from .. import distributed
 from ..data.collate import Collator
 from ..data.load import Datasets, tokenized_datasets
 from ..model.attention import needs_boundaries
@@ -18,6 +20,10 @@ from ..parallel import scores
 from ..parallel.sequence import PartCollator
 from ..trainer import RunContext, RunTrainer
 
+SAMPLES = 5
+"""Answers that are stored at each evaluation of the metric."""
+LONGEST = 4000
+"""Characters stored of a question and of an answer."""
 GATHER_LIMIT = 2**30
 """Bytes of weights up to which ZeRO-3's shards are gathered once for generation, not per layer and token."""
 
@@ -52,8 +58,17 @@ def trainer(
 
 
 def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
-    """Return `exact_match`, the share of conversations whose last turn greedy decoding reproduces."""
+    """Return `exact_match`, the share of conversations whose last turn greedy decoding reproduces.
+
+    Rank 0 stores its first answers in the run folder.
+    """
     recipe, model = trainer.context.recipe, trainer.model
+    samples: list[dict[str, Any]] = []
+
+    def keep(turns: list[dict[str, str]], answer: str) -> None:
+        if len(samples) < SAMPLES:
+            samples.append({"step": trainer.state.global_step, **sample(turns, answer)})
+
     weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())
     gather = weights <= GATHER_LIMIT
     engine, accelerator = trainer.deepspeed, trainer.accelerator
@@ -65,5 +80,16 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
             recipe.data.max_new_tokens,
             synced_gpus=not gather and trainer.context.file.stage == 3,
             layout=recipe.layout,
+            on_answer=keep,
         )
+    for row in samples if distributed.is_first() else ():
+        append_jsonl(trainer.context.run.answers, row)
     return {"exact_match": right}
+
+
+def sample(turns: list[dict[str, str]], answer: str) -> dict[str, str]:
+    """Return one line of `answers.jsonl`: the question, what was expected, and what the model said; long ones cut."""
+    *asked, last = turns
+    question = "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in asked)
+    texts = {"prompt": question, "expected": last["content"].strip(), "answer": answer}
+    return {name: text if len(text) <= LONGEST else f"{text[:LONGEST]} ..." for name, text in texts.items()}

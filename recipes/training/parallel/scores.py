@@ -67,13 +67,19 @@ def exact_match(
     max_new_tokens: int,
     synced_gpus: bool,
     layout: Layout,
+    on_answer: Callable[[list[dict[str, str]], str], None] = lambda conversation, answer: None,
 ) -> float:
-    """Return the share of conversations whose last turn greedy decoding reproduces, up to white space."""
+    """Return the share of conversations whose last turn greedy decoding reproduces, up to white space.
+
+    `on_answer` gets each conversation that this rank has counted, with the model's answer.
+    """
     right = 0.0
     for batch, count in rank_batches(conversations, GENERATION_BATCH, layout):
         answers = generate(model, tokenizer, [turns[:-1] for turns in batch], max_new_tokens, synced_gpus)
         expected = [turns[-1]["content"].strip() for turns in batch]
         right += sum(a == e for a, e in zip(answers[:count], expected[:count], strict=True))
+        for turns, answer in zip(batch[:count], answers[:count], strict=True):
+            on_answer(turns, answer)
     return distributed.total(right)[0] / len(conversations)
 
 

@@ -1,0 +1,76 @@
+"""What memory was predicted for and measured, and what each rank holds of the model."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from .document import Bars, Block, Cell, Note, Number, Section, Table, number
+from .run_data import RunData
+
+MEASURED = {
+    "gpu_peak_gib": "allocated at most, rank 0",
+    "gpu_reserved_gib": "reserved at most, rank 0",
+    "host_peak_gib": "resident on the host at most, rank 0",
+}
+"""The keys of metrics.jsonl and summary.json, and what they are."""
+KINDS = ("parameters", "optimizer")
+"""What a rank holds of a layer, in bytes."""
+MIB = 2**20
+
+
+def section(run: RunData) -> Section:
+    """Return the memory of the fullest GPU by what it is for, beside what was measured."""
+    return Section("Memory", tuple(_memory(run)))
+
+
+def _memory(run: RunData) -> Iterator[Block]:
+    planned = (run.summary.get("predicted") or {}).get("components_gib") or {}
+    parts = tuple(
+        (name.replace("_", " "), one)
+        for name, size in planned.items()
+        if (one := number(size, ".2f", f"summary.json:predicted.components_gib.{name}", " GiB"))
+    )
+    if parts:
+        yield Bars("Predicted, of the fullest GPU at its fullest moment", (("predicted", parts),))
+    else:
+        yield Note(
+            "No prediction: the planner was asked for none, or this machine has no GPU; it predicts the memory of GPUs."
+        )
+    measured = tuple((label, ((label, one),)) for key, label in MEASURED.items() if (one := _peak(run, key)))
+    if measured:
+        yield Bars("Measured", measured)
+
+
+def _peak(run: RunData, key: str) -> Number | None:
+    if key in run.summary:
+        return number(run.summary[key], ".2f", f"summary.json:{key}", " GiB")
+    return number(run.metrics[-1].get(key), ".2f", f"metrics.jsonl:{len(run.metrics)}:{key}", " GiB")
+
+
+def rank_section(run: RunData) -> Section:
+    """Return what each rank holds, in all and layer by layer."""
+    if not run.ranks:
+        return Section("What each rank holds", (Note("Not recorded by this run."),))
+    bars, rows = [], list[tuple[Cell, ...]]()
+    for at, rank in enumerate(run.ranks):
+        parts = [(kind, _held(rank, at, kind)) for kind in KINDS]
+        label = f"rank {rank.get('rank', at)}"
+        bars.append((label, tuple((kind, one) for kind, one in parts if one)))
+        rows += _layers(rank, at, label)
+    layers = Table(("rank", "layer", *KINDS), tuple(rows), folded="Layer by layer")
+    how = Note(
+        "Tensors that stay on the rank between steps, on its GPU or on the host, measured after the last step. The "
+        "optimizer is Adam's moments and the fp32 weights that it updates. Gradients, activations "
+        "and buffers, which come and go, are not in it, nor is what is on NVMe."
+    )
+    return Section("What each rank holds", (how, Bars("Parameters and optimizer", tuple(bars)), layers))
+
+
+def _held(rank: Any, at: int, kind: str) -> Number | None:
+    total = sum(layer.get(kind, 0) for layer in rank.get("layers", ()))
+    return number(total / MIB, ",.2f", f"ranks:{at}:{kind}", " MiB")
+
+
+def _layers(rank: Any, at: int, label: str) -> Iterator[tuple[Cell, ...]]:
+    for index, layer in enumerate(rank.get("layers", ())):
+        cells = (number(layer.get(kind), ",d", f"ranks:{at}:layers.{index}.{kind}", " B") for kind in KINDS)
+        yield label, str(layer.get("name")), *cells

@@ -1,0 +1,89 @@
+"""What a run came to: the score before and after, time, speed and memory, each beside what the planner predicted."""
+
+from collections.abc import Iterator, Mapping
+from statistics import median
+from typing import Any
+
+from .document import Cell, Note, Number, Section, Table, number
+from .run_data import RunData
+
+FORMS = {"loss": (".4f", " nats"), "exact_match": (".1%", ""), "preference_accuracy": (".1%", "")}
+"""How a metric is shown, by its name."""
+
+
+def section(run: RunData) -> Section:
+    """Return the first section: one sentence, then the numbers."""
+    return Section("Verdict", (Note(sentence(run)), Table(("", "measured", "predicted"), tuple(rows(run)))))
+
+
+def sentence(run: RunData) -> str:
+    """Return what the run came to, in one sentence."""
+    name, before, after = score(run)
+    last = run.metrics[-1]
+    spent = number(last.get("seconds"), "duration", "")
+    how = f"{last['step']} steps" + (f", {spent.text} of training" if spent else "")
+    if run.summary.get("stopped"):
+        return f"Stopped after {how}; the same command with --resume continues it."
+    if not run.summary:
+        return f"Not finished: {how} are logged, and there is no summary.json. It is still training, or it failed."
+    if before is None or after is None:
+        first = number(run.metrics[0].get("loss"), ".4f", "")
+        end = number(last.get("loss"), ".4f", "")
+        return f"Training loss {first.text if first else '-'} -> {end.text if end else '-'} in {how}."
+    return f"{name} on held-out examples: {before.text} -> {after.text}, in {how}."
+
+
+def score(run: RunData) -> tuple[str, Number | None, Number | None]:
+    """Return the name of the metric that the run is judged by, and its value before and after."""
+    metric = str(run.summary.get("metric") or run.recipe.data.metric)
+    form, unit = FORMS.get(metric, (".4g", ""))
+    before, after = (number(run.summary.get(key), form, f"summary.json:{key}", unit) for key in ("before", "after"))
+    return metric.replace("_", " ").capitalize(), before, after
+
+
+def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:
+    """Yield the rows of the table; what the run lacks is left out."""
+    for label, measured, predicted in _all_rows(run):
+        if measured is not None or predicted is not None:
+            yield label, measured, predicted
+
+
+def _all_rows(run: RunData) -> Iterator[tuple[str, Cell, Cell]]:
+    name, before, after = score(run)
+    yield f"{name}, before", before, None
+    yield f"{name}, after", after, None
+    if run.summary.get("metric") != "loss":
+        measured = [(index, row) for index, row in enumerate(run.evaluations, 1) if "loss" in row]
+        for when, (index, row) in zip(("before", "after"), measured[:1] + measured[1:][-1:], strict=False):
+            yield f"Held-out loss, {when}", number(row["loss"], ".4f", f"evaluations.jsonl:{index}:loss", " nats"), None
+    yield "Training loss, last step", _of_last(run, "loss", ".4f", " nats"), None
+    yield "Steps", _of_last(run, "step", ",d"), None
+    yield "Tokens", _of_last(run, "tokens", ",d"), None
+    yield "Training time", _of_last(run, "seconds", "duration"), None
+    predicted = run.summary.get("predicted") or {}
+    speed = number(run.summary.get("tokens_per_second"), ",.0f", "summary.json:tokens_per_second")
+    yield "Tokens per second, all ranks", speed, _predicted(predicted, "tokens_per_second", ",.0f")
+    yield "Model FLOPs utilisation, median", mfu(run), None
+    memory = (("allocated", "gpu_peak_gib", "gpu_allocated_gib"), ("reserved", "gpu_reserved_gib", "gpu_reserved_gib"))
+    for what, key, planned in memory:
+        peak = number(run.summary.get(key), ".2f", f"summary.json:{key}", " GiB")
+        yield f"Peak GPU memory, {what}, rank 0", peak, _predicted(predicted, planned, ".2f", " GiB")
+    host = number(run.summary.get("host_peak_gib"), ".2f", "summary.json:host_peak_gib", " GiB")
+    yield "Peak host memory, rank 0", host, None
+    difference = number(run.summary.get("logit_difference"), ".1e", "summary.json:logit_difference")
+    yield "Largest difference of the reloaded export's logits", difference, None
+    yield "Restarts", number(len(run.restarts) or None, "d", "restarts.jsonl:count"), None
+
+
+def _of_last(run: RunData, key: str, form: str, unit: str = "") -> Number | None:
+    return number(run.metrics[-1].get(key), form, f"metrics.jsonl:{len(run.metrics)}:{key}", unit)
+
+
+def _predicted(predicted: Mapping[str, Any], key: str, form: str, unit: str = "") -> Number | None:
+    return number(predicted.get(key), form, f"summary.json:predicted.{key}", unit)
+
+
+def mfu(run: RunData) -> Number | None:
+    """Return the median of the logged model FLOPs utilisation; None where no peak is known."""
+    shares = [row["mfu"] for row in run.metrics if isinstance(row.get("mfu"), float)]
+    return number(median(shares), ".1%", "metrics.jsonl:median:mfu") if shares else None
