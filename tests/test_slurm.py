@@ -271,7 +271,7 @@ def test_a_stopped_job_resumes_by_itself(ending, cluster, ranks, model_folder, c
 @pytest.mark.every
 def test_ctrl_c_leaves_the_job_running_and_a_failed_job_fails(cluster, model_folder, conversations, tmp_path):
     run = RunFolder(tmp_path / "run")
-    words = overrides(small(model_folder, conversations, "zero3.json", max_steps=400))
+    words = overrides(small(model_folder, conversations, "zero3.json", max_steps=4000))
     process = submitted(cluster, run, *words)
     wait_for_step(process, run, 1)
     process.send_signal(signal.SIGINT)
