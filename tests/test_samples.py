@@ -76,6 +76,8 @@ def test_counts_are_the_documented_ones():
         "preferences/held_out": 200,
         "text/train": 6000,
         "text/held_out": 300,
+        "judged/train": 2000,
+        "judged/held_out": 200,
     }
     assert {name: len(read(name)) for name in counts} == counts == make_data.COUNTS
     assert sorted(SAMPLES.rglob("*.jsonl")) == sorted(SAMPLES / f"{name}.jsonl" for name in counts)
@@ -149,6 +151,25 @@ def test_withheld_pairs_of_forms_occur_only_in_the_held_out_files():
     assert withheld("extract/train") + withheld("preferences/train") == []
 
 
+def test_half_of_the_judged_answers_are_right():
+    rows = read("judged/train") + read("judged/held_out")
+    assert 0.45 < sum(row["label"] for row in rows) / len(rows) < 0.55
+    for row in rows:
+        [message] = row["completion"]
+        try:
+            facts = json.loads(message["content"])
+            right = message["content"] == make_data.compact(
+                {key: facts[key] for key in make_data.FIELDS if key in facts}
+            )
+            right &= all(isinstance(fact, str) and re.fullmatch(NORMAL_FORM[key], fact) for key, fact in facts.items())
+        except ValueError:
+            right = False
+        assert right or not row["label"]
+    prompts = [row["prompt"][0]["content"] for row in rows]
+    others = {question_and_answer(row)[0] for name in CHATS for row in read(name)}
+    assert len(prompts) == len(set(prompts)) and others.isdisjoint(prompts)
+
+
 def test_rejected_answers_are_wrong_and_of_every_kind():
     kinds = set()
     for row in read("preferences/train") + read("preferences/held_out"):
@@ -170,7 +191,7 @@ def test_raw_text_holds_no_chat_and_no_target_json():
 def test_regeneration_reproduces_the_committed_bytes(tmp_path):
     make_data.main(["--output", str(tmp_path)])
     written = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-    assert len(written) == 6
+    assert len(written) == len(make_data.COUNTS)
     for path in written:
         assert path.read_bytes() == (SAMPLES / path.relative_to(tmp_path)).read_bytes(), path.name
 

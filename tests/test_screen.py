@@ -12,7 +12,7 @@ from recipes.commands import launch, main
 from recipes.docs import keys
 from recipes.spec import overrides, pages
 from recipes.spec.run_folder import COMPLETE, RunFolder, append_jsonl, newest_checkpoint, write_json
-from recipes.training import console, curves
+from recipes.training import console
 from recipes.training import run as training_run
 from recipes.training.callbacks.evaluation import Evaluation
 from recipes.training.callbacks.progress import step_line
@@ -71,8 +71,15 @@ OF_PAIRS = RECORD | {"rewards/accuracies": 0.75, "rewards/margins": 0.256}
 def test_preferences_show_accuracy_and_margin_as_they_train():
     assert "loss 0.6000  accuracy 75%  margin 0.26  lr" in step_line(OF_PAIRS, 10)
     assert "accuracy" not in step_line(RECORD, 10)
-    assert curves.labels([OF_PAIRS])["loss"] == "DPO loss per pair (nats)"
-    assert curves.labels([RECORD])["loss"] == "loss per token (nats)"
+
+
+def test_the_curve_of_the_loss_says_of_what_it_is():
+    losses = {method: pages.find("tiny", method).traits.loss for method in ("full", "dpo_lora", "reward")}
+    assert losses == {
+        "full": "loss per token (nats)",
+        "dpo_lora": "DPO loss per pair (nats)",
+        "reward": "ranking loss per pair (nats)",
+    }
 
 
 def test_preferences_are_judged_by_accuracy_and_margin(tmp_path):

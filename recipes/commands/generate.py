@@ -53,6 +53,8 @@ def answer(folder: Path, adapter: Path | None, prompt: str, max_new_tokens: int)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = export.load_tokenizer(adapter or folder)
     model = export.load(folder.resolve(), adapter=adapter and adapter.resolve()).to(device).eval()
+    if not model.can_generate():
+        raise UserError(f"{folder}: a reward model, which gives an answer a number and writes none.")
     if tokenizer.chat_template is None:
         inputs = tokenizer(prompt, return_tensors="pt").to(device)
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)

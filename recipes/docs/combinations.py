@@ -1,6 +1,8 @@
 """The table in configs/README.md of which layouts, methods and ZeRO stages can be combined."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..spec import limits, pages
 from ..spec.deepspeed_file import DeepSpeedFile
@@ -22,17 +24,25 @@ ROWS = {
 }
 """Each is combined with data parallelism."""
 STAGES = range(4)
-METHODS = ("full", "LoRA", "DoRA", "QLoRA", "DPO")
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "LoRA": {"lora": Lora()},
+    "DoRA": {"lora": Lora(dora=True)},
+    "QLoRA": {"lora": Lora(), "quantization": "nf4"},
+    "DPO": {"method": "dpo"},
+    "reward": {"method": "reward"},
+    "KTO": {"method": "kto"},
+}
+"""What each column is, besides all weights by supervised fine-tuning."""
 
 
 def render() -> str:
     """Return the table as Markdown, with each reason listed once below it."""
     reasons: list[str] = []
-    columns = [*(f"ZeRO {stage}" for stage in STAGES), *METHODS[1:]]
+    columns = [*(f"ZeRO {stage}" for stage in STAGES), *METHODS]
     lines = [f"| layout | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, layout in ROWS.items():
-        cells = [_cell([why(layout, "full", stage)], reasons) for stage in STAGES]
-        cells += [_cell([why(layout, method, stage) for stage in STAGES], reasons) for method in METHODS[1:]]
+        cells = [_cell([why(layout, {}, stage)], reasons) for stage in STAGES]
+        cells += [_cell([why(layout, method, stage) for stage in STAGES], reasons) for method in METHODS.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     notes = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, start=1)]
     families = [
@@ -43,16 +53,16 @@ def render() -> str:
     return "\n".join([*lines, "", *notes, "", *families]) + "\n"
 
 
-def why(layout: Layout, method: str, stage: int) -> str | None:
+def why(layout: Layout, method: Mapping[str, Any], stage: int) -> str | None:
     """Return why a layout cannot be combined with a method and a ZeRO stage, for a model whose sizes all divide."""
     return limits.limit(_recipe(layout, method), 16, DeepSpeedFile(stage=stage))
 
 
-def _recipe(layout: Layout, method: str) -> Recipe:
-    recipe = replace(pages.find("tiny", "full"), layout=layout)
-    model = replace(recipe.model, config={}, quantization="nf4" if method == "QLoRA" else "none")
-    lora = Lora(dora=method == "DoRA") if method in ("LoRA", "DoRA", "QLoRA") else None
-    return replace(recipe, model=model, lora=lora, method="dpo" if method == "DPO" else "sft")
+def _recipe(layout: Layout, method: Mapping[str, Any]) -> Recipe:
+    recipe = pages.find("tiny", "full")
+    changes = dict(method)
+    model = replace(recipe.model, config={}, quantization=changes.pop("quantization", "none"))
+    return replace(recipe, layout=layout, model=model, **changes)
 
 
 def _cell(whys: list[str | None], reasons: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The override keys as `launch.py --help` explains them: type, default and meaning, read from spec/recipe.py."""
+"""The override keys as `launch.py --help` explains them: type, default and meaning, read from `spec`."""
 
 import ast
 import dataclasses
@@ -12,6 +12,7 @@ from ..spec import overrides
 from ..spec import recipe as vocabulary
 from ..spec.conversions import dataclass_in
 from ..spec.errors import UserError
+from ..spec.methods import settings
 from ..spec.recipe import Recipe
 
 WIDTH = 100
@@ -93,7 +94,7 @@ def _default(owner: type, field: str) -> str:
 def _meanings() -> dict[str, dict[str, str]]:
     """Return the documentation below each field, by class and field."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(vocabulary)).body:
+    for node in [*ast.parse(inspect.getsource(vocabulary)).body, *ast.parse(inspect.getsource(settings)).body]:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {}
             for field, below in zip(node.body, node.body[1:], strict=False):

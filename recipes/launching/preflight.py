@@ -11,6 +11,7 @@ from ..spec import limits
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
 from ..spec.layout import bubble, gradient_accumulation_steps
+from ..spec.methods.traits import Method
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
 from ..training.data import columns, formats, text_files, updates
@@ -121,10 +122,19 @@ def _check_options(recipe: Recipe) -> None:
     columns.fields(data.columns)
     if data.validation_share != "auto" and not data.validation_share < 1:
         raise UserError(f"data.validation_share={data.validation_share}: must be below 1; 0.05 holds out 5 %.")
+    least = recipe.traits.least_micro_batch
+    if recipe.micro_batch_size < least:
+        raise UserError(
+            f"micro_batch_size={recipe.micro_batch_size}: {recipe.traits.title} compares the answers of a micro-batch; "
+            f"use micro_batch_size={least} or more."
+        )
     if not data.streaming:
         return
-    if recipe.method == "dpo":
-        raise UserError("data.streaming=true: DPO reads all pairs before training starts; remove data.streaming.")
+    if not recipe.traits.packs:  # TRL's trainer tokenizes before the first step
+        title, examples = recipe.traits.title, recipe.traits.examples
+        raise UserError(
+            f"data.streaming=true: {title} reads all {examples} before training starts; remove data.streaming."
+        )
     if recipe.max_steps is None:
         raise UserError("data.streaming=true: a stream has no length; add max_steps=1000 or as many as you want.")
     if data.validation_share and not data.validation:
@@ -133,7 +143,9 @@ def _check_options(recipe: Recipe) -> None:
         )
 
 
-def check_file(path: Path, method: str, form: str = "auto", most: int | None = None, named: str | None = None) -> int:
+def check_file(
+    path: Path, method: Method, form: str = "auto", most: int | None = None, named: str | None = None
+) -> int:
     """Check a text file's first `most` examples (None: all) for a method, and return how many there are.
 
     `named` is the recipe's `data.columns`.

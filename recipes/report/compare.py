@@ -42,13 +42,13 @@ def check(found: Sequence[RunData]) -> None:
     for run in found[1:]:
         if _loss(run) != _loss(first):
             raise UserError(
-                f"{first.folder.path} and {run.folder.path} cannot be compared: the first's loss is {_loss(first)}, "
+                f"{first.folder.path} and {run.folder.path} cannot be compared: the first shows {_loss(first)}, "
                 f"the other's {_loss(run)}."
             )
 
 
 def _loss(run: RunData) -> str:
-    return "of DPO, per pair" if run.recipe.method == "dpo" else "per token"
+    return run.recipe.traits.loss
 
 
 def names(found: Sequence[RunData]) -> list[str]:
@@ -94,7 +94,7 @@ def _differences(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[An
 
 def _charts(found: Sequence[RunData], labels: Sequence[str], x: str, x_label: str) -> Iterator[Chart]:
     """Yield the charts of one horizontal axis; evaluations know their step only, so over tokens they are left out."""
-    of_pairs = found[0].recipe.method == "dpo"
+    of_pairs = not found[0].recipe.traits.packs
     titles = {"loss": "Training loss", "grad_norm": "Gradient norm, before clipping"}
     titles |= {key: curves.TITLES[key] for key in ("learning_rate", "tokens_per_second")}
     for key, title in titles.items():

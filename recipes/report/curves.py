@@ -28,11 +28,10 @@ def section(run: RunData) -> Section:
 
 def _charts(run: RunData) -> Iterator[Chart]:
     restarts = tuple(row["from_step"] for row in run.restarts if isinstance(row.get("from_step"), int | float))
-    of_pairs = run.recipe.method == "dpo"
+    of_pairs = not run.recipe.traits.packs
     loss = points(run.metrics, "loss")
     held_out = Curve("held out", points(run.evaluations, "loss"), dotted=True)
-    unit = "nats per pair" if of_pairs else "nats per token"
-    yield Chart(f"Loss ({unit})", STEP, (*with_smoothed(loss), held_out), log=not of_pairs, marks=restarts)
+    yield Chart(run.recipe.traits.loss, STEP, (*with_smoothed(loss), held_out), log=not of_pairs, marks=restarts)
     for key in ("preference_accuracy", "exact_match"):
         measured = points(run.evaluations, key)
         if len(measured) > 2:

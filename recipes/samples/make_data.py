@@ -1,6 +1,6 @@
-"""Write the sample data: the chat task, its preference pairs and the raw-text corpus. Standard library only.
+"""Write the sample data: the chat task, its pairs and judged answers, and the raw-text corpus. Standard library only.
 
-    python -m recipes.samples.make_data            # writes recipes/samples/{extract,preferences,text}/*.jsonl
+    python -m recipes.samples.make_data            # writes recipes/samples/{extract,preferences,judged,text}/*.jsonl
     python -m recipes.samples.make_data --output /tmp/samples --seed 7
 
 With the default seed the files are the committed ones, byte for byte. Takes a few seconds.
@@ -22,6 +22,8 @@ COUNTS = {
     "preferences/held_out": 200,
     "text/train": 6000,
     "text/held_out": 300,
+    "judged/train": 2000,
+    "judged/held_out": 200,
 }
 FIELDS = ("name", "date", "amount", "city")
 """The keys of an answer, in their order; a fact that the notice does not state has no key."""
@@ -119,6 +121,13 @@ def preference(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
     return pair, [text, answer]
 
 
+def judged(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
+    """Make one judged answer: the right one or, half of the time, one with a mistake."""
+    pair, keys = preference(rng, part)
+    label = rng.random() < 0.5
+    return {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}, keys
+
+
 def document(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
     """Make one document of raw text."""
     text = corpus.document(rng, part)
@@ -133,6 +142,8 @@ FILES: dict[str, tuple[Make, int | None]] = {
     "preferences/held_out": (preference, 1),
     "text/train": (document, None),
     "text/held_out": (document, 1),
+    "judged/train": (judged, None),
+    "judged/held_out": (judged, 1),
 }
 
 

@@ -177,6 +177,11 @@ def _family(recipe: Recipe, technique: str) -> Iterator[str]:
         yield f"{technique} parallelism does not support {kind}: {why}"
 
 
+def _method(recipe: Recipe, technique: str) -> Iterator[str]:
+    if why := recipe.traits.excludes.get(technique):
+        yield why
+
+
 def _world(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Iterator[str]:
     size, expert = _model_parallel_size(recipe.layout), recipe.layout.expert
     if world_size % size:
@@ -202,8 +207,7 @@ def _tensor(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
         yield "packed 4-bit weights cannot be split by rows or columns"
     elif recipe.lora is not None and recipe.lora.dora:
         yield "DoRA needs the norm of each whole matrix"
-    if recipe.method == "dpo":
-        yield "TRL's DPO needs the whole output head"
+    yield from _method(recipe, "tensor")
 
 
 def _sequence(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
@@ -216,8 +220,7 @@ def _sequence(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     if heads and heads % sharing:
         factors = " (sequence x tensor)" if recipe.layout.tensor > 1 else ""
         yield f"the model's {heads} attention heads are not divisible by {sharing}{factors}"
-    if recipe.method == "dpo":
-        yield "DPO compares whole answers, and each rank has the loss of only some of the tokens"
+    yield from _method(recipe, "sequence")
     if recipe.router_aux_loss_coef:
         yield "the load-balancing loss covers whole sequences, and each rank sees the routing of only a part"
 
@@ -230,8 +233,7 @@ def _pipeline(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     layers = _size(recipe, "num_hidden_layers", "n_layer")
     if layers and layers < stages:
         yield f"every stage needs at least one layer, and the model has {layers}"
-    if recipe.method == "dpo":
-        yield "DPO needs the outputs of two models at once, and a pipeline returns the loss of one"
+    yield from _method(recipe, "pipeline")
     if recipe.model.quantization != "none":
         yield "4-bit weights are packed on a rank that holds the whole model, and a stage holds only a part"
     if recipe.router_aux_loss_coef:
@@ -256,7 +258,6 @@ def _expert(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
         yield "expert parallelism cannot be combined with tensor, pipeline or sequence parallelism"
     if recipe.lora is not None:
         yield "DeepSpeed's AutoEP replaces the expert layers together with their adapters"
-    if recipe.method == "dpo":
-        yield "DeepSpeed's AutoEP spreads the experts of one model, and DPO has two"
+    yield from _method(recipe, "expert")
     if file.stage == 0:
         yield "without ZeRO, DeepSpeed computes a wrong gradient norm under expert parallelism"

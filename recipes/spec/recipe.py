@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import UserError
+from .methods.settings import Dpo, Kto
+from .methods.traits import TRAITS, Method, Traits
 
-Method = Literal["sft", "dpo", "pretrain"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -48,7 +49,9 @@ class Data:
     """What the columns of other names hold, with commas: `question:prompt,answer:completion`."""
     weights: str | None = None
     """The proportions in which several sources are mixed, with commas (`3,1`); None: every example of each once."""
-    form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = "auto"
+    form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "judged", "text"] = (
+        "auto"
+    )
     """The form of an example; `auto` detects it by its fields, and the run says which it found."""
     split: str = "train"
     """Which split of a Hub dataset."""
@@ -59,7 +62,7 @@ class Data:
     nothing of other data, so setting `data.path` alone replaces them by `validation_share=auto`."""
     validation_share: float | Literal["auto"] = 0.0
     """Share of the examples that is held out where `validation` is None; `auto`: 5 %, and at most 500 examples."""
-    metric: Literal["loss", "exact_match", "preference_accuracy"] = "loss"
+    metric: Literal["loss", "exact_match", "preference_accuracy", "judgement_accuracy"] = "loss"
     """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked correctly."""
     max_new_tokens: int = 96
     """Longest answer that the exact-match metric generates, in tokens."""
@@ -118,14 +121,6 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Dpo:
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), run by TRL."""
-
-    beta: float = 0.1
-    """How strongly the trained model is kept close to the reference model."""
-
-
-@dataclass(frozen=True)
 class Draft:
     """The same recipe on a shrunken, randomly initialised model of the same class."""
 
@@ -164,7 +159,8 @@ class Recipe:
     lora: Lora | None = None
     layout: Layout = Layout()
     schedule: Schedule = Schedule()
-    dpo: Dpo = Dpo()
+    dpo: Dpo = field(default_factory=Dpo)
+    kto: Kto = field(default_factory=Kto)
     draft: Draft = Draft()
     wandb: Wandb = Wandb()
     learning_rate: float = 2e-5
@@ -250,7 +246,7 @@ class Recipe:
             )
         if self.tiled_loss:
             for key, used, why in (
-                ("method", self.method == "dpo", "TRL's DPO already computes it in tiles"),
+                ("method", self.traits.whole_loss, self.traits.whole_loss),
                 ("layout.pipeline", self.layout.pipeline > 1, "a pipeline's last stage returns whole logits"),
                 ("router_aux_loss_coef", self.router_aux_loss_coef, "TRL's tiles use the model's own"),
             ):
@@ -270,6 +266,16 @@ class Recipe:
     def name(self) -> str:
         """`family-size-variant`, the name of its run folders and of its W&B runs."""
         return f"{self.family}-{self.size}-{self.variant}"
+
+    @property
+    def traits(self) -> Traits:
+        """What is particular to the method."""
+        return TRAITS[self.method]
+
+    @property
+    def packs(self) -> bool:
+        """Whether documents share sequences: `packing`, where the method has it."""
+        return self.packing and self.traits.packs
 
 
 _LEAST = {

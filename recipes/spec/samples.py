@@ -14,5 +14,9 @@ PREFERENCES = Data(
     metric="preference_accuracy",
 )
 """The right JSON beside a plausible mistake, for the same task."""
+JUDGED = Data(
+    path=f"{SAMPLES}/judged/train.jsonl", validation=f"{SAMPLES}/judged/held_out.jsonl", metric="judgement_accuracy"
+)
+"""Answers for the same task, half of them with a mistake, each labelled true or false."""
 TEXT = Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl")
 """Raw text."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .recipe import Recipe
-from .samples import PREFERENCES, TEXT
+from .samples import JUDGED, PREFERENCES, TEXT
 
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
@@ -55,6 +55,23 @@ def dpo(lora: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
     length = min(DPO_LENGTH, lora.sequence_length)
     pairs = {"method": "dpo", "data": PREFERENCES, "packing": False, "sequence_length": length}
     return _changed(lora, changes, learning_rate=learning_rate, **pairs)
+
+
+def kto(lora: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
+    """Return `lora` on judged answers; KTO compares those of a micro-batch, so there are at least two."""
+    least = {
+        "sequence_length": min(DPO_LENGTH, lora.sequence_length),
+        "micro_batch_size": max(2, lora.micro_batch_size),
+    }
+    judged = {"method": "kto", "data": JUDGED, "packing": False, **least}
+    return _changed(lora, changes, learning_rate=learning_rate, **judged)
+
+
+def reward(full: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
+    """Return `full` on preference pairs as a reward model: a number for each answer instead of text."""
+    length = min(DPO_LENGTH, full.sequence_length)
+    pairs = {"method": "reward", "data": PREFERENCES, "packing": False, "sequence_length": length}
+    return _changed(full, changes, learning_rate=learning_rate, **pairs)
 
 
 def pretrain(full: Recipe, **changes: Any) -> Recipe:

@@ -1,26 +1,24 @@
 """report.png: the run at a glance."""
 
 from pathlib import Path
-from typing import Any
 
 from ..spec.run_folder import RunFolder, read_jsonl
 
 CURVES = {
-    "loss": "loss per token (nats)",
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second, all ranks",
 }
 
 
-def labels(records: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the labels of the curves by key; a loss of preferences is per pair."""
-    of_pairs = any("rewards/margins" in record for record in records)
-    return CURVES | {"loss": "DPO loss per pair (nats)"} if of_pairs else CURVES
+def draw(run: RunFolder, title: str, loss: str) -> Path | None:
+    """Draw the four curves over the steps and return the file; None when nothing was logged.
 
-
-def draw(run: RunFolder, title: str) -> Path | None:
-    """Draw the four curves over the steps and return the file; None when nothing was logged."""
+    Args:
+        run: has the records.
+        title: above the curves.
+        loss: what the loss is, with its unit.
+    """
     records = read_jsonl(run.metrics)
     if not records:
         return None
@@ -30,7 +28,7 @@ def draw(run: RunFolder, title: str) -> Path | None:
     from matplotlib import pyplot  # most of a second, needed once
 
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
-    for axis, (key, label) in zip(axes.flat, labels(records).items(), strict=True):
+    for axis, (key, label) in zip(axes.flat, ({"loss": loss} | CURVES).items(), strict=True):
         points = [(record["step"], record[key]) for record in records if record[key] is not None]
         axis.plot(*zip(*points, strict=True), label="training") if points else axis.text(0.4, 0.5, "not reported")
         axis.set_ylabel(label)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -21,6 +23,7 @@ from ..spec.errors import UserError, first_line
 from ..spec.run_folder import CHECK_FAILED, COMPLETE, read_json, write_json
 from . import distributed, upstream
 from .checkpoint import digests
+from .model import reward_head
 from .parallel.whole import QUANTIZATION
 
 ADAPTER = "adapter_config.json"
@@ -71,12 +74,12 @@ def verify(
             collective.
         dtype: the trained model's.
         folder: what `save` wrote.
-        tokens: one sequence of token ids to compare on.
+        tokens: one sequence of token ids to compare on; of a reward model several are made of it.
 
     Raises:
         RuntimeError: the reloaded model computes different logits, so the export is not the model that was trained.
     """
-    inputs = torch.tensor([tokens], device=distributed.device())
+    inputs = torch.tensor(_sequences(tokens, is_reward_model(folder)), device=distributed.device())
     trained = forward(inputs).float().cpu()
     difference = 0.0
     if distributed.is_first():
@@ -94,6 +97,22 @@ def verify(
             f"{folder}: reloaded logits differ by {difference:.1e} of the largest (allowed {allowed:.0e})"
         )
     return difference
+
+
+def _sequences(tokens: list[int], scores: bool) -> list[list[int]]:
+    """Return what to compare on: the logits of one sequence are many numbers, a reward is one of each."""
+    if not scores:
+        return [tokens]
+    quarters = [len(tokens) * quarter // 4 for quarter in range(4)]
+    return [tokens[start:] + tokens[:start] for start in quarters]
+
+
+def is_reward_model(folder: Path) -> bool:
+    """Return whether a folder holds a model that gives a sequence one number, or an adapter of one."""
+    if (folder / ADAPTER).exists():
+        return bool(read_json(folder / ADAPTER).get("task_type") == "SEQ_CLS")
+    names = read_json(folder / "config.json").get("architectures") if (folder / "config.json").exists() else None
+    return any(name.endswith("ForSequenceClassification") for name in names or ())
 
 
 def _allowed(dtype: torch.dtype) -> float:
@@ -125,15 +144,23 @@ def base_of(adapter: Path) -> Path:
 
 def load_base(folder: Path, adapter: Path, dtype: Any = "auto") -> PreTrainedModel:
     """Return the model in `folder`, quantised if it was when `adapter` was trained on it."""
-    quantization = adapter / QUANTIZATION
+    quantization, scores = adapter / QUANTIZATION, is_reward_model(adapter)
     if not quantization.exists():
-        return load_whole(folder, dtype)
+        return load_whole(folder, dtype, scores=scores)
     config = BitsAndBytesConfig.from_dict(read_json(quantization))
-    return load_whole(folder, config.bnb_4bit_compute_dtype, config)
+    return load_whole(folder, config.bnb_4bit_compute_dtype, config, scores)
 
 
-def load_whole(folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None = None) -> PreTrainedModel:
+def load_whole(
+    folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None = None, scores: bool = False
+) -> PreTrainedModel:
     """Return the whole model in `folder`, which may be a Hub id.
+
+    Args:
+        folder: a language model, or a reward model.
+        dtype: of the weights.
+        quantization: None: as stored.
+        scores: load it as a reward model in any case; a language model gets a random head, which an adapter replaces.
 
     Raises:
         UserError: not a model folder, or weights that cannot be loaded.
@@ -143,8 +170,12 @@ def load_whole(folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
     if quantization:
         options["quantization_config"] = quantization
+    kind = AutoModelForCausalLM
+    if scores or is_reward_model(folder):
+        kind, options["num_labels"] = AutoModelForSequenceClassification, 1
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        with reward_head.without_report() if scores else nullcontext():
+            model = kind.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot load the model: {first_line(error)}") from error
     upstream.keep_4bit_layout(model)

@@ -30,7 +30,7 @@ from ..spec.run_folder import (
     step_of,
     write_json,
 )
-from . import distributed, export, rank_log, summary, upstream
+from . import distributed, export, holdings, rank_log, summary, upstream
 from .arguments import DTYPE_BYTES, common_arguments
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.evaluation import Evaluation
@@ -44,7 +44,7 @@ from .console import leave_out_noise, say
 from .data import chat_templates, updates
 from .data.load import Datasets, say_updates
 from .methods import method
-from .model import draft, holdings, kernels, load, movement, packing_check
+from .model import draft, kernels, load, movement, packing_check
 from .model.flops import training_flops
 from .parallel import implementation, sequence_check
 from ..machine.capacity import gathered_bytes
@@ -90,7 +90,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     checkpoint = newest_checkpoint(run)
     mark = checked_data(recipe, checkpoint, tokenizer, datasets)
     model = parallel.load(recipe)
-    upstream.tell_whether_packed(model, recipe.packing and recipe.method != "dpo")
+    upstream.tell_whether_packed(model, recipe.packs)
     context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model), checkpoint, mark)
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
     gc.freeze()  # nothing imported is ever freed: collections take 0.2% of the time of `tiny full` on a CPU, else 0.7%

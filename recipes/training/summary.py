@@ -52,7 +52,7 @@ def finished(
         **memory(),
     }
     write_json(run.summary, summary)
-    curves.draw(run, recipe.name)
+    curves.draw(run, recipe.name, recipe.traits.loss)
     where = tracker.end(summary)
     merge = " --merge" if recipe.lora else ""
     lines = [
@@ -62,7 +62,9 @@ def finished(
         f"model        {display(run.export)}  (reloaded with plain transformers: the same logits)",
         f"report       {display(run.report_page)}",
         f"W&B          {where}" if where else None,
-        f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',
+        None
+        if recipe.traits.scores
+        else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',
         f"export it    {command('export')} {shlex.quote(display(run.path))} --output my-model{merge}",
         evaluation.last_line(summary["after"])
         if evaluation

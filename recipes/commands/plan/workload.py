@@ -38,7 +38,7 @@ def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str
             raise UserError(f"--tokens {arguments.tokens} and {both[0]}=...: give one of them.")
         return Workload(tokens(arguments.tokens), known)
     if recipe.max_steps and "max_steps" in keys:
-        each = recipe.global_batch_size * recipe.sequence_length * (2 if recipe.method == "dpo" else 1)
+        each = recipe.global_batch_size * recipe.sequence_length * recipe.traits.sequences
         return Workload(recipe.max_steps * each, known, f"{recipe.max_steps:,} steps")
     if "data.path" in keys or "epochs" in keys:
         return Workload(recipe.epochs * tokens_of(recipe), known, f"{CHARACTERS} characters per token")

@@ -191,7 +191,8 @@ class PublishedRow:
             sequence_length=self.sequence_length,
             gradient_checkpointing=self.checkpointing is True,  # the planner counts `selective` as none
             packing=self.packing,
-            preferences=self.preferences,
+            sequences_per_example=2 if self.preferences else 1,
+            reference=self.preferences,
             precision="fp16" if self.precision == "fp16" else "bf16",
             attention=self.attention,
             lora=self.lora,

@@ -25,6 +25,8 @@ HIDDEN_IN_TILES = 2.5
 """Bytes per token and width that norm and loss keep beyond the layers' own; profiled with Llama's norm."""
 NORM_AFTER_TILES = 20.5
 """Bytes per token and width at the peak of the last norm's backward pass, which is in fp32; profiled with Llama's."""
+NORM = 8
+"""Bytes of the last norm per token and hidden unit in bf16: its input there and in fp32, and its output."""
 NOTHING = SavedBytes(0)
 
 
@@ -93,6 +95,8 @@ def mask_bytes(kinds: Iterable[LayerProfile], setup: TrainingSetup) -> float:
 def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return what norm, head and loss need at their peak: the logits, several times, or a tile of them."""
     tokens = _tokens(setup)
+    if setup.scores:  # a reward is one number per sequence; what is left is the last norm
+        return _in_precision(NORM * tokens * profile.hidden_size, setup)
     head = profile.vocab_size * profile.hidden_size if setup.lora is None else 0
     if setup.tiles(profile.vocab_size):
         return _in_precision(_tiled_loss_bytes(tokens, profile.hidden_size, head), setup)
@@ -106,7 +110,8 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
 
 def unusable_logits_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return what the caching allocator reserves beside whole logits at their peak, and cannot use."""
-    if setup.tiles(profile.vocab_size) or setup.logit_bytes is not None or setup.precision == "fp32":
+    whole = not (setup.scores or setup.tiles(profile.vocab_size))
+    if not whole or setup.logit_bytes is not None or setup.precision == "fp32":
         return 0.0
     tokens = _tokens(setup)
     return TOO_SMALL_LOGITS * tokens * profile.vocab_size

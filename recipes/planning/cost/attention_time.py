@@ -41,7 +41,7 @@ def implementation(setup: TrainingSetup) -> str:
     """Return `Model.attention` with `auto` decided as `training.model.attention` does on a GPU."""
     if setup.attention != "auto":
         return setup.attention
-    return "varlen" if setup.packing and not setup.preferences and setup.layout.pipeline == 1 else "sdpa"
+    return "varlen" if setup.packing and setup.layout.pipeline == 1 else "sdpa"
 
 
 def attended_tokens(kind: LayerProfile, length: int) -> float:

@@ -145,7 +145,7 @@ def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[
     """Return the states on a GPU; all states of adapters are one component."""
     found = states(shard, setup, moment)
     frozen = 0.0
-    if setup.lora or setup.preferences:  # DPO without adapters compares with a second model
+    if setup.lora or setup.reference:
         frozen = loaded_bytes(shard, setup) / (setup.zero_ranks if setup.zero_stage == 3 else 1)
     second = WIDTH[setup.precision] * shard.parameters / setup.partition_size if setup.partition_size > 1 else 0.0
     on_gpu = setup.offload_parameters == "none"

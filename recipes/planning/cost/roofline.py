@@ -90,7 +90,7 @@ def layer_seconds(
     weights = DEQUANTIZED * _quantized_weights(kind, setup) / (gpu.memory_gbs * 1e9 * constants.dequantize)
     once = forward + attention + moved + weights
     # Checkpointing computes a layer once more, and so does DPO's comparison with the model that training starts from.
-    again = setup.gradient_checkpointing + setup.preferences
+    again = setup.gradient_checkpointing + setup.reference
     tiles = feed_forward_share(kind) * (forward + moved) if setup.tiled_mlp else 0.0
     busy = matmul + attention + attention_backward + 3 * moved + 2 * weights + again * once + tiles
     passes = 3 + again
@@ -142,9 +142,11 @@ def _dense_weights(kind: LayerProfile) -> float:
 
 def head_seconds(profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> ComputeSeconds:
     """Return the seconds of the output matrix and of the loss."""
+    if setup.scores:
+        return ComputeSeconds()
     tokens = tokens_per_pass(setup)
     width = profile.vocab_size / setup.layout.tensor
-    passes = (2 if setup.lora else 3) + setup.tiles(profile.vocab_size) + setup.preferences
+    passes = (2 if setup.lora else 3) + setup.tiles(profile.vocab_size) + setup.reference
     products = passes * _product(tokens, width, profile.hidden_size, gpu, constants)
     return ComputeSeconds(logits=products + LOSS * tokens * width / (gpu.memory_gbs * 1e9 * constants.memory))
 

@@ -20,7 +20,7 @@ class TrainingSetup:
     layout: Layout = field(default_factory=Layout)
     zero_stage: int = 3
     micro_batch_size: int = 1
-    """Sequences per forward pass and data-parallel rank; with DPO, pairs."""
+    """Sequences per forward pass and data-parallel rank; where a method compares answers, pairs."""
     gradient_accumulation_steps: int = 1
     """Forward passes per optimizer step; a pipeline's micro-batches."""
     sequence_length: int = 2048
@@ -28,8 +28,12 @@ class TrainingSetup:
     precision: Precision = "bf16"
     gradient_checkpointing: bool = True
     packing: bool = True
-    preferences: bool = False
-    """DPO: each example is two sequences; without adapters a frozen second model is held for comparison."""
+    sequences_per_example: int = 1
+    """Two where a method compares two answers."""
+    reference: bool = False
+    """Without adapters a frozen second model is held for comparison."""
+    scores: bool = False
+    """One output per sequence instead of logits."""
     attention: str = "sdpa"
     """As in `Model.attention`; `eager` saves every score."""
     lora: Lora | None = None
@@ -96,7 +100,7 @@ class TrainingSetup:
     @property
     def sequences_per_pass(self) -> int:
         """Sequences that go through the model at once."""
-        return self.micro_batch_size * (2 if self.preferences else 1)
+        return self.micro_batch_size * self.sequences_per_example
 
     @property
     def tokens_per_step(self) -> int:
@@ -137,8 +141,10 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         precision=recipe.precision,
         # `selective` saves less than no checkpointing and more than all of it; counted as none.
         gradient_checkpointing=recipe.gradient_checkpointing is True,
-        packing=recipe.packing and recipe.method != "dpo",
-        preferences=recipe.method == "dpo",
+        packing=recipe.packs,
+        sequences_per_example=recipe.traits.sequences,
+        reference=recipe.traits.reference,
+        scores=recipe.traits.scores,
         attention=recipe.model.attention,
         tiled_loss=loss_tiles.asked_for(recipe),
         tiled_mlp=recipe.tiled_mlp,

@@ -65,7 +65,7 @@ def _methods(request: PlanRequest) -> Iterator[str]:
 def _less_at_once(request: PlanRequest) -> Iterator[str]:
     """Yield tiles and the longest half, quarter, ... of the sequence that fit."""
     recipe = request.recipe
-    if recipe.method != "dpo" and not recipe.layout.pipeline > 1:
+    if recipe.traits.whole_loss is None and not recipe.layout.pipeline > 1:
         with contextlib.suppress(UserError):  # what it does not go with
             if _fits(replace(request, recipe=overrides.apply(recipe, TILES))):
                 yield " ".join(TILES)

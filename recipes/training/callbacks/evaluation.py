@@ -35,8 +35,8 @@ class Evaluation(TrainerCallback):
 
     @property
     def metric(self) -> str:
-        """What the run is judged by: the recipe's metric; preferences, which have no loss per token, by accuracy."""
-        return self.recipe.data.metric if self.recipe.method != "dpo" else "preference_accuracy"
+        """What the run is judged by: the method's metric where it has its own, otherwise the recipe's."""
+        return self.recipe.traits.metric or self.recipe.data.metric
 
     def before(self) -> float:
         """Return the metric before the first step, from the log, so that a resumed run knows it too."""
@@ -46,8 +46,9 @@ class Evaluation(TrainerCallback):
         """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
         form = ".4f" if self.metric == "loss" else ".1%"
         what = f"{self.metric.replace('_', ' ')} on {len(self.datasets.held_out or [])} held-out examples"
-        margins = [row["preference_margin"] for row in read_jsonl(self.run.evaluations) if "preference_margin" in row]
-        margin = f", margin {margins[0]:.2f} -> {margins[-1]:.2f} nats" if margins else ""
+        key = self.metric.replace("_accuracy", "_margin")
+        margins = [row[key] for row in read_jsonl(self.run.evaluations) if key != self.metric and key in row]
+        margin = f", margin {margins[0]:.2f} -> {margins[-1]:.2f} {self.recipe.traits.unit}" if margins else ""
         return f"{what}: {self.before():{form}} -> {after:{form}}{margin}"
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:

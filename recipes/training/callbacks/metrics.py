@@ -95,7 +95,11 @@ class Metrics(TrainerCallback):
             "data_wait_seconds": waited / torch.distributed.get_world_size(),
             **memory(),
             **self._utilisation(tokens, squares, elapsed, logs),
-            **{key: value for key, value in logs.items() if key.startswith(("rewards/", "expert_load", "router_"))},
+            **{
+                key: value
+                for key, value in logs.items()
+                if key.startswith(("rewards/", "kl", "expert_load", "router_"))
+            },
         }
         append_jsonl(self.run.metrics, record)
         say(step_line(record, state.max_steps))

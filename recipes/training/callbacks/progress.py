@@ -45,8 +45,12 @@ def step_line(record: dict[str, Any], last_step: int) -> str:
     speed = record["tokens_per_second"]
     left = record["seconds"] / record["step"] * (last_step - record["step"])
     preference = ""
-    if "rewards/margins" in record:  # of DPO, over the training pairs since the last log
-        preference = f"accuracy {record['rewards/accuracies']:.0%}  margin {record['rewards/margins']:.2f}  "
+    if "rewards/accuracies" in record:  # over the training pairs since the last log
+        preference = f"accuracy {record['rewards/accuracies']:.0%}  "
+    if "rewards/margins" in record:
+        preference += f"margin {record['rewards/margins']:.2f}  "
+    if "kl" in record:
+        preference += f"KL {record['kl']:.2f}  "
     return (
         f"step {record['step']:>{len(str(last_step))}}/{last_step}  loss {record['loss']:.4f}  {preference}"
         f"lr {record['learning_rate']:.1e}  grad norm {'-' if norm is None else format(norm, '.2f')}  "

@@ -1,12 +1,13 @@
-"""The forms in which examples are written, and the one form per method that training reads.
+"""The forms in which examples are written, and the one form per kind of method that training reads.
 
 Standard library only: the launcher checks local files with these functions before it starts a process, and the ranks
 convert every source with the same ones.
 
-    method    every form becomes
-    sft       messages (turns in OpenAI's form), tools, given (leading turns that are context, not in the loss)
-    dpo       prompt, chosen, rejected (turns each), tools
-    pretrain  text
+    a method that reads  gets from every form
+    conversations        messages (turns in OpenAI's form), tools, given (leading turns that are not in the loss)
+    pairs                prompt, chosen, rejected (turns each), tools
+    judged answers       prompt, completion (turns each), label (true: good), tools
+    texts                text
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,20 +15,22 @@ from itertools import pairwise
 from typing import Any
 
 from ...spec.errors import UserError
+from ...spec.methods.traits import TRAITS, Examples, Method, reading
 from .text_files import from_json
 
 Example = dict[str, Any]
 Turn = dict[str, Any]
 
-FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "messages": ("sft", ("messages",)),
-    "sharegpt": ("sft", ("conversations",)),
-    "alpaca": ("sft", ("instruction", "output")),
-    "prompt_completion": ("sft", ("prompt", "completion")),
-    "preference": ("dpo", ("chosen", "rejected")),
-    "text": ("pretrain", ("text",)),
+FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
+    "messages": ("conversations", ("messages",)),
+    "sharegpt": ("conversations", ("conversations",)),
+    "alpaca": ("conversations", ("instruction", "output")),
+    "prompt_completion": ("conversations", ("prompt", "completion")),
+    "preference": ("pairs", ("chosen", "rejected")),
+    "judged": ("judged answers", ("prompt", "completion", "label")),
+    "text": ("texts", ("text",)),
 }
-"""Each form's method, and the fields by which it is recognised."""
+"""Each form's kind of examples, and the fields by which it is recognised."""
 
 FIELDS = (
     *dict.fromkeys(field for _, fields in FORMS.values() for field in fields),
@@ -45,24 +48,24 @@ ROLES = {
 """Names of roles in use, and the role that each means; `call`: an assistant's turn that holds a tool call as JSON."""
 
 
-def form_of(where: str, example: Example, method: str, asked: str = "auto") -> str:
+def form_of(where: str, example: Example, method: Method, asked: str = "auto") -> str:
     """Return the form of a source, recognised by the fields of its first example unless the recipe names one.
 
     Raises:
         UserError: the fields belong to no form, or to one that another method reads.
     """
     if asked != "auto":
-        if FORMS[asked][0] != method:
-            raise UserError(f"data.form={asked}: is for the method {FORMS[asked][0]}; {_needs(method)}.")
+        if FORMS[asked][0] != TRAITS[method].examples:
+            raise UserError(f"data.form={asked}: is {_serves(asked)}; {_needs(method)}.")
         return asked
     found = [form for form, (_, fields) in FORMS.items() if all(example.get(field) is not None for field in fields)]
-    suitable = [form for form in found if FORMS[form][0] == method]
-    if (suitable or found)[:1] == ["prompt_completion"]:
+    suitable = [form for form in found if FORMS[form][0] == TRAITS[method].examples]
+    if (suitable or found)[:1] == ["prompt_completion"] and method != "kto":
         _refuse_judged(where, example)
     if suitable:
         return suitable[0]
     if found:
-        raise UserError(f"{where}: is in the form {found[0]}, for the method {FORMS[found[0]][0]}; {_needs(method)}.")
+        raise UserError(f"{where}: is in the form {found[0]}, {_serves(found[0])}; {_needs(method)}.")
     raise UserError(
         f"{where}: its fields ({fields_of(example)}) belong to no known form; {_needs(method)}. Say which is which: "
         "data.columns=question:prompt,answer:completion."
@@ -74,12 +77,12 @@ def _refuse_judged(where: str, example: Example) -> None:
     if str(example.get("label")).lower() in ("true", "false", "0", "1"):
         raise UserError(
             f"{where}: 'prompt', 'completion' and a 'label' of yes or no are answers that were judged (KTO), good ones "
-            "and bad ones; no method here reads them.\nKeep those whose label is true and remove the label, or make "
+            "and bad ones; the method kto reads them.\nOr keep those whose label is true and remove the label, or make "
             "pairs of 'chosen' and 'rejected' for dpo; data.form=prompt_completion trains on all of them as they are."
         )
 
 
-def converted(located: Iterable[tuple[str, Example]], method: str, form: str = "auto") -> Iterator[Example]:
+def converted(located: Iterable[tuple[str, Example]], method: Method, form: str = "auto") -> Iterator[Example]:
     """Yield the examples of one source, (place, example) each, as the method reads them.
 
     Raises:
@@ -91,8 +94,14 @@ def converted(located: Iterable[tuple[str, Example]], method: str, form: str = "
         yield CONVERSIONS[found](where, example)
 
 
-def _needs(method: str) -> str:
-    forms = (f"{form} ({', '.join(fields)})" for form, (serves, fields) in FORMS.items() if serves == method)
+def _serves(form: str) -> str:
+    return f"for the method {' or '.join(reading(FORMS[form][0]))}"
+
+
+def _needs(method: Method) -> str:
+    forms = (
+        f"{form} ({', '.join(fields)})" for form, (kind, fields) in FORMS.items() if kind == TRAITS[method].examples
+    )
     return f"the method {method} reads {', '.join(forms)}"
 
 
@@ -145,6 +154,17 @@ def _preference(where: str, example: Example) -> Example:
     return sides
 
 
+def _judged(where: str, example: Example) -> Example:
+    label = example.get("label")
+    label = {"true": True, "false": False}.get(label.lower()) if isinstance(label, str) else label  # of a table
+    if not isinstance(label, bool):
+        raise UserError(f"{where}: 'label' must be true (a good answer) or false; it is {example.get('label')!r}.")
+    prompt, completion = _side(where, example, "prompt", "user"), _side(where, example, "completion", "assistant")
+    whole = _conversation(where, example, "completion", prompt + completion, given=len(prompt))
+    given = whole["messages"][: whole["given"]]
+    return {"prompt": given, "completion": completion, "label": label, "tools": whole["tools"]}
+
+
 def _text(where: str, example: Example) -> Example:
     return {"text": _string(where, example, "text", empty=True)}
 
@@ -155,6 +175,7 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
     "preference": _preference,
+    "judged": _judged,
     "text": _text,
 }
 

@@ -26,6 +26,7 @@ from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
 from ...spec.errors import UserError, first_line
+from ...spec.methods.traits import Method
 from ...spec.recipe import Recipe, names
 from . import columns, formats, text_files
 
@@ -37,11 +38,12 @@ FEW = (0.05, 500)
 
 FEATURES = {
     # Turns as JSON: Arrow's structs would give every turn and every tool call the keys of all the others.
-    "sft": Features({"messages": Json(), "tools": Json(), "given": Value("int32")}),
-    "dpo": Features({"prompt": Json(), "chosen": Json(), "rejected": Json(), "tools": Json()}),
-    "pretrain": Features({"text": Value("string")}),
+    "conversations": Features({"messages": Json(), "tools": Json(), "given": Value("int32")}),
+    "pairs": Features({"prompt": Json(), "chosen": Json(), "rejected": Json(), "tools": Json()}),
+    "judged answers": Features({"prompt": Json(), "completion": Json(), "label": Value("bool"), "tools": Json()}),
+    "texts": Features({"text": Value("string")}),
 }
-"""The columns that each method reads; `formats.py` says what is in them."""
+"""The columns of each kind of examples; `formats.py` says what is in them."""
 
 
 READ_AT_ONCE = 100
@@ -89,7 +91,7 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         "form": form,
         "fields": fields,
     }
-    features = FEATURES[recipe.method]
+    features = FEATURES[recipe.traits.examples]
     if streaming:
         return Source(name, form, IterableDataset.from_generator(_converted, features, gen_kwargs=found))
     # datasets caches a generator's output by its arguments, so one of them identifies the version of the data.
@@ -101,7 +103,7 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
 
 
 def _converted(
-    name: str, split: str, method: str, form: str, fields: dict[str, str], version: Any = None
+    name: str, split: str, method: Method, form: str, fields: dict[str, str], version: Any = None
 ) -> Iterator[dict[str, Any]]:
     located = _located(name, split, streaming=version is None)
     return formats.converted(columns.renamed(located, fields), method, form)

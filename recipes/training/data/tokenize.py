@@ -91,6 +91,18 @@ def first_pair(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Piece
     return found
 
 
+def first_judged(examples: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
+    """Return the first good and the first bad answer among the first examples as text, each with its prompt."""
+    found: dict[str, Pieces] = {}
+    for example in islice(examples, 100):
+        prompt = conversation_tokens(tokenizer, example["prompt"], example["tools"], add_generation_prompt=True)
+        tokens = conversation_tokens(tokenizer, example["prompt"] + example["completion"], example["tools"])
+        learned = [index >= len(prompt) for index in range(len(tokens))]
+        judged = "(good) " if example["label"] else "(bad) "
+        found.setdefault(judged, [(judged, False), *pieces(tokens, learned, tokenizer)])
+    return list(found.values())
+
+
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:
     tokenize = _texts(recipe, tokenizer) if recipe.method == "pretrain" else _conversation(recipe, tokenizer)
     progress = {"desc": "tokenizing"} if isinstance(raw, Dataset) else {}

@@ -9,7 +9,7 @@ metric(trainer, examples)                                       its numbers by n
 from importlib import import_module
 from types import ModuleType
 
-from ...spec.recipe import Method
+from ...spec.methods.traits import Method
 
 
 def method(name: Method) -> ModuleType:

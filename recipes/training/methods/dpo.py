@@ -52,4 +52,5 @@ def metric(trainer: RunDPOTrainer, examples: Dataset) -> dict[str, float]:
     """Return how the model ranks the pairs: `preference_accuracy` and `preference_margin`."""
     recipe = trainer.context.recipe
     pairs, batch_size = list(examples), recipe.micro_batch_size
-    return scores.preferences(trainer.model, trainer.processing_class, pairs, batch_size, recipe.layout)
+    measured = (trainer.model, trainer.processing_class, pairs, batch_size, recipe.layout)
+    return scores.preferences(*measured, value=scores.fused_log_likelihood)

@@ -28,14 +28,14 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def add(model: PreTrainedModel, lora: Lora, seed: int = 0) -> PeftModel:
-    """Return the model with adapters in the model's dtype; everything else is frozen.
+def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False) -> PeftModel:
+    """Return the model with adapters in the model's dtype; everything else is frozen, except for a reward model's head.
 
     Raises:
         UserError: the targets are not in this model, or cannot be adapted in this way.
     """
     try:
-        adapted = get_peft_model(model, LoraConfig(**lora_options(lora)), autocast_adapter_dtype=False)
+        adapted = get_peft_model(model, LoraConfig(**lora_options(lora, scores)), autocast_adapter_dtype=False)
     except ValueError as error:
         targets = f"lora.target_modules={lora.target_modules}"
         if lora.target_parameters:

@@ -44,7 +44,7 @@ def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[s
     if recipe.model.attention != "auto":
         return [recipe.model.attention]
     fallback = "sdpa" if _has_sdpa(config) else "eager"
-    if not on_gpu or not recipe.packing or recipe.method == "dpo" or recipe.layout.pipeline > 1:
+    if not on_gpu or not recipe.packs or recipe.layout.pipeline > 1:
         return [fallback]  # single documents need no mask, and on CPUs SDPA has the only fused kernel
     if recipe.precision == "fp32" or torch.cuda.get_device_capability() < OLDEST or not _fits(config):
         return [fallback]

@@ -20,14 +20,15 @@ class TrainingFlops:
 
 
 def training_flops(model: torch.nn.Module) -> TrainingFlops:
-    """Return the operations per token of a causal language model, with or without adapters, sharded or not.
+    """Return the operations per token of a causal language or reward model, with or without adapters, sharded or not.
 
     An embedding is a look-up and costs nothing, unless it is tied and so the last matrix product too. Of a mixture
     of experts a token uses `num_experts_per_tok`. Sliding windows are counted as full attention.
     """
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is embedding
+    head = model.get_output_embeddings()  # a reward model has none
+    tied = head is not None and head.weight is embedding
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     used = config.num_experts_per_tok / experts if experts else 1.0
     total = 0.0

@@ -1,6 +1,7 @@
 """Load the model that a recipe names, with its adapters; or a draft of it."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -21,7 +23,7 @@ from ...spec.errors import UserError, first_line
 from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from .. import upstream
-from . import adapters, attention, kernels, tiling
+from . import adapters, attention, kernels, reward_head, tiling
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,7 +40,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         raise UserError(cannot_load("configuration", recipe, error)) from error
 
 
-def load_model(recipe: Recipe, kind: Any = AutoModelForCausalLM) -> PreTrainedModel | PeftModel:
+def load_model(recipe: Recipe, kind: Any = None) -> PreTrainedModel | PeftModel:
     """Return the model in the recipe's precision, with adapters where the recipe has them.
 
     Call it after the training arguments exist: under ZeRO-3 every parameter is then sharded as it is read,
@@ -46,12 +48,13 @@ def load_model(recipe: Recipe, kind: Any = AutoModelForCausalLM) -> PreTrainedMo
 
     Args:
         recipe: says which model.
-        kind: the class to load it as; a pipeline's stages have their own.
+        kind: the class to load it as; a pipeline's stages have their own. None: the method's.
 
     Raises:
         UserError: the weights are missing, or exist only as pickles.
     """
-    model = _pretrained(recipe, kind)
+    scores = recipe.traits.scores
+    model = _pretrained(recipe, kind or (AutoModelForSequenceClassification if scores else AutoModelForCausalLM))
     upstream.restore_rotary_frequencies(model)
     # With a key/value cache transformers does not look for packed documents, and they would attend to each other.
     model.config.use_cache = False
@@ -72,30 +75,38 @@ def load_model(recipe: Recipe, kind: Any = AutoModelForCausalLM) -> PreTrainedMo
     upstream.keep_4bit_layout(model)
     if recipe.gradient_checkpointing is True:
         model.enable_input_require_grads()
-    return adapters.add(model, recipe.lora, recipe.seed)
+    return adapters.add(model, recipe.lora, recipe.seed, scores)
 
 
 def _pretrained(recipe: Recipe, kind: Any) -> PreTrainedModel:
     dtype = DTYPES[recipe.precision]
     config = load_config(recipe)
+    options = {"num_labels": 1} if recipe.traits.scores else {}
     try:
-        model, about = kind.from_pretrained(
-            recipe.model.path,
-            dtype=dtype,
-            quantization_config=quantization(recipe, config),
-            attn_implementation=attention.loadable(recipe.model.attention),
-            trust_remote_code=recipe.model.trust_remote_code,
-            use_safetensors=True,  # a pickle from a stranger can run code
-            output_loading_info=True,
-        )
+        with reward_head.without_report() if recipe.traits.scores else nullcontext():
+            model, about = kind.from_pretrained(
+                recipe.model.path,
+                dtype=dtype,
+                quantization_config=quantization(recipe, config),
+                attn_implementation=attention.loadable(recipe.model.attention),
+                trust_remote_code=recipe.model.trust_remote_code,
+                use_safetensors=True,  # a pickle from a stranger can run code
+                output_loading_info=True,
+                **options,
+            )
     except (OSError, ValueError, ArithmeticError, AssertionError, SafetensorError, MemoryError) as error:
         raise UserError(cannot_load("model", recipe, error)) from error
     except RuntimeError as error:
         if not any(words in str(error) for words in ("mismatched_sizes", "negative dimension", "allocate", "overflow")):
             raise
         raise UserError(cannot_load("model", recipe, error)) from error
-    if about["missing_keys"]:  # of tied weights one is enough, and transformers does not list the other
-        raise UserError(missing_weights(recipe, sorted(about["missing_keys"])))
+    missing = set(about["missing_keys"])  # of tied weights one is enough, and transformers does not list the other
+    if recipe.traits.scores:
+        head, missing = reward_head.missing(missing)
+        if head:  # the files hold a language model
+            reward_head.start(model, recipe.seed)
+    if missing:
+        raise UserError(missing_weights(recipe, sorted(missing)))
     return model
 
 

@@ -32,7 +32,7 @@ def check(
     """
     config = load_config(recipe).get_text_config()
     names = attention.candidates(recipe, config, on_gpu)
-    if not recipe.packing or recipe.method == "dpo":  # preference pairs are never packed
+    if not recipe.packs:
         return names[0]
     for name in names:
         try:

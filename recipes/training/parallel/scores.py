@@ -90,33 +90,91 @@ def preferences(
     pairs: Sequence[dict[str, Any]],
     batch_size: int,
     layout: Layout,
+    value: Callable[..., torch.Tensor],
 ) -> dict[str, float]:
     """Return how a model ranks pairs of answers.
 
-    `preference_accuracy` is the share of pairs whose chosen answer it finds likelier than the rejected one, and
-    `preference_margin` how much likelier on average: the difference of their log-likelihoods, in nats.
+    `preference_accuracy` is the share of pairs of whose answers the chosen one has the higher value, and
+    `preference_margin` how much higher it is on average.
 
     Args:
-        model: as TRL's DPOTrainer has patched it.
+        model: as `value` needs it.
         tokenizer: the model's.
         pairs: examples with `prompt`, `chosen` and `rejected`.
         batch_size: pairs per forward pass and rank.
         layout: which ranks share a copy of the model.
+        value: of answers: `fused_log_likelihood` or `reward`.
     """
     right = margin = 0.0
     for batch, count in rank_batches(pairs, batch_size, layout):
-        chosen = _log_likelihood(model, tokenizer, batch, "chosen")
-        rejected = _log_likelihood(model, tokenizer, batch, "rejected")
+        chosen = value(model, tokenizer, batch, "chosen")
+        rejected = value(model, tokenizer, batch, "rejected")
         right += (chosen > rejected)[:count].sum().item()
         margin += (chosen - rejected)[:count].sum().item()
     right, margin = distributed.total(right, margin)
     return {"preference_accuracy": right / len(pairs), "preference_margin": margin / len(pairs)}
 
 
-def _log_likelihood(
+@torch.no_grad()
+def judgements(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    judged: Sequence[dict[str, Any]],
+    batch_size: int,
+    layout: Layout,
+) -> dict[str, float]:
+    """Return how a model ranks answers that were judged good or bad by their log-likelihood per token.
+
+    `judgement_accuracy` is the share of all pairs of a good and a bad answer of which the good one is likelier (the
+    area under the ROC curve), and `judgement_margin` how much likelier the good ones are on average, in nats per token.
+
+    Args:
+        model: as TRL's KTOTrainer has patched it.
+        tokenizer: the model's.
+        judged: examples with `prompt`, `completion` and `label`.
+        batch_size: answers per forward pass and rank.
+        layout: which ranks share a copy of the model.
+    """
+    mine: list[tuple[bool, float]] = []
+    for batch, count in rank_batches(judged, batch_size, layout):
+        inputs, labels = _answers(tokenizer, batch, "completion")
+        summed = model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs.sum(-1)
+        values = (summed / (labels != IGNORED).sum(-1)).tolist()
+        mine += [(example["label"], value) for example, value in zip(batch[:count], values, strict=False)]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    every = [one for ranks in gathered for one in ranks]
+    good, bad = (torch.tensor([value for label, value in every if label == wanted]) for wanted in (True, False))
+    if not len(good) or not len(bad):
+        return {"judgement_accuracy": math.nan, "judgement_margin": math.nan}
+    right = (good[:, None] > bad).double().mean().item()
+    return {"judgement_accuracy": right, "judgement_margin": (good.mean() - bad.mean()).item()}
+
+
+def fused_log_likelihood(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]], answer: str
 ) -> torch.Tensor:
-    """Return the log-likelihood of each pair's answer given its prompt, [pairs], in nats."""
+    """Return the log-likelihood of each pair's answer given its prompt, [pairs], in nats.
+
+    With the head that TRL's DPOTrainer gave the model: whole logits never exist, and ZeRO-3 sees the same order of
+    modules as in training. With another order it prefetches the head's weight just when TRL gathers it, which fails.
+    """
+    inputs, labels = _answers(tokenizer, pairs, answer)
+    return model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs.sum(-1)
+
+
+def reward(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]], answer: str
+) -> torch.Tensor:
+    """Return the reward that a reward model gives each pair's answer, [pairs]."""
+    inputs, _ = _answers(tokenizer, pairs, answer)
+    return model(input_ids=inputs).logits[:, 0].float()  # causal: no token sees the padding behind it
+
+
+def _answers(
+    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]], answer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return conversations padded on the right and the labels of their answers' tokens, [pairs, longest] each."""
     texts = []
     for pair in pairs:
         tools = pair.get("tools")
@@ -128,10 +186,7 @@ def _log_likelihood(
     for index, (start, tokens) in enumerate(texts):
         inputs[index, : len(tokens)] = torch.as_tensor(tokens)
         counted[index, start : len(tokens)] = True
-    inputs, labels = inputs.to(distributed.device()), inputs.masked_fill(~counted, IGNORED).to(distributed.device())
-    # The head that TRL's DPOTrainer gave the model: whole logits never exist, and ZeRO-3 sees the same order of modules
-    # as in training. With another order it prefetches the head's weight just when TRL gathers it, which fails.
-    return model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs.sum(-1)
+    return inputs.to(distributed.device()), inputs.masked_fill(~counted, IGNORED).to(distributed.device())
 
 
 def to_device(batch: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,101 @@
+"""What is particular to each method, for everything that must know: data, limits, memory, metrics.
+
+Nothing else asks for a method by its name; `training/methods/` has the module of the same name that trains.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Method = Literal["sft", "dpo", "pretrain", "reward", "kto"]
+Examples = Literal["conversations", "texts", "pairs", "judged answers"]
+"""What a method reads: an example of `pairs` is a prompt with a chosen and a rejected answer; of `judged answers` a
+prompt with one answer, and whether it is good."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What is particular to a method."""
+
+    title: str
+    """Its name in a sentence."""
+    examples: Examples
+    packs: bool = False
+    """`packing` applies: several documents can share a sequence. Otherwise TRL's trainer tokenizes the examples."""
+    sequences: int = 1
+    """How many sequences of an example go through the model at once."""
+    reference: bool = False
+    """The loss compares with the model as it was before training: without adapters a second model is held."""
+    scores: bool = False
+    """The trained model has one output per sequence, a reward, instead of logits over the vocabulary."""
+    metric: str | None = None
+    """What the run is judged by; None: what `data.metric` says."""
+    unit: str = "nats"
+    """Of the margin between a pair's answers."""
+    loss: str = "loss per token (nats)"
+    """What the curve of the loss shows."""
+    least_micro_batch: int = 1
+    """Examples that a rank must have at once."""
+    whole_loss: str | None = None
+    """Why `tiled_loss` does not apply; None: it does."""
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    """By the layout's field: why the method does not train with it."""
+
+
+TRAITS: Mapping[Method, Traits] = {
+    "sft": Traits("supervised fine-tuning", "conversations", packs=True),
+    "pretrain": Traits("continued pre-training", "texts", packs=True),
+    "dpo": Traits(
+        "DPO",
+        "pairs",
+        sequences=2,
+        reference=True,
+        metric="preference_accuracy",
+        loss="DPO loss per pair (nats)",
+        whole_loss="TRL's DPO already computes it in tiles",
+        excludes={
+            "tensor": "TRL's DPO needs the whole output head",
+            "sequence": "DPO compares whole answers, and each rank has the loss of only some of the tokens",
+            "pipeline": "DPO needs the outputs of two models at once, and a pipeline returns the loss of one",
+            "expert": "DeepSpeed's AutoEP spreads the experts of one model, and DPO has two",
+        },
+    ),
+    "reward": Traits(
+        "reward modelling",
+        "pairs",
+        sequences=2,
+        scores=True,
+        metric="preference_accuracy",
+        unit="of reward",
+        loss="ranking loss per pair (nats)",
+        whole_loss="a reward model has no logits over the vocabulary",
+        excludes={
+            "tensor": "a reward model's head is not among the layers that are tested to be split correctly",
+            "sequence": "a reward is read at the last token, which only one of the ranks has",
+            "pipeline": "a pipeline's last stage has a language model's head, and a reward model has another",
+            "expert": "expert parallelism is tested with language models, and not with a reward model's head",
+        },
+    ),
+    "kto": Traits(
+        "KTO",
+        "judged answers",
+        sequences=2,
+        reference=True,
+        metric="judgement_accuracy",
+        unit="nats per token",
+        loss="KTO loss per answer",
+        least_micro_batch=2,
+        whole_loss="TRL's KTO already computes it in tiles",
+        excludes={
+            "tensor": "TRL's KTO needs the whole output head",
+            "sequence": "KTO judges whole answers, and each rank has the loss of only some of the tokens",
+            "pipeline": "KTO needs the outputs of two models at once, and a pipeline returns the loss of one",
+            "expert": "DeepSpeed's AutoEP spreads the experts of one model, and KTO has two",
+        },
+    ),
+}
+
+
+def reading(examples: Examples) -> list[Method]:
+    """Return the methods that read examples of a kind."""
+    return [method for method, traits in TRAITS.items() if traits.examples == examples]

@@ -1,0 +1,95 @@
+"""The methods on TRL's trainers: on two ranks, whatever the ZeRO stage, what TRL trains alone without DeepSpeed."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+from safetensors.torch import load_file
+
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from tests.parity import gate, plain
+from tests.tiers import tiered
+from tests.workers import trl_alone
+
+SETTINGS = trl_alone.SETTINGS
+NOTICED = 100 * gate.LOSS
+"""The mistakes below differ by more."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What TRL trained."""
+
+    records: list[dict[str, float]]
+    weights: dict
+
+
+@pytest.fixture(scope="module")
+def examples(pairs, judged):
+    """Return the examples of each method."""
+    return {"reward": pairs, "kto": judged}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, tmp_path_factory, model_folder, examples):
+    """Return a function that trains with TRL alone, once for each case."""
+
+    @cache
+    def trained(method: str, lora: bool, mistake: str = "") -> Reference:
+        output = tmp_path_factory.mktemp(f"{method}-alone")
+        arguments = (method, str(model_folder), str(examples[method]), str(output), lora, mistake)
+        ranks.check(trl_alone.train, *arguments, log=output / "log", world_size=1)
+        name = "adapter_model.safetensors" if lora else "model.safetensors"
+        return Reference(json.loads((output / "records.json").read_text()), load_file(output / name))
+
+    return trained
+
+
+CASES = [(method, stage, lora) for method in trl_alone.METHODS for stage in range(4) for lora in (False, True)]
+CORE = {("reward", 3, False), ("reward", 2, True), ("kto", 2, True)}
+
+
+@pytest.mark.parametrize(("method", "stage", "lora"), tiered(CASES, CORE))
+def test_same_model_as_trl_alone(ranks, tmp_path, model_folder, examples, alone, method, stage, lora):
+    run = RunFolder(tmp_path / "run")
+    recipe = gate.recipe_for(
+        SETTINGS,
+        model_folder,
+        examples[method],
+        f"zero{stage}.json",
+        method=method,
+        lora=trl_alone.ADAPTERS if lora else None,
+        micro_batch_size=4 if method == "kto" else 2,  # with fewer, other answers estimate the KL
+    )
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+
+    reference = alone(method, lora)
+    gate.agree_on_steps(run, reference.records)
+    exported = load_file(run.export / ("adapter_model.safetensors" if lora else "model.safetensors"))
+    assert set(exported) == set(reference.weights)
+    for name, weight in exported.items():
+        assert plain.worst(weight, reference.weights[name]) <= 1, name
+    assert read_json(run.deepspeed)["zero_optimization"]["stage"] == stage
+    for ours, theirs in zip(read_jsonl(run.metrics), reference.records, strict=True):
+        for name, of_trl in NUMBERS[method].items():
+            assert ours[name] == pytest.approx(theirs[of_trl], rel=1e-3, abs=1e-5), name
+
+
+NUMBERS = {
+    "reward": {"rewards/margins": "margin", "rewards/accuracies": "accuracy"},
+    "kto": {name: name for name in ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins")},
+}
+"""What a run logs besides the loss, and what TRL calls it."""
+
+
+MISTAKES = {"reward": ("label", "head", "center"), "kto": ("label", "beta", "order")}
+
+
+@pytest.mark.parametrize(("method", "mistake"), [(method, one) for method in MISTAKES for one in MISTAKES[method]])
+def test_a_wrong_reference_is_noticed(alone, method, mistake):
+    right, wrong = alone(method, False), alone(method, False, mistake)
+    assert abs(wrong.records[-1]["loss"] / right.records[-1]["loss"] - 1) > NOTICED
+    assert any(plain.worst(wrong.weights[name], weight) > 10 for name, weight in right.weights.items())

@@ -1,0 +1,95 @@
+"""A reward model, from its random head to its export."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from recipes.commands import export as export_script
+from recipes.commands import main
+from recipes.launching.paths import locate
+from recipes.planning.cost.training_setup import training_setup
+from recipes.spec import deepspeed_file, pages
+from recipes.spec.recipe import Lora, Schedule
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
+from recipes.training import export
+from recipes.training import run as training_run
+from recipes.training.model import load, reward_head
+from tests.parity import gate
+from tests.small import small
+
+
+def test_the_head_depends_on_the_seed_alone(model_folder):
+    recipe = small(model_folder, model_folder, method="reward")
+    torch.manual_seed(1)
+    first = load.load_model(recipe)
+    torch.manual_seed(2)
+    again, other = load.load_model(recipe), load.load_model(replace(recipe, seed=7))
+    assert first.config.num_labels == 1 and first.score.weight.shape == (1, 64)
+    assert torch.equal(first.score.weight, again.score.weight)
+    assert not torch.equal(first.score.weight, other.score.weight)
+
+
+def test_a_head_that_is_there_is_kept(model_folder, tmp_path):
+    model = load.load_model(small(model_folder, model_folder, method="reward"))
+    reward_head.start(model, 7)
+    model.save_pretrained(tmp_path)
+    again = load.load_model(small(tmp_path, tmp_path, method="reward"))
+    assert torch.equal(again.score.weight, model.score.weight)
+    assert reward_head.missing({"score.weight", "model.norm.weight"}) == ({"score.weight"}, {"model.norm.weight"})
+
+
+def test_the_plan_of_a_reward_model_has_two_sequences_and_no_second_model():
+    recipe = locate(pages.find("tiny", "reward"))
+    setup = training_setup(recipe, deepspeed_file.read(recipe.deepspeed), 2)
+    assert setup.sequences_per_pass == 2 * recipe.micro_batch_size
+    assert setup.scores and not setup.reference and not setup.packing
+
+
+def test_a_folder_says_that_it_holds_a_reward_model(tmp_path, model_folder, capsys):
+    assert not export.is_reward_model(model_folder)
+    model = load.load_model(small(model_folder, model_folder, method="reward"))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
+    assert export.is_reward_model(tmp_path)
+    assert main.run("generate", [str(tmp_path), "Ada?"]) == 2
+    assert "a reward model, which gives an answer a number" in capsys.readouterr().err
+    write_json(tmp_path / "adapter_config.json", {"task_type": "CAUSAL_LM"})
+    assert not export.is_reward_model(tmp_path)
+
+
+def rewards(folder, tokenizer, texts, **options):
+    """Return what plain transformers gives each text."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()
+    with torch.no_grad():
+        return [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
+
+
+@pytest.mark.parametrize("lora", [None, pytest.param(Lora(rank=4), marks=pytest.mark.every)], ids=["full", "lora"])
+def test_it_ranks_resumes_and_is_loaded_by_transformers(ranks, tmp_path, model_folder, pairs, lora):
+    run = RunFolder(tmp_path / "run")
+    recipe = small(model_folder, pairs, "zero3.json", method="reward", lora=lora, save_steps=3, learning_rate=3e-3)
+    recipe = replace(recipe, data=replace(recipe.data, validation=str(pairs)), schedule=Schedule("cosine", 0.1))
+    write_recipe(run, replace(recipe, global_batch_size=4, micro_batch_size=1))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    summary, records = read_json(run.summary), read_jsonl(run.metrics)
+    assert summary["metric"] == "preference_accuracy" and summary["after"] > summary["before"]
+    assert all(0 <= row["rewards/accuracies"] <= 1 for row in records)
+    screen = (tmp_path / "log.0").read_text()
+    assert "LOAD REPORT" not in screen and "talk to it" not in screen and " of reward" in screen.splitlines()[-1]
+
+    folder = run.export
+    if lora:
+        folder = tmp_path / "merged"
+        assert export_script.main([str(run.path), "--output", str(folder), "--merge"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    given = rewards(folder, tokenizer, ["Count to 3.", "0 1 2", "2 1 0"])
+    assert len(set(given)) == 3
+
+    gate.resume(ranks, run, tmp_path, 2)
+    for row, before in zip(read_jsonl(run.metrics), records, strict=True):
+        for name in ("loss", "grad_norm", "rewards/margins", "rewards/accuracies"):
+            assert row[name] == pytest.approx(before[name], rel=1e-6), (row["step"], name)
+    if not lora:
+        assert rewards(run.export, tokenizer, ["Count to 3.", "0 1 2", "2 1 0"]) == pytest.approx(given, rel=1e-5)

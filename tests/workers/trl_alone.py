@@ -1,0 +1,100 @@
+"""TRL's own trainers in one process, without DeepSpeed and without our hooks: the reference of the methods on them."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+
+from recipes.spec.recipe import Lora
+from recipes.training.model import adapters, reward_head
+from tests.parity.plain import Settings
+
+SEED = 42
+SETTINGS = Settings(learning_rate=1e-3)
+"""At 1e-2 every pair is ranked after three steps: of a loss of 0.001, log(1 + e^-margin), the rounding of a margin of 7
+is 1e-5, whatever trains."""
+ADAPTERS = Lora(rank=4, alpha=8)
+DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Recorded:
+    """Keeps every loss as it was computed; the Trainer's log rounds it."""
+
+    def training_step(self, *arguments):
+        loss = super().training_step(*arguments)
+        self.losses = [*getattr(self, "losses", []), loss.item()]
+        return loss
+
+
+class Reward(Recorded, RewardTrainer):
+    """TRL's."""
+
+
+class Kto(Recorded, KTOTrainer):
+    """TRL's."""
+
+
+def train(method: str, folder: str, data: str, output: str, lora: bool, mistake: str = "") -> None:
+    """Train on all examples at every step; write the losses, TRL's log and the weights to `output`."""
+    for name in DISTRIBUTED:
+        os.environ.pop(name, None)
+    rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
+    settings, tokenizer = SETTINGS, AutoTokenizer.from_pretrained(folder)
+    common = {
+        "output_dir": f"{output}/trainer",
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": len(rows),
+        "max_steps": settings.steps,
+        "learning_rate": settings.learning_rate,
+        "lr_scheduler_type": "constant",
+        "weight_decay": settings.weight_decay,
+        "adam_epsilon": settings.epsilon,
+        "max_grad_norm": 100.0 if mistake == "clip" else settings.clip,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "remove_unused_columns": False,
+        "seed": SEED,
+        "max_length": 128,
+    }
+    trainer = METHODS[method](folder, tokenizer, rows, common, ADAPTERS if lora else None, mistake)
+    trainer.train()
+    trainer.model.save_pretrained(output)
+    logged = [row for row in trainer.state.log_history if "grad_norm" in row]
+    records = [{**row, "loss": loss} for row, loss in zip(logged, trainer.losses, strict=True)]
+    Path(output, "records.json").write_text(json.dumps(records), encoding="utf-8")
+
+
+def reward(folder, tokenizer, rows, common, lora, mistake):
+    """Return the trainer of a reward model; `label`: the better answer is taken for the worse."""
+    if mistake == "label":
+        rows = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    reward_head.start(model, SEED + (mistake == "head"))
+    model = adapters.add(model, lora, SEED, scores=True) if lora else model
+    center = 0.01 if mistake == "center" else None
+    options = RewardConfig(**common, center_rewards_coefficient=center)
+    return Reward(model=model, args=options, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def kto(folder, tokenizer, rows, common, lora, mistake):
+    """Return the trainer of KTO on the good and the bad answers, in the order in which a run shuffles them.
+
+    Mistakes: `label`, good answers are taken for bad ones; `beta`; `order`, other answers estimate the KL.
+    """
+    rows = [{**row, "label": row["label"] != (mistake == "label")} for row in rows]
+    dataset = Dataset.from_list(rows).shuffle(SEED + (mistake == "order"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = adapters.add(model, lora, SEED) if lora else model
+    options = KTOConfig(**common, beta=0.2 if mistake == "beta" else 0.1)
+    return Kto(model=model, args=options, train_dataset=dataset, processing_class=tokenizer)
+
+
+METHODS = {"reward": reward, "kto": kto}
