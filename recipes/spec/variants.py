@@ -21,7 +21,8 @@ DPO_LENGTH = 2048
 def qlora(lora: Recipe, **changes: Any) -> Recipe:
     """Return `lora` on frozen 4-bit weights (QLoRA, arXiv:2305.14314).
 
-    With ZeRO-2 at every size: transformers loads 4-bit weights whole on every rank, so ZeRO-3 has nothing to shard.
+    With ZeRO-2 at every size. Under ZeRO-3 (`deepspeed=zero3_adapters.json`) the ranks share the packed weights
+    while they train (`tests/parity/test_quantised.py`), but each has to load them whole first.
     """
     model = replace(lora.model, quantization="nf4")
     return _changed(lora, changes, model=model, deepspeed="zero2.json")
