@@ -160,7 +160,7 @@ def test_preferences_and_prompts_have_none_either(monkeypatch):
         raise StopIteration
 
     with pytest.raises(StopIteration):
-        scores._log_likelihood(model, tokenizer, [pair, plain], "chosen")
+        scores.fused_log_likelihood(model, tokenizer, [pair, plain], "chosen")
     hostile, harmless = ([one for one in ids if one in control - {tokenizer.pad_token_id}] for ids in seen)
     assert hostile == harmless
     ids = [token for text, _ in tokenize.first_pair([pair], tokenizer)[0] for token in [text]]

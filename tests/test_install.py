@@ -245,6 +245,7 @@ NEEDS_PACKAGES = {
     "generate": [ROOT / "recipes" / "samples" / "tiny_model", "Ada?"],
     "launch": ["tiny", "full"],
     "plan": ["llama3-8b"],
+    "report": ["runs"],
 }
 """Each script with arguments for which it needs a package; the others need none."""
 WITHOUT = {"doctor": ["--json"], "resolve_config": [ROOT / "configs" / "zero3.json", "--model", "llama3-8b"]}
