@@ -173,3 +173,15 @@ def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def answer(capsys):
+    """Return a function that gives the planner's JSON for a command line."""
+    from recipes.commands import plan
+
+    def ask(*words):
+        assert plan.main([*words, "--json"]) in (0, 1)
+        return json.loads(capsys.readouterr().out)
+
+    return ask

@@ -38,17 +38,6 @@ KEYS = {
 
 
 @pytest.fixture
-def answer(capsys):
-    """Return a function that gives the JSON of a command line."""
-
-    def ask(*words):
-        assert plan.main([*words, "--json"]) in (0, 1)
-        return json.loads(capsys.readouterr().out)
-
-    return ask
-
-
-@pytest.fixture
 def config_json(tmp_path):
     """Return a function that writes a model's config.json and gives its path."""
 

@@ -23,17 +23,6 @@ from recipes.spec.project import SAMPLES
 EIGHT = ("--gpu", "p5.48xlarge")
 
 
-@pytest.fixture
-def answer(capsys):
-    """Return a function that gives the JSON of a command line."""
-
-    def ask(*words):
-        assert plan.main([*words, "--json"]) in (0, 1)
-        return json.loads(capsys.readouterr().out)
-
-    return ask
-
-
 def asked(name, method="full", gpu="H100", gpus=8, **flags):
     return plan_request(model_recipe.find(name, method), cluster(gpu, gpus, **flags))
 

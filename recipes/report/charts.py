@@ -10,7 +10,7 @@ from .document import Chart, Curve, printable
 SVG = "http://www.w3.org/2000/svg"
 LINK = "{http://www.w3.org/1999/xlink}href"
 INK, GRID, MARK = "#0a0b01", "#0a0b02", "#0a0b03"
-"""Colours that stand for those of the page, which are light or dark as the reader's device is."""
+"""Placeholders that the page's own colours replace, light or dark as on the reader's device."""
 SERIES = tuple(f"#0a0c0{index}" for index in range(6))
 """The same, of the curves."""
 PAGE_COLOURS = {INK: "currentColor", GRID: "var(--grid)", MARK: "var(--mark)"} | {

@@ -93,7 +93,7 @@ def _curve(curve: Curve, x_label: str) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return the curve as one line of blocks, each as high as the mean of the values that it stands for."""
+    """Return the curve as one line of blocks, each as high as the mean of its values."""
     count = min(WIDTH, len(values))
     parts = [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]
     means = [sum(part) / len(part) for part in parts]

@@ -1,9 +1,11 @@
 """UserError, the base class of every error that the user can fix, and the rule that credentials are never written."""
 
+import contextlib
 import errno
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 _SECRET_NAME = re.compile(
     r"TOKEN(?!IZ)|SECRET|(?<!ASK)PASS(?:WORD|WD|PHRASE|_|$)|_PW$|(?:API|ACCESS|PRIVATE)_?KEY|CREDENTIAL|HEADERS?(?:_|$)"
@@ -38,6 +40,18 @@ class UserError(Exception):
 
     Every command prints the text without a traceback and exits with status 2.
     """
+
+
+@contextlib.contextmanager
+def errors_only(library: str) -> Iterator[None]:
+    """Leave out a library's warnings for a while: they are refused elsewhere, or the user can do nothing about them."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def first_line(error: Exception) -> str:

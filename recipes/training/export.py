@@ -19,11 +19,10 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ..spec.errors import UserError, first_line
+from ..spec.errors import UserError, errors_only, first_line
 from ..spec.run_folder import CHECK_FAILED, COMPLETE, read_json, write_json
 from . import distributed, upstream
 from .checkpoint import digests
-from .model import reward_head
 from .parallel.whole import QUANTIZATION
 
 ADAPTER = "adapter_config.json"
@@ -174,7 +173,7 @@ def load_whole(
     if scores or is_reward_model(folder):
         kind, options["num_labels"] = AutoModelForSequenceClassification, 1
     try:
-        with reward_head.without_report() if scores else nullcontext():
+        with errors_only("transformers") if scores else nullcontext():
             model = kind.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot load the model: {first_line(error)}") from error

@@ -14,8 +14,8 @@ EXPERT = 14
 """Per expert that is computed by itself: its tokens are found and gathered, three products, the activation function,
 the weighting and the sum into the result."""
 FUSED = 0.5
-"""Of a layer's kernels that are left where element-wise operations are fused: 7 products, attention, and one for each
-norm, the rotary embedding, the activation function and the sums, with their copies."""
+"""Share of a layer's kernels that remains when element-wise operations are fused: 7 products, attention, and one for
+each norm, the rotary embedding, the activation function and the sums, with their copies."""
 
 
 def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging as transformers_logging
 
 from ...spec.conversions import lora_options
-from ...spec.errors import UserError, first_line
+from ...spec.errors import UserError, errors_only, first_line
 from ...spec.recipe import Lora
 from .batch_fit import BatchFit, decoder_layers, fit, measure_batch
 from .profile import LayerProfile, ModelProfile, training_mode
@@ -89,6 +88,7 @@ def profile_model(
     )
 
 
+@errors_only("transformers")
 def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrainedModel:
     """Return the model on the meta device, in bf16 and ready to train.
 
@@ -96,17 +96,13 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
         UserError: not a decoder that transformers knows.
     """
     values = {name: value for name, value in config.items() if name != "quantization_config"}
-    verbosity = transformers_logging.get_verbosity()
     try:
-        transformers_logging.set_verbosity_error()  # what it would warn of is refused below, or concerns no plan
         known = AutoConfig.for_model(**copy.deepcopy(values)).get_text_config()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(known, dtype=torch.bfloat16, attn_implementation=attention)
     except Exception as error:  # of any kind: whatever a model's class finds wrong with its dimensions
         why = " ".join(str(error).split())[:200]
         raise UserError(f"{values.get('model_type')}: transformers knows no decoder like this: {why}") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     model.config.use_cache = False
     model.config.pad_token_id = None  # models look for it among the tokens, which have no values here
     return model.train()

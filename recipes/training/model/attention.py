@@ -6,7 +6,8 @@ one (`torch.nn.attention.varlen`, on CUDA from 2.10 on), so that no flash-attn w
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -165,6 +166,12 @@ def varlen(
     return output[..., :narrow].unflatten(0, (sequences, length)), None
 
 
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names that a function takes; kept, since every layer asks at every pass."""
+    return frozenset(inspect.signature(function).parameters)
+
+
 def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: Any, **options: Any
 ) -> torch.Tensor:
@@ -175,7 +182,7 @@ def _fused(
     Raises:
         ValueError: it has no sliding windows, and the layer has.
     """
-    known = inspect.signature(varlen_attn).parameters
+    known = _parameters(varlen_attn)
     if options["enable_gqa"] and "enable_gqa" not in known:
         key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
     if options["scale"] is not None and "scale" not in known:

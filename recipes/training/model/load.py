@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...spec.errors import UserError, first_line
+from ...spec.errors import UserError, errors_only, first_line
 from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from .. import upstream
@@ -83,7 +83,7 @@ def _pretrained(recipe: Recipe, kind: Any) -> PreTrainedModel:
     config = load_config(recipe)
     options = {"num_labels": 1} if recipe.traits.scores else {}
     try:
-        with reward_head.without_report() if recipe.traits.scores else nullcontext():
+        with errors_only("transformers") if recipe.traits.scores else nullcontext():
             model, about = kind.from_pretrained(
                 recipe.model.path,
                 dtype=dtype,

@@ -1,13 +1,10 @@
 """The head of a reward model: one number per sequence, in the place of the logits."""
 
-import contextlib
 import zlib
-from collections.abc import Iterator
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 NAMES = ("score", "classifier")
 """What transformers' sequence-classification models call it; PEFT knows the same names."""
@@ -17,15 +14,6 @@ def missing(names: set[str]) -> tuple[set[str], set[str]]:
     """Return which of the weights that a model's files lack are those of its head, and the others."""
     head = {name for name in names if name.partition(".")[0] in NAMES}
     return head, names - head
-
-
-@contextlib.contextmanager
-def without_report() -> Iterator[None]:
-    """Load without transformers' report of the weights that are new, which of a language model the head always is."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    yield
-    logging.set_verbosity(before)
 
 
 def start(model: PreTrainedModel, seed: int) -> None:
