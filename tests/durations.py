@@ -1,6 +1,7 @@
 """A plugin that writes tests/durations.txt, what each test costs: `make durations`.
 
-Tests that did not run keep the figure that they have; `make quick` leaves out what takes LONG or more.
+Of a stored and a new figure the larger one stays, so that a fast machine does not bring tests into `make quick` that are
+slow elsewhere; it leaves out what takes LONG or more.
 """
 
 from collections import Counter
@@ -10,7 +11,7 @@ import pytest
 
 FILE = Path(__file__).with_suffix(".txt")
 LONG = 0.3
-"""Seconds, on the machine that CONTRIBUTING.md names."""
+"""Seconds, on the slowest machine that measured."""
 HEAD = f"# Seconds and test, for what takes {LONG:g} s or more; written by `make durations`.\n"
 
 
@@ -31,6 +32,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the file, once."""
     if not hasattr(session.config, "workerinput"):
-        found = {test: seconds for test, seconds in {**read(), **spent}.items() if seconds >= LONG}
+        found = {test: seconds for test, seconds in (Counter(read()) | spent).items() if seconds >= LONG}
         lines = [f"{seconds:6.1f} {test}\n" for test, seconds in sorted(found.items())]
         FILE.write_text(HEAD + "".join(lines), encoding="utf-8")
