@@ -1,7 +1,7 @@
 """A plugin that writes tests/durations.txt, what each test costs: `make durations`.
 
-Of a stored and a new figure the larger one stays, so that a fast machine does not bring tests into `make quick` that are
-slow elsewhere; it leaves out what takes LONG or more.
+Of a stored and a new figure the larger one stays, so that a fast machine does not bring tests into `make quick` that
+are slow elsewhere; it leaves out what takes LONG or more.
 """
 
 from collections import Counter
