@@ -33,6 +33,11 @@ def arguments(tmp_path, module=sft, **changes):
     return module.arguments({name: value for name, value in common.items() if name != "deepspeed"}, recipe)
 
 
+@pytest.mark.parametrize(("file", "compiles"), [("deepcompile.json", True), ("zero3.json", False)])
+def test_deepcompile_is_compiled(tmp_path, file, compiles):
+    assert arguments(tmp_path, deepspeed=small(tmp_path, tmp_path, file).deepspeed).torch_compile is compiles
+
+
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_setting_reaches_the_trainer(tmp_path, name):
     default = getattr(arguments(tmp_path), name)

@@ -370,7 +370,12 @@ def test_unavailable_optimisations_are_refused(model_folder, conversations):
         kernels.fuse(model)
     with pytest.raises(UserError, match=r"compile=regional: zero3.json is ZeRO-3"):
         recipe = small(model_folder, conversations, "zero3.json", compile="regional")
-        kernels.check(recipe, deepspeed_file.read(recipe.deepspeed))
+        kernels.check(recipe, deepspeed_file.read(recipe.deepspeed), on_gpu=True)
+    recipe = small(model_folder, conversations, "deepcompile.json")
+    file = deepspeed_file.read(recipe.deepspeed)
+    kernels.check(recipe, file, on_gpu=True)
+    with pytest.raises(UserError, match=r"deepspeed=deepcompile.json: .* use zero3.json"):
+        kernels.check(recipe, file, on_gpu=False)
     mixture = AutoModelForCausalLM.from_config(draft.shrink(family_of("mixtral"), Draft(), load()))
     with pytest.raises(UserError, match="gradient_checkpointing=selective: not for mixtral"):
         tiling.recompute_feed_forward(mixture)

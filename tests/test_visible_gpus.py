@@ -1,4 +1,4 @@
-"""Ranks run on the GPUs that CUDA_VISIBLE_DEVICES names: the real launcher, told that there are eight."""
+"""Ranks run on the GPUs that CUDA_VISIBLE_DEVICES names, and share the cores: the real launcher, told of eight GPUs."""
 
 import os
 import subprocess
@@ -53,3 +53,12 @@ def test_uuids_are_refused_in_a_line(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6")
     with pytest.raises(UserError, match=r"CUDA_VISIBLE_DEVICES=GPU-8932\S+ DeepSpeed's launcher takes numbers"):
         command.local_devices(1, 1)
+
+
+@pytest.mark.parametrize(("asked", "cores", "threads"), [(None, 96, "12"), (None, 4, "1"), ("5", 96, "5")])
+def test_ranks_on_gpus_share_the_cores_that_this_process_may_use(monkeypatch, asked, cores, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert command.rank_environment(8, gpus=8)["OMP_NUM_THREADS"] == threads

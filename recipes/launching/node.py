@@ -21,6 +21,7 @@ from ..spec import run_folder
 from ..spec.errors import UserError, cannot_write
 from ..spec.run_folder import RunFolder
 from ..training.checkpoint import digests
+from .command import threads
 from .supervise import RANK_MODULE, supervise
 
 UNFINISHED = 128 + signal.SIGTERM
@@ -57,7 +58,8 @@ def start(run: RunFolder, options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         hostfile = Path(folder, "hosts")
         hostfile.write_text("".join(f"node-{node} slots={options.gpus}\n" for node in range(options.nodes)))
-        outcome = supervise(command(run, options, hostfile), dict(os.environ), run, options.gpus)
+        environment = os.environ | {"OMP_NUM_THREADS": threads(options.gpus)}
+        outcome = supervise(command(run, options, hostfile), environment, run, options.gpus)
     if outcome.cause:
         print(outcome.cause, file=sys.stderr, flush=True)
     if options.node_rank == 0:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -42,6 +43,8 @@ def submit(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folde
         UserError: a file that pods cannot see, or SLURM rejects the job.
     """
     environment = rank_environment(asked.ranks_per_node, int(asked.gpus))
+    if "OMP_NUM_THREADS" not in os.environ:
+        del environment["OMP_NUM_THREADS"]  # this machine's; each node counts its own cores
     if options.slurm:
         script = batch_job.script(asked, folder, environment)
         texts = {str(batch_job.path(folder)): script}

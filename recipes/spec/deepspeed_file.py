@@ -38,6 +38,8 @@ class DeepSpeedFile:
     optimizer: str | None = None
     """The type of its `optimizer` block; None: the Trainer makes the optimizer."""
     has_zenflow: bool = False
+    deepcompile: bool = False
+    """`compile.deepcompile`, which does nothing until the engine compiles the model (the Trainer's `torch_compile`)."""
     gathers_weights: bool = True
     """Whether checkpoints hold Hugging Face weights: under ZeRO-3, `stage3_gather_16bit_weights_on_model_save` is not
     false."""
@@ -65,6 +67,7 @@ def parse(content: Mapping[str, Any], name: str = "") -> DeepSpeedFile:
         has_expert_block="expert_parallel" in content,
         optimizer=_block(content, "optimizer").get("type"),
         has_zenflow="zenflow" in zero,
+        deepcompile=_block(content, "compile").get("deepcompile") is True,
         gathers_weights=stage < 3 or bool(zero.get("stage3_gather_16bit_weights_on_model_save", True)),
     )
 

@@ -43,6 +43,7 @@ def common_arguments(
         "fp16": recipe.precision == "fp16",
         # The stages of a pipeline turn it on by themselves.
         "gradient_checkpointing": recipe.gradient_checkpointing is True and recipe.layout.pipeline == 1,
+        "torch_compile": file.deepcompile,  # else accelerate never calls engine.compile(), and it is plain ZeRO
         "seed": recipe.seed,
         "logging_steps": recipe.logging_steps,
         "save_strategy": "steps" if recipe.save_steps else "no",

@@ -144,7 +144,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     # The launcher may not have known the dimensions of a model on the Hub.
     config = load.load_config(recipe).to_dict()
     limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
-    kernels.check(recipe, file)
+    kernels.check(recipe, file, distributed.on_gpu())
     attention = packing_check.check(recipe, tokenizer, distributed.on_gpu(), say)
     if recipe.model.attention == "auto" and attention == "eager":
         say(f"model.attention=eager: transformers has no SDPA for {config['model_type']}")

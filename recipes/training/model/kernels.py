@@ -22,12 +22,17 @@ def fuse(model: PreTrainedModel) -> None:
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
-def check(recipe: Recipe, file: DeepSpeedFile) -> None:
-    """Refuse compiled layers under ZeRO-3, which would break every layer's graph at every weight.
+def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
+    """Refuse compiled layers under ZeRO-3, which would break every layer's graph at every weight, and what needs CUDA.
 
     Raises:
         UserError: names the file and the fix.
     """
+    if file.deepcompile and not on_gpu:
+        raise UserError(
+            f"deepspeed={file.name}: DeepCompile's kernels are CUDA's, and these ranks are on CPUs; use "
+            f"zero{file.stage}.json."
+        )
     if recipe.compile == "regional" and file.stage == 3:
         raise UserError(
             f"compile=regional: {file.name} is ZeRO-3, which fetches weights between kernels; use zero2.json, or leave "
