@@ -16,6 +16,7 @@ from tests.conftest import conversation
 from tests.tiers import tiered
 
 QUESTION, ANSWER = "Felix Vandland paid 51 euros on 14 March 2028.", '{"name": "Felix Vandland", "amount": 51}'
+WRONG = '{"name": "Vandland", "amount": 15}'
 ROWS = {
     "conversations": conversation(QUESTION, ANSWER),
     "texts": {"text": QUESTION + " " + ANSWER},
@@ -23,7 +24,7 @@ ROWS = {
     "pairs": {
         "prompt": [{"role": "user", "content": QUESTION}],
         "chosen": [{"role": "assistant", "content": ANSWER}],
-        "rejected": [{"role": "assistant", "content": '{"name": "Vandland", "amount": 15}'}],
+        "rejected": [{"role": "assistant", "content": WRONG}],
     },
 }
 
@@ -67,7 +68,8 @@ def test_the_matrix_is_complete():
 def short_run(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe as a draft that sees the same batch three times."""
     row, at_once = ROWS[recipe.traits.examples], recipe.traits.least_micro_batch
-    rows = [row | {"label": bool(number % 2)} if "label" in row else row for number in range(8)]
+    other = row | {"completion": WRONG, "label": False} if "label" in row else row
+    rows = [row, other] * 4
     path = folder / "batch.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return replace(
@@ -75,7 +77,7 @@ def short_run(recipe: Recipe, folder: Path) -> Recipe:
         data=Data(path=str(path), validation=str(path)),
         draft=Draft(enabled=True),
         layout=Layout(**{kind: min(2, size) for kind, size in asdict(recipe.layout).items()}),
-        learning_rate=1e-2,
+        learning_rate=1e-3 if recipe.traits.scores else 1e-2,  # with more, the head of a reward model overshoots
         schedule=Schedule("constant", warmup=0),
         max_steps=3,
         global_batch_size=2 * at_once,
