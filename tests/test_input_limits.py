@@ -95,6 +95,16 @@ def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(write, stream
     one_line(caught, "a.parquet", "unpack to more than 1000 times")
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_a_large_file_that_is_no_bomb_is_read(streaming, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "UNPACKED_BYTES", 1000)  # in the place of 256 MB
+    path = tmp_path / "a.parquet"
+    rows = [os.urandom(40).hex() for _ in range(200)]
+    pq.write_table(pa.table({"prompt": rows, "completion": rows}), path)
+    read = sources.read(str(path), small(tmp_path, path), streaming)
+    assert sum(len(list(source.examples)) for source in read) == 200
+
+
 def test_a_damaged_page_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [os.urandom(40).hex() for _ in range(2000)]
