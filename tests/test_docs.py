@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands import benchmark, check, doctor, export, generate, launch, plan, report, resolve
+from recipes.commands import benchmark, check, doctor, export, generate, launch, plan, publish, report, resolve
 from recipes.docs import documents
 from recipes.spec import pages
 from recipes.spec.project import CHECKOUT as ROOT
@@ -23,6 +23,7 @@ PARSERS = {
     "plan.py": plan,
     "export.py": export,
     "generate.py": generate,
+    "publish.py": publish,
     "benchmark.py": benchmark,
     "check_config.py": check,
     "resolve_config.py": resolve,

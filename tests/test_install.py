@@ -167,7 +167,7 @@ def test_no_package_of_the_stack_is_imported(bare, tmp_path, command):
 
 
 @pytest.mark.parametrize(
-    "command", ["launch tiny full", "export RUN --output DIR", "generate RUN text", "benchmark all"]
+    "command", ["launch tiny full", "export RUN --output DIR", "generate RUN text", "publish RUN O/N", "benchmark all"]
 )
 def test_what_needs_the_stack_says_so_in_a_line(bare, tmp_path, command):
     (tmp_path / "RUN").mkdir()
@@ -245,6 +245,7 @@ NEEDS_PACKAGES = {
     "generate": [ROOT / "recipes" / "samples" / "tiny_model", "Ada?"],
     "launch": ["tiny", "full"],
     "plan": ["llama3-8b"],
+    "publish": [ROOT / "recipes" / "samples" / "tiny_model", "OWNER/NAME"],
     "report": ["runs"],
 }
 """Each script with arguments for which it needs a package; the others need none."""

@@ -209,7 +209,7 @@ def test_a_draft_trains_a_shrunken_model_of_the_same_class(ranks, tmp_path, samp
     config = read_json(run.draft_model / "config.json")
     assert (config["num_hidden_layers"], config["hidden_size"]) == (3, 32)
     assert config["architectures"] == read_json(ROOT / "recipes/samples/tiny_model/config.json")["architectures"]
-    assert read_json(run.export / "adapter_config.json")["base_model_name_or_path"] == str(run.draft_model)
+    assert read_json(run.export / "adapter_config.json")["base_model_name_or_path"] == "../draft_model"
 
 
 @pytest.mark.every

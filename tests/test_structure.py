@@ -19,7 +19,8 @@ LAYERS = {
     "zero_config": {"spec"},
     "machine": {"spec"},
     "planning": {"spec"},
-    "training": {"spec", "machine"},
+    "model_folder": {"spec"},
+    "training": {"spec", "machine", "model_folder"},
     "report": {"spec"},
     "launching": {"spec", "machine", "training", "zero_config", "report"},
     "benchmarks": {"spec", "planning", "training", "launching"},
@@ -36,6 +37,7 @@ LAYERS = {
         "docs",
         "page_checks",
         "report",
+        "model_folder",
     },
     "samples": set(),
 }

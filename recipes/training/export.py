@@ -1,8 +1,7 @@
 """The result of a run as a folder that plain `transformers` loads, and the proof that it does."""
 
-import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from ..model_folder import base_model, complete
+from ..model_folder.base_model import ADAPTER
 from ..spec.errors import UserError, errors_only, first_line
-from ..spec.run_folder import CHECK_FAILED, COMPLETE, read_json, write_json
+from ..spec.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, write_json
 from . import distributed, upstream
 from .checkpoint import digests
+from .console import say
 from .parallel.whole import QUANTIZATION
-
-ADAPTER = "adapter_config.json"
 
 
 def save(trainer: Any, folder: Path) -> None:
@@ -39,6 +39,21 @@ def save(trainer: Any, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     torch.distributed.barrier()
     trainer.context.parallel.save(trainer, folder)
+    torch.distributed.barrier()
+
+
+def describe(run: RunFolder, results: Mapping[str, Any]) -> None:
+    """Add the model card and `training/` to what `save` wrote; a collective. No run fails because of its card.
+
+    Args:
+        run: the run.
+        results: `metric`, `before`, `after`, `held_out` and `logit_difference`.
+    """
+    if distributed.is_first():
+        try:
+            complete.of_run(run.unverified, run, run.export, results)
+        except Exception as error:
+            say(f"the export has no complete model card: {type(error).__name__}: {first_line(error)}")
     torch.distributed.barrier()
 
 
@@ -137,8 +152,12 @@ def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreT
 
 
 def base_of(adapter: Path) -> Path:
-    """Return the folder or Hub id of the model that an adapter was trained on."""
-    return Path(json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    """Return the folder or Hub id of the model that an adapter was trained on.
+
+    Raises:
+        UserError: it is named by a path, and is not there.
+    """
+    return base_model.find(adapter)
 
 
 def load_base(folder: Path, adapter: Path, dtype: Any = "auto") -> PreTrainedModel:
@@ -245,6 +264,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
                 shutil.copy2(file, part)
         _check_copies(source, part)
         kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
+    complete.of_copy(part, source, output)
     move(part, output)
     return kind
 

@@ -211,8 +211,9 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
         run.unverified,
         datasets.sample,
     )
-    export.publish(run.unverified, run.export)
     results = {"after": after, "logit_difference": difference}
+    export.describe(run, results | (evaluation.described() if evaluation else {}))
+    export.publish(run.unverified, run.export)
     summary.finished(recipe, run, context.tracker, evaluation, results)
 
 

@@ -42,6 +42,10 @@ class Evaluation(TrainerCallback):
         """Return the metric before the first step, from the log, so that a resumed run knows it too."""
         return read_jsonl(self.run.evaluations)[0][self.metric]
 
+    def described(self) -> dict[str, Any]:
+        """Return what the export's model card says of the held-out examples, beside the metric after training."""
+        return {"metric": self.metric, "before": self.before(), "held_out": len(self.datasets.held_out or [])}
+
     def last_line(self, after: float) -> str:
         """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
         form = ".4f" if self.metric == "loss" else ".1%"

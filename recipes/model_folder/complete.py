@@ -1,0 +1,51 @@
+"""What is added to exported weights, so that the folder explains itself on any machine."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..spec.run_folder import RunFolder, read_json, step_of
+from . import base_model, card, record, response_template
+
+
+def of_run(folder: Path, run: RunFolder, place: Path, results: Mapping[str, Any], step: int | None = None) -> None:
+    """Add the card, `training/` and the response template to weights of a run, and take out absolute paths.
+
+    Args:
+        folder: holds the weights.
+        run: what trained them.
+        place: the folder that it will be renamed to.
+        results: what the run's summary.json has, or will have.
+        step: of the checkpoint that they are; None: the run's result.
+    """
+    record.write(folder, record.of_run(run, results, step), run.deepspeed)
+    _finish(folder, place)
+
+
+def of_copy(folder: Path, source: Path, place: Path) -> None:
+    """Do the same for weights that are copied from a run's export, one of its checkpoints, or any model folder.
+
+    A folder of another origin keeps its own card.
+
+    Args:
+        folder: holds the weights.
+        source: where they come from.
+        place: the folder that it will be renamed to.
+    """
+    if (source / record.FOLDER / record.RECIPE).exists():
+        shutil.copytree(source / record.FOLDER, folder / record.FOLDER)
+    elif (run := RunFolder(source.parent)).recipe.exists():
+        return of_run(folder, run, place, read_json(run.summary) if run.summary.exists() else {})
+    elif (run := RunFolder(source.parents[1])).recipe.exists() and source.name.startswith("checkpoint-"):
+        step = step_of(source)
+        return of_run(folder, run, place, record.at_step(run, step), step)
+    elif (source / card.FILE).exists():
+        shutil.copy2(source / card.FILE, folder)
+    _finish(folder, place)
+
+
+def _finish(folder: Path, place: Path) -> None:
+    base_model.make_portable(folder, place)
+    response_template.write(folder)
+    card.write(folder)

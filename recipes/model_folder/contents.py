@@ -1,0 +1,132 @@
+"""What of an exported folder goes out when it is published: the model, its card and its record, and nothing else."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..spec.errors import UserError, redact
+from ..spec.run_folder import CHECK_FAILED, read_json
+from . import record
+from .base_model import ADAPTER, KEY, is_hub_id
+from .portable import portable
+
+CARD = "README.md"
+_WEIGHTS = re.compile(r"(?:model|adapter_model)(?:-\d+-of-\d+)?\.safetensors")
+_CONFIGURATION = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    ADAPTER,
+    "base_quantization.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+}
+_VOCABULARY = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"}
+"""Too many words, any of which may look like a credential."""
+_TEXT = {CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "chat_template.jinja"}
+_RECORD = {f"{record.FOLDER}/{name}" for name in (record.RECIPE, record.DEEPSPEED, record.RESULTS)}
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that goes out."""
+
+    path: Path
+    name: str
+    """In the repository."""
+    size: int
+    """Bytes."""
+
+
+def files(folder: Path) -> list[File]:
+    """Return what goes out of `folder`, in the order of names.
+
+    Raises:
+        UserError: not a model folder; a file that is no part of a model; a credential, or a path of this machine in a
+            file; an adapter whose base model nobody else can find.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder.")
+    found = {
+        str(path.relative_to(folder)): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or not path.is_dir()
+    }
+    if CHECK_FAILED in found:
+        raise UserError(f"{folder}: this export failed its check: it computes other logits than the trained model.")
+    if not {"config.json", ADAPTER} & set(found) or not any(_WEIGHTS.fullmatch(name) for name in found):
+        raise UserError(f"{folder}: not a model folder: name a run's export/, or what export.py wrote.")
+    others = [name for name, path in found.items() if path.is_symlink() or not _is_model(name)]
+    if others:
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        raise UserError(
+            f"{folder}: {', '.join(others[:_SHOWN])}{more}: no part of a model; remove it, or write a clean folder "
+            "with export.py FOLDER --output DIR."
+        )
+    held = record.read(folder)
+    commit = str((held.results.get("environment") or {}).get("git_commit") or "") if held else ""
+    for name, path in found.items():
+        _check(name, path, commit.partition("+")[0])
+    _check_base(folder)
+    return [File(path, name, path.stat().st_size) for name, path in found.items()]
+
+
+def _is_model(name: str) -> bool:
+    return bool(_WEIGHTS.fullmatch(name)) or name in _CONFIGURATION | _VOCABULARY | _TEXT | _RECORD
+
+
+def _check(name: str, path: Path, commit: str) -> None:
+    """Refuse a file with a credential, or with a path of this machine.
+
+    Args:
+        name: in the repository.
+        path: of the file.
+        commit: of the project, which looks like a key of W&B and is none.
+
+    Raises:
+        UserError: names the file.
+    """
+    if _WEIGHTS.fullmatch(name):
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if name in _VOCABULARY:
+        secret = any(value in text for value in _credentials())
+    else:
+        text = text.replace(commit, "") if commit else text
+        secret = redact(text) != text
+    if secret:
+        raise UserError(f"{path}: holds what looks like a credential; take it out before the folder is published.")
+    if name in _RECORD | {ADAPTER, "config.json"}:
+        values = read_json(path)
+        if portable(values) != values:
+            raise UserError(f"{path}: names a path of this machine; write the folder again with export.py.")
+
+
+def _credentials() -> list[str]:
+    """Return the values of this machine's variables that are credentials."""
+    return [
+        value
+        for name, value in os.environ.items()
+        if redact(f"{name}={value}") != f"{name}={value}" and len(value) >= 8
+    ]
+
+
+def _check_base(folder: Path) -> None:
+    """Refuse an adapter whose base model is not on the Hub.
+
+    Raises:
+        UserError: says what to do.
+    """
+    if not (folder / ADAPTER).exists():
+        return
+    base = str(read_json(folder / ADAPTER).get(KEY) or "")
+    if not is_hub_id(base):
+        raise UserError(
+            f"{folder}: an adapter for {base or 'an unnamed base model'}, which is not on the Hub, so nobody could use "
+            f"it;\npublish the merged model (export.py RUN --output DIR --merge), or name one on the Hub in {ADAPTER}."
+        )
