@@ -10,6 +10,10 @@
     full_offload  SFT       all weights          ZeRO-3; states on CPU
     long_context  SFT       all weights          ZeRO-3
     dpo_lora      DPO       adapters             ZeRO-2 (v2-lite), ZeRO-3
+    kto_lora      KTO       adapters             ZeRO-2 (v2-lite), ZeRO-3
+    orpo_lora     ORPO      adapters             ZeRO-2 (v2-lite), ZeRO-3
+    simpo_lora    SimPO     adapters             ZeRO-2 (v2-lite), ZeRO-3
+    reward        reward    all weights          ZeRO-3
     pretrain      raw text  all weights          ZeRO-3
     expert        SFT       all weights, spread  ZeRO-1
 
@@ -165,6 +169,10 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
     return variants.dpo(lora(size), learning_rate=5e-6)
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+reward = variants.reward_of(full)
 
 
 def pretrain(size: str) -> Recipe:

@@ -14,6 +14,10 @@
     full_offload  SFT       all weights  ZeRO-2 (1b, 4b), ZeRO-3; states on CPU
     long_context  SFT       all weights  ZeRO-3
     dpo_lora      DPO       adapters     ZeRO-2
+    kto_lora      KTO       adapters     ZeRO-2
+    orpo_lora     ORPO      adapters     ZeRO-2
+    simpo_lora    SimPO     adapters     ZeRO-2
+    reward        reward    all weights  ZeRO-2 (1b, 4b), ZeRO-3
     pretrain      raw text  all weights  ZeRO-2 (1b, 4b), ZeRO-3
 
     python scripts/launch.py gemma3-4b lora
@@ -186,6 +190,10 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
     return variants.dpo(lora(size), learning_rate=5e-6)
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+reward = variants.reward_of(full)
 
 
 def pretrain(size: str) -> Recipe:

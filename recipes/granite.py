@@ -13,6 +13,9 @@
     full_offload  SFT       all weights, steps on CPU   ZeRO-2 (3b), ZeRO-3
     long_context  SFT       all weights, 32,768 tokens  ZeRO-3
     dpo_lora      DPO       adapters                    ZeRO-2, ZeRO-3 (30b)
+    kto_lora      KTO       adapters                    ZeRO-2, ZeRO-3 (30b)
+    orpo_lora     ORPO      adapters                    ZeRO-2, ZeRO-3 (30b)
+    simpo_lora    SimPO     adapters                    ZeRO-2, ZeRO-3 (30b)
     pretrain      raw text  all weights                 ZeRO-2 (3b), ZeRO-3
 
     python scripts/launch.py granite-8b lora
@@ -161,6 +164,9 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
     return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
 
 
 def pretrain(size: str) -> Recipe:

@@ -14,6 +14,10 @@
     full_offload  SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3; optimizer on the CPU
     long_context  SFT       all weights  ZeRO-3
     dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (70b)
+    kto_lora      KTO       adapters     ZeRO-2, ZeRO-3 (70b)
+    orpo_lora     ORPO      adapters     ZeRO-2, ZeRO-3 (70b)
+    simpo_lora    SimPO     adapters     ZeRO-2, ZeRO-3 (70b)
+    reward        reward    all weights  ZeRO-2 (1b, 3b), ZeRO-3
     pretrain      raw text  all weights  ZeRO-2 (1b, 3b), ZeRO-3
     tensor        SFT       all weights  ZeRO-1; every matrix over 8 GPUs
     sequence      SFT       all weights  ZeRO-3; every sequence over 8 GPUs
@@ -169,6 +173,10 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), or straight away."""
     return variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+reward = variants.reward_of(full)
 
 
 def pretrain(size: str) -> Recipe:

@@ -12,6 +12,10 @@
     full_offload  SFT       all weights, steps on CPU   ZeRO-3
     long_context  SFT       all weights, 32,768 tokens  ZeRO-3
     dpo_lora      DPO       adapters                    ZeRO-2
+    kto_lora      KTO       adapters                    ZeRO-2
+    orpo_lora     ORPO      adapters                    ZeRO-2
+    simpo_lora    SimPO     adapters                    ZeRO-2
+    reward        reward    all weights                 ZeRO-3
     pretrain      raw text  all weights                 ZeRO-3
 
     python scripts/launch.py mistral-7b lora
@@ -129,6 +133,10 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
     return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+reward = variants.reward_of(full)
 
 
 def pretrain(size: str) -> Recipe:

@@ -10,6 +10,10 @@
     full_offload  SFT       all weights, steps on CPU           ZeRO-3
     long_context  SFT       all weights, 32,768 tokens          ZeRO-3
     dpo_lora      DPO       adapters on attention and experts   ZeRO-3
+    kto_lora      KTO       adapters on attention and experts   ZeRO-3
+    orpo_lora     ORPO      adapters on attention and experts   ZeRO-3
+    simpo_lora    SimPO     adapters on attention and experts   ZeRO-3
+    reward        reward    all weights                         ZeRO-3
     pretrain      raw text  all weights                         ZeRO-3
     expert        SFT       all weights, spread                 ZeRO-1
 
@@ -120,6 +124,10 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
     return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+reward = variants.reward_of(full)
 
 
 def pretrain(size: str) -> Recipe:

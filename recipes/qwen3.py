@@ -16,6 +16,10 @@
     full_offload  SFT       all weights            ZeRO-2 (0.6b, 1.7b, 4b), ZeRO-3
     long_context  SFT       all weights            ZeRO-3
     dpo_lora      DPO       adapters               ZeRO-2, ZeRO-3 (32b)
+    kto_lora      KTO       adapters               ZeRO-2, ZeRO-3 (32b)
+    orpo_lora     ORPO      adapters               ZeRO-2, ZeRO-3 (32b)
+    simpo_lora    SimPO     adapters               ZeRO-2, ZeRO-3 (32b)
+    reward        reward    all weights            ZeRO-2 (0.6b, 1.7b, 4b), ZeRO-3
     pretrain      raw text  all weights            ZeRO-2 (0.6b, 1.7b, 4b), ZeRO-3
     tensor        SFT       all weights            ZeRO-1; matrices over 8 GPUs
     sequence      SFT       all weights            ZeRO-3; sequences over 8 GPUs
@@ -179,6 +183,10 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
     return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+reward = variants.reward_of(full)
 
 
 def pretrain(size: str) -> Recipe:

@@ -11,6 +11,10 @@
     full_offload  SFT       all weights  ZeRO-2; optimizer on the CPU
     long_context  SFT       all weights  ZeRO-3
     dpo_lora      DPO       adapters     ZeRO-2
+    kto_lora      KTO       adapters     ZeRO-2
+    orpo_lora     ORPO      adapters     ZeRO-2
+    simpo_lora    SimPO     adapters     ZeRO-2
+    reward        reward    all weights  ZeRO-2
     pretrain      raw text  all weights  ZeRO-2
 
     python scripts/launch.py smollm3 full
@@ -100,6 +104,10 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), or straight away."""
     return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+reward = variants.reward_of(full)
 
 
 def pretrain(size: str) -> Recipe:

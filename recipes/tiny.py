@@ -6,13 +6,15 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
     size  layers  hidden  heads  parameters  context  licence     weights
     3m    4       256     8      3.05M       1,024    Apache-2.0  recipes/samples/tiny_model (ships with the project)
 
-    variant   method    trains         DeepSpeed  needs
-    full      SFT       all weights    ZeRO-3     1 GPU of any kind, or 2 CPU cores
-    lora      SFT       adapters       ZeRO-2     the same
-    dpo_lora  DPO       adapters       ZeRO-2     the same
-    kto_lora  KTO       adapters       ZeRO-2     the same
-    reward    reward    all weights    ZeRO-3     the same
-    pretrain  raw text  all weights    ZeRO-1     the same
+    variant     method    trains         DeepSpeed  needs
+    full        SFT       all weights    ZeRO-3     1 GPU of any kind, or 2 CPU cores
+    lora        SFT       adapters       ZeRO-2     the same
+    dpo_lora    DPO       adapters       ZeRO-2     the same
+    kto_lora    KTO       adapters       ZeRO-2     the same
+    orpo_lora   ORPO      adapters       ZeRO-2     the same
+    simpo_lora  SimPO     adapters       ZeRO-2     the same
+    reward      reward    all weights    ZeRO-3     the same
+    pretrain    raw text  all weights    ZeRO-1     the same
 
     python scripts/launch.py tiny full
     python scripts/launch.py tiny full learning_rate=5e-4 epochs=2 deepspeed=zero2.json     # change anything
@@ -85,6 +87,19 @@ def dpo_lora(size: str) -> Recipe:
 def kto_lora(size: str) -> Recipe:
     """Judged answers (KTO) with adapters, ZeRO-2: each labelled good or bad by itself, no pairs needed."""
     return variants.kto(lora(size), learning_rate=1e-3, epochs=0.5)
+
+
+def orpo_lora(size: str) -> Recipe:
+    """Preference pairs (ORPO) with adapters, ZeRO-2: imitates the right JSON too, so no run before it is needed."""
+    return variants.orpo(lora(size), learning_rate=2e-3)
+
+
+def simpo_lora(size: str) -> Recipe:
+    """Preference pairs (SimPO) with adapters, ZeRO-2: as DPO, without computing a reference model.
+
+    Best after `full`: add model.path=RUN_FOLDER/export.
+    """
+    return variants.simpo(lora(size), learning_rate=5e-4)
 
 
 def reward(size: str) -> Recipe:

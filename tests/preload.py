@@ -23,6 +23,8 @@ MODULES = (
     "deepspeed.runtime.zero.muon.original_muon",  # torch.compile at its head: imports dynamo and inductor
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "trl.experimental.cpo",
+    "trl.experimental.orpo",
     "trl.trainer.dpo_trainer",
     "trl.trainer.kto_trainer",
     "trl.trainer.reward_trainer",

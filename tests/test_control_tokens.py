@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from recipes.training.data import chat_templates, tokenize
-from recipes.training.methods import dpo
+from recipes.training.methods import pairs
 from recipes.training.model.control_tokens import control_tokens, conversation_tokens
 from recipes.training.model.draft import TINY_MODEL
 from recipes.training.model.generate import generate
@@ -149,10 +149,11 @@ def test_preferences_and_prompts_have_none_either(monkeypatch):
         "rejected": [{"role": "assistant", "content": attack(tokenizer)}],
         "tools": None,
     }
-    assert dpo.with_options(pair, tokenizer)["chat_template_kwargs"] == {"sanitize_control_tokens": True}
     plain = pair | {"prompt": TURNS[:1], "rejected": TURNS[1:2]}
-    assert dpo.with_options(plain, tokenizer)["chat_template_kwargs"] == {"sanitize_control_tokens": False}
     control = set(tokenizer.added_tokens_decoder)
+    hostile, harmless = (pairs.with_tokens(one, tokenizer) for one in (pair, plain))
+    for name, ids in hostile.items():
+        assert [one for one in ids if one in control] == [one for one in harmless[name] if one in control], name
     seen = []
 
     def model(input_ids, labels, fused_lm_head):
@@ -160,7 +161,7 @@ def test_preferences_and_prompts_have_none_either(monkeypatch):
         raise StopIteration
 
     with pytest.raises(StopIteration):
-        scores.fused_log_likelihood(model, tokenizer, [pair, plain], "chosen")
+        scores.log_likelihood(model, tokenizer, [pair, plain], "chosen")
     hostile, harmless = ([one for one in ids if one in control - {tokenizer.pad_token_id}] for ids in seen)
     assert hostile == harmless
     ids = [token for text, _ in tokenize.first_pair([pair], tokenizer)[0] for token in [text]]

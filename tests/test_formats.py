@@ -110,7 +110,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("form", PAIRS)
 def test_every_pair_becomes_prompt_chosen_rejected(form):
-    for method in ("dpo", "reward"):
+    for method in ("dpo", "reward", "orpo", "simpo"):
         assert list(formats.converted([("here", PAIRS[form])], method)) == [PAIR]
 
 
@@ -220,7 +220,11 @@ MISTAKES = {
     "other method": (line(text="a"), "sft", "form text, for the method pretrain; the method sft reads messages"),
     "chat for pretraining": (line(messages=SHORT), "pretrain", "the method pretrain reads text (text)"),
     "no pairs": (line(messages=SHORT), "reward", "messages, for the method sft; the method reward reads preference"),
-    "pairs for a chat": (line(chosen="a", rejected="b"), "sft", "preference, for the method dpo or reward"),
+    "pairs for a chat": (
+        line(chosen="a", rejected="b"),
+        "sft",
+        "preference, for the method dpo, reward, orpo or simpo",
+    ),
     "label": (
         line(prompt="a", completion="b", label=1),
         "kto",
@@ -317,6 +321,19 @@ def test_options_that_contradict_each_other_are_named(mistake, tmp_path, monkeyp
     with pytest.raises(UserError) as caught:
         preflight.check_data(replace(small(tmp_path, tmp_path), data=data, **changes))
     assert hint in str(caught.value)
+
+
+def test_judged_answers_are_of_both_kinds(tmp_path):
+    for name, labels in (("good", (True, True)), ("both", (True, False)), ("table", (None,))):
+        rows = [line(prompt="a", completion="b", label=label) for label in labels if label is not None]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    (tmp_path / "table.parquet").write_bytes(b"which the ranks read")
+    good, both, table = (str(tmp_path / name) for name in ("good.jsonl", "both.jsonl", "table.parquet"))
+    for path, held_out in ((both, None), (f"{good},{both}", both), (f"{good},{table}", None)):
+        preflight.check_data(small(tmp_path, tmp_path, method="kto", data=Data(path, validation=held_out)))
+    for data, key in ((Data(good), "data.path"), (Data(both, validation=good), "data.validation")):
+        with pytest.raises(UserError, match=f"^{key}: all 2 answers .* true; .* Add some whose label is false.$"):
+            preflight.check_data(small(tmp_path, tmp_path, method="kto", data=data))
 
 
 def test_several_paths_are_located_one_by_one(tmp_path, monkeypatch):

@@ -51,7 +51,8 @@ def reads_of(ranks, folder, function: Callable[..., None], *arguments: Any) -> d
 def counted(ranks, tmp_path, model_folder, conversations, stage, mistake=None, **changes) -> tuple[int, dict]:
     run = RunFolder(tmp_path / f"run-{mistake}")
     settings = {"precision": "bf16", "packing": True, "logging_steps": 100, "micro_batch_size": 1}
-    recipe = small(model_folder, conversations, f"zero{stage}.json", global_batch_size=1, **settings | changes)
+    settings["global_batch_size"] = changes.get("micro_batch_size", 1)
+    recipe = small(model_folder, conversations, f"zero{stage}.json", **settings | changes)
     write_recipe(run, recipe)
     found = reads_of(ranks, run.path, device_reads_per_step.of_a_run, mistake)
     return sum(found["counts"].values()), found
@@ -71,6 +72,17 @@ def test_a_steady_step_reads_no_scalar_that_deepspeed_does_not(ranks, tmp_path, 
 def test_a_read_by_the_trainer_is_noticed(ranks, tmp_path, model_folder, conversations, mistake):
     _, found = counted(ranks, tmp_path, model_folder, conversations, 2, mistake)
     assert not all("/deepspeed/" in place for place in found["places"])
+
+
+@pytest.mark.parametrize(
+    ("method", "mistake"),
+    tiered([("reward", None), ("kto", None), ("orpo", None), ("simpo", None), ("kto", "loss_of_trl")], [("kto", None)]),
+)
+def test_a_loss_of_whole_answers_reads_none_either(ranks, tmp_path, model_folder, pairs, judged, method, mistake):
+    data = judged if method == "kto" else pairs
+    changes = {"method": method, "packing": False, "micro_batch_size": 2}
+    _, found = counted(ranks, tmp_path, model_folder, data, 2, mistake, **changes)
+    assert all("/deepspeed/" in place for place in found["places"]) == (mistake is None), found["places"]
 
 
 def test_every_way_to_ask_for_a_value_is_a_read():

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from recipes.commands import export as export_script
 from recipes.commands import main
 from recipes.launching.paths import locate
 from recipes.planning.cost.training_setup import training_setup
-from recipes.spec import deepspeed_file, pages
+from recipes.spec import deepspeed_file, limits, pages
+from recipes.spec.errors import UserError
 from recipes.spec.recipe import Lora, Schedule
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from recipes.training import export
@@ -29,6 +31,19 @@ def test_the_head_depends_on_the_seed_alone(model_folder):
     assert first.config.num_labels == 1 and first.score.weight.shape == (1, 64)
     assert torch.equal(first.score.weight, again.score.weight)
     assert not torch.equal(first.score.weight, other.score.weight)
+
+
+def test_families_without_a_classification_model_are_refused_at_once():
+    """`NO_CLASSIFIER` is what transformers says."""
+    recipes = [pages.find(f"{family}-{next(iter(pages.page(family).SIZES))}", "full") for family in pages.families()]
+    for recipe in recipes:
+        kind, asked = recipe.model.config["model_type"], replace(recipe, method="reward")
+        if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+            limits.check(asked, 8, deepspeed_file.DeepSpeedFile(stage=3))
+            continue
+        with pytest.raises(UserError, match=f"^method=reward: .* of the type {kind}"):
+            limits.check(asked, 8, deepspeed_file.DeepSpeedFile(stage=3))
+    assert {recipe.model.config["model_type"] for recipe in recipes} > set(limits.NO_CLASSIFIER)
 
 
 def test_a_head_that_is_there_is_kept(model_folder, tmp_path):

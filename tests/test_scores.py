@@ -83,8 +83,10 @@ def test_a_preference_is_between_whole_answers_not_between_their_average_tokens(
     assert by_sum != by_mean
     patched = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     add_fused_lm_head(patched)
-    ranked = scores.preferences(patched, tokenizer, pairs, 5, Layout(), scores.fused_log_likelihood)
+    ranked = scores.preferences(patched, tokenizer, pairs, 5, Layout(), scores.log_likelihood)
     assert ranked["preference_accuracy"] == by_sum
+    ranked = scores.preferences(patched, tokenizer, pairs, 5, Layout(), scores.log_likelihood_per_token)
+    assert ranked["preference_accuracy"] == by_mean
 
 
 IGNORED = -100

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import warnings
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -131,12 +132,12 @@ class Kept(logging.Handler):
 
 def test_messages_that_nobody_can_act_on_are_left_out_and_others_are_not():
     kept = Kept()
-    loggers = [logging.getLogger(name) for name in console.NOISE if name]
+    loggers = [logging.getLogger(name) for name in console.NOISE]
     before = [list(logger.filters) for logger in loggers]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         console.leave_out_noise()
-        for text in console.NOISE[""]:
+        for text in chain.from_iterable(console.WARNINGS.values()):
             warnings.warn(f"{text}, set to True", stacklevel=1)
         warnings.warn("the disk is full", stacklevel=1)
     assert [str(one.message) for one in warned] == ["the disk is full"]
@@ -156,9 +157,9 @@ def test_messages_that_nobody_can_act_on_are_left_out_and_others_are_not():
 
 
 def test_what_is_left_out_is_still_what_the_libraries_say():
-    """A message that a library has dropped or reworded can leave `console.NOISE`."""
-    for name, beginnings in console.NOISE.items():
-        package = {"DeepSpeed": "deepspeed", "": "peft"}.get(name, name.partition(".")[0])
+    """A message that a library has dropped or reworded can leave `console.NOISE` or `console.WARNINGS`."""
+    for name, beginnings in (console.NOISE | console.WARNINGS).items():
+        package = {"DeepSpeed": "deepspeed"}.get(name, name.partition(".")[0])
         folder = Path(str(importlib.util.find_spec(package).origin)).parent
         files = [folder.parent / SOURCES[name]] if name in SOURCES else list(folder.rglob("*.py"))
         text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)

@@ -1,16 +1,20 @@
 """Recipes, overrides and layouts: what a command line makes of a recipe page."""
 
+import inspect
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trl import DPOTrainer
 
 from recipes.spec import overrides, pages
 from recipes.spec.conversions import from_dict, to_dict
 from recipes.spec.errors import UserError, redact
 from recipes.spec.layout import gradient_accumulation_steps
+from recipes.spec.methods.settings import DpoLoss
 from recipes.spec.overrides import FOREIGN_NAMES, override_keys
 from recipes.spec.project import CHECKOUT as ROOT
 
@@ -153,3 +157,30 @@ def test_every_override_key_is_documented_where_it_is_defined():
     source = "".join(file.read_text(encoding="utf-8") for file in files)
     for key in override_keys():
         assert f"    {key.rpartition('.')[2]}: " in source, key
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    {
+        "dpo.loss=dpo": "dpo.loss",
+        "dpo.loss=aot": "dpo.loss",
+        "dpo.beta=0": r"dpo\.beta=0.*: must be above 0, for instance 0\.1",
+        "simpo.beta=-1": r"simpo\.beta=-1.*: must be above 0",
+        "simpo.gamma=-1": r"simpo\.gamma=-1.*: must be at least 0",
+        "dpo.label_smoothing=0.1": "with dpo.loss=sigmoid: only robust and exo_pair read it",
+        "dpo.loss=exo_pair": "needs dpo.label_smoothing above 0",
+        "dpo.loss=robust dpo.label_smoothing=0.5": "must be at least 0 and below 0.5",
+        "method=orpo router_aux_loss_coef=0.1": "ORPO trains without the load-balancing loss",
+    }.items(),
+)
+def test_settings_that_no_method_can_train_with_are_refused(typed, why):
+    with pytest.raises(UserError, match=why):
+        overrides.apply(pages.find("tiny", "dpo_lora"), typed.split())
+
+
+def test_the_losses_of_dpo_that_are_offered_are_trls():
+    source = inspect.getsource(DPOTrainer._compute_loss)
+    for loss in get_args(DpoLoss):
+        assert f'loss_type == "{loss}"' in source
+    recipe = overrides.apply(pages.find("tiny", "dpo_lora"), ["dpo.loss=robust", "dpo.label_smoothing=0.1"])
+    assert (recipe.dpo.loss, recipe.dpo.label_smoothing) == ("robust", 0.1)

@@ -31,6 +31,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "DPO": {"method": "dpo"},
     "reward": {"method": "reward"},
     "KTO": {"method": "kto"},
+    "ORPO": {"method": "orpo"},
+    "SimPO": {"method": "simpo"},
 }
 """What each column is, besides all weights by supervised fine-tuning."""
 

@@ -3,6 +3,7 @@
 Standard library only, apart from the linter: it costs milliseconds.
 """
 
+from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -92,6 +93,7 @@ def check_data(recipe: Recipe) -> int | None:
     _check_options(recipe)
     counts: list[int | None] = []
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
+        labels: Counter[bool | None] = Counter()
         for name in names(path):
             count = None
             kinds = (*text_files.SUFFIXES, text_files.PLAIN)
@@ -99,11 +101,26 @@ def check_data(recipe: Recipe) -> int | None:
                 raise UserError(f"{name}: no data files in this folder or below ({', '.join(kinds)}).")
             if Path(name).is_file() and Path(name).suffix not in text_files.COLUMNAR:
                 most = STREAMED if recipe.data.streaming and trained else None
-                count = check_file(Path(name), recipe.method, recipe.data.form, most, recipe.data.columns)
+                found = check_file(Path(name), recipe.method, recipe.data.form, most, recipe.data.columns)
+                count = found.total()
+                labels += found
+            else:
+                labels[None] += 1  # only the ranks will know
             if trained:
                 counts.append(count)
+        _check_labels("data.path" if trained else "data.validation", labels)
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) and not recipe.data.streaming else None
+
+
+def _check_labels(key: str, labels: Counter[bool | None]) -> None:
+    """Refuse judged answers of one kind only."""
+    if len(labels) == 1 and None not in labels:
+        (label,) = labels
+        raise UserError(
+            f"{key}: all {labels.total()} answers have the label {str(label).lower()}; KTO learns from good answers "
+            f"and bad ones. Add some whose label is {str(not label).lower()}."
+        )
 
 
 def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
@@ -145,16 +162,16 @@ def _check_options(recipe: Recipe) -> None:
 
 def check_file(
     path: Path, method: Method, form: str = "auto", most: int | None = None, named: str | None = None
-) -> int:
-    """Check a text file's first `most` examples (None: all) for a method, and return how many there are.
+) -> Counter[bool | None]:
+    """Check a text file's first `most` examples (None: all) for a method, and return how many there are, by label.
 
-    `named` is the recipe's `data.columns`.
+    `named` is the recipe's `data.columns`. Only answers that were judged have labels.
 
     Raises:
         UserError: names the file, the line, the field and the fix.
     """
     examples = columns.renamed(text_files.read(path), columns.fields(named))
-    count = sum(1 for _ in islice(formats.converted(examples, method, form), most))
-    if not count:
+    found = Counter(example.get("label") for example in islice(formats.converted(examples, method, form), most))
+    if not found:
         raise UserError(f"{path} is empty: it holds no example.")
-    return count
+    return found

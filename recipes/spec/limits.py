@@ -56,6 +56,9 @@ EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 """Model types that DeepSpeed has a preset for, with which expert parallelism trains like plain PyTorch
 (`tests/parity/test_expert.py`); for others `training/parallel/expert_check.py` makes one, or refuses the run."""
 
+NO_CLASSIFIER = ("granite",)
+"""Model types of the pages without a class for sequence classification (`tests/test_reward.py` compares)."""
+
 
 def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     """Refuse a recipe that cannot run.
@@ -69,6 +72,7 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
         UserError: names the layout's sizes, the first reason, and the nearest sizes that run; or the sequence length.
     """
     _check_length(recipe)
+    _check_head(recipe)
     why = limit(recipe, world_size, file)
     if why:
         use = " or ".join(suggestions(recipe, world_size, file))
@@ -81,6 +85,14 @@ def _check_length(recipe: Recipe) -> None:
     if recipe.sequence_length > most:
         raise UserError(
             f"sequence_length={recipe.sequence_length}: the model has {most:,} positions; set sequence_length={most}."
+        )
+
+
+def _check_head(recipe: Recipe) -> None:
+    if recipe.traits.scores and _kind(recipe) in NO_CLASSIFIER:
+        raise UserError(
+            f"method={recipe.method}: transformers has no classification model of the type {_kind(recipe)}, and a "
+            "reward model is one; use another family (launch.py --list)."
         )
 
 

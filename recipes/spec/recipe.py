@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import UserError
-from .methods.settings import Dpo, Kto
+from .methods.settings import SMOOTHED, Dpo, Kto, Orpo, Simpo
 from .methods.traits import TRAITS, Method, Traits
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -161,6 +161,8 @@ class Recipe:
     schedule: Schedule = Schedule()
     dpo: Dpo = field(default_factory=Dpo)
     kto: Kto = field(default_factory=Kto)
+    orpo: Orpo = field(default_factory=Orpo)
+    simpo: Simpo = field(default_factory=Simpo)
     draft: Draft = Draft()
     wandb: Wandb = Wandb()
     learning_rate: float = 2e-5
@@ -233,12 +235,17 @@ class Recipe:
             value = _get(self, key)
             if isinstance(value, int | float) and value < least:
                 raise UserError(f"{key}={value}: must be at least {least}.")
-        if self.learning_rate <= 0:
-            raise UserError(f"learning_rate={self.learning_rate}: must be above 0, for instance 2e-5.")
-        if self.epochs <= 0:
-            raise UserError(f"epochs={self.epochs}: must be above 0.")
+        for key, usual in _ABOVE_0.items():
+            if (value := _get(self, key)) <= 0:
+                raise UserError(f"{key}={value}: must be above 0, for instance {usual}.")
         if self.lora is not None and not 0 <= self.lora.dropout < 1:
             raise UserError(f"lora.dropout={self.lora.dropout}: must be at least 0 and below 1.")
+        _check_smoothing(self)
+        if self.router_aux_loss_coef and self.traits.own_loss:
+            raise UserError(
+                f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.traits.title} trains without the "
+                "load-balancing loss of a mixture; leave router_aux_loss_coef out."
+            )
         if self.model.quantization != "none" and self.lora is None:
             raise UserError(
                 f"model.quantization={self.model.quantization}: 4-bit weights cannot be trained; add adapters, e.g. "
@@ -278,6 +285,16 @@ class Recipe:
         return self.packing and self.traits.packs
 
 
+_ABOVE_0 = {
+    "learning_rate": 2e-5,
+    "epochs": 1,
+    "dpo.beta": 0.1,
+    "kto.beta": 0.1,
+    "kto.good_weight": 1,
+    "kto.bad_weight": 1,
+    "orpo.beta": 0.1,
+    "simpo.beta": 2,
+}
 _LEAST = {
     "max_steps": 1,
     "global_batch_size": 1,
@@ -304,7 +321,18 @@ _LEAST = {
     "schedule.warmup": 0,
     "weight_decay": 0,
     "router_aux_loss_coef": 0,
+    "simpo.gamma": 0,
 }
+
+
+def _check_smoothing(recipe: Recipe) -> None:
+    loss, smoothing = recipe.dpo.loss, recipe.dpo.label_smoothing
+    if not 0 <= smoothing < 0.5:
+        raise UserError(f"dpo.label_smoothing={smoothing}: must be at least 0 and below 0.5.")
+    if smoothing and loss not in SMOOTHED:
+        raise UserError(f"dpo.label_smoothing={smoothing} with dpo.loss={loss}: only {' and '.join(SMOOTHED)} read it.")
+    if loss == "exo_pair" and not smoothing:
+        raise UserError("dpo.loss=exo_pair: needs dpo.label_smoothing above 0, such as 1e-3.")
 
 
 def _get(recipe: Recipe, key: str) -> Any:

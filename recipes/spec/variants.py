@@ -4,6 +4,7 @@ Each function takes a recipe and returns it changed. A page passes what is parti
 that differs there: `variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32)`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,13 @@ EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
 3-D weights, which are not linear layers, so `all-linear` would miss them. The router stays frozen."""
 DPO_LENGTH = 2048
 """Tokens of prompt and answer together, in each sequence of a preference pair."""
+
+RATES = {"kto": 5e-6, "simpo": 5e-6, "orpo": 8e-5, "reward": 1e-5}
+"""Learning rates where a page has none of its own. Adapters by KTO and SimPO: LLaMA-Factory's examples/train_lora,
+llama3_lora_kto.yaml and llama3_lora_dpo.yaml (`pref_loss` simpo). Adapters by ORPO, and all weights of a reward model:
+TRL's examples/scripts, orpo.py and reward_modeling.py."""
+Variant = Callable[[str], Recipe]
+"""A function of a page: the recipe of a size."""
 
 
 def qlora(lora: Recipe, **changes: Any) -> Recipe:
@@ -58,7 +66,7 @@ def dpo(lora: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
     return _changed(lora, changes, learning_rate=learning_rate, **pairs)
 
 
-def kto(lora: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
+def kto(lora: Recipe, *, learning_rate: float = RATES["kto"], **changes: Any) -> Recipe:
     """Return `lora` on judged answers; KTO compares those of a micro-batch, so there are at least two."""
     least = {
         "sequence_length": min(DPO_LENGTH, lora.sequence_length),
@@ -68,16 +76,66 @@ def kto(lora: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
     return _changed(lora, changes, learning_rate=learning_rate, **judged)
 
 
-def reward(full: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
+def reward(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: Any) -> Recipe:
     """Return `full` on preference pairs as a reward model: a number for each answer instead of text."""
     length = min(DPO_LENGTH, full.sequence_length)
     pairs = {"method": "reward", "data": PREFERENCES, "packing": False, "sequence_length": length}
     return _changed(full, changes, learning_rate=learning_rate, **pairs)
 
 
+def orpo(lora: Recipe, *, learning_rate: float = RATES["orpo"], **changes: Any) -> Recipe:
+    """Return `lora` on preference pairs by ORPO, which imitates the better answers too: from a base model on."""
+    return _changed(dpo(lora, learning_rate=learning_rate), changes, method="orpo")
+
+
+def simpo(lora: Recipe, *, learning_rate: float = RATES["simpo"], **changes: Any) -> Recipe:
+    """Return `lora` on preference pairs by SimPO."""
+    return _changed(dpo(lora, learning_rate=learning_rate), changes, method="simpo")
+
+
 def pretrain(full: Recipe, **changes: Any) -> Recipe:
     """Return `full` on raw text."""
     return _changed(full, changes, method="pretrain", data=TEXT)
+
+
+def feedback(lora: Variant) -> tuple[Variant, Variant, Variant]:
+    """Return `kto_lora`, `orpo_lora` and `simpo_lora` of a page, which are alike on all of them."""
+    return (
+        _of_page(
+            lora,
+            "kto_lora",
+            kto,
+            "Answers judged good or bad (KTO) with adapters: when there are labels and no pairs; after SFT.",
+        ),
+        _of_page(
+            lora,
+            "orpo_lora",
+            orpo,
+            "Preference pairs (ORPO) with adapters: imitates the better answers too, so it needs no SFT before it.",
+        ),
+        _of_page(
+            lora,
+            "simpo_lora",
+            simpo,
+            "Preference pairs (SimPO) with adapters: faster than `dpo_lora`, with no reference model; after SFT.",
+        ),
+    )
+
+
+def reward_of(full: Variant) -> Variant:
+    """Return `reward` of a page, which is alike on all of them."""
+    about = "A reward model from preference pairs, all weights: gives an answer a number, to rank or filter answers."
+    return _of_page(full, "reward", reward, about)
+
+
+def _of_page(start: Variant, name: str, change: Callable[[Recipe], Recipe], about: str) -> Variant:
+    """Return a function like those that a page defines: `launch.py --list` prints `about`."""
+
+    def variant(size: str) -> Recipe:
+        return change(start(size))
+
+    variant.__module__, variant.__name__, variant.__qualname__, variant.__doc__ = start.__module__, name, name, about
+    return variant
 
 
 def _changed(recipe: Recipe, changes: dict[str, Any], **shared: Any) -> Recipe:

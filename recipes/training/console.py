@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 
 from rich.console import Console
 from rich.text import Text
@@ -22,19 +23,22 @@ NOISE = {
         "AutoEP: ",  # "2.5 overrides 2.5"
         "MPU is not provided",
     ],
-    "": ["fan_in_fan_out is set to False"],  # PEFT's warning, of GPT-2
 }
-"""Beginnings of messages that a user cannot act on, by the logger that prints them; without one, Python warnings."""
+"""Beginnings of messages that a user cannot act on, by the logger that prints them."""
+
+WARNINGS = {
+    "peft": ["fan_in_fan_out is set to False"],  # of GPT-2
+    "trl": ["You are importing from 'trl.experimental'"],  # parity with it is tested, and its version pinned
+}
+"""Beginnings of Python warnings, by the package that gives them."""
 
 
 def leave_out_noise() -> None:
-    """Print no message of `NOISE`."""
+    """Print no message of `NOISE` and no warning of `WARNINGS`."""
     for name, beginnings in NOISE.items():
-        if name:
-            logging.getLogger(name).addFilter(_Without(tuple(beginnings)))
-        else:
-            for beginning in beginnings:
-                warnings.filterwarnings("ignore", message=beginning)
+        logging.getLogger(name).addFilter(_Without(tuple(beginnings)))
+    for beginning in chain.from_iterable(WARNINGS.values()):
+        warnings.filterwarnings("ignore", message=beginning)
 
 
 class _Without(logging.Filter):

@@ -104,6 +104,14 @@ class RunHooks(Hooked):
         for callback in self._callbacks():
             self.add_callback(callback)
 
+    @classmethod
+    def of(
+        cls, context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: Any, **options: Any
+    ) -> "RunHooks":
+        """Return the trainer; `options` are those of its own class beside these."""
+        given = {"model": model, "args": arguments, "train_dataset": dataset, "processing_class": tokenizer}
+        return cls(context, **given, **options)
+
     def _callbacks(self) -> Iterator[TrainerCallback]:
         """Yield the run's callbacks in the order in which each event reaches them."""
         context = self.context

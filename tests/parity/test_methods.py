@@ -29,7 +29,7 @@ class Reference:
 @pytest.fixture(scope="module")
 def examples(pairs, judged):
     """Return the examples of each method."""
-    return {"reward": pairs, "kto": judged}
+    return {method: judged if method == "kto" else pairs for method in trl_alone.METHODS}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,8 @@ def alone(ranks, tmp_path_factory, model_folder, examples):
 
 
 CASES = [(method, stage, lora) for method in trl_alone.METHODS for stage in range(4) for lora in (False, True)]
-CORE = {("reward", 3, False), ("reward", 2, True), ("kto", 2, True)}
+CORE = {("reward", 3, False), ("reward", 2, True), ("kto", 2, True), ("dpo", 3, False)}
+CORE |= {("orpo", 3, False), ("orpo", 2, True), ("simpo", 3, True)}
 
 
 @pytest.mark.parametrize(("method", "stage", "lora"), tiered(CASES, CORE))
@@ -78,14 +79,24 @@ def test_same_model_as_trl_alone(ranks, tmp_path, model_folder, examples, alone,
             assert ours[name] == pytest.approx(theirs[of_trl], rel=1e-3, abs=1e-5), name
 
 
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 NUMBERS = {
     "reward": {"rewards/margins": "margin", "rewards/accuracies": "accuracy"},
     "kto": {name: name for name in ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins")},
+    "dpo": {name: name for name in REWARDS},
+    "orpo": {name: name for name in (*REWARDS, "nll_loss")},
+    "simpo": {name: name for name in REWARDS},
 }
 """What a run logs besides the loss, and what TRL calls it."""
 
 
-MISTAKES = {"reward": ("label", "head", "center"), "kto": ("label", "beta", "order")}
+MISTAKES = {
+    "reward": ("label", "head", "center"),
+    "kto": ("label", "beta", "order"),
+    "dpo": ("label", "beta", "reference"),
+    "orpo": ("label", "beta", "length", "batch"),
+    "simpo": ("label", "beta", "length", "gamma"),
+}
 
 
 @pytest.mark.parametrize(("method", "mistake"), [(method, one) for method in MISTAKES for one in MISTAKES[method]])

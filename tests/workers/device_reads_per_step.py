@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
+from trl import KTOTrainer
 
 from recipes.benchmarks.device_reads import Reads
 from recipes.spec.run_folder import RunFolder, read_json, read_recipe
 from recipes.training import distributed, run
 from recipes.training.data import chat_templates, tokenize
-from recipes.training.methods import sft
+from recipes.training.methods import method
 from recipes.training.model import load
 
 STEADY = 3
@@ -46,14 +48,15 @@ class Count(TrainerCallback):
 
 def of_a_run(folder: str, mistake: str | None) -> None:
     """Train what `folder`/recipe.json says."""
-    build = sft.trainer
+    module = method(read_recipe(RunFolder(Path(folder))).method)
+    build = module.trainer
 
     def with_count(*arguments: Any) -> Any:
         trainer = build(*arguments)
         trainer.add_callback(Count(Path(folder), (lambda _: MISTAKES[mistake](trainer)) if mistake else None))
         return trainer
 
-    sft.trainer = with_count
+    module.trainer = with_count
     run.main(folder)
 
 
@@ -105,4 +108,9 @@ def packing_looked_up(trainer: Any) -> None:
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
-MISTAKES = {one.__name__: one for one in (norms_at_every_step, filtered_losses, packing_looked_up)}
+def loss_of_trl(trainer: Any) -> None:
+    """Compute KTO's loss as TRL does, with all that it reports."""
+    trainer.compute_loss = partial(KTOTrainer.compute_loss, trainer)
+
+
+MISTAKES = {one.__name__: one for one in (norms_at_every_step, filtered_losses, packing_looked_up, loss_of_trl)}

@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from recipes.spec.recipe import Lora
 from recipes.training.model import adapters, reward_head
@@ -36,6 +38,34 @@ class Reward(Recorded, RewardTrainer):
 
 class Kto(Recorded, KTOTrainer):
     """TRL's."""
+
+
+class Dpo(Recorded, DPOTrainer):
+    """TRL's."""
+
+
+class Summed:
+    """Takes the log-likelihood of a whole answer where the paper takes that of a token of it."""
+
+    @staticmethod
+    def get_batch_logps(*arguments, average_log_prob=False, **options):
+        return ORPOTrainer.get_batch_logps(*arguments, **options)
+
+
+class Orpo(Recorded, ORPOTrainer):
+    """TRL's."""
+
+
+class Cpo(Recorded, CPOTrainer):
+    """TRL's."""
+
+
+class SummedOrpo(Summed, Orpo):
+    """A mistake."""
+
+
+class SummedCpo(Summed, Cpo):
+    """A mistake."""
 
 
 def train(method: str, folder: str, data: str, output: str, lora: bool, mistake: str = "") -> None:
@@ -68,14 +98,15 @@ def train(method: str, folder: str, data: str, output: str, lora: bool, mistake:
     trainer.train()
     trainer.model.save_pretrained(output)
     logged = [row for row in trainer.state.log_history if "grad_norm" in row]
-    records = [{**row, "loss": loss} for row, loss in zip(logged, trainer.losses, strict=True)]
+    passes = len(trainer.losses) // len(logged)  # of one pair each, where a step has several
+    losses = [sum(trainer.losses[start : start + passes]) for start in range(0, len(trainer.losses), passes)]
+    records = [{**row, "loss": loss} for row, loss in zip(logged, losses, strict=True)]
     Path(output, "records.json").write_text(json.dumps(records), encoding="utf-8")
 
 
 def reward(folder, tokenizer, rows, common, lora, mistake):
     """Return the trainer of a reward model; `label`: the better answer is taken for the worse."""
-    if mistake == "label":
-        rows = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    rows = swapped(rows, mistake)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
     reward_head.start(model, SEED + (mistake == "head"))
     model = adapters.add(model, lora, SEED, scores=True) if lora else model
@@ -91,10 +122,55 @@ def kto(folder, tokenizer, rows, common, lora, mistake):
     """
     rows = [{**row, "label": row["label"] != (mistake == "label")} for row in rows]
     dataset = Dataset.from_list(rows).shuffle(SEED + (mistake == "order"))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = adapters.add(model, lora, SEED) if lora else model
+    model = language_model(folder, lora)
     options = KTOConfig(**common, beta=0.2 if mistake == "beta" else 0.1)
     return Kto(model=model, args=options, train_dataset=dataset, processing_class=tokenizer)
 
 
-METHODS = {"reward": reward, "kto": kto}
+def swapped(rows, mistake):
+    """Return pairs; `label`: the better answer is taken for the worse."""
+    if mistake != "label":
+        return rows
+    return [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+
+
+def language_model(folder, lora):
+    """Return the model, with adapters where there are some."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return adapters.add(model, lora, SEED) if lora else model
+
+
+def dpo(folder, tokenizer, rows, common, lora, mistake):
+    """Return the trainer of DPO. Mistakes: `label`; `beta`; `reference`, another model than the one that is trained."""
+    dataset, model, reference = Dataset.from_list(swapped(rows, mistake)), language_model(folder, lora), None
+    if mistake == "reference":
+        reference = language_model(folder, None)
+        torch.nn.init.normal_(reference.model.norm.weight)
+    options = DPOConfig(**common, beta=0.2 if mistake == "beta" else 0.1)
+    given = {"model": model, "args": options, "train_dataset": dataset, "processing_class": tokenizer}
+    return Dpo(**given, ref_model=reference)
+
+
+def orpo(folder, tokenizer, rows, common, lora, mistake):
+    """Return the trainer of ORPO on one pair after the other, since in larger batches TRL lets long answers count more.
+
+    Mistakes: `label`; `beta`; `length`, whole answers instead of their tokens; `batch`, all pairs at once.
+    """
+    dataset, model = Dataset.from_list(swapped(rows, mistake)), language_model(folder, lora)
+    if mistake != "batch":
+        common |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(rows)}
+    options = ORPOConfig(**common, beta=0.2 if mistake == "beta" else 0.1)
+    trainer = SummedOrpo if mistake == "length" else Orpo
+    return trainer(model=model, args=options, train_dataset=dataset, processing_class=tokenizer)
+
+
+def simpo(folder, tokenizer, rows, common, lora, mistake):
+    """Return the trainer of SimPO. Mistakes: `label`; `beta`; `gamma`; `length`, whole answers instead of tokens."""
+    dataset, model = Dataset.from_list(swapped(rows, mistake)), language_model(folder, lora)
+    beta, gamma = 3.0 if mistake == "beta" else 2.0, 0.5 if mistake == "gamma" else 1.0
+    options = CPOConfig(**common, loss_type="simpo", cpo_alpha=0.0, beta=beta, simpo_gamma=gamma)
+    trainer = SummedCpo if mistake == "length" else Cpo
+    return trainer(model=model, args=options, train_dataset=dataset, processing_class=tokenizer)
+
+
+METHODS = {"reward": reward, "kto": kto, "dpo": dpo, "orpo": orpo, "simpo": simpo}

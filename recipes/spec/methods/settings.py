@@ -1,6 +1,24 @@
 """The methods' own settings, each a section of the recipe (`dpo.beta=0.2`)."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+DpoLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sigmoid_norm",
+]
+SMOOTHED = ("robust", "exo_pair")
+"""The losses of DPO that read `label_smoothing`."""
 
 
 @dataclass(frozen=True)
@@ -9,6 +27,13 @@ class Dpo:
 
     beta: float = 0.1
     """How strongly the trained model is kept close to the reference model."""
+    loss: DpoLoss = "sigmoid"
+    """`sigmoid` is DPO's own; the others are those of TRL that see each pair by itself: `hinge` (SLiC), `ipo`
+    (arXiv:2310.12036, whose tau is beta), `robust` to wrong labels (arXiv:2403.00409), `exo_pair` (arXiv:2402.00856),
+    `nca_pair`, `bco_pair`, `sppo_hard` (arXiv:2405.00675), `apo_zero` where the better answers are better than the
+    model's own and `apo_down` where they are worse (arXiv:2408.06266), `discopop`, and `sigmoid_norm` by length."""
+    label_smoothing: float = 0.0
+    """Of `robust`, the share of pairs whose labels are wrong, below 0.5; of `exo_pair`, its epsilon, such as 1e-3."""
 
 
 @dataclass(frozen=True)
@@ -21,3 +46,21 @@ class Kto:
     """Weight of the answers labelled true; raise it where they are fewer (the paper's equation 8)."""
     bad_weight: float = 1.0
     """Weight of the answers labelled false."""
+
+
+@dataclass(frozen=True)
+class Orpo:
+    """Odds ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691), run by TRL."""
+
+    beta: float = 0.1
+    """How much the odds of the answers weigh beside imitating the better one; the paper's lambda."""
+
+
+@dataclass(frozen=True)
+class Simpo:
+    """Simple preference optimisation (Meng et al. 2024, arXiv:2405.14734), run by TRL."""
+
+    beta: float = 2.0
+    """Scales the log-likelihood per token into a reward: far larger than in DPO, 2 to 10 in the paper."""
+    gamma: float = 1.0
+    """By how much the better answer's reward should exceed the other's; half of beta is where the authors start."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Method = Literal["sft", "dpo", "pretrain", "reward", "kto"]
+Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo"]
 Examples = Literal["conversations", "texts", "pairs", "judged answers"]
 """What a method reads: an example of `pairs` is a prompt with a chosen and a rejected answer; of `judged answers` a
 prompt with one answer, and whether it is good."""
@@ -38,8 +38,26 @@ class Traits:
     """Examples that a rank must have at once."""
     whole_loss: str | None = None
     """Why `tiled_loss` does not apply; None: it does."""
+    own_loss: bool = False
+    """Its loss is computed here, without the load-balancing loss of a mixture's routers."""
     excludes: Mapping[str, str] = field(default_factory=dict)
     """By the layout's field: why the method does not train with it."""
+
+
+def _excluded(title: str, does: str, models: int = 2) -> dict[str, str]:
+    """Return why a method that needs log-likelihoods of whole answers does not train with each field of the layout."""
+    if models == 1:
+        pipeline = f"{title} needs the likelihoods of two answers, and a pipeline returns one loss of all tokens"
+        expert = f"expert parallelism is tested with the loss of all tokens, and not with {title}'s"
+    else:
+        pipeline = f"{title} needs the outputs of two models at once, and a pipeline returns the loss of one"
+        expert = f"DeepSpeed's AutoEP spreads the experts of one model, and {title} has two"
+    return {
+        "tensor": f"TRL's {title} needs the whole output head",
+        "sequence": f"{title} {does} whole answers, and each rank has the loss of only some of the tokens",
+        "pipeline": pipeline,
+        "expert": expert,
+    }
 
 
 TRAITS: Mapping[Method, Traits] = {
@@ -53,12 +71,7 @@ TRAITS: Mapping[Method, Traits] = {
         metric="preference_accuracy",
         loss="DPO loss per pair (nats)",
         whole_loss="TRL's DPO already computes it in tiles",
-        excludes={
-            "tensor": "TRL's DPO needs the whole output head",
-            "sequence": "DPO compares whole answers, and each rank has the loss of only some of the tokens",
-            "pipeline": "DPO needs the outputs of two models at once, and a pipeline returns the loss of one",
-            "expert": "DeepSpeed's AutoEP spreads the experts of one model, and DPO has two",
-        },
+        excludes=_excluded("DPO", "compares"),
     ),
     "reward": Traits(
         "reward modelling",
@@ -69,6 +82,7 @@ TRAITS: Mapping[Method, Traits] = {
         unit="of reward",
         loss="ranking loss per pair (nats)",
         whole_loss="a reward model has no logits over the vocabulary",
+        own_loss=True,
         excludes={
             "tensor": "a reward model's head is not among the layers that are tested to be split correctly",
             "sequence": "a reward is read at the last token, which only one of the ranks has",
@@ -86,12 +100,30 @@ TRAITS: Mapping[Method, Traits] = {
         loss="KTO loss per answer",
         least_micro_batch=2,
         whole_loss="TRL's KTO already computes it in tiles",
-        excludes={
-            "tensor": "TRL's KTO needs the whole output head",
-            "sequence": "KTO judges whole answers, and each rank has the loss of only some of the tokens",
-            "pipeline": "KTO needs the outputs of two models at once, and a pipeline returns the loss of one",
-            "expert": "DeepSpeed's AutoEP spreads the experts of one model, and KTO has two",
-        },
+        own_loss=True,
+        excludes=_excluded("KTO", "judges"),
+    ),
+    "orpo": Traits(
+        "ORPO",
+        "pairs",
+        sequences=2,
+        metric="preference_accuracy",
+        unit="nats per token",
+        loss="ORPO loss per pair (nats)",
+        whole_loss="ORPO already computes its loss in tiles",
+        own_loss=True,
+        excludes=_excluded("ORPO", "compares", models=1),
+    ),
+    "simpo": Traits(
+        "SimPO",
+        "pairs",
+        sequences=2,
+        metric="preference_accuracy",
+        unit="nats per token",
+        loss="SimPO loss per pair (nats)",
+        whole_loss="SimPO already computes its loss in tiles",
+        own_loss=True,
+        excludes=_excluded("SimPO", "compares", models=1),
     ),
 }
 

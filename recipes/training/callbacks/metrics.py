@@ -98,7 +98,7 @@ class Metrics(TrainerCallback):
             **{
                 key: value
                 for key, value in logs.items()
-                if key.startswith(("rewards/", "kl", "expert_load", "router_"))
+                if key.startswith(("rewards/", "kl", "nll_", "odds_", "expert_load", "router_"))
             },
         }
         append_jsonl(self.run.metrics, record)

@@ -95,7 +95,8 @@ def converted(located: Iterable[tuple[str, Example]], method: Method, form: str 
 
 
 def _serves(form: str) -> str:
-    return f"for the method {' or '.join(reading(FORMS[form][0]))}"
+    *others, last = reading(FORMS[form][0])
+    return f"for the method {', '.join(others)}{' or ' if others else ''}{last}"
 
 
 def _needs(method: Method) -> str:

@@ -81,26 +81,57 @@ def first_documents(
 
 def first_pair(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
     """Return the first preference pair as text: the prompt with each of its two answers."""
-    pair = pairs[0]
-    prompt = conversation_tokens(tokenizer, pair["prompt"], pair["tools"], add_generation_prompt=True)
-    found = []
-    for answer in ("chosen", "rejected"):
-        tokens = conversation_tokens(tokenizer, pair["prompt"] + pair[answer], pair["tools"])
-        learned = [index >= len(prompt) for index in range(len(tokens))]
-        found.append([(f"({answer}) ", False), *pieces(tokens, learned, tokenizer)])
-    return found
+    return [
+        [(f"({answer}) ", False), *_answer_pieces(pairs[0], answer, tokenizer)] for answer in ("chosen", "rejected")
+    ]
 
 
 def first_judged(examples: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
     """Return the first good and the first bad answer among the first examples as text, each with its prompt."""
     found: dict[str, Pieces] = {}
     for example in islice(examples, 100):
-        prompt = conversation_tokens(tokenizer, example["prompt"], example["tools"], add_generation_prompt=True)
-        tokens = conversation_tokens(tokenizer, example["prompt"] + example["completion"], example["tools"])
-        learned = [index >= len(prompt) for index in range(len(tokens))]
         judged = "(good) " if example["label"] else "(bad) "
-        found.setdefault(judged, [(judged, False), *pieces(tokens, learned, tokenizer)])
+        if judged not in found:
+            found[judged] = [(judged, False), *_answer_pieces(example, "completion", tokenizer)]
     return list(found.values())
+
+
+def _answer_pieces(example: dict[str, Any], answer: str, tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    tokens, start = answered(tokenizer, example, answer)
+    return pieces(tokens, [index >= start for index in range(len(tokens))], tokenizer)
+
+
+def answered(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], answer: str) -> tuple[list[int], int]:
+    """Return the tokens of an example's prompt with one of its answers, and how many of them are the prompt's.
+
+    The prompt goes as far as the model is given it to answer; templates that write an answered prompt in another way
+    differ from that towards its end.
+    """
+    turns, tools = example["prompt"], example.get("tools")
+    asked = conversation_tokens(tokenizer, turns, tools, add_generation_prompt=True)
+    tokens = conversation_tokens(tokenizer, turns + example[answer], tools)
+    differing = (index for index, (one, other) in enumerate(zip(asked, tokens, strict=False)) if one != other)
+    return tokens, next(differing, min(len(asked), len(tokens)))
+
+
+def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
+    """Return the examples whose prompt with the longest answer fits; columns are tokens, `prompt_ids` and answers'.
+
+    Raises:
+        UserError: none does.
+    """
+    kept = examples.filter(_answers_fit, fn_kwargs={"longest": recipe.sequence_length})
+    if not len(kept):
+        raise UserError(
+            f"data.path: all {len(examples)} {recipe.traits.examples} have an answer that is longer, with its prompt, "
+            f"than sequence_length={recipe.sequence_length}; raise it."
+        )
+    return kept
+
+
+def _answers_fit(example: dict[str, Any], longest: int) -> bool:
+    answers = [len(tokens) for name, tokens in example.items() if name.endswith("_ids") and name != "prompt_ids"]
+    return len(example["prompt_ids"]) + max(answers) <= longest
 
 
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:

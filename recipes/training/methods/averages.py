@@ -1,8 +1,11 @@
 """What a method's trainer reports of its training examples: means over all ranks since the last log."""
 
+from typing import Any
+
 import torch
 
 from .. import distributed
+from ..trainer import RunContext, RunHooks
 
 
 class Averages:
@@ -13,19 +16,44 @@ class Averages:
 
     def __init__(self) -> None:
         self.sums: dict[str, torch.Tensor] = {}
-        self.examples = 0
+        self.counts: dict[str, torch.Tensor] = {}
 
-    def add(self, examples: int, **values: torch.Tensor) -> None:
-        """Add sums over `examples` examples, on every rank under the same names."""
-        self.examples += examples
+    def add(self, values: dict[str, torch.Tensor], counted: torch.Tensor | None = None) -> None:
+        """Add numbers of examples, on every rank under the same names.
+
+        Args:
+            values: each with one number per example, or one for all.
+            counted: of which examples, as booleans; None: of all.
+        """
         for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value.detach().sum()
+            kept = torch.ones_like(value, dtype=torch.bool) if counted is None else counted
+            self.sums[name] = self.sums.get(name, 0.0) + (value.detach().float() * kept).sum()
+            self.counts[name] = self.counts.get(name, 0) + kept.sum()
 
     def take(self) -> dict[str, float]:
-        """Return the means as `rewards/NAME` and start again; a collective."""
+        """Return the means by name, of those that counted, and start again; a collective."""
         if not self.sums:
             return {}
-        examples, *sums = distributed.total(self.examples, *(value.item() for value in self.sums.values()))
-        means = {f"rewards/{name}": value / examples for name, value in zip(self.sums, sums, strict=True)}
-        self.sums, self.examples = {}, 0
+        read = torch.stack([*self.sums.values(), *(count.float() for count in self.counts.values())]).tolist()
+        added = distributed.total(*read)
+        sums, counts = added[: len(self.sums)], added[len(self.sums) :]
+        means = {name: of / count for name, of, count in zip(self.sums, sums, counts, strict=True) if count}
+        self.sums, self.counts = {}, {}
         return means
+
+
+class Averaging(RunHooks):
+    """A trainer that logs `self.averages`, to which its loss adds."""
+
+    def __init__(self, context: RunContext, **options: Any) -> None:
+        """`options`: those of the trainer's own class."""
+        self.averages = Averages()
+        super().__init__(context, **options)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the averages with the loss."""
+        super().log(logs | self.averaged() if "loss" in logs else logs, start_time)
+
+    def averaged(self) -> dict[str, float]:
+        """Return what is logged, and start again; a collective."""
+        return self.averages.take()

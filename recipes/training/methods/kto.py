@@ -1,29 +1,78 @@
 """Answers that were judged good or bad, each by itself (KTO, Ethayarajh et al. 2024, arXiv:2402.01306), by TRL."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import KTOConfig, KTOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
 from ...spec.errors import UserError
 from ...spec.layout import data_parallel_size
 from ...spec.recipe import Recipe
 from ..console import say
 from ..data import load, tokenize, updates
-from ..model import control_tokens
 from ..parallel import scores
-from ..trainer import RunContext, RunHooks
+from . import fused_head
+from .averages import Averaging
+from .reference import with_reference
 
 
-class RunKTOTrainer(RunHooks, KTOTrainer):
+class RunKTOTrainer(Averaging, KTOTrainer):
     """TRL's trainer with the run's hooks."""
 
     def _prepare_dataset(self, dataset: Dataset, *arguments: Any) -> Dataset:
         """Return the examples as `datasets` has made them; TRL would pair answers within each rank's own batch."""
         return dataset
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Return the mean loss of a micro-batch (the paper's equations 7 and 8), as TRL computes it.
+
+        TRL reads a dozen numbers from the device at every pass, and divides the answers by their labels, which waits
+        for it too.
+        """
+        good = inputs["label"].bool()
+        mismatched = self._compute_kl_logps(model, inputs)
+        said = _log_likelihood(model, inputs)
+        with self._before_training() as reference:
+            kl = (mismatched - self._compute_kl_logps(reference, inputs)).mean()
+            before = _log_likelihood(reference, inputs)
+        dist.all_reduce(kl)
+        kl = (kl / dist.get_world_size()).clamp(min=0)
+        ratio = said - before
+        weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
+        rewards = self.beta * ratio.detach()
+        self.averages.add({"rewards/chosen": rewards}, good)
+        self.averages.add({"rewards/rejected": rewards}, ~good)
+        self.averages.add({"kl": kl})
+        return (weights * torch.sigmoid(self.beta * torch.where(good, kl - ratio, ratio - kl))).mean()
+
+    @contextmanager
+    def _before_training(self) -> Iterator[Any]:
+        """Give the model as it was: a second one, or this one with the adapters as they were."""
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if self.ref_model is not None:
+                yield self.ref_model
+                return
+            adapters = self.accelerator.unwrap_model(self.model)
+            with use_adapter(adapters, "ref" if "ref" in adapters.peft_config else None):
+                yield self.model
+
+    def averaged(self) -> dict[str, float]:
+        """Return what is logged; a margin where there were good and bad answers."""
+        means = super().averaged()
+        good, bad = means.get("rewards/chosen"), means.get("rewards/rejected")
+        return means if good is None or bad is None else means | {"rewards/margins": good - bad}
+
+
+def _log_likelihood(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return fused_head.log_probs(model, inputs, inputs["completion_mask"].bool()).sum(-1)
 
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> KTOConfig:
@@ -40,9 +89,10 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
         UserError: too few examples, or all judged alike.
     """
     found, held_out = load.read_examples(recipe)
-    load.show(tokenize.first_judged(found, tokenizer))
+    shown = tokenize.first_judged(found, tokenizer)
+    load.show(shown)
     tokens = found.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=found.column_names)
-    kept = tokens.filter(partial(_fits, longest=recipe.sequence_length)).shuffle(recipe.seed)
+    kept = tokenize.fitting(tokens, recipe).shuffle(recipe.seed)
     together = recipe.micro_batch_size * data_parallel_size(recipe.layout, dist.get_world_size())
     kept = kept.select(range(len(kept) // together * together))
     good = sum(kept["label"])
@@ -51,19 +101,14 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     say(f"training: {len(kept)} judged answers, {good} of them good; {len(found) - len(kept)} too long or left over")
     paired = kept.map(_mismatched, batched=True, batch_size=together)
     size = updates.Size(len(found), len(kept), len(kept), None)
-    return load.Datasets(paired, held_out, None, kept[0]["prompt_ids"] + kept[0]["completion_ids"], size)
+    sample = kept[0]["prompt_ids"] + kept[0]["completion_ids"]
+    return load.Datasets(paired, held_out, None, sample, size, {"shown": shown})
 
 
 def with_tokens(example: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the columns that TRL's collator reads."""
-    turns, tools = example["prompt"], example["tools"]
-    prompt = control_tokens.conversation_tokens(tokenizer, turns, tools, add_generation_prompt=True)
-    whole = control_tokens.conversation_tokens(tokenizer, turns + example["completion"], tools)
-    return {"prompt_ids": prompt, "completion_ids": whole[len(prompt) :], "label": example["label"]}
-
-
-def _fits(example: dict[str, Any], longest: int) -> bool:
-    return len(example["prompt_ids"]) + len(example["completion_ids"]) <= longest
+    tokens, start = tokenize.answered(tokenizer, example, "completion")
+    return {"prompt_ids": tokens[:start], "completion_ids": tokens[start:], "label": example["label"]}
 
 
 def _mismatched(examples: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -76,11 +121,7 @@ def _mismatched(examples: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return {"KL_completion_ids": [answers[-1], *answers[:-1]]}
 
 
-def trainer(
-    context: RunContext, model: Any, arguments: KTOConfig, dataset: Any, tokenizer: PreTrainedTokenizerBase
-) -> RunKTOTrainer:
-    """Return TRL's KTOTrainer with the run's hooks."""
-    return RunKTOTrainer(context, model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer)
+trainer = with_reference(RunKTOTrainer)
 
 
 def metric(trainer: RunKTOTrainer, examples: Dataset) -> dict[str, float]:

@@ -47,14 +47,7 @@ def trainer(
         collator: Collator | PartCollator = PartCollator(tokenizer.pad_token_id, layout, boundaries)
     else:
         collator = Collator(tokenizer.pad_token_id, boundaries=boundaries)
-    return RunTrainer(
-        context,
-        model=model,
-        args=arguments,
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        data_collator=collator,
-    )
+    return RunTrainer.of(context, model, arguments, dataset, tokenizer, data_collator=collator)
 
 
 def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:

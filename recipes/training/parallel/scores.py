@@ -16,7 +16,7 @@ from ...spec.layout import data_parallel_size
 from ...spec.recipe import Layout
 from .. import distributed
 from ..data.collate import IGNORED
-from ..model.control_tokens import conversation_tokens
+from ..data.tokenize import answered
 from ..model.generate import generate
 
 GENERATION_BATCH = 100
@@ -103,7 +103,7 @@ def preferences(
         pairs: examples with `prompt`, `chosen` and `rejected`.
         batch_size: pairs per forward pass and rank.
         layout: which ranks share a copy of the model.
-        value: of answers: `fused_log_likelihood` or `reward`.
+        value: of answers: `log_likelihood`, `log_likelihood_per_token` or `reward`.
     """
     right = margin = 0.0
     for batch, count in rank_batches(pairs, batch_size, layout):
@@ -137,9 +137,7 @@ def judgements(
     """
     mine: list[tuple[bool, float]] = []
     for batch, count in rank_batches(judged, batch_size, layout):
-        inputs, labels = _answers(tokenizer, batch, "completion")
-        summed = model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs.sum(-1)
-        values = (summed / (labels != IGNORED).sum(-1)).tolist()
+        values = log_likelihood_per_token(model, tokenizer, batch, "completion").tolist()
         mine += [(example["label"], value) for example, value in zip(batch[:count], values, strict=False)]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
@@ -151,39 +149,50 @@ def judgements(
     return {"judgement_accuracy": right, "judgement_margin": (good.mean() - bad.mean()).item()}
 
 
-def fused_log_likelihood(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]], answer: str
+def log_likelihood(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
 ) -> torch.Tensor:
-    """Return the log-likelihood of each pair's answer given its prompt, [pairs], in nats.
+    """Return the log-likelihood of each example's answer given its prompt, [examples], in nats.
 
-    With the head that TRL's DPOTrainer gave the model: whole logits never exist, and ZeRO-3 sees the same order of
+    With the head that TRL's trainers give the model: whole logits never exist, and ZeRO-3 sees the same order of
     modules as in training. With another order it prefetches the head's weight just when TRL gathers it, which fails.
     """
-    inputs, labels = _answers(tokenizer, pairs, answer)
-    return model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs.sum(-1)
+    return _fused(model, tokenizer, examples, answer)[0]
+
+
+def log_likelihood_per_token(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+) -> torch.Tensor:
+    """Return `log_likelihood` divided by the number of the answer's tokens, [examples]."""
+    summed, tokens = _fused(model, tokenizer, examples, answer)
+    return summed / tokens
+
+
+def _fused(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, labels = _answers(tokenizer, examples, answer)
+    log_probs = model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs
+    return log_probs.sum(-1), (labels != IGNORED).sum(-1)
 
 
 def reward(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]], answer: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
 ) -> torch.Tensor:
-    """Return the reward that a reward model gives each pair's answer, [pairs]."""
-    inputs, _ = _answers(tokenizer, pairs, answer)
+    """Return the reward that a reward model gives each example's answer, [examples]."""
+    inputs, _ = _answers(tokenizer, examples, answer)
     return model(input_ids=inputs).logits[:, 0].float()  # causal: no token sees the padding behind it
 
 
 def _answers(
-    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]], answer: str
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return conversations padded on the right and the labels of their answers' tokens, [pairs, longest] each."""
-    texts = []
-    for pair in pairs:
-        tools = pair.get("tools")
-        prompt = conversation_tokens(tokenizer, pair["prompt"], tools, add_generation_prompt=True)
-        texts.append((len(prompt), conversation_tokens(tokenizer, pair["prompt"] + pair[answer], tools)))
-    width = max(len(tokens) for _, tokens in texts)
+    """Return conversations padded on the right and the labels of their answers' tokens, [examples, longest] each."""
+    texts = [answered(tokenizer, example, answer) for example in examples]
+    width = max(len(tokens) for tokens, _ in texts)
     inputs = torch.full((len(texts), width), tokenizer.pad_token_id)
     counted = torch.zeros((len(texts), width), dtype=torch.bool)
-    for index, (start, tokens) in enumerate(texts):
+    for index, (tokens, start) in enumerate(texts):
         inputs[index, : len(tokens)] = torch.as_tensor(tokens)
         counted[index, start : len(tokens)] = True
     return inputs.to(distributed.device()), inputs.masked_fill(~counted, IGNORED).to(distributed.device())
