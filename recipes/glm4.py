@@ -15,6 +15,7 @@
     kto_lora      KTO       adapters                    ZeRO-2, ZeRO-3 (32b)
     orpo_lora     ORPO      adapters                    ZeRO-2, ZeRO-3 (32b)
     simpo_lora    SimPO     adapters                    ZeRO-2, ZeRO-3 (32b)
+    dpo_full      DPO       all weights                 ZeRO-3
     reward        reward    all weights                 ZeRO-3
     pretrain      raw text  all weights                 ZeRO-3
 
@@ -135,6 +136,7 @@ def dpo_lora(size: str) -> Recipe:
 
 
 kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+dpo_full = variants.dpo_full_of(full)
 reward = variants.reward_of(full)
 
 

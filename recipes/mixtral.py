@@ -13,6 +13,7 @@
     kto_lora      KTO       adapters on attention and experts   ZeRO-3
     orpo_lora     ORPO      adapters on attention and experts   ZeRO-3
     simpo_lora    SimPO     adapters on attention and experts   ZeRO-3
+    dpo_full      DPO       all weights                         ZeRO-3
     reward        reward    all weights                         ZeRO-3
     pretrain      raw text  all weights                         ZeRO-3
     expert        SFT       all weights, spread                 ZeRO-1
@@ -127,6 +128,7 @@ def dpo_lora(size: str) -> Recipe:
 
 
 kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+dpo_full = variants.dpo_full_of(full)
 reward = variants.reward_of(full)
 
 

@@ -19,6 +19,7 @@
     kto_lora      KTO       adapters               ZeRO-2, ZeRO-3 (32b)
     orpo_lora     ORPO      adapters               ZeRO-2, ZeRO-3 (32b)
     simpo_lora    SimPO     adapters               ZeRO-2, ZeRO-3 (32b)
+    dpo_full      DPO       all weights            ZeRO-2 (0.6b, 1.7b, 4b), ZeRO-3
     reward        reward    all weights            ZeRO-2 (0.6b, 1.7b, 4b), ZeRO-3
     pretrain      raw text  all weights            ZeRO-2 (0.6b, 1.7b, 4b), ZeRO-3
     tensor        SFT       all weights            ZeRO-1; matrices over 8 GPUs
@@ -186,6 +187,7 @@ def dpo_lora(size: str) -> Recipe:
 
 
 kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+dpo_full = variants.dpo_full_of(full)
 reward = variants.reward_of(full)
 
 

@@ -13,6 +13,7 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
     kto_lora    KTO       adapters       ZeRO-2     the same
     orpo_lora   ORPO      adapters       ZeRO-2     the same
     simpo_lora  SimPO     adapters       ZeRO-2     the same
+    dpo_full    DPO       all weights    ZeRO-3     the same
     reward      reward    all weights    ZeRO-3     the same
     pretrain    raw text  all weights    ZeRO-1     the same
 
@@ -100,6 +101,14 @@ def simpo_lora(size: str) -> Recipe:
     Best after `full`: add model.path=RUN_FOLDER/export.
     """
     return variants.simpo(lora(size), learning_rate=5e-4)
+
+
+def dpo_full(size: str) -> Recipe:
+    """Preference pairs (DPO), all weights, ZeRO-3: the model as it was is held beside it, in parts too.
+
+    Best after `full`: add model.path=RUN_FOLDER/export.
+    """
+    return variants.dpo(full(size), learning_rate=2e-4)
 
 
 def reward(size: str) -> Recipe:

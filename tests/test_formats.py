@@ -330,10 +330,10 @@ def test_judged_answers_are_of_both_kinds(tmp_path):
     (tmp_path / "table.parquet").write_bytes(b"which the ranks read")
     good, both, table = (str(tmp_path / name) for name in ("good.jsonl", "both.jsonl", "table.parquet"))
     for path, held_out in ((both, None), (f"{good},{both}", both), (f"{good},{table}", None)):
-        preflight.check_data(small(tmp_path, tmp_path, method="kto", data=Data(path, validation=held_out)))
+        preflight.check_data(replace(small(tmp_path, tmp_path, method="kto"), data=Data(path, validation=held_out)))
     for data, key in ((Data(good), "data.path"), (Data(both, validation=good), "data.validation")):
         with pytest.raises(UserError, match=f"^{key}: all 2 answers .* true; .* Add some whose label is false.$"):
-            preflight.check_data(small(tmp_path, tmp_path, method="kto", data=data))
+            preflight.check_data(replace(small(tmp_path, tmp_path, method="kto"), data=data))
 
 
 def test_several_paths_are_located_one_by_one(tmp_path, monkeypatch):

@@ -132,7 +132,9 @@ def test_list_is_quick_and_imports_no_torch():
     assert done.returncode == 0, done.stderr
     entries = json.loads(done.stdout)
     variants = {line["variant"] for line in entries if line["family"] == "tiny"}
-    assert variants == {"full", "lora", "dpo_lora", "kto_lora", "orpo_lora", "simpo_lora", "reward", "pretrain"}
+    assert variants == {
+        *("full", "lora", "dpo_lora", "dpo_full", "kto_lora", "orpo_lora", "simpo_lora", "reward", "pretrain"),
+    }
     known = {"recipe", "family", "size", "variant", "about", "parameters", "config", "layout"}
     assert len(entries) > 300 and all(line.keys() == known for line in entries)
     (line,) = [line for line in entries if (line["recipe"], line["variant"]) == ("llama3-8b", "full")]

@@ -170,12 +170,17 @@ def test_every_override_key_is_documented_where_it_is_defined():
         "dpo.label_smoothing=0.1": "with dpo.loss=sigmoid: only robust and exo_pair read it",
         "dpo.loss=exo_pair": "needs dpo.label_smoothing above 0",
         "dpo.loss=robust dpo.label_smoothing=0.5": "must be at least 0 and below 0.5",
-        "method=orpo router_aux_loss_coef=0.1": "ORPO trains without the load-balancing loss",
     }.items(),
 )
 def test_settings_that_no_method_can_train_with_are_refused(typed, why):
     with pytest.raises(UserError, match=why):
         overrides.apply(pages.find("tiny", "dpo_lora"), typed.split())
+
+
+@pytest.mark.parametrize("variant", ["reward", "kto_lora", "orpo_lora", "simpo_lora"])
+def test_losses_without_that_of_the_routers_are_not_asked_for_it(variant):
+    with pytest.raises(UserError, match="trains without the load-balancing loss"):
+        overrides.apply(pages.find("tiny", variant), ["router_aux_loss_coef=0.1"])
 
 
 def test_the_losses_of_dpo_that_are_offered_are_trls():

@@ -18,10 +18,10 @@ EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
 DPO_LENGTH = 2048
 """Tokens of prompt and answer together, in each sequence of a preference pair."""
 
-RATES = {"kto": 5e-6, "simpo": 5e-6, "orpo": 8e-5, "reward": 1e-5}
+RATES = {"kto": 5e-6, "simpo": 5e-6, "orpo": 8e-5, "reward": 1e-5, "dpo_full": 5e-7}
 """Learning rates where a page has none of its own. Adapters by KTO and SimPO: LLaMA-Factory's examples/train_lora,
-llama3_lora_kto.yaml and llama3_lora_dpo.yaml (`pref_loss` simpo). Adapters by ORPO, and all weights of a reward model:
-TRL's examples/scripts, orpo.py and reward_modeling.py."""
+llama3_lora_kto.yaml and llama3_lora_dpo.yaml (`pref_loss` simpo). Adapters by ORPO, all weights of a reward model, and
+all weights by DPO: TRL's examples/scripts/orpo.py and reward_modeling.py, and trl/scripts/dpo.py."""
 Variant = Callable[[str], Recipe]
 """A function of a page: the recipe of a size."""
 
@@ -120,6 +120,16 @@ def feedback(lora: Variant) -> tuple[Variant, Variant, Variant]:
             "Preference pairs (SimPO) with adapters: faster than `dpo_lora`, with no reference model; after SFT.",
         ),
     )
+
+
+def dpo_full_of(full: Variant) -> Variant:
+    """Return `dpo_full` of a page, which is alike on all of them."""
+    about = "Preference pairs (DPO), all weights: when `dpo_lora` falls short; holds the model twice; after SFT."
+    return _of_page(full, "dpo_full", _dpo_full, about)
+
+
+def _dpo_full(full: Recipe) -> Recipe:
+    return dpo(full, learning_rate=RATES["dpo_full"])
 
 
 def reward_of(full: Variant) -> Variant:
