@@ -11,7 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands import benchmark, check, doctor, export, generate, launch, plan, publish, report, resolve
+from recipes.commands import (
+    benchmark,
+    check,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    launch,
+    plan,
+    publish,
+    report,
+    resolve,
+)
 from recipes.docs import documents
 from recipes.spec import pages
 from recipes.spec.project import CHECKOUT as ROOT
@@ -23,6 +35,7 @@ PARSERS = {
     "plan.py": plan,
     "export.py": export,
     "generate.py": generate,
+    "evaluate.py": evaluate,
     "publish.py": publish,
     "benchmark.py": benchmark,
     "check_config.py": check,

@@ -167,7 +167,15 @@ def test_no_package_of_the_stack_is_imported(bare, tmp_path, command):
 
 
 @pytest.mark.parametrize(
-    "command", ["launch tiny full", "export RUN --output DIR", "generate RUN text", "publish RUN O/N", "benchmark all"]
+    "command",
+    [
+        "launch tiny full",
+        "export RUN --output DIR",
+        "generate RUN text",
+        "evaluate RUN",
+        "publish RUN O/N",
+        "benchmark all",
+    ],
 )
 def test_what_needs_the_stack_says_so_in_a_line(bare, tmp_path, command):
     (tmp_path / "RUN").mkdir()
@@ -241,6 +249,7 @@ def test_a_checkout_in_the_wrong_python_says_what_to_do(tmp_path):
 NEEDS_PACKAGES = {
     "benchmark": ["--help"],
     "check_config": [ROOT / "configs" / "zero3.json", "--deepspeed"],
+    "evaluate": [ROOT / "recipes" / "samples" / "tiny_model"],
     "export": [ROOT / "recipes" / "samples" / "tiny_model", "--output", "out"],
     "generate": [ROOT / "recipes" / "samples" / "tiny_model", "Ada?"],
     "launch": ["tiny", "full"],

@@ -21,6 +21,7 @@ LAYERS = {
     "planning": {"spec"},
     "model_folder": {"spec"},
     "training": {"spec", "machine", "model_folder"},
+    "evaluation": {"spec", "model_folder", "training"},
     "report": {"spec"},
     "launching": {"spec", "machine", "training", "zero_config", "report"},
     "benchmarks": {"spec", "planning", "training", "launching"},
@@ -38,6 +39,7 @@ LAYERS = {
         "page_checks",
         "report",
         "model_folder",
+        "evaluation",
     },
     "samples": set(),
 }

@@ -22,6 +22,7 @@ COMMANDS = {
     "report": "show what a run came to, or compare several",
     "export": "turn a run or a checkpoint into a Hugging Face folder",
     "generate": "ask a fine-tuned model a question",
+    "evaluate": "measure models beside each other on held-out examples",
     "publish": "put an exported model on the Hugging Face Hub",
     "benchmark": "measure recipes, and compare them with what people would use instead",
 }
@@ -31,7 +32,7 @@ Start here:
   dsr plan llama3-8b --gpu H100 --gpus 8        which configuration fits, how fast it is, and why
   dsr check my_deepspeed.json                   find what is wrong with it, with the fix
 
-launch, export, generate, publish and benchmark need the training stack: pip install "deepspeed-recipes[train]"
+launch, export, generate, evaluate, publish and benchmark need more: pip install "deepspeed-recipes[train]"
 COMMAND --help lists a command's options."""
 
 

@@ -58,3 +58,8 @@ def find(adapter: Path) -> Path:
             )
         return place
     return Path(name)
+
+
+def located(name: str) -> Path:
+    """Return where a recipe's model is, whose path may be a portable one; a Hub id stays as it is."""
+    return own_path(name) or Path(name)

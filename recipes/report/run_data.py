@@ -31,6 +31,8 @@ class RunData:
     deepspeed: Row
     data: Row
     """What the training data is: counts, lengths, and examples with their loss masks."""
+    evaluation: Row
+    """What `evaluate.py` has measured last; empty where it has not."""
     ranks: tuple[Row, ...]
     """What each rank holds, by rank."""
     command: str
@@ -66,6 +68,7 @@ def read(path: Path) -> RunData:
         environment=_object(run.environment),
         deepspeed=_object(run.deepspeed),
         data=_object(run.data),
+        evaluation=_object(run.evaluation),
         ranks=tuple(_object(file) for file in sorted(run.ranks.glob("rank-*.json"), key=_rank)),
         command=run.command.read_text(encoding="utf-8", errors="replace") if run.command.is_file() else "",
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..spec.errors import first_line
 from ..spec.run_folder import RunFolder
-from . import curves, examples, html, index, memory, run_data, settings, verdict
+from . import curves, evaluation, examples, html, index, memory, run_data, settings, verdict
 from .document import Document
 from .run_data import RunData
 
@@ -17,6 +17,7 @@ def document(run: RunData) -> Document:
         curves.section(run),
         memory.section(run),
         memory.rank_section(run),
+        *evaluation.sections(run),
         examples.answer_section(run),
         examples.data_section(run),
         settings.recipe_section(run),

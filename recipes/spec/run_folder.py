@@ -61,6 +61,11 @@ class RunFolder:
         return self.path / "evaluations.jsonl"
 
     @property
+    def evaluation(self) -> Path:
+        """What `evaluate.py` has measured last: this run beside other models."""
+        return self.path / "evaluation.json"
+
+    @property
     def answers(self) -> Path:
         """Answers to a few held-out examples, before and after training; one JSON object per answer."""
         return self.path / "answers.jsonl"

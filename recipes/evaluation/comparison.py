@@ -1,0 +1,87 @@
+"""Several models' scores in one table, with intervals, and each pair of neighbours tested on the same examples."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from . import intervals
+from .held_out import HeldOut
+from .score import Scores
+
+HIGHER_IS_BETTER = {"exact_match": True, "preference_accuracy": True, "loss": False}
+
+
+def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
+    """Return the comparison as evaluation.json has it.
+
+    Args:
+        held_out: the examples.
+        found: each model's name and scores.
+    """
+    return {
+        "metric": held_out.metric,
+        "data": held_out.source,
+        "examples": len(held_out.examples),
+        "level": intervals.LEVEL,
+        "models": [model(held_out.metric, name, scores) for name, scores in found],
+        "pairs": [
+            pair(held_out.metric, first, second)
+            for first, second in pairwise(found)
+            if len(first[1].sums) == len(second[1].sums)
+        ],
+    }
+
+
+def model(metric: str, name: str, scores: Scores) -> dict[str, Any]:
+    """Return one model's row: `score` with the interval from `low` to `high`, and every example's value."""
+    if metric == "loss":
+        low, high = intervals.bootstrap(scores.sums, scores.counts)
+        values: list[float] = [total / count for total, count in zip(scores.sums, scores.counts, strict=True)]
+    else:
+        low, high = intervals.wilson(round(sum(scores.sums)), len(scores.sums))
+        values = [int(value) for value in scores.sums]
+    interval = {"score": scores.value, "low": low, "high": high}
+    answers = {"answers": scores.answers} if scores.answers else {}
+    return {"name": name, **interval, "seconds": round(scores.seconds, 1), "values": values, **answers}
+
+
+def pair(metric: str, first: tuple[str, Scores], second: tuple[str, Scores]) -> dict[str, Any]:
+    """Return on how many examples the second model is better or worse than the first, and how likely that is."""
+    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    values = [
+        [sign * total / count for total, count in zip(one.sums, one.counts, strict=True)] for _, one in (first, second)
+    ]
+    better = sum(after > before for before, after in zip(*values, strict=True))
+    worse = sum(after < before for before, after in zip(*values, strict=True))
+    p = intervals.sign_test(better, worse)
+    return {"first": first[0], "second": second[0], "better": better, "worse": worse, "p": p}
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield a comparison as it is printed."""
+    metric, examples = found["metric"], found["examples"]
+    yield f"{metric.replace('_', ' ')} on {examples} held-out examples of {found['data']}"
+    yield ""
+    width = max(len(one["name"]) for one in found["models"])
+    yield f"{'model':<{width}}  {'score':>7}  {'95 % interval':>16}  {'seconds':>7}"
+    for one in found["models"]:
+        interval = f"{shown(metric, one['low'])} to {shown(metric, one['high'])}"
+        yield f"{one['name']:<{width}}  {shown(metric, one['score']):>7}  {interval:>16}  {one['seconds']:>7.1f}"
+    for one in found["pairs"]:
+        yield ""
+        yield sentence(found, one)
+
+
+def sentence(found: dict[str, Any], one: dict[str, Any]) -> str:
+    """Return in words how two models differ."""
+    test = "sign test" if found["metric"] == "loss" else "McNemar's test, exact"
+    p = f"p = {one['p']:.4f}" if one["p"] >= 1e-4 else f"p = {one['p']:.0e}"
+    return (
+        f"{one['second']}: better than {one['first']} on {one['better']} examples and worse on {one['worse']} "
+        f"({p}, {test})"
+    )
+
+
+def shown(metric: str, value: float) -> str:
+    """Return a score as a person reads it."""
+    return f"{value:.4f}" if metric == "loss" else f"{value:.1%}"

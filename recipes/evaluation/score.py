@@ -1,0 +1,121 @@
+"""What a model scores on each of the held-out examples."""
+
+import gc
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..spec.errors import UserError
+from ..spec.recipe import Layout
+from ..training import distributed, export
+from ..training.data import tokenize
+from ..training.data.collate import Collator
+from ..training.parallel import scores
+from . import server
+from .held_out import HeldOut
+from .server import Server
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A model's values of the metric, by example."""
+
+    sums: list[float]
+    """1 for a right answer or a right order of a pair, and 0 for a wrong one; or an example's loss, in nats."""
+    counts: list[int]
+    """What they are divided by: 1, or an example's tokens."""
+    answers: list[str]
+    """What the model has written; empty where it has to write nothing."""
+    seconds: float
+
+    @property
+    def value(self) -> float:
+        """The metric over all examples."""
+        return sum(self.sums) / sum(self.counts)
+
+
+def of(model: Path | Server, held_out: HeldOut) -> Scores:
+    """Return a model's scores.
+
+    Raises:
+        UserError: no such model, or one that has no such metric.
+    """
+    started = time.monotonic()
+    if isinstance(model, Server):
+        found = _of_server(model, held_out)
+    else:
+        found = _of_folder(model, held_out)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return replace(found, seconds=time.monotonic() - started)
+
+
+def _of_server(model: Server, held_out: HeldOut) -> Scores:
+    if held_out.metric != "exact_match":
+        raise UserError(f"{model.address}: a server is measured by exact_match only, not by {held_out.metric}.")
+    asked = [example["messages"][:-1] for example in held_out.examples]
+    options = {"temperature": 0, "max_tokens": held_out.recipe.data.max_new_tokens}
+    answers = [answer.strip() for answer in server.answers(model, asked, options)]
+    expected = [example["messages"][-1]["content"].strip() for example in held_out.examples]
+    right = [float(answer == wanted) for answer, wanted in zip(answers, expected, strict=True)]
+    return Scores(right, [1] * len(right), answers, 0.0)
+
+
+def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
+    scoring = export.is_reward_model(folder)
+    if scoring and held_out.metric != "preference_accuracy":
+        raise UserError(f"{folder}: a reward model is measured by preference_accuracy, not by {held_out.metric}.")
+    model = export.load(folder).to(distributed.device()).eval()
+    tokenizer = export.load_tokenizer(folder)
+    if held_out.metric == "exact_match":
+        return _exact_match(model, tokenizer, held_out)
+    if held_out.metric == "loss":
+        return _loss(model, tokenizer, held_out)
+    return _preferences(model, tokenizer, held_out, scores.reward if scoring else scores.log_likelihood)
+
+
+def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
+    if tokenizer.chat_template is None:
+        raise UserError("the model's tokenizer has no chat template, so it cannot be asked; choose --metric loss.")
+    answers: list[str] = []
+    conversations = [example["messages"] for example in held_out.examples]
+    scores.exact_match(
+        model,
+        tokenizer,
+        conversations,
+        held_out.recipe.data.max_new_tokens,
+        synced_gpus=False,
+        layout=Layout(),
+        on_answer=lambda _, answer: answers.append(answer),
+    )
+    right = [float(said == turns[-1]["content"].strip()) for said, turns in zip(answers, conversations, strict=True)]
+    return Scores(right, [1] * len(right), answers, 0.0)
+
+
+@torch.no_grad()
+def _loss(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
+    recipe = replace(held_out.recipe, packing=False)
+    sequences, _ = tokenize.tokenized(held_out.examples, recipe, tokenizer)
+    collator = Collator(tokenizer.pad_token_id)
+    sums: list[float] = []
+    counts: list[int] = []
+    for sequence in sequences:
+        inputs = scores.to_device(collator([sequence]))
+        sums.append(float(model(**inputs, num_items_in_batch=torch.ones((), device=model.device)).loss))
+        counts.append(int((inputs["labels"][:, 1:] != -100).sum()))
+    return Scores(sums, counts, [], 0.0)
+
+
+@torch.no_grad()
+def _preferences(model: Any, tokenizer: Any, held_out: HeldOut, value: Any) -> Scores:
+    right: list[float] = []
+    size = held_out.recipe.micro_batch_size
+    examples = list(held_out.examples)
+    for start in range(0, len(examples), size):
+        pairs = examples[start : start + size]
+        chosen, rejected = (value(model, tokenizer, pairs, side) for side in ("chosen", "rejected"))
+        right += (chosen > rejected).double().tolist()
+    return Scores(right, [1] * len(right), [], 0.0)

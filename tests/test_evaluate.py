@@ -1,0 +1,229 @@
+"""evaluate.py: scores of models side by side, their intervals, the paired test, and a server as one of the models."""
+
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import comb
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.commands import evaluate
+from recipes.commands.main import run as run_command
+from recipes.evaluation import comparison, harness, intervals, score
+from recipes.evaluation.held_out import alone, read
+from recipes.evaluation.server import Server
+from recipes.report import run_data, text, write
+from recipes.spec import overrides, pages
+from recipes.spec.project import CHECKOUT as ROOT
+from recipes.spec.run_folder import RunFolder, append_jsonl, read_json, write_recipe
+from recipes.spec.samples import PREFERENCES, TINY_MODEL
+from recipes.training import export
+from recipes.training.data.collate import Collator
+from recipes.training.parallel import scores
+from recipes.training.parallel.scores import Layout
+
+SHORT = overrides.apply(pages.find("tiny", "full"), ["data.max_new_tokens=12"])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Write six conversations: what the model answers to the first three, and something else for the others."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = (ROOT / "recipes/samples/extract/held_out.jsonl").read_text(encoding="utf-8").splitlines()[:6]
+    rows = [json.loads(line) for line in lines]
+    file = folder / "held_out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with alone():
+        found = score.of(export.Path(TINY_MODEL), read(SHORT, file, "exact_match", None))
+    for row, answer in list(zip(rows, found.answers, strict=True))[:3]:
+        row["messages"][-1]["content"] = answer or "?"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def run(data, tmp_path):
+    """Write the folder of a run whose export is the base model itself."""
+    folder = RunFolder(tmp_path / "run")
+    changes = [f"data.path={data}", f"data.validation={data}", "data.metric=exact_match", "data.max_new_tokens=12"]
+    write_recipe(folder, overrides.apply(pages.find("tiny", "full"), changes))
+    append_jsonl(folder.metrics, {"step": 4, "loss": 0.5, "tokens": 1000, "seconds": 12.0})
+    shutil.copytree(TINY_MODEL, folder.export)
+    return folder
+
+
+@pytest.fixture
+def server():
+    """Answer every question with the model's name, as OpenAI's protocol has it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        names = ("parrot",)
+
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            self.answer({"data": [{"id": name} for name in self.names]})
+
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if asked["messages"][-1]["content"] == "fail":
+                return self.answer({"error": "no"}, 400)
+            self.answer({"choices": [{"message": {"content": f"{asked['model']} {asked['temperature']}"}}]})
+
+        def answer(self, value, status=200):
+            content = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}", Handler
+    running.shutdown()
+    running.server_close()
+
+
+def test_wilsons_interval_is_where_the_share_is_as_far_off_as_the_level_says():
+    """The interval's ends are the shares whose own normal interval ends at what was seen."""
+    z = 1.959963984540054
+    for right, examples in ((7, 10), (98, 100), (1, 400)):
+        low, high = intervals.wilson(right, examples)
+        for end in (low, high):
+            assert abs(right / examples - end) == pytest.approx(z * (end * (1 - end) / examples) ** 0.5)
+    assert intervals.wilson(0, 10)[0] == 0 and intervals.wilson(10, 10)[1] == 1
+    assert intervals.wilson(0, 10)[1] == pytest.approx(0.2775, abs=1e-4)
+
+
+def test_the_sign_test_counts_every_split_that_is_as_uneven():
+    for better, worse in ((0, 0), (1, 0), (5, 1), (2, 9), (3, 3)):
+        n = better + worse
+        as_uneven = [k for k in range(n + 1) if abs(2 * k - n) >= abs(better - worse)]
+        assert intervals.sign_test(better, worse) == pytest.approx(sum(comb(n, k) for k in as_uneven) / 2**n)
+    assert intervals.sign_test(10, 0) == 2 / 1024
+
+
+def test_the_bootstrap_covers_what_it_says():
+    """Of 200 samples of 50 from a known distribution, about 95 % of the intervals hold its mean."""
+    numbers = np.random.default_rng(3)
+    held = 0
+    for seed in range(200):
+        values = numbers.exponential(2.0, 50)
+        low, high = intervals.bootstrap(list(values), [1] * 50, seed)
+        held += low <= 2.0 <= high
+    assert 0.88 <= held / 200 <= 0.98
+
+
+def test_a_run_is_measured_as_it_measures_itself_and_beside_its_base(run, capsys):
+    assert run_command("evaluate", [str(run.path), "--base"]) == 0
+    printed = capsys.readouterr().out
+    assert "exact match on 6 held-out examples" in printed and f"{run.path} before training" in printed
+    assert "better than" in printed and "on 0 examples and worse on 0 (p = 1.0000, McNemar's test, exact)" in printed
+    found = read_json(run.evaluation)
+    assert [one["score"] for one in found["models"]] == [0.5, 0.5]
+    assert found["models"][0]["values"] == [1, 1, 1, 0, 0, 0]
+    with alone():
+        held_out = read(run_data.read(run.path).recipe, None, None, None)
+        model, tokenizer = export.load(run.export), export.load_tokenizer(run.export)
+        turns = held_out.examples["messages"]
+        assert scores.exact_match(model, tokenizer, turns, 12, synced_gpus=False, layout=Layout()) == 0.5
+    assert run.report_page.exists()
+    text.show(write.document(run_data.read(run.path)))
+    shown = capsys.readouterr().out
+    assert "EVALUATION" in shown and "50.0%" in shown
+
+
+def test_the_loss_is_the_runs_and_of_every_example(run, data, capsys):
+    assert run_command("evaluate", [str(run.path), "--metric", "loss", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["models"][0]
+    with alone():
+        held_out = read(None, data, "loss", None)
+        model, tokenizer = export.load(export.Path(TINY_MODEL)).eval(), export.load_tokenizer(TINY_MODEL)
+        from dataclasses import replace
+
+        from recipes.training.data import tokenize
+
+        sequences, _ = tokenize.tokenized(held_out.examples, replace(held_out.recipe, packing=False), tokenizer)
+        ours = scores.loss_per_token(model, sequences, Collator(tokenizer.pad_token_id), 2, Layout())
+    assert found["score"] == pytest.approx(ours, rel=1e-5)
+    assert found["low"] < found["score"] < found["high"] and len(found["values"]) == 6
+
+
+def test_preferences_are_ranked_by_the_answers_likelihood(capsys, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    lines = (ROOT / PREFERENCES.validation).read_text(encoding="utf-8").splitlines(keepends=True)[:6]
+    file.write_text("".join(lines))
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, overrides.apply(pages.find("tiny", "dpo_lora"), [f"data.path={file}", f"data.validation={file}"]))
+    shutil.copytree(TINY_MODEL, run.export)
+    assert run_command("evaluate", [str(run.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model, tokenizer = export.load(run.export).eval(), export.load_tokenizer(run.export)
+    expected = []
+    for line in lines:
+        pair, likelihoods = json.loads(line), []
+        for side in ("chosen", "rejected"):
+            asked = tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=True)
+            whole = tokenizer.apply_chat_template(pair["prompt"] + pair[side], return_dict=True)["input_ids"]
+            labels = torch.tensor([-100] * len(asked["input_ids"]) + whole[len(asked["input_ids"]) :])
+            loss = model(input_ids=torch.tensor([whole]), labels=labels[None]).loss.item()
+            likelihoods.append(-loss * (len(whole) - len(asked["input_ids"])))
+        expected.append(int(likelihoods[0] > likelihoods[1]))
+    assert found["metric"] == "preference_accuracy" and found["models"][0]["values"] == expected
+
+
+def test_a_server_is_one_of_the_models(run, server, data, capsys):
+    address, _ = server
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows[5]["messages"][-1]["content"] = "parrot 0"
+    data_of_server = data.with_name("server.jsonl")
+    data_of_server.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_command("evaluate", [str(run.path), f"{address}/v1", "--data", str(data_of_server), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["models"]
+    assert first["values"] == [1, 1, 1, 0, 0, 0] and second["values"] == [0, 0, 0, 0, 0, 1]
+    assert read_json(run.evaluation)["pairs"][0]["worse"] == 3 and read_json(run.evaluation)["pairs"][0]["better"] == 1
+
+
+def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypatch):
+    address, handler = server
+    asked = [
+        ([tmp_path / "nowhere"], "no such folder"),
+        ([tmp_path], "holds neither a model nor an adapter"),
+        ([TINY_MODEL], "add --data FILE"),
+        ([run.path, "--metric", "bleu"], "metric bleu: not measured here"),
+        ([run.path, "--limit", "0"], "--limit 0: must be at least 1"),
+        (["http://127.0.0.1:9", "--data", "x"], "is a server running there?"),
+        ([address, "--metric", "loss", "--data", run.recipe], "a server is measured by exact_match only"),
+        ([run.path, "--tasks", "gsm8k"], 'pip install "lm-eval[api,hf]==0.4.13"'),
+    ]
+    handler.names = ("one",)
+    asked[6] = ([address, "--metric", "loss", "--data", tmp_path / "some.jsonl"], asked[6][1])
+    (tmp_path / "some.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    for words, said in asked:
+        assert run_command("evaluate", [*map(str, words)]) == 2
+        printed = capsys.readouterr().err
+        assert said in printed and len(printed.splitlines()) == 1, printed
+    handler.names = ("one", "two")
+    assert run_command("evaluate", [address, "--data", str(tmp_path / "some.jsonl")]) == 2
+    assert "has one, two; name one with --model NAME" in capsys.readouterr().err
+
+
+def test_the_harness_gets_the_model_as_it_is(tmp_path, run):
+    """Its command alone: the harness itself is not installed here."""
+    words = harness.command(run.export, "gsm8k,mine", tmp_path, 5)
+    assert words[words.index("--model_args") + 1] == f"pretrained={run.export}" and words[-2:] == ["--limit", "5"]
+    words = harness.command(Server("http://localhost:8000", "mine"), "gsm8k", None, None)
+    assert "base_url=http://localhost:8000/v1/chat/completions" in words[words.index("--model_args") + 1]
+
+
+def test_a_loss_that_falls_is_better():
+    lower, higher = (score.Scores([value] * 8, [2] * 8, [], 0.0) for value in (1.0, 2.0))
+    assert comparison.pair("loss", ("a", higher), ("b", lower))["better"] == 8
+    assert comparison.pair("exact_match", ("a", higher), ("b", lower))["worse"] == 8
+    assert evaluate.parse(["x"]).limit is None
