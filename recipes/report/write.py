@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..spec.errors import first_line
 from ..spec.run_folder import RunFolder
-from . import curves, examples, html, index, memory, run_data, settings, verdict
+from . import curves, examples, html, index, memory, profile, run_data, settings, verdict
 from .document import Document
 from .run_data import RunData
 
@@ -15,6 +15,7 @@ def document(run: RunData) -> Document:
     sections = (
         verdict.section(run),
         curves.section(run),
+        *((profile.section(run),) if run.profile else ()),
         memory.section(run),
         memory.rank_section(run),
         examples.answer_section(run),
