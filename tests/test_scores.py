@@ -1,5 +1,8 @@
 """What held-out scores count: whole answers, sums of log-probabilities, no filler; and an export check that fails."""
 
+
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +90,9 @@ def test_a_preference_is_between_whole_answers_not_between_their_average_tokens(
     assert ranked["preference_accuracy"] == by_sum
     ranked = scores.preferences(patched, tokenizer, pairs, 5, Layout(), scores.log_likelihood_per_token)
     assert ranked["preference_accuracy"] == by_mean
+    for per_token, expected in ((False, by_sum), (True, by_mean)):
+        own = partial(scores.likelihood_by_own_head, per_token=per_token)
+        assert scores.preferences(model, tokenizer, pairs, 5, Layout(), own)["preference_accuracy"] == expected
 
 
 IGNORED = -100

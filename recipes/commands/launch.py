@@ -14,6 +14,7 @@ import argparse
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +29,10 @@ from ..launching.ssh import hostfile
 from ..launching.ssh.hostfile import HostPool
 from ..machine import run_lock
 from ..page_checks import borrowed
+from ..planning.cost import zero_traffic
 from ..planning.hardware.cluster import Cluster
 from ..planning.search import forecast, model_recipe
+from ..profiling import conclude, nsys, request, window
 from ..report import write
 from ..spec import deepspeed_file, overrides, pages, run_folder
 from ..spec.conversions import to_dict
@@ -66,6 +69,9 @@ def run(options: argparse.Namespace) -> int:
     """Check the run, write its folder, start the ranks, wait for them, and return the exit status."""
     page, folder = page_of(options)
     recipe = overrides.apply(page, options.overrides)
+    if options.profile or options.nsys:
+        steps = options.profile or recipe.profile.steps or window.AUTO
+        recipe = replace(recipe, profile=replace(recipe.profile, steps=steps, nsys=options.nsys))
     if options.draft:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
 
@@ -98,6 +104,9 @@ def run(options: argparse.Namespace) -> int:
         print(forecast.line(plan), flush=True)
 
     folder = folder or run_folder.new(recipe, options.output_dir)
+    recipe = with_profile(recipe, folder, ranks, per_host(options, pool, ranks))
+    if recipe.profile.nsys:
+        nsys.check(gpus, here=not reserved)
     if pool:
         hostfile.check_command(folder.path, options.master_addr)
     if not options.dry_run:
@@ -122,6 +131,7 @@ def run(options: argparse.Namespace) -> int:
             )
             forecast.compare(folder, plan)
         finally:
+            conclude.at_end(folder, zero_traffic.of_run)
             write.at_end(folder)  # of a run that has failed, too; here, so that it costs the ranks nothing
         if status == 2 and not folder.metrics.exists():
             # Leave nothing after a mistake that only the ranks could find.
@@ -144,7 +154,26 @@ def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     run_lock.check(folder.path)
     held = run_folder.read_recipe(folder)
     model = replace(held.model, trust_remote_code=page.model.trust_remote_code)
-    return replace(held, model=model, data=replace(held.data, changed=False)), folder
+    return replace(held, model=model, data=replace(held.data, changed=False), profile=page.profile), folder
+
+
+def with_profile(recipe: Recipe, folder: RunFolder, ranks: int, on_each: int) -> Recipe:
+    """Return the recipe with the steps and ranks to record, if any, and say what the traces need.
+
+    Raises:
+        UserError: no such steps or ranks, or no room.
+    """
+    config = preflight.with_dimensions(recipe).model.config
+    known = replace(recipe, model=replace(recipe.model, config=config))
+    found, line = request.checked(known, ranks, on_each, folder.path)
+    if line:
+        print(line, flush=True)
+    return replace(recipe, profile=found.profile)
+
+
+def per_host(options: argparse.Namespace, pool: HostPool | None, ranks: int) -> int:
+    """Return how many ranks run on each machine."""
+    return pool.most_ranks if pool else ranks // (options.nodes or 1)
 
 
 def pool_of(options: argparse.Namespace) -> HostPool | None:
@@ -238,6 +267,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="resume from the newest checkpoint after a crash or a hang, at most N times (default: 0)",
     )
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="record these steps (without a value: 4:6) and say where their time went, in the run folder's profile/",
+    )
+    parser.add_argument("--nsys", action="store_true", help="record them with Nsight Systems instead, on GPUs")
     parser.add_argument("--draft", action="store_true", help="train a shrunken, randomly initialised model instead")
     parser.add_argument("--no-plan", action="store_true", help="start even if the planner says that it does not fit")
     parser.add_argument(
@@ -265,7 +300,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     several.add_argument(
         "--volume", metavar="V", help=f"with --kubernetes: shared volume claim (default: {manifests.VOLUME})"
     )
-    options, unknown = parser.parse_known_intermixed_args(arguments)
+    options, unknown = parser.parse_known_intermixed_args(
+        window.words(sys.argv[1:] if arguments is None else arguments)
+    )
     if unknown:  # without the value, which may be a credential
         name = unknown[0].partition("=")[0]
         hint = f"write a recipe's key as {name.lstrip('-')}=VALUE"

@@ -3,6 +3,7 @@
 import gc
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
         return _exact_match(model, tokenizer, held_out)
     if held_out.metric == "loss":
         return _loss(model, tokenizer, held_out)
-    return _preferences(model, tokenizer, held_out, scores.reward if scoring else scores.log_likelihood)
+    per_token = held_out.recipe.traits.unit == "nats per token"  # as the method's own metric compares answers
+    likelihood = partial(scores.likelihood_by_own_head, per_token=per_token)
+    return _preferences(model, tokenizer, held_out, scores.reward if scoring else likelihood)
 
 
 def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:

@@ -1,7 +1,8 @@
 """The attempts of one run: each starts DeepSpeed's launcher on this machine or on the hosts that still answer."""
 
+from ..profiling import nsys
 from ..spec.errors import UserError
-from ..spec.run_folder import RunFolder
+from ..spec.run_folder import RunFolder, read_recipe
 from .command import deepspeed_command, rank_environment, record, visible_gpus
 from .ssh import host_checks, hostfile, remote, watchers
 from .ssh.hostfile import HostPool
@@ -20,6 +21,9 @@ class LocalAttempts:
     def start(self, ranks: int) -> Outcome:
         """Run that many ranks to their end."""
         command = deepspeed_command(self.run, ranks)
+        if read_recipe(self.run).profile.nsys:
+            self.run.profile.mkdir(exist_ok=True)
+            command = [*nsys.command(self.run), *command]
         record(self.run, command)
         return supervise(command, rank_environment(ranks, self.gpus), self.run, ranks)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..machine import run_lock
+from ..profiling import conclude
 from ..report import write
 from ..spec import run_folder
 from ..spec.errors import UserError, cannot_write
@@ -63,6 +64,7 @@ def start(run: RunFolder, options: argparse.Namespace) -> int:
     if outcome.cause:
         print(outcome.cause, file=sys.stderr, flush=True)
     if options.node_rank == 0:
+        conclude.at_end(run)
         write.at_end(run)
     return UNFINISHED if outcome.status == 0 and not is_finished(run) else outcome.status
 

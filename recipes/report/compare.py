@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ..spec.errors import UserError, redact
-from . import curves, settings, verdict
 from .document import Cell, Chart, Curve, Document, Note, Number, Section, Table
 from .run_data import RunData
+from .sections import curves, settings, verdict
 
 
 def document(found: Sequence[RunData]) -> Document:

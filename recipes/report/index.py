@@ -7,9 +7,10 @@ from urllib.parse import quote
 from ..spec.errors import UserError
 from ..spec.project import runs
 from ..spec.run_folder import RunFolder
-from . import html, run_data, settings, verdict
+from . import html, run_data
 from .document import Cell, Document, Link, Note, Section, Table, number
 from .run_data import RunData
+from .sections import settings, verdict
 
 HEAD = ("run", "state", "steps", "metric", "before", "after", "training loss", "tokens/s", "changed")
 

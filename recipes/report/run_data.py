@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class RunData:
     ranks: tuple[Row, ...]
     """What each rank holds, by rank."""
     command: str
+    profile: Row = field(default_factory=dict)
+    """The verdict on the steps that `--profile` recorded."""
 
     @property
     def finished(self) -> bool:
@@ -71,6 +73,7 @@ def read(path: Path) -> RunData:
         evaluation=_object(run.evaluation),
         ranks=tuple(_object(file) for file in sorted(run.ranks.glob("rank-*.json"), key=_rank)),
         command=run.command.read_text(encoding="utf-8", errors="replace") if run.command.is_file() else "",
+        profile=_object(run.profile / "verdict.json"),
     )
 
 

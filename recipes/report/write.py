@@ -5,9 +5,10 @@ from pathlib import Path
 
 from ..spec.errors import first_line
 from ..spec.run_folder import RunFolder
-from . import curves, evaluation, examples, html, index, memory, run_data, settings, verdict
+from . import html, index, run_data
 from .document import Document
 from .run_data import RunData
+from .sections import curves, evaluation, examples, memory, profile, settings, verdict
 
 
 def document(run: RunData) -> Document:
@@ -15,6 +16,7 @@ def document(run: RunData) -> Document:
     sections = (
         verdict.section(run),
         curves.section(run),
+        *((profile.section(run),) if run.profile else ()),
         memory.section(run),
         memory.rank_section(run),
         *evaluation.sections(run),

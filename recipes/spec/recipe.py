@@ -141,6 +141,18 @@ class Wandb:
     """The W&B project that the run belongs to."""
 
 
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of some steps goes: `launch.py --profile`."""
+
+    steps: str | None = None
+    """The first and the last step that are recorded (`10:12`); `auto`: three after the warm-up; None: nothing is."""
+    ranks: str = "auto"
+    """The ranks that record, with commas, or `all`. `auto`: all ranks of one host, the first of each of several."""
+    nsys: bool = False
+    """Mark the steps for Nsight Systems, under which `--nsys` starts the ranks, instead of using torch.profiler."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One run: model, data, method, optimisation, DeepSpeed configuration and parallel layout."""
@@ -165,6 +177,7 @@ class Recipe:
     simpo: Simpo = field(default_factory=Simpo)
     draft: Draft = Draft()
     wandb: Wandb = Wandb()
+    profile: Profile = Profile()
     learning_rate: float = 2e-5
     """At its highest; `schedule` says how it rises and falls."""
     weight_decay: float = 0.0

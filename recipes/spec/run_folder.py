@@ -91,6 +91,11 @@ class RunFolder:
         return self.path / "ranks"
 
     @property
+    def profile(self) -> Path:
+        """Holds the traces of the steps that `--profile` recorded, by rank, and `verdict.json`."""
+        return self.path / "profile"
+
+    @property
     def restarts(self) -> Path:
         """One JSON object per restart: its cause, the step that it resumed from, and the number of ranks."""
         return self.path / "restarts.jsonl"

@@ -9,7 +9,7 @@ import gc
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..spec import deepspeed_file, limits
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError, cannot_write, first_line, redact
+from ..spec.layout import gradient_accumulation_steps
 from ..spec.recipe import Recipe
 from ..spec.run_folder import (
     REWIND,
@@ -36,6 +37,7 @@ from .callbacks.checkpoints import Checkpoints
 from .callbacks.evaluation import Evaluation
 from .callbacks.loss_guard import LossGuard, Rewind
 from .callbacks.metrics import Metrics
+from .callbacks.profiler import Phases, Profiler
 from .callbacks.stop_signal import StopOnSignal
 from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
@@ -174,6 +176,10 @@ def prepare(
     evaluation = None
     if datasets.held_out is not None:
         evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method), tracker.record)
+    metrics = Metrics(run, tracker.record, distributed.place(recipe.layout).is_first_reader, training_flops(model))
+    phases = Phases()
+    if recipe.profile.steps:
+        phases = Profiler(recipe, run, described(recipe, file, total, trainable), metrics.leave_out)
     return RunContext(
         recipe=recipe,
         run=run,
@@ -181,13 +187,28 @@ def prepare(
         parallel=parallel,
         checkpoint=checkpoint,
         tracker=tracker,
-        metrics=Metrics(run, tracker.record, distributed.place(recipe.layout).is_first_reader, training_flops(model)),
+        metrics=metrics,
         guard=LossGuard(recipe, run),
         checkpoints=Checkpoints(run, mark, checkpoint_bytes(*sizes), gathered_bytes(*sizes, file.stage)),
         stop=StopOnSignal(watchdog.write_stack),
         watchdog=watchdog,
         evaluation=evaluation,
+        phases=phases,
     )
+
+
+def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -> dict[str, Any]:
+    """Return what the verdict on recorded steps needs to know of the run."""
+    return {
+        "total": total,
+        "trained": trainable,
+        "weight_bytes": DTYPE_BYTES[recipe.precision],
+        "offload_optimizer": file.offload_optimizer,
+        "stage": file.stage,
+        "partition_size": file.partition_size,
+        "layout": asdict(recipe.layout),
+        "micro_batches": gradient_accumulation_steps(recipe, dist.get_world_size()),
+    }
 
 
 def conclude(trainer: Any, datasets: Datasets) -> None:

@@ -5,7 +5,7 @@ changes a trainer (`upstream.py` works around defects of the engine).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +28,7 @@ from .callbacks.checkpoints import Checkpoints
 from .callbacks.evaluation import Evaluation
 from .callbacks.loss_guard import LossGuard
 from .callbacks.metrics import Metrics
+from .callbacks.profiler import Phases, Profiler
 from .callbacks.progress import Progress
 from .callbacks.routing import Routing
 from .callbacks.stop_signal import StopOnSignal
@@ -66,6 +67,8 @@ class RunContext:
     watchdog: Watchdog
     evaluation: Evaluation | None
     """None without held-out data."""
+    phases: Phases = field(default_factory=Phases)
+    """Records steps with `--profile`."""
 
 
 class OnTrainBegin(TrainerCallback):
@@ -116,6 +119,8 @@ class RunHooks(Hooked):
         """Yield the run's callbacks in the order in which each event reaches them."""
         context = self.context
         yield EngineSetup(self.on_engine_ready)
+        if isinstance(context.phases, Profiler):
+            yield context.phases  # ends a step before anything else counts in it
         yield context.guard  # reads a log before Metrics writes it
         yield context.checkpoints
         yield Progress()
@@ -193,6 +198,8 @@ class RunHooks(Hooked):
         if expert.layers(self.model):
             upstream.route_as_transformers(self.model, expert_check.mixture(context.recipe).routes_in_fp32)
         context.guard.watch(engine)
+        if isinstance(context.phases, Profiler):
+            upstream.mark_phases(engine, context.phases.phase)
         self.start = movement.sample(self.model)
         config = resolved_config(engine)
         if distributed.is_first():
@@ -218,7 +225,8 @@ class RunHooks(Hooked):
     ) -> tuple[list[dict[str, Any]], Any]:
         """Return a step's micro-batches and their number of tokens in the loss, counted and timed for the metrics."""
         metrics = self.context.metrics
-        with metrics.waiting():
+        self.context.phases.begin(self.state.global_step + 1)
+        with metrics.waiting(), self.context.phases.phase("data"):
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         metrics.count(batches)
         return batches, items
@@ -234,7 +242,8 @@ class RunHooks(Hooked):
         """Return the loss, with the routers' load-balancing loss where the recipe has it (`whole.load` scales it)."""
         if self.context.recipe.router_aux_loss_coef:
             inputs = {**inputs, "output_router_logits": True}
-        return super().compute_loss(model, inputs, *arguments, **options)
+        with self.context.phases.phase("forward"):
+            return super().compute_loss(model, inputs, *arguments, **options)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Return the engine's gradient norm, still on the device; the engine clips by itself.

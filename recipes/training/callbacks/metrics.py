@@ -57,6 +57,11 @@ class Metrics(TrainerCallback):
         yield
         self.waited += time.perf_counter() - start
 
+    def leave_out(self, seconds: float) -> None:
+        """Leave out time in which the run did something else than train: it wrote a profile."""
+        if self.window_start is not None:
+            self.window_start += seconds
+
     def count(self, batches: Iterable[dict[str, Any]]) -> None:
         """Count the batches of an optimizer step, and take their counts out of them."""
         for batch in batches:

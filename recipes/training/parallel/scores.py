@@ -176,15 +176,20 @@ def _fused(
     return log_probs.sum(-1), (labels != IGNORED).sum(-1)
 
 
-def log_likelihood(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, Any]], answer: str
+def likelihood_by_own_head(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[dict[str, Any]],
+    answer: str,
+    per_token: bool,
 ) -> torch.Tensor:
-    """Return what `fused_log_likelihood` does, with the model's own head: for models that no trainer has changed."""
-    inputs, labels = _answers(tokenizer, pairs, answer)
-    logits = model(input_ids=inputs).logits[:, :-1].float()
-    labels = labels[:, 1:]
+    """Return the same, in all or per token, with the model's own head: for models that no trainer has changed."""
+    inputs, labels = _answers(tokenizer, examples, answer)
+    logits, labels = model(input_ids=inputs).logits[:, :-1].float(), labels[:, 1:]
+    counted = labels != IGNORED
     likelihood = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    return likelihood.masked_fill(labels == IGNORED, 0.0).sum(-1)
+    summed = likelihood.masked_fill(~counted, 0.0).sum(-1)
+    return summed / counted.sum(-1) if per_token else summed
 
 
 def reward(

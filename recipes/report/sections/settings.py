@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any
 
-from ..spec import pages
-from ..spec.conversions import to_dict
-from ..spec.errors import UserError, redact
-from ..spec.overrides import override_keys
-from ..spec.recipe import Recipe, names
-from .document import Code, Note, Section, Table, number
-from .run_data import RunData
+from ...spec import pages
+from ...spec.conversions import to_dict
+from ...spec.errors import UserError, redact
+from ...spec.overrides import override_keys
+from ...spec.recipe import Recipe, names
+from ..document import Code, Note, Section, Table, number
+from ..run_data import RunData
 
 
 def recipe_section(run: RunData) -> Section:

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from ..spec.errors import redact
-from .document import Bars, Block, Marked, Note, Number, Section, Table, number
-from .run_data import Row, RunData
+from ...spec.errors import redact
+from ..document import Bars, Block, Marked, Note, Number, Section, Table, number
+from ..run_data import Row, RunData
 
 WORDS = re.compile(r"\w+|\s+|[^\w\s]")
 """What an answer is compared by."""

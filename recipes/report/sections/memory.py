@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .document import Bars, Block, Cell, Note, Number, Section, Table, number
-from .run_data import RunData
+from ..document import Bars, Block, Cell, Note, Number, Section, Table, number
+from ..run_data import RunData
 
 MEASURED = {
     "gpu_peak_gib": "allocated at most, rank 0",

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .document import Cell, Note, Section, Table, number
-from .run_data import RunData
+from ..document import Cell, Note, Section, Table, number
+from ..run_data import RunData
 from .verdict import FORMS
 
 FILE = "evaluation.json"

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Any, TypeGuard
 
-from .document import Block, Cell, Chart, Curve, Note, Section, Table, number
-from .run_data import Row, RunData
+from ..document import Block, Cell, Chart, Curve, Note, Section, Table, number
+from ..run_data import Row, RunData
 
 SMOOTHING = 0.9
 """Share of the average that remains at each logged step."""

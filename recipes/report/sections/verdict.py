@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from .document import Cell, Note, Number, Section, Table, number
-from .run_data import RunData
+from ..document import Cell, Note, Number, Section, Table, number
+from ..run_data import RunData
 
 FORMS = {"loss": (".4f", " nats"), "exact_match": (".1%", ""), "preference_accuracy": (".1%", "")}
 """How a metric is shown, by its name."""

@@ -1,0 +1,1 @@
+"""Where the time of a run's recorded steps went: traces in, a verdict out; nothing here needs torch."""

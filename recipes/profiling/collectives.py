@@ -1,0 +1,133 @@
+"""The collectives of a rank's recorded steps: bytes and time, by kind and process group."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from .intervals import both, length, union, without
+from .shares import computing, is_collective, on_gpu
+from .trace import Event, RankTrace
+
+CALLS = {
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "send": "send",
+    "recv_": "receive",
+    "barrier": "barrier",
+}
+"""PyTorch's names of collectives, without `c10d::`, and the field's."""
+OF_NCCL = {
+    "_allgather_base": "all-gather",
+    "allgather": "all-gather",
+    "_reduce_scatter_base": "reduce-scatter",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "all_to_all": "all-to-all",
+    "all_to_allv": "all-to-all",
+}
+"""The same in the events of NCCL's kernels; other names stay as they are."""
+BYTES = {"float": 4, "int": 4, "bfloat16": 2, "half": 2, "double": 8, "long": 8, "long int": 8, "byte": 1, "char": 1}
+BYTES |= {"c10::bfloat16": 2, "c10::half": 2, "unsigned char": 1, "bool": 1, "signed char": 1}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind in one process group."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    """Of the group; empty where the trace does not say."""
+    count: int
+    bytes: int
+    """The whole message: what an all-gather leaves on a rank, what a reduce-scatter or an all-reduce gets of it."""
+    seconds: float
+    """In flight."""
+    waited: float
+    """Of these, while no operator ran."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that a rank receives while they are in flight: a ring's share of each message."""
+        others = (len(self.ranks) - 1) / len(self.ranks) if self.ranks else 1.0
+        received = self.bytes * others * (2 if self.kind == "all-reduce" else 1)
+        return received / self.seconds if self.seconds else 0.0
+
+
+def of_rank(trace: RankTrace) -> list[Collective]:
+    """Return what a rank communicated in its recorded steps, the longest first."""
+    found: dict[tuple[str, tuple[int, ...]], list[tuple[int, tuple[float, float]]]] = defaultdict(list)
+    for kind, ranks, size, span in _on_gpu(trace) if on_gpu(trace) else _on_host(trace):
+        found[kind, ranks].append((size, span))
+    steps, busy = union(step.span for step in trace.steps), computing(trace)
+    rows = []
+    for (kind, ranks), calls in found.items():
+        flying = both(union(span for _, span in calls), steps)
+        if flying:
+            size = sum(size for size, _ in calls)
+            waited = length(without(flying, busy)) / 1e6
+            rows.append(Collective(kind, ranks, len(calls), size, length(flying) / 1e6, waited))
+    return sorted(rows, key=lambda one: -one.seconds)
+
+
+def _on_host(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tuple[float, float]]]:
+    """Yield kind, group, bytes and flight of every collective in the steps.
+
+    A call returns before gloo's thread is done with it; gloo's own event begins within the call.
+    """
+    main, base = trace.main_thread, trace.about.get("base_us", 0.0)
+    flights = [event for event in trace.events if event.name.startswith("gloo:")]
+    begins = [event.begin for event in flights]
+    known = sorted(trace.about.get("collectives", ()), key=lambda one: one["ns"])
+    times = [one["ns"] / 1000 - base for one in known]
+    for event in trace.events:
+        kind = CALLS.get(event.name.removeprefix("c10d::")) if event.name.startswith("c10d::") else None
+        if kind is None or event.thread != main or not _within(event, trace.steps):
+            continue
+        at, named = bisect_left(begins, event.begin), bisect_left(times, event.begin - 1)
+        flight = flights[at] if at < len(flights) and begins[at] <= event.end else event
+        entry = known[named] if named < len(known) and times[named] <= event.end + 1 else {}
+        ranks = trace.groups.get(str(entry.get("group")), ())
+        yield kind, ranks, _bytes(event.arguments, entry, trace), (event.begin, max(event.end, flight.end))
+
+
+def _within(event: Event, steps: tuple[Event, ...]) -> bool:
+    return any(step.begin <= event.begin < step.end for step in steps)
+
+
+def _bytes(arguments: Mapping[str, Any], entry: Mapping[str, Any], trace: RankTrace) -> int:
+    """Return the size of a call's largest tensor argument, or of a list of them."""
+    sizes, kinds = arguments.get("Input Dims", ()), arguments.get("Input type", ())
+    largest, which = max(((_elements(size), kind) for size, kind in zip(sizes, kinds, strict=False)), default=(0, ""))
+    name = which if which.lower() in BYTES else entry.get("dtype", "")
+    return largest * BYTES.get(name.lower(), trace.about.get("weight_bytes", 4))
+
+
+def _elements(size: list[Any]) -> int:
+    if not size:
+        return 0
+    return sum(prod(one) for one in size) if isinstance(size[0], list) else prod(size)
+
+
+def _on_gpu(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tuple[float, float]]]:
+    """Yield the same from the events of NCCL's kernels, which say what they move."""
+    for event in trace.events:
+        if event.kind != "kernel" or not is_collective(event):
+            continue
+        about = event.arguments
+        name = str(about.get("Collective name", "unknown"))
+        most = max(int(about.get("In msg nelems", 0)), int(about.get("Out msg nelems", 0)))
+        ranks = trace.groups.get(str(about.get("Process Group Name")), ())
+        yield OF_NCCL.get(name, name), ranks, most * BYTES.get(str(about.get("dtype")).lower(), 4), event.span

@@ -1,0 +1,56 @@
+"""Sets of points in time, as sorted intervals that do not overlap: every share of a step is the length of one."""
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+Intervals: TypeAlias = tuple[tuple[float, float], ...]
+"""(begin, end) pairs, sorted, apart from each other."""
+
+
+def union(spans: Iterable[tuple[float, float]]) -> Intervals:
+    """Return what at least one of the spans covers; spans may overlap, nest, and come in any order."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        elif end > begin:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def both(one: Intervals, other: Intervals) -> Intervals:
+    """Return what both cover."""
+    found = []
+    left = right = 0
+    while left < len(one) and right < len(other):
+        begin, end = max(one[left][0], other[right][0]), min(one[left][1], other[right][1])
+        if begin < end:
+            found.append((begin, end))
+        if one[left][1] < other[right][1]:
+            left += 1
+        else:
+            right += 1
+    return tuple(found)
+
+
+def without(one: Intervals, other: Intervals) -> Intervals:
+    """Return what `one` covers and `other` does not."""
+    found = []
+    at = 0
+    for begin, end in one:
+        while at < len(other) and other[at][1] <= begin:
+            at += 1
+        ahead = at
+        while ahead < len(other) and other[ahead][0] < end:
+            if other[ahead][0] > begin:
+                found.append((begin, other[ahead][0]))
+            begin = max(begin, other[ahead][1])
+            ahead += 1
+        if begin < end:
+            found.append((begin, end))
+    return tuple(found)
+
+
+def length(intervals: Intervals) -> float:
+    """Return how long they are in all."""
+    return sum(end - begin for begin, end in intervals)

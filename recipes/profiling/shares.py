@@ -1,0 +1,121 @@
+"""Where the time of a rank's recorded steps went."""
+
+from dataclasses import dataclass
+
+from .intervals import Intervals, both, length, union, without
+from .trace import Event, RankTrace
+
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+NOT_OPERATORS = ("autograd", "c10d", "_c10d_functional", "torch", "gloo", "nccl")
+"""Namespaces of ranges around operators, within which Python and collectives may run, and of collectives."""
+COLLECTIVES = ("c10d::", "gloo:", "_c10d_functional::", "nccl")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Seconds of a rank's recorded steps. All but the hidden communication add up to the steps."""
+
+    compute: float
+    """Operators: on a GPU its kernels and copies, without one what the main thread computes."""
+    communication_hidden: float
+    """Collectives in flight while operators run; part of `compute`."""
+    communication_waited: float
+    """Collectives in flight while no operator runs."""
+    data: float
+    """Fetching the step's batches, while nothing else runs."""
+    host: float
+    """Python between operators, and an optimizer that is offloaded to the host; on a GPU, while the GPU has no work."""
+    idle: float
+    """None of these: the process slept, waited for a disk, or other processes had its cores."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the steps."""
+        return self.compute + self.communication_waited + self.data + self.host + self.idle
+
+
+def of_rank(trace: RankTrace) -> Shares:
+    """Return where the time of a rank's recorded steps went."""
+    steps = union(step.span for step in trace.steps)
+    gpu = on_gpu(trace)
+    busy, flying = _on_gpu(trace) if gpu else _on_host(trace)
+    busy, flying = both(busy, steps), both(flying, steps)
+    offloaded = _offloaded(trace, steps)
+    fetching = both(union(event.span for event in trace.phase("data")), steps)
+    busy = without(busy, union((*offloaded, *(() if gpu else fetching))))
+    waited = without(flying, busy)
+    data = without(fetching, union((*busy, *waited)))
+    host = without(offloaded, union((*busy, *waited, *data)))
+    rest = without(steps, union((*busy, *waited, *data, *host)))
+    idle = _idle_on_gpu(trace, rest) if gpu else _idle_on_host(trace, length(waited), length(rest))
+    return Shares(
+        compute=length(busy) / 1e6,
+        communication_hidden=length(both(flying, busy)) / 1e6,
+        communication_waited=length(waited) / 1e6,
+        data=length(data) / 1e6,
+        host=(length(host) + length(rest) - idle) / 1e6,
+        idle=idle / 1e6,
+    )
+
+
+def computing(trace: RankTrace) -> Intervals:
+    """Return when operators ran: on a GPU its kernels and copies, without one those of the main thread."""
+    return _on_gpu(trace)[0] if on_gpu(trace) else _on_host(trace)[0]
+
+
+def is_collective(event: Event) -> bool:
+    """Return whether an event is a collective, or the call of one."""
+    return event.name.startswith(COLLECTIVES) or (event.kind == "kernel" and "nccl" in event.name.lower())
+
+
+def on_gpu(trace: RankTrace) -> bool:
+    """Return whether the rank computed on a GPU."""
+    return any(event.kind in ON_GPU for event in trace.events)
+
+
+def _on_host(trace: RankTrace) -> tuple[Intervals, Intervals]:
+    """Return when the main thread computed, and when collectives were in flight."""
+    computing = union(event.span for event in trace.events if event.thread == trace.main_thread and is_operator(event))
+    return computing, union(event.span for event in trace.events if is_collective(event))
+
+
+def is_operator(event: Event) -> bool:
+    """Return whether an event is an operator that computes: `aten::mm`, but no range around operators."""
+    space, found, _ = event.name.partition("::")
+    return bool(found) and event.kind == "cpu_op" and space not in NOT_OPERATORS
+
+
+def _on_gpu(trace: RankTrace) -> tuple[Intervals, Intervals]:
+    """Return when kernels and copies ran, and when collectives' kernels did."""
+    device = [event for event in trace.events if event.kind in ON_GPU]
+    kernels = union(event.span for event in device if not is_collective(event))
+    return kernels, union(event.span for event in device if is_collective(event))
+
+
+def _offloaded(trace: RankTrace, steps: Intervals) -> Intervals:
+    """Return when the optimizer ran on the host although the model is elsewhere."""
+    if trace.about.get("offload_optimizer", "none") == "none":
+        return ()
+    return both(union(event.span for event in trace.events if event.name.startswith("Optimizer.step#")), steps)
+
+
+def _idle_on_gpu(trace: RankTrace, rest: Intervals) -> float:
+    """Return for how long of the rest, in which the GPU had no work, the host did not prepare any either."""
+    main = trace.main_thread
+    working = union(
+        event.span
+        for event in trace.events
+        if event.thread == main and event.kind in ("cpu_op", "cuda_runtime", "cuda_driver")
+    )
+    return length(without(rest, working))
+
+
+def _idle_on_host(trace: RankTrace, waited: float, rest: float) -> float:
+    """Return for how much of the rest, in which no operator ran, the process did not run at all.
+
+    The main thread's CPU time says for how long it did. It also does not run while it waits, for collectives or data.
+    """
+    off = 0.0
+    for step in trace.about.get("steps", ()):
+        off += step["seconds"] - step["cpu_seconds"] - max(0.0, step["data_seconds"] - step["data_cpu_seconds"])
+    return min(rest, max(0.0, 1e6 * off - waited))

@@ -1,0 +1,1 @@
+"""The sections of a report, each from what the run folder holds."""

@@ -1,0 +1,181 @@
+"""Profiles of real runs: where their time went, what they sent, and what is said about it."""
+
+import re
+from dataclasses import asdict
+
+import pytest
+
+from recipes.planning.cost import zero_traffic
+from recipes.profiling import conclude, shares, trace, verdict, words
+from recipes.report import html, run_data, write
+from recipes.spec.layout import bubble
+from recipes.spec.recipe import Layout, Profile
+from recipes.spec.run_folder import RunFolder, read_json, write_recipe
+from recipes.training import run as training_run
+from recipes.training.callbacks.metrics import Metrics
+from tests.small import small
+from tests.tiers import tiered
+from tests.workers import slow_runs
+
+STEPS = Profile(steps="3:4")
+
+
+@pytest.fixture(scope="module")
+def profiled(ranks, tmp_path_factory, model_folder, conversations):
+    """Return a function that trains four steps, of which the last two are recorded, and gives the run's folder."""
+
+    def train(deepspeed, world_size=2, layout=None, mistake=None, **changes):
+        folder = tmp_path_factory.mktemp("profiled")
+        settings = {"max_steps": 4, "micro_batch_size": 2, "profile": STEPS, "layout": layout or Layout()}
+        run = RunFolder(folder / "run")
+        write_recipe(run, small(model_folder, conversations, deepspeed, **(settings | changes)))
+        worker, arguments = (slow_runs.of_a_run, (mistake,)) if mistake else (training_run.main, ())
+        ranks.check(worker, str(run.path), *arguments, world_size=world_size, log=folder / "log", timeout=600)
+        return run
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def sharded(profiled):
+    """Profile ZeRO-3 on two ranks."""
+    return profiled("zero3.json")
+
+
+def traces(run):
+    files = sorted(run.profile.glob(f"rank-*{trace.SUFFIX}"))
+    return [trace.read(file) for file in files]
+
+
+def check_sums(run, world_size):
+    """Compare the sum of the shares with the steps' time by the ranks' own clock."""
+    found = traces(run)
+    assert len(found) == world_size
+    for one in found:
+        parts = asdict(shares.of_rank(one))
+        hidden = parts.pop("communication_hidden")
+        measured = sum(step["seconds"] for step in one.about["steps"])
+        assert sum(parts.values()) == pytest.approx(measured, rel=0.03)
+        assert all(part >= 0 for part in parts.values()) and 0 <= hidden <= parts["compute"]
+        assert parts["compute"] > 0
+
+
+def check_traffic(run):
+    """Compare the bytes with the planner's."""
+    rows = {row["kind"]: row for row in conclude.conclude(run.profile, zero_traffic.of_run)["traffic"][::-1]}
+    planned = {kind: row["predicted_bytes"] for kind, row in rows.items() if row["predicted_bytes"]}
+    about = traces(run)[0].about
+    assert planned == zero_traffic.of_run(about) and planned
+    for kind, size in planned.items():
+        assert rows[kind]["bytes"] == pytest.approx(size, rel=0.01), kind
+        assert rows[kind]["ranks"] == list(range(about["world_size"]))
+
+
+def test_the_shares_of_a_zero_3_run_sum_to_its_steps(sharded):
+    check_sums(sharded, 2)
+
+
+def test_a_lost_share_is_noticed(sharded):
+    one = traces(sharded)[0]
+    found = shares.of_rank(one)
+    measured = sum(step["seconds"] for step in one.about["steps"])
+    assert found.seconds - found.communication_waited != pytest.approx(measured, rel=0.03)
+
+
+def test_a_zero_3_run_sends_what_the_planner_counts(sharded):
+    check_traffic(sharded)
+    about = dict(traces(sharded)[0].about)
+    assert zero_traffic.zero_traffic(2, 1000, 1000, 4, 2) == {"all-reduce": 8000, "all-gather": 4000}
+    assert zero_traffic.zero_traffic(3, 3 * 10**9, 10, 1, 2)["all-gather"] == 2 * (3 + 2.5) * 10**9
+    assert zero_traffic.of_run(about | {"layout": {"tensor": 2}}) == {}
+
+
+def test_operators_are_named_with_their_modules_forward_and_backward(sharded):
+    found = verdict.of_trace(traces(sharded)[0])
+    products = [one for one in found.operators if one.name == "aten::mm"]
+    assert len(found.operators) == 10 and products
+    assert all(one.module for one in products), "backward too"
+    assert any(one.module == "lm_head" or one.module.startswith("model.layers.*.") for one in products)
+
+
+def test_the_verdict_is_printed_and_kept(sharded, capsys):
+    conclude.at_end(sharded, zero_traffic.of_run)
+    screen = capsys.readouterr().out
+    found = conclude.conclude(sharded.profile, zero_traffic.of_run)
+    assert (sharded.profile / "verdict.json").exists()
+    assert found["steps"] == [3, 4] and found["other_step_seconds"] is None, "steps 1 and 2 are the warm-up"
+    for rank in found["ranks"]:
+        assert f"  rank {rank['rank']:<3} {words.bar(rank['shares'])}" in screen
+        assert len(words.bar(rank["shares"])) == words.WIDTH
+    assert "planner" in screen and f"change       {found['change']}" in screen
+
+
+def test_the_report_shows_the_numbers_of_the_verdict(sharded):
+    conclude.at_end(sharded, zero_traffic.of_run)
+    found = read_json(sharded.profile / "verdict.json")
+    page = html.render(write.document(run_data.read(sharded.path)))
+    shown = re.findall(r'<data value="([^"]+)" data-from="(profile/verdict.json:[^"]+)"', page)
+    sources = {source: float(value) for value, source in shown}
+    assert len(sources) > 20
+    for source, value in sources.items():
+        expected = found
+        for part in source.partition(":")[2].split("."):
+            expected = expected[int(part)] if isinstance(expected, list) else expected[part]
+        assert value == expected, source
+    assert found["words"] in page
+
+
+def test_the_time_that_a_profile_takes_is_not_in_the_logged_speed(sharded):
+    metrics = Metrics(sharded, print, True, None)
+    with metrics.waiting():
+        opened = metrics.window_start
+    metrics.leave_out(2.5)
+    assert metrics.window_start == opened + 2.5
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "world_size", "layout"),
+    tiered(
+        [
+            ("zero2.json", 2, Layout()),
+            ("zero0.json", 2, Layout()),
+            ("zero1.json", 2, Layout()),
+            ("zero1.json", 4, Layout()),
+            ("zero3.json", 4, Layout()),
+            ("zero1.json", 2, Layout(tensor=2)),
+            ("zero1.json", 4, Layout(tensor=2)),
+            ("zero3.json", 2, Layout(sequence=2)),
+            ("pipeline.json", 2, Layout(pipeline=2)),
+            ("pipeline.json", 4, Layout(pipeline=2)),
+        ],
+        lambda case: case[0] == "zero2.json",
+    ),
+)
+def test_shares_and_bytes(profiled, deepspeed, world_size, layout):
+    run = profiled(deepspeed, world_size, layout)
+    check_sums(run, world_size)
+    found = conclude.conclude(run.profile, zero_traffic.of_run)
+    if layout in (Layout(), Layout(sequence=2)):
+        check_traffic(run)
+    if layout.tensor > 1:
+        assert any(row["kind"] == "all-reduce" and row["ranks"] == [0, 1] for row in found["traffic"])
+    if layout.pipeline > 1:
+        micro_batches = 4 * 2 // world_size
+        assert found["pipeline"]["bubble"] == bubble(2, micro_batches) and found["bound_by"] in ("pipeline", "compute")
+        assert found["pipeline"]["waited"] > 0
+        assert {"send", "receive"} <= {one["kind"] for rank in found["ranks"] for one in rank["collectives"]}
+
+
+def test_a_slow_data_loader_is_named(profiled):
+    found = conclude.conclude(profiled("zero2.json", mistake="slow_loader").profile)
+    assert found["bound_by"] == "data" and "data.workers" in found["change"]
+
+
+def test_a_slow_rank_is_named(profiled):
+    found = conclude.conclude(profiled("zero2.json", mistake="slow_rank").profile)
+    assert found["bound_by"] == "slow rank" and found["words"].startswith("rank 1 on ")
+
+
+def test_a_slow_optimizer_on_the_host_is_named(profiled):
+    found = conclude.conclude(profiled("zero2_offload.json", mistake="slow_optimizer").profile)
+    assert found["bound_by"] == "optimizer" and "zero2.json" in found["change"]
