@@ -1,6 +1,5 @@
 """What held-out scores count: whole answers, sums of log-probabilities, no filler; and an export check that fails."""
 
-
 from functools import partial
 
 import pytest
