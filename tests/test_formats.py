@@ -324,16 +324,17 @@ def test_options_that_contradict_each_other_are_named(mistake, tmp_path, monkeyp
 
 
 def test_judged_answers_are_of_both_kinds(tmp_path):
-    for name, labels in (("good", (True, True)), ("both", (True, False)), ("table", (None,))):
-        rows = [line(prompt="a", completion="b", label=label) for label in labels if label is not None]
+    for name, labels in (("good", (True, True)), ("both", (True, False))):
+        rows = [line(prompt="a", completion="b", label=label) for label in labels]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     (tmp_path / "table.parquet").write_bytes(b"which the ranks read")
     good, both, table = (str(tmp_path / name) for name in ("good.jsonl", "both.jsonl", "table.parquet"))
+    kto = small(tmp_path, tmp_path, method="kto")
     for path, held_out in ((both, None), (f"{good},{both}", both), (f"{good},{table}", None)):
-        preflight.check_data(replace(small(tmp_path, tmp_path, method="kto"), data=Data(path, validation=held_out)))
+        preflight.check_data(replace(kto, data=Data(path, validation=held_out)))
     for data, key in ((Data(good), "data.path"), (Data(both, validation=good), "data.validation")):
         with pytest.raises(UserError, match=f"^{key}: all 2 answers .* true; .* Add some whose label is false.$"):
-            preflight.check_data(replace(small(tmp_path, tmp_path, method="kto"), data=data))
+            preflight.check_data(replace(kto, data=data))
 
 
 def test_several_paths_are_located_one_by_one(tmp_path, monkeypatch):

@@ -117,7 +117,7 @@ def feedback(lora: Variant) -> tuple[Variant, Variant, Variant]:
             lora,
             "simpo_lora",
             simpo,
-            "Preference pairs (SimPO) with adapters: faster than `dpo_lora`, with no reference model; after SFT.",
+            "Preference pairs (SimPO) with adapters: as `dpo_lora`, but no reference model is computed; after SFT.",
         ),
     )
 

@@ -1,0 +1,39 @@
+"""Runs that learn from feedback: a resumed one is the same run, and the report shows the method's own numbers."""
+
+from dataclasses import replace
+
+import pytest
+
+from recipes.report import curves
+from recipes.report.document import Chart
+from recipes.report.run_data import read
+from recipes.spec.recipe import Lora, Schedule
+from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from tests.parity import gate
+from tests.small import small
+from tests.tiers import tiered
+
+NUMBERS = {
+    "dpo": {"rewards/margins", "rewards/accuracies"},
+    "kto": {"kl", "rewards/chosen", "rewards/rejected"},
+    "orpo": {"nll_loss", "odds_loss", "rewards/margins", "rewards/accuracies"},
+    "simpo": {"rewards/margins", "rewards/accuracies"},
+}
+
+
+@pytest.mark.parametrize("method", tiered(NUMBERS, ("kto",)))
+def test_it_resumes_exactly_and_its_numbers_are_in_the_report(ranks, tmp_path, model_folder, pairs, judged, method):
+    data, run = judged if method == "kto" else pairs, RunFolder(tmp_path / "run")
+    recipe = small(model_folder, data, "zero2.json", method=method, lora=Lora(rank=4), save_steps=3, micro_batch_size=2)
+    recipe = replace(recipe, data=replace(recipe.data, validation=str(data)), schedule=Schedule("cosine", 0.1))
+    write_recipe(run, replace(recipe, learning_rate=3e-3))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    records = read_jsonl(run.metrics)
+    gate.resume(ranks, run, tmp_path, 2)
+    numbers = {"loss", "grad_norm"} | NUMBERS[method]
+    for row, before in zip(read_jsonl(run.metrics), records, strict=True):
+        for name in numbers:
+            assert row[name] == pytest.approx(before[name], rel=1e-6, abs=1e-9), (row["step"], name)
+    drawn = {block.title for block in curves.section(read(run.path)).blocks if isinstance(block, Chart)}
+    assert drawn >= NUMBERS[method]
