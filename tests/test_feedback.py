@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.report import curves
+from recipes.report.sections import curves
 from recipes.report.document import Chart
 from recipes.report.run_data import read
 from recipes.spec.recipe import Lora, Schedule

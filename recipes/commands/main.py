@@ -21,7 +21,7 @@ COMMANDS = {
     "doctor": "check that this machine is ready to train",
     "report": "show what a run came to, or compare several",
     "export": "turn a run or a checkpoint into a Hugging Face folder",
-    "generate": "ask a fine-tuned model a question",
+    "generate": "talk to a fine-tuned model, here or on a server",
     "evaluate": "measure models beside each other on held-out examples",
     "publish": "put an exported model on the Hugging Face Hub",
     "benchmark": "measure recipes, and compare them with what people would use instead",

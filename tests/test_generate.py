@@ -1,0 +1,124 @@
+"""generate.py: one question as ever, a chat with its history, sampling, and a server."""
+
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from recipes.commands import generate
+from recipes.commands.main import run as run_command
+from recipes.spec.samples import TINY_MODEL
+from recipes.training import export
+from recipes.training.model.generate import generate as greedy
+from recipes.training.model.generate import stream
+
+FIRST, SECOND = "Ada Brandt paid 51 euros.", "Tore Vandal paid 12 euros."
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Return a function that types lines."""
+    return lambda *lines: monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return export.load(generate.Path(TINY_MODEL)).eval(), export.load_tokenizer(TINY_MODEL)
+
+
+@pytest.fixture
+def server():
+    """Count the turns of a conversation, in three pieces."""
+    questions = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            self.answer(json.dumps({"data": [{"id": "counter"}]}))
+
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            questions.append(asked)
+            said = f"{len(asked['messages'])} turns"
+            pieces = [
+                json.dumps({"choices": [{"delta": {"content": piece}}]}) for piece in (said[:1], said[1:4], said[4:])
+            ]
+            self.answer("".join(f"data: {piece}\n\n" for piece in (*pieces, "[DONE]")))
+
+        def answer(self, text):
+            self.send_response(200)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}", questions
+    running.shutdown()
+    running.server_close()
+
+
+def test_a_chat_answers_with_what_was_said_before(tiny, typed, capsys):
+    typed(FIRST, "", SECOND, "/reset", FIRST, "/exit", SECOND)
+    assert run_command("generate", [TINY_MODEL, "--max-new-tokens", "8"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    (first,) = greedy(*tiny, [[{"role": "user", "content": FIRST}]], 8)
+    history = [{"role": "user", "content": FIRST}, {"role": "assistant", "content": first}]
+    (second,) = greedy(*tiny, [[*history, {"role": "user", "content": SECOND}]], 8)
+    (alone,) = greedy(*tiny, [[{"role": "user", "content": SECOND}]], 8)
+    assert [line.strip() for line in said] == [first, second, first] and second != alone
+
+
+def test_one_question_is_answered_as_ever_and_a_system_prompt_counts(tiny, capsys):
+    asked = [{"role": "user", "content": FIRST}]
+    with_system = [{"role": "system", "content": "Answer in prose."}, *asked]
+    for words, turns in (([], asked), (["--system", "Answer in prose."], with_system)):
+        assert run_command("generate", [TINY_MODEL, FIRST, "--max-new-tokens", "8", *words]) == 0
+        assert capsys.readouterr().out == greedy(*tiny, [turns], 8)[0] + "\n"
+
+
+def test_an_answer_comes_in_pieces_and_a_seed_repeats_it(tiny):
+    asked = [{"role": "user", "content": FIRST}]
+    pieces = list(stream(*tiny, asked, 16, do_sample=False))
+    assert len(pieces) > 3 and "".join(pieces).strip() == greedy(*tiny, [asked], 16)[0]
+    options = {"do_sample": True, "temperature": 3.0, "top_p": 1.0, "top_k": 0}
+    drawn = ["".join(stream(*tiny, asked, 16, **options, seed=seed)) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_server_gets_the_conversation_and_the_options(server, typed, capsys):
+    address, asked = server
+    typed(FIRST, SECOND)
+    words = ["--server", address, "--system", "Count.", "--temperature", "0.5", "--top-p", "0.9", "--seed", "3"]
+    assert run_command("generate", words) == 0
+    assert capsys.readouterr().out.splitlines() == ["2 turns", "4 turns"]
+    assert asked[1]["messages"][2] == {"role": "assistant", "content": "2 turns"}
+    assert (asked[0]["model"], asked[0]["temperature"], asked[0]["top_p"], asked[0]["seed"]) == ("counter", 0.5, 0.9, 3)
+    assert run_command("generate", ["--server", f"{address}/v1", "Hello"]) == 0
+    assert capsys.readouterr().out == "1 turns\n" and asked[2]["temperature"] == 0
+
+
+def test_bad_input_is_answered_in_a_line(server, typed, capsys):
+    address, _ = server
+    long = "word " * 2000
+    for words, said in (
+        ([], "name a model folder, or a server"),
+        ([TINY_MODEL, "a", "--server", address], "and not both"),
+        ([TINY_MODEL, "a", "--temperature", "-1"], "--temperature -1.0: must be at least 0"),
+        ([TINY_MODEL, "a", "--top-p", "0.5"], "add --temperature above 0"),
+        ([TINY_MODEL, "a", "--temperature", "1", "--top-p", "2"], "--top-p 2.0: must be above 0"),
+        ([TINY_MODEL, "a", "--temperature", "1", "--top-k", "0"], "--top-k 0: must be at least 1"),
+        ([TINY_MODEL, long], "the model's context is 1024"),
+        (["--server", "http://127.0.0.1:9", "a"], "is a server running there?"),
+        (["--server", address, "a", "--adapter", "x"], "--adapter: a server has its own models"),
+    ):
+        assert run_command("generate", words) == 2
+        printed = capsys.readouterr().err
+        assert said in printed and len(printed.splitlines()) == 1, printed
+    typed(long, FIRST)
+    assert run_command("generate", [TINY_MODEL, "--max-new-tokens", "2"]) == 0
+    assert "/reset starts again" in capsys.readouterr().err
