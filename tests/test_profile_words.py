@@ -1,6 +1,7 @@
 """What `--profile` accepts, and what is made of traces that are written by hand."""
 
 import json
+import shlex
 from dataclasses import asdict, replace
 
 import pytest
@@ -83,8 +84,10 @@ def test_ranks_of_several_hosts():
     assert window.ranks("all", 3, 1) == (0, 1, 2) and window.ranks("1, 0", 2, 2) == (0, 1)
 
 
-def test_the_words_of_nsight_systems(tmp_path):
+def test_the_words_of_nsight_systems(tmp_path, capsys):
     run = RunFolder(tmp_path)
+    assert launch.main(["tiny", "full", "--nsys", "--dry-run", "--output-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{shlex.join(nsys.command(run))} ")
     assert nsys.command(run) == [
         *("nsys", "profile", "--trace=cuda,nvtx,osrt,cublas", "--sample=none", "--cpuctxsw=none"),
         *("--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--force-overwrite=true"),

@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
     folder = folder or run_folder.new(recipe, options.output_dir)
     recipe = with_profile(recipe, folder, ranks, per_host(options, pool, ranks))
-    if recipe.profile.nsys:
+    if recipe.profile.nsys and not options.dry_run:
         nsys.check(gpus, here=not reserved)
     if pool:
         hostfile.check_command(folder.path, options.master_addr)
@@ -115,7 +115,8 @@ def run(options: argparse.Namespace) -> int:
         return scheduler.submit(options, allocation, recipe, folder)
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
-        print(shlex.join(deepspeed_command(folder, ranks, pool, options.master_addr)))
+        watcher = nsys.command(folder) if recipe.profile.nsys else []
+        print(shlex.join([*watcher, *deepspeed_command(folder, ranks, pool, options.master_addr)]))
         return 0
     require("deepspeed")
     if not pool:  # with several hosts, the preflight says what each of them lacks
