@@ -111,6 +111,8 @@ def on_gpu(**about):
         event("ncclDevKernel_AllReduce", "kernel", 40, 70, thread=10, **nccl),
         event("aten::add", "cpu_op", 70, 75),
         event("Optimizer.step#AdamW.step", "user_annotation", 80, 90),
+        event("aten::mm", "cpu_op", 110, 120, **{"External id": 8}),  # an evaluation's, between steps
+        event("gemm", "kernel", 120, 900, thread=9, **{"External id": 8}),
     ]
     groups = {"pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}
     return trace.parse({"traceEvents": events, "distributedInfo": groups, trace.RECORD: about})

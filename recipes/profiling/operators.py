@@ -45,7 +45,7 @@ def most_expensive(trace: RankTrace, count: int = 10) -> list[Operator]:
 
 
 def _operators(trace: RankTrace) -> Iterator[tuple[Event, str, float]]:
-    """Yield the main thread's operators, each with its module and its seconds without those that it calls."""
+    """Yield the operators of the steps, each with its module and its seconds without those that it calls."""
     main, modules = trace.main_thread, dict[int, str]()
     stack: list[_Open] = []
     closed: list[tuple[Event, str, float]] = []
@@ -53,7 +53,7 @@ def _operators(trace: RankTrace) -> Iterator[tuple[Event, str, float]]:
     def close(until: float) -> None:
         while stack and stack[-1].event.end <= until:
             ended = stack.pop()
-            if is_operator(ended.event):
+            if is_operator(ended.event) and any(step.begin <= ended.event.begin < step.end for step in trace.steps):
                 seconds = (ended.event.end - ended.event.begin - ended.inner) / 1e6
                 closed.append((ended.event, _module(stack, modules), seconds))
 

@@ -88,8 +88,9 @@ class Profiler(Phases, TrainerCallback):
 
     @property
     def chosen(self) -> bool:
-        """Whether this rank records."""
-        return dist.get_rank() in window.ranks(self.settings.ranks, dist.get_world_size(), dist.get_world_size())
+        """Whether this rank records; the launcher has chosen, and a restart may have fewer ranks."""
+        asked = self.settings.ranks
+        return asked in ("all", window.AUTO) or dist.get_rank() in map(int, asked.split(","))
 
     def begin(self, step: int) -> None:
         """Begin a step, and the recording before its first."""
