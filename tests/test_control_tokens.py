@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from recipes.spec.errors import UserError
 from recipes.training.data import chat_templates, tokenize
 from recipes.training.methods import pairs
 from recipes.training.model.control_tokens import control_tokens, conversation_tokens
@@ -170,6 +172,27 @@ def test_preferences_and_prompts_have_none_either(monkeypatch):
     generate(AutoModelForCausalLM.from_pretrained(TINY_MODEL), tokenizer, [pair["prompt"], TURNS[:1]], 1)
     hostile, harmless = ([one for one in ids if one in control] for ids in seen)
     assert hostile == harmless
+
+
+def test_a_prompt_ends_where_the_answered_conversation_leaves_it():
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.chat_template = (
+        "{% for turn in messages %}<|{{ turn.role }}|>{{ turn.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>Let me think.{% endif %}"
+    )
+    pair = {"prompt": TURNS[:1], "chosen": TURNS[1:2], "rejected": [TURNS[1] | {"content": "No."}], "tools": None}
+    ids = pairs.with_tokens(pair, tokenizer)
+    texts = {name: tokenizer.decode(tokens) for name, tokens in ids.items()}
+    assert texts["prompt_ids"] == f"<|user|>{TURNS[0]['content']}<|end|><|assistant|>"
+    assert texts["chosen_ids"] == f"{TURNS[1]['content']}<|end|>" and texts["rejected_ids"] == "No.<|end|>"
+
+
+def test_pairs_with_an_answer_that_is_too_long_are_left_out():
+    recipe = small(TINY_MODEL, "unread", method="dpo", sequence_length=8)
+    rows = [{"prompt_ids": [1] * 4, "chosen_ids": [2] * 3, "rejected_ids": [3] * long} for long in (3, 4, 5)]
+    assert [len(row["rejected_ids"]) for row in tokenize.fitting(Dataset.from_list(rows), recipe)] == [3, 4]
+    with pytest.raises(UserError, match=r"^data\.path: all 1 pairs have an answer .* sequence_length=8; raise it"):
+        tokenize.fitting(Dataset.from_list(rows[2:]), recipe)
 
 
 def _recording(seen, pad=PreTrainedTokenizerBase.pad):
