@@ -3,11 +3,15 @@
     python scripts/export.py runs/tiny-3m-full/20261121-101500 --output my-model
     python scripts/export.py runs/tiny-3m-lora/20261121-103000 --output my-model --merge
     python scripts/export.py runs/tiny-3m-lora/20261121-103000/checkpoints/checkpoint-100 --output my-adapter
+    python scripts/export.py runs/tiny-3m-lora/20261121-103000 --add runs/tiny-3m-lora/20261121-110000=0.5 --output both
 
 The folder holds a whole model, or the adapter if the run trained one; --merge writes the base model with the adapter
-merged into it. Only safetensors are read and written, never pickles.
+merged into it. --add adds other adapters of the same base model, each times its weight. Only safetensors are read and
+written, never pickles.
 """
 
+import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,8 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", type=Path, required=True, metavar="DIR", help="where to write: a new or empty folder"
     )
     parser.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base model")
+    parser.add_argument(
+        "--add", action="append", default=[], metavar="RUN=WEIGHT", help="add another adapter, times WEIGHT; repeatable"
+    )
+    parser.add_argument("--weight", type=float, metavar="W", help="with --add: the first adapter's weight (default: 1)")
     options = parser.parse_args(arguments)
     source = find_model(options.source)
+    if options.add:
+        return add(options.source, source, options.weight, options.add, options.output.resolve(), options.merge)
+    if options.weight is not None:
+        raise UserError("--weight is about a sum of adapters: add others with --add RUN=WEIGHT.")
     from ..training import export
 
     kind = export.write(source, options.output.resolve(), options.merge)
@@ -62,3 +74,49 @@ def find_model(source: Path) -> Path:
     if checkpoint is None:
         raise UserError(f"{source}: this run has neither an export nor a complete checkpoint yet.")
     return checkpoint
+
+
+def add(name: Path, source: Path, weight: float | None, others: Sequence[str], output: Path, merge: bool) -> int:
+    """Write the weighted sum of adapters, or the base model with it, and return 0.
+
+    Raises:
+        UserError: not RUN=WEIGHT, or adapters that cannot be added up.
+    """
+    from ..model_folder.weighted_sum import Part, check, write_card
+    from ..model_folder.weighted_sum import add as write_sum
+
+    parts = [Part(str(name), source, 1.0 if weight is None else weight)]
+    for other in others:
+        path, _, factor = other.rpartition("=")
+        parts.append(Part(path, find_model(Path(path)) if path else Path(), _number(other, factor)))
+    check(parts)
+    from ..training import export
+
+    with tempfile.TemporaryDirectory(dir=_nearest(output)) as place:
+        folder = Path(place) / "adapter"
+        write_sum(export.load_base(export.base_of(source), source), parts, folder)
+        for file in (
+            *source.glob("token*"),
+            *source.glob("chat_template.jinja"),
+            *source.glob("base_quantization.json"),
+        ):
+            (folder / file.name).write_bytes(file.read_bytes())
+        write_card(folder, parts, merge)
+        kind = export.write(folder, output, merge)
+    print(f"{output}: {kind}, the sum of {', '.join(f'{part.weight:g} x {part.name}' for part in parts)}")
+    return 0
+
+
+def _number(typed: str, factor: str) -> float:
+    try:
+        value = float(factor)
+    except ValueError:
+        value = math.nan
+    if "=" not in typed or not math.isfinite(value):
+        raise UserError(f"--add {typed}: write RUN=WEIGHT, for instance {typed.partition('=')[0]}=0.5.")
+    return value
+
+
+def _nearest(output: Path) -> Path:
+    """Return the nearest folder above `output` that exists: what is renamed has to be on the same disk."""
+    return next(folder for folder in output.parents if folder.is_dir())
