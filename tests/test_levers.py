@@ -79,10 +79,13 @@ def test_a_read_by_the_trainer_is_noticed(ranks, tmp_path, model_folder, convers
     tiered([("reward", None), ("kto", None), ("orpo", None), ("simpo", None), ("kto", "loss_of_trl")], [("kto", None)]),
 )
 def test_a_loss_of_whole_answers_reads_none_either(ranks, tmp_path, model_folder, pairs, judged, method, mistake):
+    """But transformers looks whether a batch is padded, once for each pass through the model."""
     data = judged if method == "kto" else pairs
     changes = {"method": method, "packing": False, "micro_batch_size": 2}
     _, found = counted(ranks, tmp_path, model_folder, data, 2, mistake, **changes)
-    assert all("/deepspeed/" in place for place in found["places"]) == (mistake is None), found["places"]
+    known = ("/deepspeed/", "/transformers/masking_utils.py")
+    others = [place for place in found["places"] if not any(name in place for name in known)]
+    assert bool(others) == bool(mistake), others
 
 
 def test_every_way_to_ask_for_a_value_is_a_read():

@@ -40,10 +40,10 @@ def test_families_without_a_classification_model_are_refused_at_once():
         kind = recipe.model.config["model_type"]
         asked = replace(recipe, method="reward", micro_batch_size=1, global_batch_size=8)
         if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-            limits.check(asked, 8, deepspeed_file.DeepSpeedFile(stage=3))
+            limits.check(asked, 1, deepspeed_file.DeepSpeedFile(stage=3))
             continue
         with pytest.raises(UserError, match=f"^method=reward: .* of the type {kind}"):
-            limits.check(asked, 8, deepspeed_file.DeepSpeedFile(stage=3))
+            limits.check(asked, 1, deepspeed_file.DeepSpeedFile(stage=3))
     assert {recipe.model.config["model_type"] for recipe in recipes} > set(limits.NO_CLASSIFIER)
 
 
