@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.report.sections import curves
 from recipes.report.document import Chart
 from recipes.report.run_data import read
+from recipes.report.sections import curves
 from recipes.spec.recipe import Lora, Schedule
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import run as training_run

@@ -48,9 +48,9 @@ def render() -> str:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     notes = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, start=1)]
     families = [
-        f"- {technique}, not `{kind}`: {reason}."
+        f"- {technique}, not {', '.join(f'`{kind}`' for kind, other in kinds.items() if other == reason)}: {reason}."
         for technique, kinds in limits.FAMILIES.items()
-        for kind, reason in kinds.items()
+        for reason in dict.fromkeys(kinds.values())
     ]
     return "\n".join([*lines, "", *notes, "", *families]) + "\n"
 
