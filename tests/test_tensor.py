@@ -1,6 +1,9 @@
 """Tensor parallelism family by family: split over two ranks, a model computes what the whole one does."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipes.commands.main import run as run_command
 from recipes.spec import deepspeed_file
@@ -10,7 +13,7 @@ from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import read_json
 from recipes.training.arguments import deepspeed_config
-from recipes.training.parallel.tensor import SHARE, WHOLE
+from recipes.training.parallel.tensor import SHARE, WHOLE, shard
 from tests.small import small
 from tests.workers import split_layers
 
@@ -109,3 +112,16 @@ def test_a_file_with_tensor_parallelism_needs_the_layout_too():
         deepspeed_config(small("", "", "tensor_parallel.json"), file)
     asked = deepspeed_config(small("", "", "tensor_parallel.json", layout=Layout(tensor=4)), file)
     assert asked["tensor_parallel"]["autotp_size"] == 4
+
+
+def test_a_number_of_heads_is_divided_by_the_number_of_ranks():
+    """By four ranks: 4 heads on two ranks would be 2 each by a subtraction, too."""
+    attention = torch.nn.Module()
+    attention.heads = 16
+    layer = torch.nn.ModuleDict({"attention": attention})
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        shard(layer, {"attention.heads": SHARE}, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert attention.heads == 4
