@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -9,6 +12,7 @@ import pytest
 
 from recipes.commands import generate
 from recipes.commands.main import run as run_command
+from recipes.spec.project import CHECKOUT
 from recipes.spec.samples import TINY_MODEL
 from recipes.training import export
 from recipes.training.model.generate import generate as greedy
@@ -122,3 +126,18 @@ def test_bad_input_is_answered_in_a_line(server, typed, capsys):
     typed(long, FIRST)
     assert run_command("generate", [TINY_MODEL, "--max-new-tokens", "2"]) == 0
     assert "/reset starts again" in capsys.readouterr().err
+
+
+def test_nothing_but_the_answer_is_on_stdout():
+    """DeepSpeed says there that it has found no GPU, unless its variable is set."""
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    command = [
+        sys.executable,
+        str(CHECKOUT / "scripts" / "generate.py"),
+        str(TINY_MODEL),
+        "Hi",
+        "--max-new-tokens",
+        "2",
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout and "accelerator" not in done.stdout

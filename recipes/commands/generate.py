@@ -1,6 +1,6 @@
 """Talk to a fine-tuned model: one question, or a chat of several turns, here or on a server.
 
-    python scripts/generate.py runs/tiny-3m-full/20261121-101500/export "Tore Vandal paid 51 euros on 3 May 2026."
+    python scripts/generate.py MODEL_DIR "Tilda Marman paid 51.00 GBP on 3 May 2026 in Lorton."
     python scripts/generate.py BASE_MODEL --adapter runs/tiny-3m-lora/20261121-103000/export "..."
     python scripts/generate.py runs/tiny-3m-full/20261121-101500/export --system "Answer in JSON."       # a chat
     python scripts/generate.py --server http://localhost:8000 --temperature 0.7

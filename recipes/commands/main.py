@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -57,11 +58,16 @@ def overview() -> str:
     return as_typed("\n".join(text))
 
 
+_NO_GPU = "Setting accelerator to CPU"
+"""What DeepSpeed announces on stdout where there is no GPU, amid a command's answers or JSON."""
+
+
 def run(name: str, words: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `words` is its command line, `sys.argv`'s where it is None."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith(_NO_GPU))
     try:
         return importlib.import_module(f".{name}", __package__).main(words)
     except UserError as error:
