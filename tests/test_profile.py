@@ -1,7 +1,7 @@
 """Profiles of real runs: where their time went, what they sent, and what is said about it."""
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,7 +10,7 @@ from recipes.profiling import conclude, shares, trace, verdict, words
 from recipes.report import html, run_data, write
 from recipes.spec.layout import bubble
 from recipes.spec.recipe import Layout, Profile
-from recipes.spec.run_folder import RunFolder, read_json, write_recipe
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from recipes.training.callbacks.metrics import Metrics
 from tests.small import small
@@ -24,11 +24,13 @@ STEPS = Profile(steps="3:4")
 def profiled(ranks, tmp_path_factory, model_folder, conversations):
     """Return a function that trains four steps, of which the last two are recorded, and gives the run's folder."""
 
-    def train(deepspeed, world_size=2, layout=None, mistake=None, **changes):
+    def train(deepspeed, world_size=2, layout=None, mistake=None, evaluated=False, **changes):
         folder = tmp_path_factory.mktemp("profiled")
         settings = {"max_steps": 4, "micro_batch_size": 2, "profile": STEPS, "layout": layout or Layout()}
         run = RunFolder(folder / "run")
-        write_recipe(run, small(model_folder, conversations, deepspeed, **(settings | changes)))
+        recipe = small(model_folder, conversations, deepspeed, **(settings | changes))
+        held_out = recipe.data.path if evaluated else None
+        write_recipe(run, replace(recipe, data=replace(recipe.data, validation=held_out)))
         worker, arguments = (slow_runs.of_a_run, (mistake,)) if mistake else (training_run.main, ())
         ranks.check(worker, str(run.path), *arguments, world_size=world_size, log=folder / "log", timeout=600)
         return run
@@ -88,6 +90,13 @@ def test_a_zero_3_run_sends_what_the_planner_counts(sharded):
     assert zero_traffic.zero_traffic(2, 1000, 1000, 4, 2) == {"all-reduce": 8000, "all-gather": 4000}
     assert zero_traffic.zero_traffic(3, 3 * 10**9, 10, 1, 2)["all-gather"] == 2 * (3 + 2.5) * 10**9
     assert zero_traffic.of_run(about | {"layout": {"tensor": 2}}) == {}
+
+
+def test_an_evaluation_does_not_double_what_zero_3_gathers(profiled):
+    """It does without `forget_kept_weights`."""
+    run = profiled("zero3.json", evaluated=True)
+    assert read_jsonl(run.evaluations)[0]["step"] == 0
+    check_traffic(run)
 
 
 def test_operators_are_named_with_their_modules_forward_and_backward(sharded):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from safetensors.torch import load_file
 
 from recipes.machine import ops
@@ -42,6 +43,12 @@ def test_deepspeed_forgets_the_fp32_gradient_norm():
     """`remember_gradient_norm` in training/upstream.py can go when DeepSpeed keeps what `clip_grad_norm_` returns."""
     source = inspect.getsource(DeepSpeedEngine.clip_fp32_gradients)
     assert "clip_grad_norm_(" in source and "_global_grad_norm" not in source
+
+
+def test_zero3_decides_once_which_weights_it_keeps():
+    """`forget_kept_weights` in training/upstream.py can go when this is no cache, or one that a new trace clears."""
+    assert hasattr(upstream.kept_weights(), "cache_clear")
+    assert "cache_clear" not in inspect.getsource(PartitionedParameterCoordinator)
 
 
 @pytest.mark.every

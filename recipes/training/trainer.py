@@ -192,6 +192,7 @@ class RunHooks(Hooked):
         """Work around the engine's defects, and record its configuration and environment."""
         engine, context = self.deepspeed, self.context
         upstream.remember_gradient_norm(engine)
+        upstream.forget_kept_weights(engine)
         if context.checkpoint:
             upstream.restore_parameter_groups(engine, context.checkpoint)
             upstream.reshard_small_parameters(engine)

@@ -20,8 +20,7 @@ def zero_traffic(
         micro_batches: per step and rank.
         reuse: `stage3_max_reuse_distance`.
 
-    Small weights that ZeRO-3 keeps on every rank, and norms, are not in it: below 1 %. Nor is what DeepSpeed 0.19.8 was
-    seen to do after an evaluation before the first step (`tiny full`, two CPU ranks): it gathered all weights twice.
+    Small weights that ZeRO-3 keeps on every rank, and norms, are not in it: below 1 %.
     """
     gradients, weights = trained * weight_bytes, total * weight_bytes
     if stage == 0:
