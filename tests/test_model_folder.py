@@ -120,7 +120,9 @@ def test_the_usage_snippet_runs(exports, kind, capsys):
     """With the folder's own name: the answer is that of the model."""
     text = (exports[kind] / "README.md").read_text()
     (snippet,) = re.findall(r"```python\n(.+?)```", text, re.DOTALL)
-    snippet = snippet.replace("max_new_tokens=256", "max_new_tokens=8").replace('"OWNER/NAME"', repr(str(exports[kind])))
+    snippet = snippet.replace("max_new_tokens=256", "max_new_tokens=8").replace(
+        '"OWNER/NAME"', repr(str(exports[kind]))
+    )
     exec(snippet, {})
     expected = AutoTokenizer.from_pretrained(TINY_MODEL)
     model = AutoModelForCausalLM.from_pretrained(exports["merged" if kind == "adapter" else "whole"])
