@@ -124,6 +124,18 @@ def test_no_nearer_layout_is_possible(run):
 QWEN3 = {"model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28}
 MIXTRAL = {"model_type": "mixtral", "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8}
 NF4 = {"model": replace(pages.find("tiny", "full").model, config=QWEN3, quantization="nf4"), "lora": Lora()}
+FEEDBACK = {
+    f"{method} {how}": (
+        Layout(**{kind: 2}),
+        QWEN3,
+        {"method": method},
+        2,
+        zero(stage),
+        f"{title} .*; use layout.{kind}=1",
+    )
+    for method, title in (("dpo", "DPO"), ("reward", "reward"), ("kto", "KTO"), ("orpo", "ORPO"), ("simpo", "SimPO"))
+    for how, kind, stage in (("and tensor", "tensor", 1), ("by parts", "sequence", 3), ("by stages", "pipeline", 1))
+}
 REFUSED = {
     "world": (
         Layout(tensor=4),
@@ -168,51 +180,9 @@ REFUSED = {
         zero(1),
         r"16 attention .* by 32 \(sequence x tensor\)",
     ),
-    "dpo by parts": (Layout(sequence=2), QWEN3, {"method": "dpo"}, 2, zero(3), "DPO .*; use layout.sequence=1"),
-    "reward and tensor": (Layout(tensor=2), QWEN3, {"method": "reward"}, 2, zero(1), "reward .*; use layout.tensor=1"),
-    "reward by parts": (
-        Layout(sequence=2),
-        QWEN3,
-        {"method": "reward"},
-        2,
-        zero(3),
-        "reward .*; use layout.sequence=1",
-    ),
-    "reward by stages": (
-        Layout(pipeline=2),
-        QWEN3,
-        {"method": "reward"},
-        2,
-        zero(1),
-        "reward .*; use layout.pipeline=1",
-    ),
     "reward and experts": (Layout(expert=2), MIXTRAL, {"method": "reward"}, 2, zero(1), "a reward model's head"),
-    "kto and tensor": (
-        Layout(tensor=2),
-        QWEN3,
-        {"method": "kto"},
-        2,
-        zero(1),
-        "KTO .*; use layout.tensor=1",
-    ),
-    "kto by parts": (
-        Layout(sequence=2),
-        QWEN3,
-        {"method": "kto"},
-        2,
-        zero(3),
-        "KTO .*; use layout.sequence=1",
-    ),
-    "kto by stages": (
-        Layout(pipeline=2),
-        QWEN3,
-        {"method": "kto"},
-        2,
-        zero(1),
-        "KTO .*; use layout.pipeline=1",
-    ),
     "kto and experts": (Layout(expert=2), MIXTRAL, {"method": "kto"}, 2, zero(1), "KTO has two"),
-    "dpo by stages": (Layout(pipeline=2), QWEN3, {"method": "dpo"}, 2, zero(1), "DPO .*; use layout.pipeline=1"),
+    **FEEDBACK,
     "linear attention": (
         Layout(sequence=2),
         {"model_type": "qwen3_5_text"},

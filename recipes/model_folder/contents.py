@@ -47,8 +47,8 @@ def files(folder: Path) -> list[File]:
     """Return what goes out of `folder`, in the order of names.
 
     Raises:
-        UserError: not a model folder; a file that is no part of a model; a credential, or a path of this machine in a
-            file; an adapter whose base model nobody else can find.
+        UserError: the folder is not a model's, or holds a file that does not belong to a model, a credential, a path
+            on this machine, or an adapter whose base model others cannot find.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")

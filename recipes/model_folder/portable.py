@@ -50,7 +50,7 @@ def portable_recipe(recipe: Recipe) -> Recipe:
 
 
 def own_path(path: str) -> Path | None:
-    """Return where the project has what `portable_path` calls `recipes/...`; None: it is no path of the project."""
+    """Return the file that `portable_path` calls `recipes/...`, or None if the project has no such file."""
     place = PurePath(path)
     inside = PACKAGE / place.relative_to(_OWN) if place.parts[:1] == (_OWN,) else None
     return inside if inside is not None and inside.exists() else None

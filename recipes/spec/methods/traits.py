@@ -60,6 +60,21 @@ def _excluded(title: str, does: str, models: int = 2) -> dict[str, str]:
     }
 
 
+def _without_reference(title: str) -> Traits:
+    """Return the traits of a method on pairs that compares nothing with the model as it was before training."""
+    return Traits(
+        title,
+        "pairs",
+        sequences=2,
+        metric="preference_accuracy",
+        unit="nats per token",
+        loss=f"{title} loss per pair (nats)",
+        whole_loss=f"{title} already computes its loss in tiles",
+        own_loss=True,
+        excludes=_excluded(title, "compares", models=1),
+    )
+
+
 TRAITS: Mapping[Method, Traits] = {
     "sft": Traits("supervised fine-tuning", "conversations", packs=True),
     "pretrain": Traits("continued pre-training", "texts", packs=True),
@@ -103,28 +118,8 @@ TRAITS: Mapping[Method, Traits] = {
         own_loss=True,
         excludes=_excluded("KTO", "judges"),
     ),
-    "orpo": Traits(
-        "ORPO",
-        "pairs",
-        sequences=2,
-        metric="preference_accuracy",
-        unit="nats per token",
-        loss="ORPO loss per pair (nats)",
-        whole_loss="ORPO already computes its loss in tiles",
-        own_loss=True,
-        excludes=_excluded("ORPO", "compares", models=1),
-    ),
-    "simpo": Traits(
-        "SimPO",
-        "pairs",
-        sequences=2,
-        metric="preference_accuracy",
-        unit="nats per token",
-        loss="SimPO loss per pair (nats)",
-        whole_loss="SimPO already computes its loss in tiles",
-        own_loss=True,
-        excludes=_excluded("SimPO", "compares", models=1),
-    ),
+    "orpo": _without_reference("ORPO"),
+    "simpo": _without_reference("SimPO"),
 }
 
 
