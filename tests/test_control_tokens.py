@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from recipes.spec.errors import UserError
 from recipes.training.data import chat_templates, tokenize
-from recipes.training.methods import pairs
+from recipes.training.methods.preferences import pairs
 from recipes.training.model.control_tokens import control_tokens, conversation_tokens
 from recipes.training.model.draft import TINY_MODEL
 from recipes.training.model.generate import generate

@@ -6,8 +6,8 @@ from trl import DPOConfig, DPOTrainer
 
 from ...spec.recipe import Recipe
 from ..parallel import scores
-from .pairs import PairHooks, datasets, ranked_by
-from .reference import with_reference
+from .preferences.pairs import PairHooks, datasets, ranked_by
+from .preferences.reference import with_reference
 
 __all__ = ["arguments", "datasets", "metric", "trainer"]
 

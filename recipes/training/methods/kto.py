@@ -19,9 +19,9 @@ from ...spec.recipe import Recipe
 from ..console import say
 from ..data import load, tokenize, updates
 from ..parallel import scores
-from . import fused_head
 from .averages import Averaging
-from .reference import with_reference
+from .preferences import fused_head
+from .preferences.reference import with_reference
 
 
 class RunKTOTrainer(Averaging, KTOTrainer):

@@ -12,7 +12,7 @@ from trl import RewardConfig, RewardTrainer
 from ...spec.recipe import Recipe
 from ..parallel import scores
 from .averages import Averaging
-from .pairs import PairHooks, datasets, of_pairs, ranked_by
+from .preferences.pairs import PairHooks, datasets, of_pairs, ranked_by
 
 __all__ = ["arguments", "datasets", "metric", "trainer"]
 

@@ -11,9 +11,9 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 from ...spec.recipe import Recipe
 from ..parallel import scores
-from . import fused_head
 from .averages import Averaging
-from .pairs import PairHooks, datasets, of_pairs, ranked_by
+from .preferences import fused_head
+from .preferences.pairs import PairHooks, datasets, of_pairs, ranked_by
 
 __all__ = ["arguments", "datasets", "metric", "trainer"]
 

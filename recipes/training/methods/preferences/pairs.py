@@ -9,11 +9,11 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from ...spec.recipe import Recipe
-from ..console import say
-from ..data import load, tokenize, updates
-from ..parallel import scores
-from ..trainer import RunContext, RunHooks
+from ....spec.recipe import Recipe
+from ...console import say
+from ...data import load, tokenize, updates
+from ...parallel import scores
+from ...trainer import RunContext, RunHooks
 
 SIDES = ("chosen", "rejected")
 

@@ -6,8 +6,8 @@ import torch
 from peft import PeftModel
 from trl.trainer.utils import add_fused_lm_head
 
-from ..data.collate import IGNORED
-from ..trainer import RunContext, RunHooks
+from ...data.collate import IGNORED
+from ...trainer import RunContext, RunHooks
 
 
 class FusedHead(RunHooks):

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..model import load
-from ..trainer import RunContext, RunHooks
+from ...model import load
+from ...trainer import RunContext, RunHooks
 
 
 def with_reference(kind: type[RunHooks]) -> Callable[..., RunHooks]:
