@@ -72,6 +72,7 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
         validation=redact(recipe.data.validation or ""),
         stage=deepspeed_file.read(str(file)).stage if file.exists() else None,
         score=(lambda value: score(results.get("metric"), value)),
+        quantised_score=(lambda value: score(results[record.QUANTIZATION].get("metric"), value)),
         environment=environment,
         command=redact(reproduce.command(recipe, environment.get("world_size") or 1)),
     )

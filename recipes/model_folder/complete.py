@@ -45,6 +45,18 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
     _finish(folder, place)
 
 
+def of_quantized(folder: Path, place: Path, quantization: Mapping[str, Any]) -> None:
+    """Do the same for a quantised copy, whose card and results say how it was quantised.
+
+    Args:
+        folder: holds the weights, and the original's `training/` where it had one.
+        place: the folder that it will be renamed to.
+        quantization: what `training/results.json` says of it.
+    """
+    record.add(folder, {record.QUANTIZATION: dict(quantization)})
+    _finish(folder, place)
+
+
 def _finish(folder: Path, place: Path) -> None:
     base_model.make_portable(folder, place)
     response_template.write(folder)

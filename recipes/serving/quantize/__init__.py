@@ -1,0 +1,1 @@
+"""Models of fewer bits, and the proof that they still answer as trained."""

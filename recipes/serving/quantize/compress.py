@@ -1,0 +1,42 @@
+"""Quantise a model with llm-compressor; runs in the serving environment, so it imports nothing of the project.
+
+    python compress.py MODEL OUTPUT SCHEME [CALIBRATION]
+
+CALIBRATION is JSON: a list of token ids for each of its sequences. Without one nothing but the weights is looked at.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main(model_folder: str, output: str, scheme: str, calibration: str | None = None) -> None:
+    """Write MODEL, quantised, to OUTPUT."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto")
+    # The head turns small differences into other tokens, and is often the embedding too.
+    chosen = {"targets": "Linear", "scheme": scheme, "ignore": ["lm_head"]}
+    if calibration is None:
+        oneshot(model=model, recipe=QuantizationModifier(**chosen))
+    else:
+        sequences = json.loads(Path(calibration).read_text())
+        columns = {"input_ids": sequences, "attention_mask": [[1] * len(sequence) for sequence in sequences]}
+        oneshot(
+            model=model,
+            tokenizer=AutoTokenizer.from_pretrained(model_folder),
+            dataset=Dataset.from_dict(columns),
+            recipe=GPTQModifier(**chosen),
+            max_seq_length=max(map(len, sequences)),
+            num_calibration_samples=len(sequences),
+        )
+    model.save_pretrained(output, save_compressed=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
