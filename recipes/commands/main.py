@@ -24,6 +24,7 @@ COMMANDS = {
     "export": "turn a run or a checkpoint into a Hugging Face folder",
     "generate": "talk to a fine-tuned model, here or on a server",
     "evaluate": "measure models beside each other on held-out examples",
+    "serve": "answer over OpenAI's protocol with a fine-tuned model",
     "publish": "put an exported model on the Hugging Face Hub",
     "benchmark": "measure recipes, and compare them with what people would use instead",
 }
@@ -33,7 +34,7 @@ Start here:
   dsr plan llama3-8b --gpu H100 --gpus 8        which configuration fits, how fast it is, and why
   dsr check my_deepspeed.json                   find what is wrong with it, with the fix
 
-launch, export, generate, evaluate, publish and benchmark need more: pip install "deepspeed-recipes[train]"
+launch, export, generate, evaluate, serve, publish and benchmark need more: pip install "deepspeed-recipes[train]"
 COMMAND --help lists a command's options."""
 
 

@@ -25,7 +25,10 @@ CONSTRAINTS = (CHECKOUT or PACKAGE) / "constraints.txt"
 """The exact versions that are tested together."""
 
 SCRIPTS = {
-    **{name: name for name in ("launch", "plan", "doctor", "report", "export", "generate", "evaluate", "publish")},
+    **{
+        name: name
+        for name in ("launch", "plan", "doctor", "report", "export", "generate", "evaluate", "serve", "publish")
+    },
     "benchmark": "benchmark",
     "check": "check_config",
     "resolve": "resolve_config",

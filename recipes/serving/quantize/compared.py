@@ -70,12 +70,9 @@ class Original:
             return None
         say(f"measuring both on {len(held_out.examples)} held-out examples")
         sequences = _sequences(held_out.examples.select(range(min(AGREE_ON, len(held_out.examples)))), held_out, whole)
-        scores, preferred = zip(
-            *((score.of(folder, held_out).value, _preferred(folder, sequences)) for folder in (whole, quantised)),
-            strict=True,
-        )
-        same = (preferred[0] == preferred[1]).double().mean().item()
-        return Comparison(held_out.metric, len(held_out.examples), *scores, same, self.allowed)
+        before, after = (score.of(folder, held_out).value for folder in (whole, quantised))
+        same = (_preferred(whole, sequences) == _preferred(quantised, sequences)).double().mean().item()
+        return Comparison(held_out.metric, len(held_out.examples), before, after, same, self.allowed)
 
     def calibration(self, whole: Path) -> list[list[int]]:
         """Return the tokens of some of the training data's sequences.

@@ -111,7 +111,12 @@ def size(folder: Path) -> int:
 def recorded(written: Written) -> dict[str, Any]:
     """Return what `training/results.json` says of the quantisation."""
     kind, comparison = written.kind, written.comparison
-    found = {"kind": kind.name, "title": kind.title, "quantizer": kind.quantizer, "loads_in": kind.loads_in}
+    found: dict[str, Any] = {
+        "kind": kind.name,
+        "title": kind.title,
+        "quantizer": kind.quantizer,
+        "loads_in": kind.loads_in,
+    }
     found |= {"bytes_before": written.before, "bytes_after": written.after}
     return found | (comparison.recorded() if comparison else {})
 

@@ -1,0 +1,101 @@
+"""Serve a model over OpenAI's protocol: a run, a checkpoint, a model folder, or adapters side by side.
+
+    python scripts/serve.py runs/tiny-3m-full/20261121-101500
+    python scripts/serve.py runs/tiny-3m-lora/20261121-103000 --adapter other=runs/tiny-3m-lora/20261121-110000
+    python scripts/serve.py my-model-int8 --port 9000 --name invoices
+
+vLLM answers where it is installed (`make serving`), else `transformers serve`. Requests get the chat template, the
+tokens that end an answer and the generation defaults that the model was trained with. Ctrl-C ends the server.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...serving import engines, process, served
+from ...serving.served import Served
+from ...spec.errors import UserError
+from ..main import Parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until the user ends it, and return 0.
+
+    Raises:
+        UserError: no such model, no server installed, the port is in use, or the server does not start.
+    """
+    options = parse(arguments)
+    found = served.find(options.model, options.name, options.adapter)
+    process.check_port(options.host, options.port)
+    engine = engines.choose(options.engine, found)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with tempfile.TemporaryDirectory(prefix="dsr-serve-") as place:
+        log = options.log or Path(place) / "server.log"
+        start = _vllm if engine == "vllm" else _transformers
+        print(f"starting {engine}: {'minutes' if engine == 'vllm' else 'seconds'}", flush=True)
+        server = start(found, options, Path(place))
+        try:
+            with process.running(server, options.host, options.port, log) as running:
+                print("\n".join(ready(found, server.title, process.address(options.host, options.port))), flush=True)
+                running.wait()
+                raise UserError(
+                    f"{server.title} ended with status {running.returncode}; --log FILE keeps what it prints."
+                )
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = Parser("serve", __doc__)
+    parser.add_argument("model", type=Path, metavar="RUN|FOLDER", help="a run, a checkpoint, a model or an adapter")
+    parser.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=DIR", help="an adapter of the same base; repeatable"
+    )
+    parser.add_argument("--name", help="what requests call the model (default: the recipe's name, or the folder's)")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for every network (default: this machine only)")
+    parser.add_argument("--port", type=int, default=8000, metavar="P", help="default: 8000")
+    parser.add_argument("--engine", choices=engines.ENGINES, default="auto", help="default: vllm if it is installed")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep what the server prints")
+    return parser.parse_args(arguments)
+
+
+def ready(found: Served, engine: str, url: str) -> list[str]:
+    """Return what is printed once the server answers."""
+    names = [adapter.name for adapter in found.adapters] + [found.name]
+    ask = {"model": found.asked, "messages": [{"role": "user", "content": "Hello"}]}
+    body = json.dumps(ask).replace("'", "'\\''")
+    return [
+        f"ready: {', '.join(names)} by {engine} at {url}/v1 (health: {url}/health; Ctrl-C ends it)",
+        "",
+        f"    curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        "",
+        "    from openai import OpenAI",
+        f'    client = OpenAI(base_url="{url}/v1", api_key="none")',
+        f"    answer = client.chat.completions.create(model={ask['model']!r}, messages={ask['messages']!r})",
+        "    print(answer.choices[0].message.content)",
+        "",
+        f"    python scripts/generate.py --server {url} --model {found.asked}",
+    ]
+
+
+def _vllm(found: Served, options: argparse.Namespace, place: Path) -> engines.Engine:
+    return engines.vllm(found, options.host, options.port)
+
+
+def _transformers(found: Served, options: argparse.Namespace, place: Path) -> engines.Engine:
+    """Return `transformers serve`, of a merged model where it is an adapter."""
+    model = found.model
+    if found.adapters:
+        from ...training import export
+
+        model = place / found.asked
+        export.write(found.adapters[0].folder, model, merge=True)
+    cache = place / "cache"
+    cache.mkdir()
+    return engines.transformers(model, options.host, options.port, cache)

@@ -1,0 +1,97 @@
+"""The servers, and how each is started: vLLM where it is installed, else `transformers serve`."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..spec.errors import UserError
+from ..spec.run_folder import read_json
+from . import environment
+from .served import Served
+
+ENGINES = ("auto", "vllm", "transformers")
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM makes room for."""
+WEB = ("fastapi", "uvicorn", "openai", "multipart")
+"""What `transformers serve` imports beside transformers."""
+INSTALL = 'pip install "deepspeed-recipes[serve]"'
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A server to start."""
+
+    title: str
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+    """The whole environment of its process."""
+
+
+def choose(engine: str, served: Served) -> str:
+    """Return the engine for `auto`: vLLM where it is installed.
+
+    Raises:
+        UserError: none is installed, or the one that is cannot serve this.
+    """
+    if engine == "auto":
+        engine = "vllm" if environment.python("vllm") else "transformers"
+    if engine == "vllm":
+        environment.require("vllm", "--engine vllm")
+        return engine
+    missing = [package for package in WEB if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UserError(f"transformers serve needs {', '.join(missing)}: {INSTALL}; or use vLLM: {environment.how()}")
+    if len(served.adapters) > 1:
+        raise UserError(f"transformers serve has one model at a time; several adapters need vLLM: {environment.how()}")
+    return engine
+
+
+def vllm(served: Served, host: str, port: int) -> Engine:
+    """Return vLLM's server; requests name the model or one of its adapters."""
+    python = environment.require("vllm", "--engine vllm")
+    words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
+    words += ["--model", str(served.model), "--served-model-name", served.name, "--tokenizer", str(served.tokenizer)]
+    if dtype := _dtype(served.model):
+        words += ["--dtype", dtype]  # by itself vLLM would answer with fp32 weights rounded to 16 bits
+    if (served.tokenizer / "chat_template.jinja").exists():
+        words += ["--chat-template", str(served.tokenizer / "chat_template.jinja")]
+    if served.adapters:
+        widest = max(adapter.rank for adapter in served.adapters)
+        rank = next((rank for rank in LORA_RANKS if rank >= widest), None)
+        if rank is None:
+            raise UserError(
+                f"an adapter of rank {widest}: vLLM has room for {LORA_RANKS[-1]}; merge it (export.py --merge)."
+            )
+        words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(len(served.adapters))]
+        words += ["--lora-modules", *(f"{adapter.name}={adapter.folder}" for adapter in served.adapters)]
+    variables = _variables(environment.variables())
+    if not _on_gpu():
+        words.append("--enforce-eager")  # compiling takes minutes
+        variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    return Engine("vLLM", tuple(words), variables)
+
+
+def transformers(model: Path, host: str, port: int, cache: Path) -> Engine:
+    """Return `transformers serve` of a whole model; `cache` is an empty folder, which it would otherwise look for."""
+    program = Path(sys.executable).with_name("transformers")
+    words = (str(program), "serve", str(model), "--host", host, "--port", str(port))
+    return Engine("transformers serve", words, {**_variables(dict(os.environ)), "HF_HUB_CACHE": str(cache)})
+
+
+def _variables(found: dict[str, str]) -> dict[str, str]:
+    """Return variables under which a server asks nobody for anything."""
+    return {**found, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def _dtype(model: Path) -> str | None:
+    config = read_json(model / "config.json") if (model / "config.json").exists() else {}
+    return config.get("dtype") or config.get("torch_dtype")
+
+
+def _on_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())

@@ -1,0 +1,99 @@
+"""A server as a process: started, waited for until it answers, and ended with everything that it has started."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..spec.errors import UserError
+from .engines import Engine
+
+START = 600
+"""Seconds in which a server must answer: vLLM compiles, and reads large weights from slow disks."""
+GRACE = 20
+"""Seconds between asking a server to end and ending it."""
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse an address that cannot be used.
+
+    Raises:
+        UserError: another process has the port, or this machine has no such address.
+    """
+    if not 0 < port < 65536:
+        raise UserError(f"--port {port}: must be between 1 and 65535.")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise UserError(f"--host {host} --port {port}: {error}; choose another with --port N.") from None
+
+
+@contextlib.contextmanager
+def running(engine: Engine, host: str, port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a server and yield once it answers; end it, and the processes that it has started, at the end.
+
+    Args:
+        engine: what to start.
+        host: where it listens.
+        port: where it listens.
+        log: gets what it prints.
+
+    Raises:
+        UserError: it ends, or does not answer within `START` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="dsr-serve-") as scratch, log.open("wb") as out:
+        variables = {**engine.variables, "TMPDIR": scratch}  # vLLM leaves sockets behind
+        process = subprocess.Popen(
+            engine.command, stdout=out, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+        )
+        try:
+            _wait(process, engine, address(host, port), log)
+            yield process
+        finally:
+            end(process)
+
+
+def address(host: str, port: int) -> str:
+    """Return where a client on this machine reaches a server."""
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End a server's whole process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+
+
+def _wait(process: "subprocess.Popen[bytes]", engine: Engine, url: str, log: Path) -> None:
+    until = time.monotonic() + START
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise UserError(
+                f"{engine.title} ended with status {process.returncode}: {_reason(log)}; --log FILE keeps what it prints."
+            )
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise UserError(f"{engine.title} does not answer after {START} s; --log FILE keeps what it prints.")
+
+
+def _reason(log: Path) -> str:
+    """Return the last line of a log that says what is wrong."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it printed nothing")[
+        :300
+    ]
