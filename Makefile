@@ -1,4 +1,4 @@
-# make install | demo | quick | test | test-all | durations | check | docs | lock | wheel.   VENV=DIR uses an existing environment.
+# make install | demo | quick | test | test-all | serving | durations | check | docs | lock | wheel.   VENV=DIR uses an existing environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -14,13 +14,14 @@ ARGS =
 # Images often switch bytecode off; every rank would compile the whole stack again, for seconds.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install demo quick test test-all durations check docs lock wheel
+.PHONY: help install demo quick test test-all serving durations check docs lock wheel
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
 	@echo "make quick     the tests that start neither ranks nor servers and take less than 0.3 s each"
 	@echo "make test      the test suite, with a choice from the large matrices"
 	@echo "make test-all  every test: all variants, all templates, all layouts"
+	@echo "make serving   make .serving, a second environment with vLLM (for CPUs), llm-compressor and lm-evaluation-harness"
 	@echo "make durations run the test suite and write what each test costs to tests/durations.txt"
 	@echo "make check     lint, format and types: ruff and mypy"
 	@echo "make docs      update the generated parts of the documents"
@@ -38,6 +39,16 @@ $(ROOT).venv/.installed: constraints.txt
 	@echo "installing torch and DeepSpeed, then the rest of constraints.txt: about a minute plus the download"
 	$(PIP) -c constraints.txt torch deepspeed ninja setuptools
 	$(PYTHON) -m recipes.machine.ops & ops=$$!; $(PIP) -r constraints.txt && wait $$ops
+	touch $@
+
+# Without --no-deps pip would refuse the list: each of the three asks for another version of what the others share.
+SERVING = $(ROOT).serving
+serving: $(SERVING)/.installed
+$(SERVING)/.installed: constraints-serving.txt constraints.txt
+	test -x $(SERVING)/bin/python || python3 -m venv $(SERVING)
+	@echo "installing vLLM, llm-compressor and lm-evaluation-harness: about two minutes plus the download, 2.6 GB"
+	$(SERVING)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
+	$(SERVING)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -r constraints-serving.txt
 	touch $@
 
 TWO = from recipes.launching.command import visible_gpus as found; print(min(2, found() or 2))

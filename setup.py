@@ -16,7 +16,7 @@ def packages(folder: str) -> list[str]:
 setup(
     package_dir={package: folder for folder, package in FOLDERS.items()},
     packages=[name for folder in FOLDERS for name in packages(folder)],
-    # constraints.txt lies above configs/ and is installed above it too: deepspeed_recipes/constraints.txt.
-    package_data={"": ["*"], FOLDERS["configs"]: ["../constraints.txt"]},
+    # The pins lie above configs/ and are installed above it too: deepspeed_recipes/constraints.txt.
+    package_data={"": ["*"], FOLDERS["configs"]: ["../constraints.txt", "../constraints-serving.txt"]},
     include_package_data=False,
 )

@@ -22,6 +22,9 @@ STACK = {"torch", "transformers", "deepspeed", "numpy", "datasets", "peft", "trl
 NEEDS_STACK = 'this needs the training stack: pip install "deepspeed-recipes[train]"'
 
 
+PINS = ("constraints.txt", "constraints-serving.txt")
+
+
 def tracked() -> list[str]:
     """Return the names of the checkout's files, those that are not committed yet included."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -33,7 +36,7 @@ def installed_name(name: str) -> str | None:
     """Return where a file of the checkout is installed, or None where it is not."""
     if name.startswith("recipes/"):
         return f"deepspeed_{name}"
-    return f"deepspeed_recipes/{name}" if name.startswith("configs/") or name == "constraints.txt" else None
+    return f"deepspeed_recipes/{name}" if name.startswith("configs/") or name in PINS else None
 
 
 @pytest.fixture(scope="module")

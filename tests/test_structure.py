@@ -23,6 +23,7 @@ LAYERS = {
     "profiling": {"spec"},
     "training": {"spec", "machine", "model_folder", "profiling"},
     "evaluation": {"spec", "model_folder", "training"},
+    "serving": {"spec", "model_folder", "training", "evaluation"},
     "report": {"spec"},
     "launching": {"spec", "machine", "training", "zero_config", "profiling", "report"},
     "benchmarks": {"spec", "planning", "training", "launching"},
@@ -42,6 +43,7 @@ LAYERS = {
         "report",
         "model_folder",
         "evaluation",
+        "serving",
     },
     "samples": set(),
 }

@@ -73,13 +73,18 @@ def quantize(options: argparse.Namespace, source: Path) -> int:
         raise UserError("--quantize and --add: write the sum first, then quantise that folder.")
     kind, output = write.kind_of(options.quantize), options.output.resolve()
     write.check(source, output, kind)
+    from transformers import utils
+
     from ..evaluation import candidates, held_out
     from ..serving.quantize.compared import DROP, Original
 
+    utils.logging.disable_progress_bar()
     recipe = candidates.find(str(source), None).recipe
     with held_out.alone():
         known = held_out.read(recipe, options.data, None, options.limit) if recipe or options.data else None
-        written = write.write(source, output, kind, Original(known, options.allow_drop or DROP), print)
+        written = write.write(
+            source, output, kind, Original(known, DROP if options.allow_drop is None else options.allow_drop), print
+        )
     print("\n".join([f"{options.output}: {kind.title}, from {source}", *write.describe(written)]))
     return 0
 

@@ -28,6 +28,8 @@ class Engine:
     command: tuple[str, ...]
     variables: Mapping[str, str]
     """The whole environment of its process."""
+    start_in: Path | None = None
+    """The folder that it is started in; None: where the user is."""
 
 
 def choose(engine: str, served: Served) -> str:
@@ -74,11 +76,20 @@ def vllm(served: Served, host: str, port: int) -> Engine:
     return Engine("vLLM", tuple(words), variables)
 
 
-def transformers(model: Path, host: str, port: int, cache: Path) -> Engine:
-    """Return `transformers serve` of a whole model; `cache` is an empty folder, which it would otherwise look for."""
-    program = Path(sys.executable).with_name("transformers")
-    words = (str(program), "serve", str(model), "--host", host, "--port", str(port))
-    return Engine("transformers serve", words, {**_variables(dict(os.environ)), "HF_HUB_CACHE": str(cache)})
+def transformers(name: str, place: Path, host: str, port: int) -> Engine:
+    """Return `transformers serve` of a whole model.
+
+    Args:
+        name: of the model in requests; the server knows it by its path only, so it is started beside it.
+        place: a folder of which the model is the only other content.
+        host: where it listens.
+        port: where it listens.
+    """
+    cache = place / ".cache"  # without one it cannot list its models
+    cache.mkdir()
+    words = (str(Path(sys.executable).with_name("transformers")), "serve", name, "--host", host, "--port", str(port))
+    variables = {**_variables(dict(os.environ)), "HF_HUB_CACHE": str(cache)}
+    return Engine("transformers serve", words, variables, place)
 
 
 def _variables(found: dict[str, str]) -> dict[str, str]:

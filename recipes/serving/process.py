@@ -53,7 +53,12 @@ def running(engine: Engine, host: str, port: int, log: Path) -> Iterator["subpro
     with tempfile.TemporaryDirectory(prefix="dsr-serve-") as scratch, log.open("wb") as out:
         variables = {**engine.variables, "TMPDIR": scratch}  # vLLM leaves sockets behind
         process = subprocess.Popen(
-            engine.command, stdout=out, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+            engine.command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            cwd=engine.start_in,
+            start_new_session=True,
         )
         try:
             _wait(process, engine, address(host, port), log)
@@ -80,9 +85,8 @@ def _wait(process: "subprocess.Popen[bytes]", engine: Engine, url: str, log: Pat
     until = time.monotonic() + START
     while time.monotonic() < until:
         if process.poll() is not None:
-            raise UserError(
-                f"{engine.title} ended with status {process.returncode}: {_reason(log)}; --log FILE keeps what it prints."
-            )
+            why = f"{engine.title} ended with status {process.returncode}: {_reason(log)}"
+            raise UserError(f"{why}; --log FILE keeps what it prints.")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return

@@ -52,6 +52,8 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
     if card.look(folder).scores:
         raise UserError(f"{name}: gives scores and writes no text; serve a model that does.")
     own = called or _name(folder, name)
+    if "/" in own or own.startswith("."):
+        raise UserError(f"--name {own}: write a name without a slash.")
     found = [_adapter(own, folder)] if (folder / base_model.ADAPTER).exists() else []
     for word in adapters:
         label, equals, path = word.partition("=")

@@ -90,12 +90,12 @@ def _vllm(found: Served, options: argparse.Namespace, place: Path) -> engines.En
 
 def _transformers(found: Served, options: argparse.Namespace, place: Path) -> engines.Engine:
     """Return `transformers serve`, of a merged model where it is an adapter."""
-    model = found.model
+    beside = place / "models"
+    beside.mkdir()
     if found.adapters:
         from ...training import export
 
-        model = place / found.asked
-        export.write(found.adapters[0].folder, model, merge=True)
-    cache = place / "cache"
-    cache.mkdir()
-    return engines.transformers(model, options.host, options.port, cache)
+        export.write(found.adapters[0].folder, beside / found.asked, merge=True)
+    else:
+        (beside / found.asked).symlink_to(found.model)
+    return engines.transformers(found.asked, beside, options.host, options.port)

@@ -1,0 +1,129 @@
+"""Quantised exports: smaller, measured beside the original, refused where they lost too much."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.commands.main import run as run_command
+from recipes.model_folder import card, record
+from recipes.serving import environment
+from recipes.serving.quantize import compared, kinds, write
+from recipes.serving.quantize.compared import Comparison
+from recipes.spec.errors import UserError
+from recipes.spec.run_folder import CHECK_FAILED, read_json, write_json
+from recipes.spec.samples import CHAT, TINY_MODEL
+from recipes.training import export
+from tests.launching import run
+from tests.tiers import tiered
+
+HELD_OUT = CHAT.validation
+
+
+def quantize(source, kind, output, *more):
+    words = [str(source), "--quantize", kind, "--output", str(output)]
+    return run_command("export", [*words, *more])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return the model that ships with the project, as an exported folder."""
+    folder = tmp_path_factory.mktemp("export") / "model"
+    export.write(Path(TINY_MODEL), folder, merge=False)
+    return folder
+
+
+@pytest.mark.parametrize("kind", tiered(["nf4", "int8-bitsandbytes"], ["nf4"]))
+def test_a_quantised_model_is_smaller_and_still_the_same_one(kind, model, tmp_path, capsys):
+    output = tmp_path / "small"
+    assert quantize(model, kind, output, "--data", HELD_OUT, "--limit", "4") == 0
+    said = capsys.readouterr().out
+    assert "exact match on 4 held-out examples" in said and "the same token at" in said
+    assert write.size(output) < 0.4 * write.size(model)
+    whole, reloaded = export.load(model).eval(), export.load(output).eval()
+    tokens = torch.arange(16)[None]
+    trained, quantised = whole(input_ids=tokens).logits, reloaded(input_ids=tokens).logits.float()
+    difference = ((trained - quantised).norm() / trained.norm()).item()
+    assert 0 < difference < 0.2
+    assert read_json(output / "tokenizer_config.json")["response_template"]
+    assert not list(tmp_path.glob("small.*"))
+
+
+def test_one_that_lost_too_much_is_refused_and_nothing_stays(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compared, "lost", lambda found: "exact match falls from 90.0% to 80.0%.")
+    monkeypatch.setattr(write, "lost", compared.lost)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    assert quantize(model, "nf4", kept, "--data", HELD_OUT, "--limit", "1") == 2
+    said = capsys.readouterr().err
+    assert "int8-bitsandbytes loses less" in said and said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [kept] and not list(kept.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "allowed", "refused"),
+    [
+        ("exact_match", 0.98, 0.965, 2.0, False),
+        ("exact_match", 0.98, 0.955, 2.0, True),
+        ("exact_match", 0.98, 0.955, 5.0, False),
+        ("exact_match", 0.50, 0.90, 2.0, False),
+        ("loss", 1.00, 1.015, 2.0, False),
+        ("loss", 1.00, 1.03, 2.0, True),
+    ],
+)
+def test_how_much_may_be_lost(metric, before, after, allowed, refused):
+    assert (compared.lost(Comparison(metric, 100, before, after, 0.9, allowed)) is not None) == refused
+
+
+def test_what_cannot_be_quantised_is_refused_before_anything_is_loaded(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "nowhere"))
+    full, failed, scores, small = (tmp_path / name for name in ("full", "failed", "scores", "small"))
+    for folder in (full, failed, scores, small):
+        folder.mkdir()
+        write_json(folder / "config.json", read_json(model / "config.json"))
+    write_json(failed / CHECK_FAILED, {})
+    write_json(scores / "config.json", {"architectures": ["Qwen3ForSequenceClassification"]})
+    write_json(small / "config.json", {"quantization_config": {}})
+    new = tmp_path / "new"
+    for source, kind, output, words in (
+        (model, "int3", new, "choose int8, int4, fp8, nf4"),
+        (model, "nf4", full, "is not empty"),
+        (failed, "nf4", new, "failed its check"),
+        (scores, "nf4", new, "gives scores"),
+        (small, "nf4", new, "quantised already"),
+        (model, "int8", new, "make serving"),
+    ):
+        assert quantize(source, kind, output) == 2, words
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1, said
+        assert not new.exists()
+
+
+def test_without_examples_what_is_calibrated_says_so(model):
+    with pytest.raises(UserError, match="add --data FILE"):
+        compared.Original(None).calibration(model)
+
+
+def test_the_kinds_that_are_calibrated_are_llm_compressors():
+    assert all(kind.quantizer == "llm-compressor" for kind in kinds.KINDS.values() if kind.calibrated)
+
+
+@pytest.fixture(scope="module")
+def trained(launcher, tmp_path_factory):
+    """Train the tiny recipe as `make demo` does; only `make test-all` asks for it."""
+    folder = tmp_path_factory.mktemp("trained")
+    run([*launcher, "tiny", "full", "--gpus", "2", "--output-dir", str(folder / "run"), "wandb.mode=disabled"], folder)
+    return folder / "run"
+
+
+@pytest.mark.skipif(environment.python("llmcompressor") is None, reason="needs the environment of `make serving`")
+@pytest.mark.parametrize("kind", tiered(["int8", "int4", "fp8"], []))
+def test_llm_compressors_models_answer_as_trained(kind, trained, tmp_path, capsys):
+    output = tmp_path / "small"
+    assert quantize(trained, kind, output, "--limit", "50") == 0
+    said = capsys.readouterr().out
+    result = record.read(output).results["quantization"]
+    assert result["before"] > 0.9 and result["after"] >= result["before"] - 0.02, said
+    assert result["same_token"] > 0.9 and result["bytes_after"] < 0.5 * result["bytes_before"]
+    assert f"({kind})" in (output / card.FILE).read_text()
+    assert read_json(output / "config.json")["quantization_config"]["quant_method"] == "compressed-tensors"

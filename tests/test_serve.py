@@ -1,0 +1,194 @@
+"""serve.py: real servers answer with the tokens of plain transformers; what cannot be served is refused."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from recipes.commands import serve
+from recipes.commands.main import run as run_command
+from recipes.evaluation import server as client
+from recipes.model_folder import base_model
+from recipes.serving import engines, environment, process, served
+from recipes.spec.errors import UserError
+from recipes.spec.project import CHECKOUT
+from recipes.spec.run_folder import read_json, write_json
+from recipes.spec.samples import CHAT, TINY_MODEL
+from recipes.training import export
+from recipes.training.model.generate import generate
+from tests.ranks import free_port
+
+NO_SERVING = pytest.mark.skipif(environment.python("vllm") is None, reason="needs the environment of `make serving`")
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Write the model that ships with the project as an export, and two adapters of it that change its answers."""
+    folder = tmp_path_factory.mktemp("models")
+    export.write(Path(TINY_MODEL), folder / "whole", merge=False)
+    for seed, name in enumerate(("one", "other")):
+        torch.manual_seed(seed)
+        base = AutoModelForCausalLM.from_pretrained(folder / "whole", dtype=torch.float32)
+        adapter = get_peft_model(base, LoraConfig(r=4 * (seed + 1), lora_alpha=64, target_modules="all-linear"))
+        for key, weight in adapter.named_parameters():
+            if "lora_B" in key:
+                torch.nn.init.normal_(weight, std=0.02)
+        adapter.save_pretrained(folder / name)
+        for file in (*(folder / "whole").glob("token*"), *(folder / "whole").glob("*.jinja")):
+            shutil.copy2(file, folder / name)
+        config = folder / name / base_model.ADAPTER
+        write_json(config, read_json(config) | {base_model.KEY: "../whole"})
+    return folder
+
+
+@contextlib.contextmanager
+def serving(*words):
+    """Start serve.py, yield its address once it is ready, and end it as Ctrl-C does."""
+    port = free_port()
+    command = [sys.executable, str(CHECKOUT / "scripts" / "serve.py"), *map(str, words), "--port", str(port)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said = []
+        for line in running.stdout:
+            said.append(line)
+            if line.startswith("ready:"):
+                break
+        else:
+            raise AssertionError("".join(said))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 0
+        running.stdout.close()
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0, "the server outlives the command"
+
+
+def prompts(count):
+    lines = Path(CHAT.validation).read_text().splitlines()[:count]
+    return [json.loads(line)["messages"][:1] for line in lines]
+
+
+def plain(folder, conversations):
+    """Return the greedy answers of plain transformers."""
+    return generate(export.load(folder).eval(), export.load_tokenizer(folder), conversations, LENGTH)
+
+
+def asked(url, model, conversations):
+    options = {"temperature": 0, "max_tokens": LENGTH}
+    return [answer.strip() for answer in client.answers(client.connect(url, model), conversations, options)]
+
+
+def test_transformers_serve_answers_as_plain_transformers_does(models):
+    conversations = prompts(3)
+    with serving(models / "whole", "--engine", "transformers", "--name", "tiny") as url:
+        assert asked(url, "tiny", conversations) == plain(models / "whole", conversations)
+        with pytest.raises(UserError, match="pinned"):
+            asked(url, "other", conversations[:1])
+
+
+@pytest.mark.every
+def test_transformers_serve_answers_with_an_adapter(models):
+    conversations = prompts(3)
+    expected = plain(models / "one", conversations)
+    assert expected != plain(models / "whole", conversations)
+    with serving(models / "one", "--engine", "transformers") as url:
+        assert asked(url, "one", conversations) == expected
+
+
+@NO_SERVING
+@pytest.mark.every
+def test_vllm_answers_as_plain_transformers_does_with_adapters_side_by_side(models):
+    conversations = prompts(50)
+    expected = {name: plain(models / name, conversations) for name in ("whole", "one", "other")}
+    assert len({tuple(answers) for answers in expected.values()}) == 3
+    with serving(models / "one", "--engine", "vllm", "--adapter", f"other={models / 'other'}") as url:
+        for name, answers in expected.items():
+            assert asked(url, {"whole": "base"}.get(name, name), conversations) == answers
+
+
+def test_vllm_is_told_what_the_model_was_trained_with(models, tmp_path, monkeypatch):
+    place = tmp_path / "serving"
+    (place / "lib" / "python3.11" / "site-packages" / "vllm").mkdir(parents=True)
+    monkeypatch.setenv(environment.VARIABLE, str(place))
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    found = served.find(models / "one", "invoices", [f"other={models / 'other'}"])
+    words = list(engines.vllm(found, "127.0.0.1", 8000).command)
+    assert words[0] == str(place / "bin" / "python")
+
+    def value(option):
+        return words[words.index(option) + 1]
+
+    assert value("--model") == str(models / "whole") and value("--served-model-name") == "base"
+    assert value("--dtype") == "float32" and value("--tokenizer") == str(models / "one")
+    assert value("--chat-template") == str(models / "one" / "chat_template.jinja")
+    assert value("--max-lora-rank") == "8" and value("--max-loras") == "2"
+    at = words.index("--lora-modules")
+    assert words[at + 1 : at + 3] == [f"invoices={models / 'one'}", f"other={models / 'other'}"]
+
+
+def test_the_ready_lines_ask_for_the_first_adapter(models):
+    lines = serve.ready(served.find(models / "one", None, []), "vLLM", "http://127.0.0.1:8000")
+    assert "one, base by vLLM" in lines[0]
+    assert '"model": "one"' in lines[2] and "model='one'" in lines[6]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "no such folder"),
+        (["whole", "--adapter", "other"], "write NAME=FOLDER"),
+        (["whole", "--adapter", "x=whole"], "holds no adapter"),
+        (["one", "--adapter", "one=other"], "a name of its own"),
+        (["one", "--adapter", "x=elsewhere"], "is served"),
+        (["one", "--engine", "transformers", "--adapter", "x=other"], "several adapters need vLLM"),
+        (["whole", "--name", "a/b"], "without a slash"),
+        (["whole", "--port", "70000"], "between 1 and 65535"),
+        (["whole", "--engine", "vllm"], "make serving"),
+        (["four_bits"], "merge it first"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(words, said, models, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "nowhere"))
+    for name, source in (("whole", None), ("one", None), ("other", None), ("elsewhere", "one"), ("four_bits", "one")):
+        shutil.copytree(models / (source or name), tmp_path / name)
+    other = tmp_path / "elsewhere" / base_model.ADAPTER
+    write_json(other, read_json(other) | {base_model.KEY: "../one"})
+    write_json(tmp_path / "four_bits" / "base_quantization.json", {})
+    monkeypatch.chdir(tmp_path)
+    assert run_command("serve", words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1, error
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(models, capsys):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        assert run_command("serve", [str(models / "whole"), "--port", str(busy.getsockname()[1])]) == 2
+    assert "choose another with --port" in capsys.readouterr().err
+
+
+def test_a_server_that_fails_says_why_and_leaves_nothing(tmp_path):
+    broken = "import subprocess, sys; subprocess.Popen(['sleep', '97']); sys.exit('ValueError: no such weights')"
+    engine = engines.Engine("vLLM", (sys.executable, "-c", broken), dict(os.environ))
+    start = time.monotonic()
+    with (
+        pytest.raises(UserError, match="status 1: ValueError: no such weights"),
+        process.running(engine, "127.0.0.1", free_port(), tmp_path / "log"),
+    ):
+        pass
+    assert time.monotonic() - start < process.GRACE
+    assert subprocess.run(["pgrep", "-f", "sleep 97"], capture_output=True).returncode == 1
