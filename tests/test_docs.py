@@ -23,12 +23,15 @@ from recipes.commands import (
     publish,
     report,
     resolve,
+    serve,
 )
 from recipes.docs import documents
 from recipes.spec import pages
 from recipes.spec.project import CHECKOUT as ROOT
 
-PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "runs"} & set(path.relative_to(ROOT).parts))
+PAGES = sorted(
+    path for path in ROOT.rglob("*.md") if not {".venv", ".serving", "runs"} & set(path.relative_to(ROOT).parts)
+)
 README = ROOT / "README.md"
 PARSERS = {
     "launch.py": launch,
@@ -36,6 +39,7 @@ PARSERS = {
     "export.py": export,
     "generate.py": generate,
     "evaluate.py": evaluate,
+    "serve.py": serve,
     "publish.py": publish,
     "benchmark.py": benchmark,
     "check_config.py": check,

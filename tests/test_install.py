@@ -259,6 +259,7 @@ NEEDS_PACKAGES = {
     "plan": ["llama3-8b"],
     "publish": [ROOT / "recipes" / "samples" / "tiny_model", "OWNER/NAME"],
     "report": ["runs"],
+    "serve": [ROOT / "recipes" / "samples" / "tiny_model"],
 }
 """Each script with arguments for which it needs a package; the others need none."""
 WITHOUT = {"doctor": ["--json"], "resolve_config": [ROOT / "configs" / "zero3.json", "--model", "llama3-8b"]}

@@ -221,7 +221,7 @@ def test_every_requirement_is_pinned_and_installed_at_its_pin():
     assert len(pins) > 80
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert set(extras) == {"train", "test", "dev"}
+    assert set(extras) == {"train", "serve", "test", "dev"}
     wanted = [re.match(r"[\w.-]+", line)[0] for part in (project["dependencies"], *extras.values()) for line in part]
     assert set(wanted) <= set(pins)
     if Path(sys.prefix) == ROOT / ".venv":

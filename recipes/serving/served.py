@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..evaluation import candidates
-from ..model_folder import base_model, card, record
+from ..model_folder import base_model, record
 from ..spec.errors import UserError
 from ..spec.run_folder import read_json
+
+QUANTIZATION = "base_quantization.json"
+"""Beside an adapter that was trained on a quantised base model."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
     Raises:
         UserError: there is no such model, it writes no text, or the adapters have different bases.
     """
+    from ..model_folder import card  # a second's import, which --help does without
+
     folder = model_folder(name)
     if card.look(folder).scores:
         raise UserError(f"{name}: gives scores and writes no text; serve a model that does.")
@@ -93,7 +98,7 @@ def _name(folder: Path, typed: Path) -> str:
 def _adapter(name: str, folder: Path) -> Adapter:
     if not (folder / base_model.ADAPTER).exists():
         raise UserError(f"--adapter {name}: {folder} holds no adapter ({base_model.ADAPTER}).")
-    if (folder / card.QUANTIZATION).exists():
+    if (folder / QUANTIZATION).exists():
         raise UserError(
             f"{folder}: was trained on a base model in 4 bits, and a server would put it on another one; "
             f"merge it first: python scripts/export.py {folder} --merge --output DIR."
