@@ -133,8 +133,8 @@ def rows_like(ratios, row):
     return [Comparison(row, 10.0, 10.0 * ratio) for ratio in ratios]
 
 
-def test_ranges_are_the_quantiles_of_the_fitted_half(monkeypatch):
-    row = next(row for row in published_rows() if row.half == "fitted" and row.method == "lora" and row.gpus == 1)
+def test_ranges_are_the_quantiles_of_the_fitted_share(monkeypatch):
+    row = next(row for row in published_rows() if row.share == "fitted" and row.method == "lora" and row.gpus == 1)
     shares = [0.9 + number / 100 for number in range(21)]
     monkeypatch.setattr(ranges, "comparisons", lambda rows, measure: rows_like(shares, next(iter(rows))))
     found = ranges.fit([row])["memory"]
@@ -143,18 +143,18 @@ def test_ranges_are_the_quantiles_of_the_fitted_half(monkeypatch):
     assert list(ranges.fit([row])["memory"]) == ["all"], "three rows make no range of their own"
 
 
-def test_ranges_are_taken_from_the_fitted_half_alone():
+def test_ranges_are_taken_from_the_fitted_share_alone():
     rows = published_rows()
-    assert ranges.fit(rows) == ranges.fit([row for row in rows if row.half == "fitted"])
-    assert ranges.fit([row for row in rows if row.half == "held out"] + rows[:1]) != ranges.fit(rows)
+    assert ranges.fit(rows) == ranges.fit([row for row in rows if row.share == "fitted"])
+    assert ranges.fit([row for row in rows if row.share == "held out"] + rows[:1]) != ranges.fit(rows)
 
 
 def test_coverage_counts_what_is_inside():
     data = {"ranges": {measure: {"all": [0.0, 99.0]} for measure in ("memory", "time")}}
     rows = published_rows()
-    assert ranges.coverage(rows, data).count("100%") == 4
+    assert ranges.coverage(rows, data).count("100%") == 6
     data["ranges"]["memory"]["all"] = [1.0, 1.0]
-    assert ranges.coverage(rows, data).count("100%") == 2
+    assert ranges.coverage(rows, data).count("100%") == 3
 
 
 def test_a_run_has_the_range_of_its_narrowest_kind():

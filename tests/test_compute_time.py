@@ -16,13 +16,13 @@ from recipes.planning.hardware.gpus import find
 from recipes.spec.recipe import Layout, Lora
 from tests.profiles import llama, mixture
 
-ROWS = [row for row in published_rows() if row.half == "fitted"]
+ROWS = [row for row in published_rows() if row.share == "fitted"]
 A100, H100 = Cluster(find("A100 80GB"), 8), Cluster(find("H100"), 8)
 BASE = TrainingSetup(1, zero_stage=0, sequence_length=4096)
 
 
 def error(applies, known=None) -> float:
-    """Return the mean error over published rows of the fitted half."""
+    """Return the mean error over published rows of the fitted share."""
     runs = calibrate.published_runs([row for row in ROWS if applies(row)])
     assert len(runs) >= 3
     speeds = [

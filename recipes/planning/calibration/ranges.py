@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from ..cost.ranges import ALL, kinds_of
 from .published_errors import Comparison, Measure, comparisons
-from .published_rows import PublishedRow
+from .published_rows import SHARES, PublishedRow
 
 LOW, HIGH = 0.05, 0.95
 """The quantiles."""
@@ -20,8 +20,8 @@ ENOUGH = 8
 
 
 def fit(rows: Sequence[PublishedRow]) -> dict[str, dict[str, list[float]]]:
-    """Return low, high and the number of rows by measure and kind, out of the fitted half of the rows."""
-    fitted = [row for row in rows if row.half == "fitted" and row.is_same_stack]
+    """Return low, high and the number of rows by measure and kind, out of the fitted share of the rows."""
+    fitted = [row for row in rows if row.share == "fitted" and row.is_same_stack]
     found: dict[str, dict[str, list[float]]] = {}
     for measure in get_args(Measure):
         ratios: dict[str, list[float]] = {}
@@ -51,11 +51,11 @@ def inside(one: Comparison, ranges: Mapping[str, Any]) -> bool:
 
 
 def coverage(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
-    """Return a table of the share of rows of the same stack inside their ranges, in both halves."""
-    lines = ["| half | measure | rows | inside their range |", "|---|---|---|---|"]
-    for half in ("fitted", "held out"):
+    """Return a table of the share of rows of the same stack inside their ranges, in each share."""
+    lines = ["| share | measure | rows | inside their range |", "|---|---|---|---|"]
+    for share in SHARES:
         for measure in get_args(Measure):
-            compared = comparisons((row for row in rows if row.half == half and row.is_same_stack), measure)
-            share = sum(inside(one, data["ranges"][measure]) for one in compared) / len(compared)
-            lines.append(f"| {half} | {measure} | {len(compared)} | {share:.0%} |")
+            compared = comparisons((row for row in rows if row.share == share and row.is_same_stack), measure)
+            within = sum(inside(one, data["ranges"][measure]) for one in compared) / len(compared)
+            lines.append(f"| {share} | {measure} | {len(compared)} | {within:.0%} |")
     return "\n".join(lines)
