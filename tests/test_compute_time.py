@@ -52,6 +52,14 @@ def test_consumer_gpus_reach_more_of_their_datasheet():
     assert error(consumer, {"matmul": constants("A100 80GB").matmul}) > 0.15
 
 
+def test_geforce_gpus_reach_each_other_through_the_host():
+    def gathers(row):
+        return row.gpu == "RTX 3090" and row.method == "lora" and row.offload == "none" and row.gpus > 1
+
+    assert error(gathers) < 0.1
+    assert error(gathers, {"peer": 0.0}) > 0.3
+
+
 def test_kernels_are_counted_by_what_a_layer_has():
     dense, routed = llama().layer_kinds[0], mixture().layer_kinds[0]
     assert kernels(dense, BASE, 0) == KERNELS

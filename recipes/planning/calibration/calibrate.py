@@ -43,7 +43,7 @@ PUBLISHED: dict[ConstantPath, tuple[float, float]] = {
 OWN: dict[ConstantPath, tuple[float, float]] = {
     **_limits("software", "deepspeed", gap=(1e-6, 1e-3), launch=(2e-6, 3e-5), hook=(2e-5, 1e-3)),
     **_limits("software", "deepspeed", dequantize=(0.1, 0.85)),
-    **_limits("gpus", "RTX 30", matmul=(0.5, 1.0)),
+    **_limits("gpus", "RTX 30", matmul=(0.5, 1.0), peer=(0.02, 0.75)),
     **_limits("gpus", "RTX 40", matmul=(0.5, 1.0)),
 }
 """Constants that are fitted on published rows of the fitted share, and on this project's own measurements."""
