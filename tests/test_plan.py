@@ -384,13 +384,16 @@ def test_what_needs_the_training_stack_is_answered_with_how_to_install_it(withou
     assert "give --gpu NAME" in without_the_stack("llama3-8b").stderr, "without torch no GPU is seen"
 
 
-def test_selective_checkpointing_counts_as_none(answer):
-    selective, none = (answer("llama3-8b", *EIGHT, f"gradient_checkpointing={how}") for how in ("selective", "false"))
-    keep = ("config", "gpu_peak_gib", "micro_batch_size", "gradient_checkpointing")
-    assert [[plan[key] for key in keep] for plan in selective["plans"]] == [
-        [plan[key] for key in keep] for plan in none["plans"]
+def test_selective_checkpointing_lies_between_all_and_none(answer):
+    plans = [
+        answer("llama3-8b", *EIGHT, "deepspeed=zero3.json", "micro_batch_size=1", f"gradient_checkpointing={how}")
+        for how in ("true", "selective", "false")
     ]
-    assert "gradient_checkpointing=selective" in selective["plans"][0]["command"]
+    peaks, speeds = zip(
+        *((one["plans"][0]["gpu_peak_gib"], one["plans"][0]["tokens_per_second_per_gpu"]) for one in plans), strict=True
+    )
+    assert list(peaks) == sorted(peaks) and list(speeds) == sorted(speeds) and len(set(peaks)) == 3
+    assert "gradient_checkpointing=selective" in plans[1]["plans"][0]["command"]
 
 
 @pytest.fixture

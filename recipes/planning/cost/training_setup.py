@@ -27,6 +27,9 @@ class TrainingSetup:
     """In tokens."""
     precision: Precision = "bf16"
     gradient_checkpointing: bool = True
+    """Of whole layers."""
+    selective: bool = False
+    """Checkpointing of the feed-forward layers alone, where whole layers are not checkpointed."""
     packing: bool = True
     sequences_per_example: int = 1
     """Two where a method compares two answers."""
@@ -108,6 +111,11 @@ class TrainingSetup:
         sequences = self.data_parallel_size * self.sequences_per_pass * self.gradient_accumulation_steps
         return sequences * self.sequence_length
 
+    def feed_forward_tiles(self, hidden: int) -> int:
+        """Return in how many parts feed-forward layers compute a sequence (`training.model.tiling.tiles`)."""
+        length = self.sequence_length / self.layout.sequence
+        return max(2, math.ceil(length / hidden)) if self.tiled_mlp else 1
+
     def tiles(self, vocabulary: int) -> bool:
         """Return whether the loss is computed in tiles."""
         tokens = self.micro_batch_size * self.sequence_length / self.layout.sequence
@@ -139,8 +147,9 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         gradient_accumulation_steps=gradient_accumulation_steps(recipe, world_size),
         sequence_length=recipe.sequence_length,
         precision=recipe.precision,
-        # `selective` saves less than no checkpointing and more than all of it; counted as none.
         gradient_checkpointing=recipe.gradient_checkpointing is True,
+        # What is tiled is checkpointed too (`training.model.load`).
+        selective=recipe.gradient_checkpointing == "selective" and not recipe.tiled_mlp,
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
         reference=recipe.traits.reference,

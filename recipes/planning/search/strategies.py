@@ -217,6 +217,7 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
                 micro_batch_size=size,
                 gradient_accumulation_steps=sequences // size,
                 gradient_checkpointing=checkpointing is True,
+                selective=setup.selective and checkpointing == "selective",
             )
             plan = _plan(request, sized, file, sized_setup)
             if plan.fits or size == 1:
