@@ -384,6 +384,19 @@ def test_what_needs_the_training_stack_is_answered_with_how_to_install_it(withou
     assert "give --gpu NAME" in without_the_stack("llama3-8b").stderr, "without torch no GPU is seen"
 
 
+def test_4_bit_weights_are_sharded_where_one_gpu_can_load_them(answer, config_json):
+    """Llama 2 70B trains so on two GPUs with 40 GB, 36.6 GB each (PEFT, docs/source/accelerate/deepspeed.md)."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    llama2 = config_json(vocab_size=32000, **sizes)
+    words = (llama2, "--method", "qlora", "--gpu", "A100-40GB", "--gpus", "2", "sequence_length=2048")
+    best = answer(*words)["plans"][0]
+    assert best["config"] == "zero3_adapters.json" and best["gpu_peak_gib"] == pytest.approx(36.6, rel=0.03)
+    whole = answer(*words, "deepspeed=zero2.json")["plans"][0]
+    assert not whole["fits"] and whole["gpu_peak_gib"] > best["gpu_peak_gib"] + 5
+    small = answer(llama2, "--method", "qlora", "--gpu-memory", "24", "--gpus", "2", "deepspeed=zero3_adapters.json")
+    assert "while weights are loaded, whole on every rank" in small["plans"][0]["why"]
+
+
 def test_selective_checkpointing_lies_between_all_and_none(answer):
     plans = [
         answer("llama3-8b", *EIGHT, "deepspeed=zero3.json", "micro_batch_size=1", f"gradient_checkpointing={how}")

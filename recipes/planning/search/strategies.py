@@ -181,8 +181,8 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
         suits = file.has_tensor_block <= (layout.tensor > 1)
         suits &= name != "pipeline.json" or layout.pipeline > 1
         return suits and file.has_expert_block == (layout.expert > 1)
-    if request.recipe.model.quantization != "none" and "zero3" in name:
-        return False  # every rank loads 4-bit weights whole first, so that ZeRO-3 makes no larger model fit
+    if request.recipe.model.quantization != "none" and name.startswith("zero3") and name != "zero3_adapters.json":
+        return False  # packed weights are not offloaded
     if layout.pipeline > 1 or layout.expert > 1:
         return name == ("pipeline.json" if layout.pipeline > 1 else "expert_parallel.json")
     if name == "bf16_states.json" and request.recipe.precision != "bf16":
