@@ -10,6 +10,7 @@
     full          SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3
     lora          SFT       adapters     ZeRO-2, ZeRO-3 (70b)
     qlora         SFT       adapters     ZeRO-2
+    qlora_zero3   SFT       adapters     ZeRO-3
     dora          SFT       adapters     ZeRO-2, ZeRO-3 (70b)
     full_offload  SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3; optimizer on the CPU
     long_context  SFT       all weights  ZeRO-3
@@ -154,6 +155,11 @@ def lora(size: str) -> Recipe:
 def qlora(size: str) -> Recipe:
     """Adapters on frozen 4-bit weights: where the bf16 weights do not fit, such as the 70b on one 80 GB GPU."""
     return variants.qlora(lora(size), learning_rate=1e-4 if size == "70b" else 2e-4)
+
+
+def qlora_zero3(size: str) -> Recipe:
+    """Adapters on 4-bit weights that the GPUs share: where `qlora` loads on one but does not train, as 70b on 40 GB."""
+    return variants.qlora_zero3(lora(size), learning_rate=1e-4 if size == "70b" else 2e-4)
 
 
 def dora(size: str) -> Recipe:

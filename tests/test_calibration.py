@@ -128,33 +128,44 @@ def test_an_unmeasured_gpu_borrows_another_gpus_shares_and_says_so():
 # Ranges.
 
 
-def rows_like(ratios, row):
-    """Return the comparisons of rows that were measured at so many times their prediction."""
-    return [Comparison(row, 10.0, 10.0 * ratio) for ratio in ratios]
+PUBLISHERS = {row.publisher: row for row in published_rows() if row.share == "fitted" and row.method == "lora"}
+ONE, OTHER = PUBLISHERS["QwenLM/Qwen"], replace(PUBLISHERS["QwenLM/Qwen"], publisher="huggingface/peft")
+RATIOS = [0.9 + number / 100 for number in range(21)]
 
 
-def test_ranges_are_the_quantiles_of_the_fitted_half(monkeypatch):
-    row = next(row for row in published_rows() if row.half == "fitted" and row.method == "lora" and row.gpus == 1)
-    shares = [0.9 + number / 100 for number in range(21)]
-    monkeypatch.setattr(ranges, "comparisons", lambda rows, measure: rows_like(shares, next(iter(rows))))
-    found = ranges.fit([row])["memory"]
-    assert found["lora, one GPU"] == found["lora"] == found["all"] == [0.91, 1.09, 21]
-    monkeypatch.setattr(ranges, "comparisons", lambda rows, measure: rows_like(shares[:3], next(iter(rows))))
-    assert list(ranges.fit([row])["memory"]) == ["all"], "three rows make no range of their own"
+def fitted_ranges(monkeypatch, ratios):
+    """Return the ranges of memory where the rows of each publisher were measured at so many times their prediction."""
+    compared = [Comparison(row, 10.0, 10.0 * ratio) for row, each in ratios.items() for ratio in each]
+    monkeypatch.setattr(ranges, "comparisons", lambda rows, measure: compared)
+    return ranges.fit(list(ratios))["memory"]
 
 
-def test_ranges_are_taken_from_the_fitted_half_alone():
+def test_ranges_are_the_quantiles_of_publishers_that_agree(monkeypatch):
+    found = fitted_ranges(monkeypatch, {ONE: RATIOS, OTHER: RATIOS})
+    assert found[kinds_of(ONE.setup)[0]] == found["lora"] == found["all"] == [0.91, 1.09, 42]
+    assert list(fitted_ranges(monkeypatch, {ONE: RATIOS})) == ["all"], "one publisher makes no range of its own"
+    few = {ONE: RATIOS[:3], OTHER: RATIOS[:3]}
+    assert list(fitted_ranges(monkeypatch, few)) == ["all"], "neither do six rows"
+
+
+def test_ranges_reach_a_publisher_that_was_left_out(monkeypatch):
+    low, high, _ = fitted_ranges(monkeypatch, {ONE: RATIOS, OTHER: [1.3 * ratio for ratio in RATIOS]})["all"]
+    # The pooled quantiles are 0.92 and 1.40. Left out, one lies up to a factor of 1.3 above the range of the other.
+    assert high == pytest.approx(1.4 * 1.3, rel=0.02) and low == pytest.approx(0.92 / 1.3, rel=0.02)
+
+
+def test_ranges_are_taken_from_the_fitted_share_alone():
     rows = published_rows()
-    assert ranges.fit(rows) == ranges.fit([row for row in rows if row.half == "fitted"])
-    assert ranges.fit([row for row in rows if row.half == "held out"] + rows[:1]) != ranges.fit(rows)
+    assert ranges.fit(rows) == ranges.fit([row for row in rows if row.share == "fitted"])
+    assert ranges.fit([row for row in rows if row.share == "held out"] + rows[:1]) != ranges.fit(rows)
 
 
 def test_coverage_counts_what_is_inside():
     data = {"ranges": {measure: {"all": [0.0, 99.0]} for measure in ("memory", "time")}}
     rows = published_rows()
-    assert ranges.coverage(rows, data).count("100%") == 4
+    assert ranges.coverage(rows, data).count("100%") == 6
     data["ranges"]["memory"]["all"] = [1.0, 1.0]
-    assert ranges.coverage(rows, data).count("100%") == 2
+    assert ranges.coverage(rows, data).count("100%") == 3
 
 
 def test_a_run_has_the_range_of_its_narrowest_kind():

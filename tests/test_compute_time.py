@@ -16,13 +16,13 @@ from recipes.planning.hardware.gpus import find
 from recipes.spec.recipe import Layout, Lora
 from tests.profiles import llama, mixture
 
-ROWS = [row for row in published_rows() if row.half == "fitted"]
+ROWS = [row for row in published_rows() if row.share == "fitted"]
 A100, H100 = Cluster(find("A100 80GB"), 8), Cluster(find("H100"), 8)
 BASE = TrainingSetup(1, zero_stage=0, sequence_length=4096)
 
 
 def error(applies, known=None) -> float:
-    """Return the mean error over published rows of the fitted half."""
+    """Return the mean error over published rows of the fitted share."""
     runs = calibrate.published_runs([row for row in ROWS if applies(row)])
     assert len(runs) >= 3
     speeds = [
@@ -50,6 +50,14 @@ def test_consumer_gpus_reach_more_of_their_datasheet():
 
     assert error(consumer) < 0.06
     assert error(consumer, {"matmul": constants("A100 80GB").matmul}) > 0.15
+
+
+def test_geforce_gpus_reach_each_other_through_the_host():
+    def gathers(row):
+        return row.gpu == "RTX 3090" and row.method == "lora" and row.offload == "none" and row.gpus > 1
+
+    assert error(gathers) < 0.1
+    assert error(gathers, {"peer": 0.0}) > 0.3
 
 
 def test_kernels_are_counted_by_what_a_layer_has():

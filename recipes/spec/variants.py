@@ -29,11 +29,18 @@ Variant = Callable[[str], Recipe]
 def qlora(lora: Recipe, **changes: Any) -> Recipe:
     """Return `lora` on frozen 4-bit weights (QLoRA, arXiv:2305.14314).
 
-    With ZeRO-2 at every size. Under ZeRO-3 (`deepspeed=zero3_adapters.json`) the ranks share the packed weights
-    while they train (`tests/parity/test_quantised.py`), but each has to load them whole first.
+    With ZeRO-2 at every size: every rank holds all of them. `qlora_zero3` is for those that are too large.
     """
     model = replace(lora.model, quantization="nf4")
     return _changed(lora, changes, model=model, deepspeed="zero2.json")
+
+
+def qlora_zero3(lora: Recipe, **changes: Any) -> Recipe:
+    """Return `lora` on frozen 4-bit weights that the ranks share while they train (`tests/parity/test_quantised.py`).
+
+    Each rank still loads them whole before ZeRO-3 shards them: half a byte per weight has to fit on one GPU.
+    """
+    return qlora(lora, **{"deepspeed": "zero3_adapters.json", **changes})
 
 
 def dora(lora: Recipe, **changes: Any) -> Recipe:

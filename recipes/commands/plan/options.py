@@ -42,6 +42,9 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     result.add_argument(
         "--price", action="append", default=[], metavar="DOLLARS", help="per hour of a node; also INSTANCE=DOLLARS"
     )
+    result.add_argument(
+        "--spot", metavar="12h", help="a node is interrupted after so long, on average: hours with restarts"
+    )
     result.add_argument("--deadline", metavar="8h", help="how many GPUs train the tokens in so long")
     result.add_argument("--which-gpu", action="store_true", help="the smallest hardware, and the cheapest to rent")
     result.add_argument("--longest", action="store_true", help="the longest sequence that fits")

@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,22 @@ def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str
     """Return what is to be trained; None where nobody has said how much.
 
     Args:
-        arguments: with `tokens` and `price` as typed.
+        arguments: with `tokens`, `price` and `spot` as typed.
         recipe: with the user's settings.
         keys: of the settings that the user has given; `data.path`, `epochs` and `max_steps` say how much, too.
 
     Raises:
         UserError: the tokens or a price are no number, or the data cannot be counted.
     """
+    found = _workload(arguments, recipe, keys)
+    if arguments.spot is None:
+        return found
+    if found is None:
+        raise UserError("--spot: how much is to be trained? Add --tokens 500M, or data.path=... epochs=3.")
+    return replace(found, node_hours=deadline(arguments.spot, "--spot"))
+
+
+def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str]) -> Workload | None:
     known = prices(arguments.price)
     if arguments.tokens is not None:
         both = [key for key in ("epochs", "max_steps") if key in keys]
@@ -61,7 +71,7 @@ def tokens(text: str) -> float:
     return number
 
 
-def deadline(text: str) -> float:
+def deadline(text: str, flag: str = "--deadline") -> float:
     """Return the hours of `8h`, `90m`, `2d` or `1d12h`.
 
     Raises:
@@ -73,7 +83,7 @@ def deadline(text: str) -> float:
     except ValueError:
         hours = 0.0
     if re.sub(r"[0-9.]+\s*[dhm]\s*", "", text.strip().lower()) or not 0 < hours < math.inf:
-        raise UserError(f"--deadline {text}: must be a time above 0 with its unit, such as 8h, 90m or 2d.")
+        raise UserError(f"{flag} {text}: must be a time above 0 with its unit, such as 8h, 90m or 2d.")
     return hours
 
 

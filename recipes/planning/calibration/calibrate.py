@@ -1,7 +1,7 @@
 """Fit the constants of the time estimate on measured throughput, and report the error on held-out tables.
 
-First those of the hardware and of other software on two tables, then our own software's on the fitted half of the
-published rows and on our own runs. Both halves are reported with every calibration.
+First those of the hardware and of other software on two tables, then our own software's on the fitted share of the
+published rows and on our own runs. Every share is reported with every calibration.
 
 python -m recipes.planning.calibration.calibrate            # fit, write, report
 python -m recipes.planning.calibration.calibrate --report   # report only
@@ -43,10 +43,10 @@ PUBLISHED: dict[ConstantPath, tuple[float, float]] = {
 OWN: dict[ConstantPath, tuple[float, float]] = {
     **_limits("software", "deepspeed", gap=(1e-6, 1e-3), launch=(2e-6, 3e-5), hook=(2e-5, 1e-3)),
     **_limits("software", "deepspeed", dequantize=(0.1, 0.85)),
-    **_limits("gpus", "RTX 30", matmul=(0.5, 1.0)),
+    **_limits("gpus", "RTX 30", matmul=(0.5, 1.0), peer=(0.02, 0.75)),
     **_limits("gpus", "RTX 40", matmul=(0.5, 1.0)),
 }
-"""Constants that are fitted on published rows of the fitted half, and on this project's own measurements."""
+"""Constants that are fitted on published rows of the fitted share, and on this project's own measurements."""
 
 
 def predicted(run: MeasuredRun, data: Mapping[str, Any]) -> float:
@@ -135,7 +135,7 @@ def published_runs(rows: Iterable[PublishedRow]) -> list[MeasuredRun]:
     return [
         MeasuredRun(
             one.row.table,
-            one.row.half == "fitted",
+            one.row.share == "fitted",
             "deepspeed",
             profile_of(one.row),
             one.row.setup,
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--report" not in arguments:
         published = [run for run in runs() if run.fitted and run.software != "deepspeed"]
         own = [run for run in runs() if run.fitted and run.software == "deepspeed"]
-        own += published_runs([row for row in published_rows() if row.half == "fitted" and row.is_same_stack])
+        own += published_runs([row for row in published_rows() if row.share == "fitted" and row.is_same_stack])
         print(f"{len(published)} rows: {fit(data, PUBLISHED, lambda changed: loss(published, changed)):.4f}")
         print(f"{len(own)} rows: {fit(data, OWN, lambda changed: loss(own, changed)):.4f}")
         data["ranges"] = ranges.fit(published_rows())

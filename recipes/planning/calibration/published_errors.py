@@ -1,4 +1,4 @@
-"""How wrong the planner is about published rows, in both halves: `python -m ...calibration.published_errors`.
+"""How wrong the planner is about published rows, in each share: `python -m ...calibration.published_errors`.
 
 Each row is planned with the settings that its source gives and the constants of this project's own software: what a
 user would be told. Nothing is fitted here.
@@ -14,7 +14,7 @@ from typing import Literal
 from ..cost.memory import Memory, peak_memory
 from ..cost.step_time import step_time
 from .published_models import profile_of
-from .published_rows import PublishedRow, published_rows
+from .published_rows import SHARES, PublishedRow, published_rows
 from .rank_correlation import rank_correlation
 
 WITHIN = 0.15
@@ -103,24 +103,24 @@ def errors(compared: Sequence[Comparison]) -> str:
 
 
 def report(rows: Sequence[PublishedRow]) -> str:
-    """Return a table of the errors in memory and time, by half and by what the rows have in common."""
+    """Return a table of the errors in memory and time, by share and by what the rows have in common."""
     lines = [
-        f"| half | measure | by | rows | median error | mean | median sign | within {WITHIN:.0%} | rank correlation |",
+        f"| share | measure | by | rows | median error | mean | median sign | within {WITHIN:.0%} | rank correlation |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for half in ("fitted", "held out"):
+    for share in SHARES:
         for measure in ("memory", "time"):
-            compared = comparisons((row for row in rows if row.half == half), measure)
+            compared = comparisons((row for row in rows if row.share == share), measure)
             for kind, name_of in KINDS.items():
                 names = sorted({name_of(one.row) for one in compared})
                 for name in names:
                     part = [one for one in compared if name_of(one.row) == name]
-                    lines.append(f"| {half} | {measure} | {kind}: {name} | {errors(part)} |")
+                    lines.append(f"| {share} | {measure} | {kind}: {name} | {errors(part)} |")
     return "\n".join(lines)
 
 
 def unplanned(rows: Sequence[PublishedRow]) -> str:
-    """Return how many measurements of both halves say nothing about the planner, by reason."""
+    """Return how many measurements say nothing about the planner, by reason."""
     counts: dict[tuple[str, str], int] = {}
     for row in rows:
         for measure, has, why in (
@@ -141,9 +141,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     measures: tuple[Measure, ...] = ("memory", "time") if "--rows" in arguments else ()
     for measure in measures:
         for one in comparisons(rows, measure):
-            print(
-                f"{one.row.half}, {measure}, {one.row}: {one.predicted:,.1f} for {one.measured:,.1f} ({one.error:+.0%})"
-            )
+            numbers = f"{one.predicted:,.1f} for {one.measured:,.1f} ({one.error:+.0%})"
+            print(f"{one.row.share}, {measure}, {one.row}: {numbers}")
     return 0
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ...spec.errors import UserError
 from ...spec.recipe import Layout, Lora
@@ -22,14 +22,17 @@ QUESTIONS = MEASUREMENTS / "questions" / "fit_or_not.json"
 """Public questions of the form "does X fit on Y", with what the thread found."""
 GIB_PER_GB = 1e9 / 2**30
 
+HEAD = ("publisher", "source", "stack", "memory_is", "memory_unit", "unseen")
+"""Of a table's own keys, those that hold for each of its rows."""
 SPLIT_ALL = ("Megatron", "torchtitan")
 """Software whose tensor parallelism divides all activations and the vocabulary."""
-
-Half = Literal["fitted", "held out"]
-
-
+SPLIT_HEAD = (*SPLIT_ALL, "InternEvo")
+"""Software whose tensor parallelism divides the embedding and the output matrix."""
 SAME_STACK = ("Hugging Face", "own loop with FSDP and PEFT")
 """How the stacks begin that compute with transformers' layers."""
+
+Share = Literal["fitted", "held out", "unseen"]
+SHARES: tuple[Share, ...] = get_args(Share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class PublishedRow:
     table: str
     """File name without `.json`."""
     publisher: str
-    """The repository or site, which decides the half."""
+    """The repository or site, which decides the share."""
     source: str
     stack: str
     """The software that trained."""
@@ -58,6 +61,8 @@ class PublishedRow:
     """None: not stated."""
     packing: bool
     """Several documents per sequence, which do not attend to each other or whose mask costs nothing."""
+    unseen: bool = False
+    """Its publisher was collected after the last look at the held-out rows, and judges only what was done by then."""
     gpu: str | None = None
     """As the source names it; None: only its memory is stated."""
     gpu_memory_gib: float | None = None
@@ -124,8 +129,10 @@ class PublishedRow:
         )
 
     @property
-    def half(self) -> Half:
-        """Which half the row belongs to: whole publishers, by the hash of their names, so that no one chooses."""
+    def share(self) -> Share:
+        """Which share the row belongs to: whole publishers, by the hash of their names, so that no one chooses."""
+        if self.unseen:
+            return "unseen"
         return "held out" if hashlib.sha256(self.publisher.encode()).digest()[0] % 2 else "fitted"
 
     @property
@@ -199,6 +206,7 @@ class PublishedRow:
             quantized=self.method == "qlora",
             tiled_loss=self.liger or self.chunked_loss,
             tensor_splits_all=self.stack in SPLIT_ALL,
+            tensor_splits_head=self.stack in SPLIT_HEAD,
             frozen_fp32=self.frozen_fp32,
             quantized_experts=self.quantized_experts,
             sharded_loading=self.sharding == "fsdp",
@@ -259,7 +267,7 @@ def read(file: Path) -> Iterator[PublishedRow]:
         TypeError: a column is unknown, or a field without a default is missing.
     """
     table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    head = {key: table[key] for key in ("publisher", "source", "stack", "memory_is", "memory_unit") if key in table}
+    head = {key: table[key] for key in HEAD if key in table}
     for row in table["rows"]:
         own = dict(zip(table["columns"], row, strict=True))
         yield PublishedRow(table=file.stem, **{**head, **table["common"], **own})

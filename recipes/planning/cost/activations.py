@@ -27,6 +27,15 @@ NORM_AFTER_TILES = 20.5
 """Bytes per token and width at the peak of the last norm's backward pass, which is in fp32; profiled with Llama's."""
 NORM = 8
 """Bytes of the last norm per token and hidden unit in bf16: its input there and in fp32, and its output."""
+INNER = 4
+"""Bytes per token and output of a feed-forward layer's inner matrices: itself and what follows it, in bf16."""
+INNER_LIGER = 3
+"""The same with Liger's kernels, which compute the activation function again (liger_kernel, ops/swiglu.py)."""
+NORM_LIGER = 4
+"""Bytes per token and width that Liger's norm saves less where its weight is trained, otherwise half of them: it keeps
+its input in bf16, and not in fp32 and normalised (liger_kernel, ops/rms_norm.py; transformers' LlamaRMSNorm)."""
+NORMS = 2
+"""Of a layer."""
 NOTHING = SavedBytes(0)
 
 
@@ -64,13 +73,44 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
         total += sequences * (more.per_token + more.per_pair * length) * own_length / layout.tensor
     if setup.tensor_splits_all:
         total = of_mode(kind.saved, setup).of(sequences, own_length) / layout.tensor
-    return _in_precision(total, setup)
+    return _in_precision(total - _fused_bytes(kind, setup, sequences * own_length), setup)
+
+
+def _fused_bytes(kind: LayerProfile, setup: TrainingSetup, tokens: float) -> float:
+    """Return what Liger's kernels save less in a layer: norms, and activation functions with a gate."""
+    if not setup.liger_kernel:
+        return 0.0
+    norms = NORMS * NORM_LIGER / (1 if setup.lora is None else 2) * kind.checkpoint_bytes / 2
+    inner = sum(outputs for _, outputs in kind.feed_forward[:-1]) if _is_gated(kind) else 0
+    ranks = setup.layout.tensor if setup.tensor_splits_all else 1
+    return tokens * (norms / ranks + (INNER - INNER_LIGER) * inner / setup.layout.tensor)
+
+
+def _is_gated(kind: LayerProfile) -> bool:
+    """Return whether a layer's feed-forward part multiplies two products; routed experts have kernels of their own."""
+    if kind.expert_parameters or not kind.feed_forward:
+        return False
+    width, _ = kind.feed_forward[-1]
+    return sum(outputs for _, outputs in kind.feed_forward[:-1]) == 2 * width
+
+
+def feed_forward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return what autograd saves inside a layer's feed-forward part for one micro-batch, beyond its input.
+
+    Each of its inner matrices has an output, and the activation function or the product with the gate has another one,
+    which the last matrix multiplies.
+    """
+    inner = sum(outputs for _, outputs in kind.feed_forward[:-1])
+    tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
+    each = INNER_LIGER if setup.liger_kernel and _is_gated(kind) else INNER
+    return _in_precision(each * tokens * inner / setup.layout.tensor, setup)
 
 
 def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return what stays of a layer after its forward pass: all that was saved, or with checkpointing its input."""
     if not setup.gradient_checkpointing:
-        return layer_bytes(kind, setup)
+        again = setup.selective or setup.tiled_mlp
+        return layer_bytes(kind, setup) - (feed_forward_bytes(kind, setup) if again else 0.0)
     tokens = _tokens(setup)
     return _in_precision(kind.checkpoint_bytes * tokens, setup) * (FP32 if setup.frozen_fp32 else 1)
 
@@ -80,9 +120,18 @@ def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     split = (1 - 1 / setup.layout.tensor) * kind.backward_peak.get("split", NOTHING)
     backward_peak = of_mode(kind.backward_peak, setup) + -1 * split
     needed = backward_peak.of(setup.sequences_per_pass, setup.sequence_length / setup.layout.sequence)
-    recomputed = layer_bytes(kind, setup) if setup.gradient_checkpointing else 0.0
     # In batches smaller than those that were profiled, the gradient of the largest weight is the peak.
-    return recomputed + _in_precision(max(needed, 2.0 * kind.largest_module if setup.lora is None else 0.0), setup)
+    gradient = 2.0 * kind.largest_module if setup.lora is None else 0.0
+    return _recomputed_bytes(kind, setup) + _in_precision(max(needed, gradient), setup)
+
+
+def _recomputed_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return what is computed again of a layer before its backward pass: its feed-forward part a tile at a time."""
+    feed_forward = feed_forward_bytes(kind, setup)
+    tile = feed_forward / setup.feed_forward_tiles(kind.checkpoint_bytes // 2)
+    if setup.gradient_checkpointing:
+        return layer_bytes(kind, setup) - feed_forward + tile
+    return tile if setup.selective or setup.tiled_mlp else 0.0
 
 
 def mask_bytes(kinds: Iterable[LayerProfile], setup: TrainingSetup) -> float:

@@ -27,7 +27,9 @@ class Group:
 
 def _inside(cluster: Cluster, constants: Constants) -> float:
     """Return bytes per second between two GPUs of a node, in one direction."""
-    return (cluster.gpu.link_gbs or cluster.gpu.pcie_gbs) * constants.link * GB
+    if cluster.gpu.link_gbs:
+        return cluster.gpu.link_gbs * constants.link * GB
+    return cluster.gpu.pcie_gbs * (constants.peer or constants.link) * GB
 
 
 def _between(cluster: Cluster, constants: Constants) -> float:

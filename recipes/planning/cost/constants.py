@@ -43,6 +43,9 @@ class Constants:
     """Seconds in which Python launches a kernel, while the GPU runs earlier ones."""
     dequantize: float = 0.85
     """Share of the memory bandwidth that unpacking 4-bit weights reaches."""
+    peer: float = 0.0
+    """Share of PCIe that collectives reach inside a node without NVLink: GeForce GPUs cannot read each other's memory,
+    so that everything passes through the host's. 0: the same as `link`."""
     hook: float = 0.0
     """Seconds in which ZeRO-3 fetches or releases a module, on the host, at each pass."""
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -108,10 +108,11 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
 
     def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
         allocated = {**states, **more}
-        runtime = CONTEXT + CUBLAS + (NCCL if setup.world_size > 1 else 0)
+        runtime = CONTEXT + CUBLAS + (NCCL if setup.world_size > 1 and moment != "loading" else 0)
         alone = setup.zero_ranks == 1 and setup.offload_optimizer != "none"
-        sharded = setup.zero_stage == 3 and not alone
-        fragmentation = FRAGMENTATION * sum(allocated.values()) + unusable
+        sharded = setup.zero_stage == 3 and not alone and moment != "loading"
+        # Weights are allocated once, and nothing between them is released while they load.
+        fragmentation = FRAGMENTATION * sum(allocated.values()) + unusable if moment != "loading" else 0.0
         if sharded:
             fragmentation += FRAGMENTATION_SHARDED * sum(states.values())
         return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
@@ -185,7 +186,11 @@ def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
 def _loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
     """Return what loading the weights takes: under ZeRO-3 they are sharded one by one, except 4-bit weights."""
     weights = loaded_bytes(shard, setup)
-    if setup.zero_stage < 3 or (setup.quantized and not setup.sharded_loading):
+    if setup.quantized and not setup.sharded_loading:
+        # Each matrix arrives as it is stored, and is packed on the GPU.
+        largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
+        return {"parameters": weights, "live_parameters": WIDTH[setup.precision] * largest}
+    if setup.zero_stage < 3:
         # Experts are distributed on the host, before the rest goes to the GPU (deepspeed, engine.py, __init__).
         elsewhere = shard.expert_parameters * (1 - 1 / setup.layout.expert)
         return {"parameters": weights - WIDTH[setup.precision] * elsewhere}

@@ -91,29 +91,22 @@ def layer_seconds(
     once = forward + attention + moved + weights
     # Checkpointing computes a layer once more, and so does DPO's comparison with the model that training starts from.
     again = setup.gradient_checkpointing + setup.reference
-    tiles = feed_forward_share(kind) * (forward + moved) if setup.tiled_mlp else 0.0
-    busy = matmul + attention + attention_backward + 3 * moved + 2 * weights + again * once + tiles
+    feed_forward = feed_forward_share(kind) * (forward + moved) if setup.tiled_mlp or setup.selective else 0.0
+    busy = matmul + attention + attention_backward + 3 * moved + 2 * weights + again * once + feed_forward
     passes = 3 + again
     host = host_seconds(kind, setup, constants, experts_on_rank(kind, setup))
     return ComputeSeconds(
         matmul=matmul,
         attention=attention + attention_backward,
         elementwise=3 * moved + 2 * weights,
-        recomputation=again * once + tiles,
+        recomputation=again * once + feed_forward,
         launch=passes * constants.gap + max(0.0, passes * host - busy),
     )
 
 
 def feed_forward_share(kind: LayerProfile) -> float:
-    """Return the share of a layer's linear layers that is its feed-forward part, which `tiled_mlp` computes again.
-
-    It is those matrices that have the width of the last one's input; `gate` and `up` may be one matrix.
-    """
-    if not kind.linears:
-        return 0.0
-    width, _ = kind.linears[-1]
-    mine = sum(inputs * outputs for inputs, outputs in kind.linears if {inputs, outputs} & {width, 2 * width})
-    return mine / sum(map(prod, kind.linears))
+    """Return the share of a layer's linear layers that is its feed-forward part, which some levers compute again."""
+    return sum(map(prod, kind.feed_forward)) / sum(map(prod, kind.linears)) if kind.linears else 0.0
 
 
 def _quantized_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -145,7 +138,7 @@ def head_seconds(profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constant
     if setup.scores:
         return ComputeSeconds()
     tokens = tokens_per_pass(setup)
-    width = profile.vocab_size / setup.layout.tensor
+    width = profile.vocab_size / setup.head_ranks
     passes = (2 if setup.lora else 3) + setup.tiles(profile.vocab_size) + setup.reference
     products = passes * _product(tokens, width, profile.hidden_size, gpu, constants)
     return ComputeSeconds(logits=products + LOSS * tokens * width / (gpu.memory_gbs * 1e9 * constants.memory))

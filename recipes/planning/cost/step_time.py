@@ -9,6 +9,7 @@ from .communication import Group
 from .constants import Constants, constants
 from .stage_shards import stage_ranges
 from .training_setup import TrainingSetup
+from .zero_traffic import zero_traffic
 
 ADAM = 40
 """Bytes of GPU memory moved per parameter that Adam updates: 4 + 12 read, 12 + 2 written, and for the gradient's norm
@@ -177,8 +178,8 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
         for count, value in zip(counts, seconds, strict=True):
             compute += value * count
         ends = (profile.embedding_parameters if number == 0 else 0) + (profile.head_parameters if is_last else 0)
-        updated = total(adapters) if setup.lora else total(split) + ends / layout.tensor
-        parameters = total(split) + ends / layout.tensor - total(elsewhere)
+        updated = total(adapters) if setup.lora else total(split) + ends / setup.head_ranks
+        parameters = total(split) + ends / setup.head_ranks - total(elsewhere)
         found.append(
             _StageTime(
                 len(layers),
@@ -244,12 +245,19 @@ def _zero_seconds(stage: _StageTime, setup: TrainingSetup, cluster: Cluster, kno
     if setup.zero_stage == 3:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
         weights = _weight_bytes(setup) * stage.parameters
-        gathered = [communication.gather(weights, ranks, cluster, known, stage.layers) for ranks in (group, near)]
-        return sum(gathered) + reduced, 0.0
+        forward, backward = (communication.gather(weights, one, cluster, known, stage.layers) for one in (group, near))
+        return forward + _gathered_again(stage.parameters, setup) * backward + reduced, 0.0
     if setup.zero_stage == 2:
         return reduced, reduced
     # Once per step, after the last micro-batch's backward pass.
     return 0.0, 2 * reduced
+
+
+def _gathered_again(parameters: float, setup: TrainingSetup) -> float:
+    """Return the share of a rank's weights that ZeRO-3 gathers for the backward pass too; FSDP gathers all again."""
+    reuse = 0 if setup.sharded_loading else setup.max_reuse_distance
+    sent = zero_traffic(3, int(parameters), 0, 1, 1, reuse)["all-gather"]
+    return sent / parameters - 1 if parameters else 0.0
 
 
 def _weight_bytes(setup: TrainingSetup) -> float:

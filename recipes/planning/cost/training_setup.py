@@ -27,6 +27,9 @@ class TrainingSetup:
     """In tokens."""
     precision: Precision = "bf16"
     gradient_checkpointing: bool = True
+    """Of whole layers."""
+    selective: bool = False
+    """Checkpointing of the feed-forward layers alone, where whole layers are not checkpointed."""
     packing: bool = True
     sequences_per_example: int = 1
     """Two where a method compares two answers."""
@@ -52,6 +55,8 @@ class TrainingSetup:
     tensor_splits_all: bool = False
     """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and in torchtitan;
     DeepSpeed's AutoTP divides what is inside a layer's matrices only."""
+    tensor_splits_head: bool = False
+    """They divide the embedding and the output matrix too, as in Megatron; here each of them has both whole."""
     logit_bytes: float | None = None
     """Per token and vocabulary entry, of whole logits in other software than this project's; None: as profiled."""
     tiled_mlp: bool = False
@@ -93,6 +98,11 @@ class TrainingSetup:
         return data_parallel_size(self.layout, self.world_size)
 
     @property
+    def head_ranks(self) -> int:
+        """Ranks that divide the embedding and the output matrix."""
+        return self.layout.tensor if self.tensor_splits_head else 1
+
+    @property
     def zero_ranks(self) -> int:
         """Ranks that ZeRO shards over: those that hold the same weights."""
         return self.data_parallel_size * self.layout.sequence
@@ -107,6 +117,11 @@ class TrainingSetup:
         """Tokens of an optimizer step over all ranks, padding included."""
         sequences = self.data_parallel_size * self.sequences_per_pass * self.gradient_accumulation_steps
         return sequences * self.sequence_length
+
+    def feed_forward_tiles(self, hidden: int) -> int:
+        """Return in how many parts feed-forward layers compute a sequence (`training.model.tiling.tiles`)."""
+        length = self.sequence_length / self.layout.sequence
+        return max(2, math.ceil(length / hidden)) if self.tiled_mlp else 1
 
     def tiles(self, vocabulary: int) -> bool:
         """Return whether the loss is computed in tiles."""
@@ -139,8 +154,9 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         gradient_accumulation_steps=gradient_accumulation_steps(recipe, world_size),
         sequence_length=recipe.sequence_length,
         precision=recipe.precision,
-        # `selective` saves less than no checkpointing and more than all of it; counted as none.
         gradient_checkpointing=recipe.gradient_checkpointing is True,
+        # What is tiled is checkpointed too (`training.model.load`).
+        selective=recipe.gradient_checkpointing == "selective" and not recipe.tiled_mlp,
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
         reference=recipe.traits.reference,

@@ -59,7 +59,7 @@ _WORKSTATION = (
 )
 _DATA_CENTRE = (
     Gpu("T4", 14.56, 300, 0, _PCIE3, 40, _CLOUD, "T4 datasheet", False),
-    Gpu("V100 16GB", 15.77, 900, 150, _PCIE3, 80, _CLOUD, "V100 datasheet, SXM2", False),
+    Gpu("V100 16GB", 15.77, 900, 150, _PCIE3, 80, _CLOUD, "V100 datasheet, SXM2; AWS on p3, 2017", False),
     Gpu("V100 32GB", 31.74, 900, 150, _PCIE3, 80, _CLOUD, "V100 datasheet, SXM2", False),
     Gpu("L4", 22.03, 300, 0, _PCIE4, 58, _CLOUD, "L4 datasheet"),
     Gpu("A10", 21.99, 600, 0, _PCIE4, 72, _CLOUD, "A10 datasheet"),
@@ -78,7 +78,7 @@ _DATA_CENTRE = (
     Gpu("GH200", 94.50, 4000, 450, 450, 132, _DGX_H100, "GH200 datasheet, 96 GB; the host is reached over NVLink-C2C"),
     Gpu("B200", 178.35, 8000, 900, _PCIE5, 148, _DGX_H100, "DGX B200 datasheet"),
     Gpu("GB200", 184.31, 8000, 900, 225, 148, _DGX_H100, "GB200 NVL72 datasheet; two GPUs share 450 GB/s to the host"),
-    Gpu("B300", 267.69, 8000, 900, _PCIE5, 148, 100.0, "HGX B300 datasheet; an 800 Gb/s card per GPU"),
+    Gpu("B300", 267.69, 8000, 900, _PCIE5, 148, 100.0, "HGX B300; 270 GB: MLPerf Inference 6.0; 800 Gb/s per GPU"),
     Gpu("MI300X", 191.69, 5300, 448, _PCIE5, 304, 50.0, "MI300X datasheet; seven Infinity Fabric links"),
     Gpu("MI325X", 255.69, 6000, 448, _PCIE5, 304, 50.0, "MI325X datasheet; seven Infinity Fabric links"),
 )

@@ -86,6 +86,15 @@ class LayerProfile:
     checkpoint_bytes: int = 0
     """Bytes per token that checkpointing keeps of the layer: its input, in bf16."""
 
+    @property
+    def feed_forward(self) -> tuple[tuple[int, int], ...]:
+        """Of the linear layers, those of the feed-forward part; routed experts are not among them.
+
+        It is those matrices that have the width of the last one's input; `gate` and `up` may be one matrix.
+        """
+        width = self.linears[-1][0] if self.linears else 0
+        return tuple(shape for shape in self.linears if {*shape} & {width, 2 * width})
+
 
 @dataclass(frozen=True)
 class ModelProfile:

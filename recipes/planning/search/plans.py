@@ -182,7 +182,8 @@ def is_dominated(plan: Plan, others: Sequence[Plan]) -> bool:
 def shortfalls(memory: Memory, cluster: Cluster) -> tuple[tuple[str, ...], bool]:
     """Return what a cluster has too little of, as parts of a sentence, and whether what fits is tight."""
     gpu, host, nvme = memory.worst.total / GIB, max(memory.host.values()) / GIB, memory.nvme / GIB
-    needs = [("a GPU", gpu, cluster.gpu.memory_gib)]
+    loading = " while weights are loaded, whole on every rank" if memory.worst.moment == "loading" else ""
+    needs = [(f"a GPU{loading}", gpu, cluster.gpu.memory_gib)]
     # Host memory counts only where it is known; where no NVMe is named, there is none.
     needs += [("a node's host memory", host, cluster.host_memory_gib)] if cluster.host_memory_gib else []
     needs += [("a node's NVMe", nvme, cluster.nvme_gib)] if nvme else []

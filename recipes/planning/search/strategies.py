@@ -28,6 +28,8 @@ from .plans import LAST_RESORT, SIMPLICITY, TIERS, Plan, PlanRequest, SearchResu
 MOST_SEQUENCES = 64
 """Per forward pass; more does not make a GPU faster."""
 MOST_STAGES = 64
+LONG = 16384
+"""Tokens of a sequence from which on it is split over more ranks than necessary too, where that is faster or leaner."""
 
 
 def plan_request(recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = ()) -> PlanRequest:
@@ -68,14 +70,17 @@ def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], dic
     fitting: list[Plan] = []
     rejected: dict[str, Plan] = {}
     for name, recipes in _candidates(request, tier):
+        longest: list[Plan] = []
         for recipe in recipes:
             plans = list(_sized(request, recipe))
             if fits := [plan for plan in plans if plan.fits]:
-                fitting.append(ranked(fits)[0])
-                break  # the longest parts of a sequence that fit: it is split over no more ranks than necessary
-            for plan in plans:
+                longest += [plan for plan in ranked(fits)[:1] if not is_dominated(plan, longest)]
+                if request.recipe.sequence_length < LONG:
+                    break  # the longest parts of a sequence that fit: it is split over no more ranks than necessary
+            for plan in plans if not longest else ():
                 if name not in rejected or plan.gpu_gib < rejected[name].gpu_gib:
                     rejected[name] = plan
+        fitting += longest
     return fitting, rejected
 
 
@@ -181,8 +186,8 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
         suits = file.has_tensor_block <= (layout.tensor > 1)
         suits &= name != "pipeline.json" or layout.pipeline > 1
         return suits and file.has_expert_block == (layout.expert > 1)
-    if request.recipe.model.quantization != "none" and "zero3" in name:
-        return False  # every rank loads 4-bit weights whole first, so that ZeRO-3 makes no larger model fit
+    if request.recipe.model.quantization != "none" and name.startswith("zero3") and name != "zero3_adapters.json":
+        return False  # packed weights are not offloaded
     if layout.pipeline > 1 or layout.expert > 1:
         return name == ("pipeline.json" if layout.pipeline > 1 else "expert_parallel.json")
     if name == "bf16_states.json" and request.recipe.precision != "bf16":
@@ -217,6 +222,7 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
                 micro_batch_size=size,
                 gradient_accumulation_steps=sequences // size,
                 gradient_checkpointing=checkpointing is True,
+                selective=setup.selective and checkpointing == "selective",
             )
             plan = _plan(request, sized, file, sized_setup)
             if plan.fits or size == 1:

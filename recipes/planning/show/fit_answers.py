@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..calibration.published_errors import planned_memory
-from ..calibration.published_rows import PublishedRow, published_rows, questions
+from ..calibration.published_rows import SHARES, PublishedRow, published_rows, questions
 from ..search.plans import shortfalls
 
 
@@ -48,15 +48,16 @@ def summary(name: str, given: Sequence[FitAnswer]) -> str:
 
 
 def report() -> str:
-    """Return the answers to the public questions and to both halves of the published rows, and the wrong ones."""
+    """Return the answers to the public questions and to each share of the published rows, and the wrong ones."""
     asked = answers(questions())
     lines = [
         "| runs | answered | right | fits, but ran out of memory | does not fit, but ran |",
         "|---|---|---|---|---|",
     ]
     lines.append(summary("public questions", asked))
-    for half in ("fitted", "held out"):
-        lines.append(summary(f"published rows, {half}", answers(row for row in published_rows() if row.half == half)))
+    for share in SHARES:
+        given = answers(row for row in published_rows() if row.share == share)
+        lines.append(summary(f"published rows, {share}", given))
     for one in asked:
         if not one.is_right:
             found = "ran" if one.row.fits else "out of memory"

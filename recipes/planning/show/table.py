@@ -14,7 +14,7 @@ from ..hardware.cluster import Cluster
 from ..search.model_recipe import method_of
 from ..search.plans import Plan, PlanRequest, SearchResult
 from ..search.reasons import why
-from ..search.run_cost import Workload
+from ..search.run_cost import RESTART, Workload
 
 SHOWN = 8
 """Plans in the table."""
@@ -157,6 +157,12 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     )
     padding = "" if plan.recipe.packing else ", and so does padding, since packing is off"
     yield f"Hours are of training {tokens}; loading and checkpoints come on top{padding}."
+    if workload.node_hours is not None:
+        yield (
+            f"Interruptions, of a node every {workload.node_hours:g} h on average, add "
+            f"{workload.interrupted_hours(plan):,.1f} h: {60 * RESTART:.0f} minutes each, and the steps since the last "
+            f"of the checkpoints, one per save_steps={plan.recipe.save_steps}. Run with --max-restarts."
+        )
     hourly = workload.prices.per_hour(plan.cluster)
     if hourly is None:
         yield (
