@@ -35,6 +35,7 @@ from . import distributed, export, holdings, rank_log, summary, upstream
 from .arguments import DTYPE_BYTES, common_arguments
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.evaluation import Evaluation
+from .callbacks.layer_stats import LayerStats
 from .callbacks.loss_guard import LossGuard, Rewind
 from .callbacks.metrics import Metrics
 from .callbacks.profiler import Phases, Profiler
@@ -194,7 +195,13 @@ def prepare(
         watchdog=watchdog,
         evaluation=evaluation,
         phases=phases,
+        layer_stats=LayerStats(recipe) if measures_layers(recipe, file) else None,
     )
+
+
+def measures_layers(recipe: Recipe, file: DeepSpeedFile) -> bool:
+    """Return whether gradients and weights are measured by layer."""
+    return file.offload_optimizer == "none" if recipe.layer_stats is None else recipe.layer_stats
 
 
 def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -> dict[str, Any]:

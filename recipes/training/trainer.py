@@ -26,6 +26,7 @@ from ..spec.run_folder import RunFolder, write_json
 from . import distributed, upstream
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.evaluation import Evaluation
+from .callbacks.layer_stats import LayerStats
 from .callbacks.loss_guard import LossGuard
 from .callbacks.metrics import Metrics
 from .callbacks.profiler import Phases, Profiler
@@ -69,6 +70,7 @@ class RunContext:
     """None without held-out data."""
     phases: Phases = field(default_factory=Phases)
     """Records steps with `--profile`."""
+    layer_stats: LayerStats | None = None
 
 
 class OnTrainBegin(TrainerCallback):
@@ -127,6 +129,8 @@ class RunHooks(Hooked):
         yield context.stop
         if context.recipe.layout.pipeline == 1:
             yield Routing()  # adds to what Metrics writes
+        if context.layer_stats:
+            yield context.layer_stats  # adds, too
         yield context.metrics
         if context.evaluation:
             yield FirstEvaluation(self.evaluate_at_start)
@@ -199,6 +203,8 @@ class RunHooks(Hooked):
         if expert.layers(self.model):
             upstream.route_as_transformers(self.model, expert_check.mixture(context.recipe).routes_in_fp32)
         context.guard.watch(engine)
+        if context.layer_stats:
+            context.layer_stats.watch(engine)
         if isinstance(context.phases, Profiler):
             upstream.mark_phases(engine, context.phases.phase)
         self.start = movement.sample(self.model)
