@@ -40,6 +40,7 @@ from .callbacks.loss_guard import LossGuard, Rewind
 from .callbacks.metrics import Metrics
 from .callbacks.profiler import Phases, Profiler
 from .callbacks.stop_signal import StopOnSignal
+from .callbacks.system_log import SystemLog
 from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
 from .checkpoint import fingerprint, pickles
@@ -177,7 +178,9 @@ def prepare(
     evaluation = None
     if datasets.held_out is not None:
         evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method), tracker.record)
-    metrics = Metrics(run, tracker.record, distributed.place(recipe.layout).is_first_reader, training_flops(model))
+    system = SystemLog(run, distributed.gpu_uuid())
+    counts = distributed.place(recipe.layout).is_first_reader
+    metrics = Metrics(run, tracker.record, counts, training_flops(model), system.utilization)
     phases = Phases()
     if recipe.profile.steps:
         phases = Profiler(recipe, run, described(recipe, file, total, trainable), metrics.leave_out)
@@ -195,6 +198,7 @@ def prepare(
         watchdog=watchdog,
         evaluation=evaluation,
         phases=phases,
+        system=system,
         layer_stats=LayerStats(recipe) if measures_layers(recipe, file) else None,
     )
 

@@ -33,6 +33,7 @@ from .callbacks.profiler import Phases, Profiler
 from .callbacks.progress import Progress
 from .callbacks.routing import Routing
 from .callbacks.stop_signal import StopOnSignal
+from .callbacks.system_log import SystemLog
 from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
 from .data import example_numbers
@@ -70,6 +71,7 @@ class RunContext:
     """None without held-out data."""
     phases: Phases = field(default_factory=Phases)
     """Records steps with `--profile`."""
+    system: SystemLog | None = None
     layer_stats: LayerStats | None = None
 
 
@@ -135,6 +137,8 @@ class RunHooks(Hooked):
         if context.evaluation:
             yield FirstEvaluation(self.evaluate_at_start)
             yield context.evaluation
+        if context.system:
+            yield context.system
         yield context.watchdog  # its clock starts after everything else
 
     # Before the first step
