@@ -31,6 +31,7 @@ def trained(ranks, folder, model, data, function, *words):
     return run
 
 
+@pytest.mark.every
 def test_a_run_on_cpus_samples_its_host_once(ranks, tmp_path, model_folder, conversations):
     run = trained(ranks, tmp_path, model_folder, conversations, training_run.main)
     rows = read_jsonl(run.system)
