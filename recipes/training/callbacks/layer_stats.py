@@ -20,7 +20,7 @@ from ..console import say
 from ..parallel import fragments
 
 PIECE = 2**24
-"""Elements that are looked at together: 64 MiB per temporary tensor, next to the peak of activations little."""
+"""Elements that are looked at together: 64 MiB for each of some five temporary tensors, when activations are gone."""
 VANISHING, EXPLODING = 1e-3, 1e2
 """Size of a layer's gradient, as a multiple of the median layer's; within a healthy model they differ by 10 or so."""
 GROWN = 10.0
@@ -86,7 +86,8 @@ class LayerStats(TrainerCallback):
             return  # DeepSpeed has refused the update, or nothing was trained since the last log
         self.stepped = False
         measured = numbers(self._added(), _unclipped(self.engine))
-        if measured:
+        finite = all(math.isfinite(one["grad_norm"]) for one in measured.values())
+        if measured and finite:  # of what is not finite the loss guard says more
             self._judge(measured)
             logs["layers"] = measured
             for verdict, name in self._new(measured):
@@ -147,7 +148,7 @@ def verdicts(sizes: Mapping[str, float], earlier: Mapping[str, Any]) -> dict[str
     for name, size in sizes.items():
         before, alike = earlier.get(name, ()), usual and _numbered(name)
         grown = len(before) >= ENOUGH and size > GROWN * max(before) > 0
-        if not math.isfinite(size) or (alike and size > EXPLODING * usual) or grown:
+        if grown or (alike and size > EXPLODING * usual):
             found[name] = "exploding"
         elif alike and size < VANISHING * usual:
             found[name] = "vanishing"
