@@ -67,7 +67,11 @@ def test_a_steady_step_reads_no_scalar_that_deepspeed_does_not(ranks, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "mistake", ["norms_at_every_step", pytest.param("filtered_losses", marks=pytest.mark.every), "packing_looked_up"]
+    "mistake",
+    tiered(
+        ["norms_at_every_step", "filtered_losses", "packing_looked_up", "layers_read_at_every_step"],
+        {"norms_at_every_step", "packing_looked_up"},
+    ),
 )
 def test_a_read_by_the_trainer_is_noticed(ranks, tmp_path, model_folder, conversations, mistake):
     _, found = counted(ranks, tmp_path, model_folder, conversations, 2, mistake)

@@ -73,6 +73,17 @@ class Bars:
 
 
 @dataclass(frozen=True)
+class HeatMap:
+    """Numbers over a common axis, one line of cells per row, darker where they are larger; logarithmic."""
+
+    title: str
+    x_label: str
+    columns: tuple[float, ...]
+    rows: tuple[tuple[str, tuple[float | None, ...]], ...]
+    """Each line's label and its numbers, as many as there are columns; what is not above zero is an empty cell."""
+
+
+@dataclass(frozen=True)
 class Marked:
     """Text with marked parts."""
 
@@ -96,7 +107,7 @@ class Note:
     text: str
 
 
-Block: TypeAlias = Table | Chart | Bars | Marked | Code | Note
+Block: TypeAlias = Table | Chart | Bars | HeatMap | Marked | Code | Note
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """A report as one HTML file: no network, no scripts, light or dark, on a screen or a phone."""
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .document import Block, Cell, Chart, Document, printable
+from .document import Block, Cell, Chart, Document, HeatMap, printable
 
 FOLDER = Path(__file__).parent
 TEMPLATE = "page.html.jinja"
@@ -27,7 +28,7 @@ def render(document: Document) -> str:
         autoescape=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.globals |= {"kind": kind, "svgs": svgs, "share": share}
+    environment.globals |= {"kind": kind, "svgs": svgs, "share": share, "shades": shades}
     template = environment.get_template(TEMPLATE)
     return template.render(document=document, style=(FOLDER / "style.css").read_text(encoding="utf-8")).lstrip()
 
@@ -66,3 +67,21 @@ def share(value: float, bars: Any) -> str:
     """Return a bar's part in percent of the longest bar."""
     longest = max((sum(part.value for _, part in parts) for _, parts in bars.rows), default=0)
     return f"{100 * value / longest:.2f}" if longest else "0"
+
+
+LIGHTEST = 0.08
+"""How opaque the smallest number of a heat map is; the largest is fully so."""
+
+
+def shades(block: HeatMap) -> Iterator[tuple[str, tuple[tuple[int, str, str], ...]]]:
+    """Yield each line's label, and its cells: (number of the column, opacity, what a pointer shows)."""
+    known = [math.log(value) for _, values in block.rows for value in values if value and value > 0]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    for label, values in block.rows:
+        cells = []
+        for at, (column, value) in enumerate(zip(block.columns, values, strict=True)):
+            if value and value > 0:
+                shade = (math.log(value) - low) / (high - low) if high > low else 1.0
+                shown = f"{label}, {block.x_label} {column:,g}: {value:.3g}"
+                cells.append((at, f"{LIGHTEST + (1 - LIGHTEST) * shade:.2f}", shown))
+        yield label, tuple(cells)

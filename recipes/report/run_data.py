@@ -38,6 +38,8 @@ class RunData:
     command: str
     profile: Row = field(default_factory=dict)
     """The verdict on the steps that `--profile` recorded."""
+    system: tuple[Row, ...] = ()
+    """How busy GPUs and nodes were, in the order of time; each has a `time`, a `node` and a `rank`."""
 
     @property
     def finished(self) -> bool:
@@ -74,6 +76,7 @@ def read(path: Path) -> RunData:
         ranks=tuple(_object(file) for file in sorted(run.ranks.glob("rank-*.json"), key=_rank)),
         command=run.command.read_text(encoding="utf-8", errors="replace") if run.command.is_file() else "",
         profile=_object(run.profile / "verdict.json"),
+        system=samples(run),
     )
 
 
@@ -87,6 +90,17 @@ def rows(path: Path) -> tuple[Row, ...]:
     if not all(isinstance(row.get("step"), int) for row in found):
         raise UserError(f"{path}: a line without a step; was it written by a run?")
     return found
+
+
+def samples(run: RunFolder) -> tuple[Row, ...]:
+    """Return what all ranks have sampled; of a run that is still training or has failed, from several files.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    found = [row for path in (run.system, *run.ranks.glob(run.system_of("*").name)) for row in _objects(path)]
+    known = [row for row in found if isinstance(row.get("time"), int | float) and isinstance(row.get("rank"), int)]
+    return tuple(sorted(known, key=lambda row: row["time"]))
 
 
 def _objects(path: Path) -> tuple[Row, ...]:

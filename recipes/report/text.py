@@ -1,14 +1,15 @@
 """A report as text, to be read where there is no browser."""
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .document import Bars, Block, Cell, Chart, Curve, Document, Link, Marked, Note, Number, Table, printable
+from .document import Bars, Block, Cell, Chart, Curve, Document, HeatMap, Link, Marked, Note, Number, Table, printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
@@ -46,6 +47,8 @@ def lines(block: Block, coloured: bool) -> Sequence[RenderableType]:
         return [_marked(block, coloured)]
     if isinstance(block, Bars):
         return [_plain(block.title), *map(_plain, _bars(block))]
+    if isinstance(block, HeatMap):
+        return [_plain(f"{block.title}, each line by itself"), *map(_plain, _heat(block))]
     if isinstance(block, Chart):
         return [_plain(block.title), *(_plain(_curve(curve, block.x_label)) for curve in block.curves if curve.points)]
     return []
@@ -82,6 +85,16 @@ def _bars(block: Bars) -> Sequence[str]:
         + ", ".join(f"{name} {size.text}" if len(parts) > 1 else size.text for name, size in parts)
         for label, parts in block.rows
     ]
+
+
+def _heat(block: HeatMap) -> Iterator[str]:
+    """Yield each line's course, logarithmic, with its first and last number."""
+    wide = max(len(label) for label, _ in block.rows)
+    for label, values in block.rows:
+        kept = [value for value in values if value and value > 0]
+        if kept:
+            course = sparkline([math.log(value) for value in kept])
+            yield f"  {label:<{wide}}  {course:<{WIDTH}}  {kept[0]:.3g} -> {kept[-1]:.3g}"
 
 
 def _curve(curve: Curve, x_label: str) -> str:

@@ -8,7 +8,7 @@ from ..spec.run_folder import RunFolder
 from . import html, index, run_data
 from .document import Document
 from .run_data import RunData
-from .sections import curves, evaluation, examples, memory, profile, settings, verdict
+from .sections import curves, evaluation, examples, layers, memory, profile, settings, system, verdict
 
 
 def document(run: RunData) -> Document:
@@ -17,8 +17,10 @@ def document(run: RunData) -> Document:
         verdict.section(run),
         curves.section(run),
         *((profile.section(run),) if run.profile else ()),
+        *layers.sections(run),
         memory.section(run),
         memory.rank_section(run),
+        *system.sections(run),
         *evaluation.sections(run),
         examples.answer_section(run),
         examples.data_section(run),

@@ -56,6 +56,15 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def system(self) -> Path:
+        """How busy GPUs and nodes were: one JSON object per sample, with its time, node and rank."""
+        return self.path / "system.jsonl"
+
+    def system_of(self, rank: int | str) -> Path:
+        """Return where another rank than 0 keeps its samples until training ends."""
+        return self.ranks / f"rank-{rank}.system.jsonl"
+
+    @property
     def evaluations(self) -> Path:
         """One JSON object per evaluation on the held-out data."""
         return self.path / "evaluations.jsonl"

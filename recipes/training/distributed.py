@@ -50,6 +50,13 @@ def device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
+def gpu_uuid() -> str | None:
+    """Return the UUID of this rank's GPU, as NVIDIA's tools name it; None without one of theirs."""
+    if not on_gpu() or not torch.cuda.is_available() or torch.version.hip:
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
 def is_first() -> bool:
     """Return whether this is rank 0, which alone prints and writes."""
     return dist.get_rank() == 0

@@ -35,10 +35,12 @@ from . import distributed, export, holdings, rank_log, summary, upstream
 from .arguments import DTYPE_BYTES, common_arguments
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.evaluation import Evaluation
+from .callbacks.layer_stats import LayerStats
 from .callbacks.loss_guard import LossGuard, Rewind
 from .callbacks.metrics import Metrics
 from .callbacks.profiler import Phases, Profiler
 from .callbacks.stop_signal import StopOnSignal
+from .callbacks.system_log import SystemLog
 from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
 from .checkpoint import fingerprint, pickles
@@ -176,7 +178,9 @@ def prepare(
     evaluation = None
     if datasets.held_out is not None:
         evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method), tracker.record)
-    metrics = Metrics(run, tracker.record, distributed.place(recipe.layout).is_first_reader, training_flops(model))
+    system = SystemLog(run, distributed.gpu_uuid())
+    counts = distributed.place(recipe.layout).is_first_reader
+    metrics = Metrics(run, tracker.record, counts, training_flops(model), system.utilization)
     phases = Phases()
     if recipe.profile.steps:
         phases = Profiler(recipe, run, described(recipe, file, total, trainable), metrics.leave_out)
@@ -194,7 +198,14 @@ def prepare(
         watchdog=watchdog,
         evaluation=evaluation,
         phases=phases,
+        system=system,
+        layer_stats=LayerStats(recipe) if measures_layers(recipe, file) else None,
     )
+
+
+def measures_layers(recipe: Recipe, file: DeepSpeedFile) -> bool:
+    """Return whether gradients and weights are measured by layer."""
+    return file.offload_optimizer == "none" if recipe.layer_stats is None else recipe.layer_stats
 
 
 def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -> dict[str, Any]:

@@ -26,12 +26,14 @@ from ..spec.run_folder import RunFolder, write_json
 from . import distributed, upstream
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.evaluation import Evaluation
+from .callbacks.layer_stats import LayerStats
 from .callbacks.loss_guard import LossGuard
 from .callbacks.metrics import Metrics
 from .callbacks.profiler import Phases, Profiler
 from .callbacks.progress import Progress
 from .callbacks.routing import Routing
 from .callbacks.stop_signal import StopOnSignal
+from .callbacks.system_log import SystemLog
 from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
 from .data import example_numbers
@@ -69,6 +71,8 @@ class RunContext:
     """None without held-out data."""
     phases: Phases = field(default_factory=Phases)
     """Records steps with `--profile`."""
+    system: SystemLog | None = None
+    layer_stats: LayerStats | None = None
 
 
 class OnTrainBegin(TrainerCallback):
@@ -127,10 +131,14 @@ class RunHooks(Hooked):
         yield context.stop
         if context.recipe.layout.pipeline == 1:
             yield Routing()  # adds to what Metrics writes
+        if context.layer_stats:
+            yield context.layer_stats  # adds, too
         yield context.metrics
         if context.evaluation:
             yield FirstEvaluation(self.evaluate_at_start)
             yield context.evaluation
+        if context.system:
+            yield context.system
         yield context.watchdog  # its clock starts after everything else
 
     # Before the first step
@@ -199,6 +207,8 @@ class RunHooks(Hooked):
         if expert.layers(self.model):
             upstream.route_as_transformers(self.model, expert_check.mixture(context.recipe).routes_in_fp32)
         context.guard.watch(engine)
+        if context.layer_stats:
+            context.layer_stats.watch(engine)
         if isinstance(context.phases, Profiler):
             upstream.mark_phases(engine, context.phases.phase)
         self.start = movement.sample(self.model)

@@ -1,6 +1,8 @@
 """The reference: supervised fine-tuning in plain PyTorch, one process, whole batches, no library but transformers."""
 
 import json
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +43,7 @@ def train(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Return per step the loss and the gradient norm before clipping, and the final weights.
+    """Return per step the loss, the gradient norm before clipping and numbers by layer, and the final weights.
 
     `prepare` adds what is trained besides or instead, such as adapters.
     """
@@ -69,10 +71,31 @@ def train(
         for name, parameter in model.named_parameters():
             if ".experts." in name:
                 parameter.grad *= settings.scaled_experts
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        gradients = {name: weight.grad.clone() for name, weight in trained.items()}
+        before = {name: weight.detach().clone() for name, weight in trained.items()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         records.append({"loss": loss.item(), "grad_norm": norm.item()})
+        records[-1]["layers"] = by_layer(gradients, before, {name: one.detach() for name, one in trained.items()})
     return records, model.state_dict()
+
+
+def by_layer(
+    gradients: dict[str, torch.Tensor], before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+) -> dict[str, dict[str, float]]:
+    """Return norm of the gradient, update as a share of the weights, and share of zero gradients, of each layer."""
+    layers: dict[str, list[str]] = {}
+    for name in gradients:
+        own = name.removeprefix("base_model.model.")
+        layers.setdefault(re.sub(r"(layers\.\d+).*|\.\w+$", r"\1", own), []).append(name)
+    found = {}
+    for layer, names in layers.items():
+        gradient, old, new = (torch.cat([one[name].flatten() for name in names]) for one in (gradients, before, after))
+        moved = (new.double() - old.double()).norm() / old.double().norm()
+        found[layer] = {"grad_norm": gradient.double().norm().item(), "dead": (gradient == 0).double().mean().item()}
+        found[layer] |= {"update_ratio": moved.item()} if math.isfinite(moved) else {}
+    return found
 
 
 def worst(weight: torch.Tensor, expected: torch.Tensor) -> float:

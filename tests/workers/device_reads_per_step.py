@@ -113,4 +113,14 @@ def loss_of_trl(trainer: Any) -> None:
     trainer.compute_loss = partial(KTOTrainer.compute_loss, trainer)
 
 
-MISTAKES = {one.__name__: one for one in (norms_at_every_step, filtered_losses, packing_looked_up, loss_of_trl)}
+def layers_read_at_every_step(trainer: Any) -> None:
+    """Measure and read the numbers of the layers in every step."""
+    stats = trainer.context.layer_stats
+    stats.on_step_begin = lambda *_, **__: setattr(stats, "looks", True)
+    stats.on_step_end = lambda *_, **__: [float(sums[0]) for _, sums in stats.found]
+
+
+MISTAKES = {
+    one.__name__: one
+    for one in (norms_at_every_step, filtered_losses, packing_looked_up, loss_of_trl, layers_read_at_every_step)
+}

@@ -98,7 +98,8 @@ def _tables(run: RunData) -> Iterator[Block]:
             every = -(-len(rows) // MOST_ROWS)
             kept = [index for index in range(len(rows)) if index % every == 0 or index == len(rows) - 1]
             which = f", every {every}th of {len(rows)} rows" if every > 1 else ""
-            columns = tuple(dict.fromkeys(key for row in rows for key in row))
+            # What is known by layer has a section of its own.
+            columns = tuple(dict.fromkeys(key for row in rows for key, value in row.items() if type(value) is not dict))
             yield Table(
                 columns,
                 tuple(tuple(_cell(rows[at], key, f"{name}:{at + 1}:{key}") for key in columns) for at in kept),

@@ -27,7 +27,12 @@ class Metrics(TrainerCallback):
     """
 
     def __init__(
-        self, run: RunFolder, on_record: Callable[[dict[str, Any]], None], counts: bool, flops: TrainingFlops
+        self,
+        run: RunFolder,
+        on_record: Callable[[dict[str, Any]], None],
+        counts: bool,
+        flops: TrainingFlops,
+        utilization: Callable[[], dict[str, float]] = dict,
     ) -> None:
         """Continue the numbers of an earlier start of the same run.
 
@@ -36,6 +41,7 @@ class Metrics(TrainerCallback):
             on_record: called on rank 0 with every record.
             counts: whether this is the rank that counts, of those that read the same sequences.
             flops: what the model computes per token.
+            utilization: returns how busy this rank's GPU was since the last call.
         """
         self.run = run
         self.on_record = on_record
@@ -48,6 +54,7 @@ class Metrics(TrainerCallback):
         self.waited = 0.0
         self.window_start: float | None = None
         self.flops = flops
+        self.utilization = utilization
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -99,11 +106,12 @@ class Metrics(TrainerCallback):
             "seconds": self.seconds,
             "data_wait_seconds": waited / torch.distributed.get_world_size(),
             **memory(),
+            **self.utilization(),
             **self._utilisation(tokens, squares, elapsed, logs),
             **{
                 key: value
                 for key, value in logs.items()
-                if key.startswith(("rewards/", "kl", "nll_", "odds_", "expert_load", "router_"))
+                if key.startswith(("rewards/", "kl", "nll_", "odds_", "expert_load", "router_", "layers"))
             },
         }
         append_jsonl(self.run.metrics, record)
@@ -126,17 +134,9 @@ def _count(batch: dict[str, Any]) -> tuple[int | torch.Tensor, int]:
 
 
 def memory() -> dict[str, float]:
-    """Return this rank's peak memory in GiB, and how busy its GPU is in percent where there is one."""
+    """Return this rank's peak memory in GiB."""
     peak = {"host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
     if distributed.on_gpu():
         peak["gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         peak["gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-        peak |= _utilization()
     return peak
-
-
-def _utilization() -> dict[str, float]:
-    try:
-        return {"gpu_utilization": torch.cuda.utilization()}
-    except Exception:  # no management library, or one that fails in its own ways: a measurement never ends a run
-        return {}

@@ -1,0 +1,91 @@
+"""What NVML says of one GPU: load, memory, power, temperature, traffic. `nvidia-ml-py`, its Python module, is optional.
+
+Slow next to a kernel launch, and shared with every process of the machine: not to be called from a training step.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+GIB = 2**30
+ALL_LINKS = 0xFFFFFFFF
+"""NVML's number for all NVLinks of a GPU together."""
+
+
+class Gpu:
+    """A GPU, read again and again."""
+
+    def __init__(self, uuid: str) -> None:
+        """Find the GPU by its UUID, `GPU-...`: NVML's numbers are not those of CUDA_VISIBLE_DEVICES.
+
+        Raises:
+            Exception: the module is missing (ImportError), or NVML's own error: no driver, no permission, a lost GPU.
+        """
+        import pynvml  # type: ignore[import-not-found]
+
+        self.nvml: Any = pynvml
+        pynvml.nvmlInit()
+        self.handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        self.before: dict[str, tuple[float, float]] = {}
+        self.unsupported: set[Callable[[], Any]] = set()
+        self.errors: list[Exception] = []
+        """What could not be read at the last `read`, though this GPU has it."""
+
+    def read(self) -> dict[str, float]:
+        """Return what can be read now; one value that fails leaves the others."""
+        found: dict[str, float] = {}
+        self.errors = []
+        for reading in (self._load, self._memory, self._power, self._temperature, self._pcie, self._nvlink):
+            if reading in self.unsupported:
+                continue
+            try:
+                found |= reading()
+            except Exception as error:
+                if isinstance(error, getattr(self.nvml, "NVMLError_NotSupported", ())):
+                    self.unsupported.add(reading)
+                else:
+                    self.errors.append(error)
+        return found
+
+    def _load(self) -> dict[str, float]:
+        """Percent of the last second or less in which a kernel ran, and in which memory was read or written."""
+        rates = self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
+        return {"gpu_utilization": rates.gpu, "gpu_memory_utilization": rates.memory}
+
+    def _memory(self) -> dict[str, float]:
+        """Of all processes."""
+        return {"gpu_memory_gib": round(self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used / GIB, 3)}
+
+    def _power(self) -> dict[str, float]:
+        return {"gpu_power_watts": self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3}
+
+    def _temperature(self) -> dict[str, float]:
+        kind = self.nvml.NVML_TEMPERATURE_GPU
+        return {"gpu_temperature_celsius": self.nvml.nvmlDeviceGetTemperature(self.handle, kind)}
+
+    def _pcie(self) -> dict[str, float]:
+        """Of the last 20 ms; NVML counts in KB/s."""
+        ask, nvml = self.nvml.nvmlDeviceGetPcieThroughput, self.nvml
+        return {
+            "pcie_received_bytes_per_second": ask(self.handle, nvml.NVML_PCIE_UTIL_RX_BYTES) * 1e3,
+            "pcie_sent_bytes_per_second": ask(self.handle, nvml.NVML_PCIE_UTIL_TX_BYTES) * 1e3,
+        }
+
+    def _nvlink(self) -> dict[str, float]:
+        """Of all links, since the last reading; NVML counts in KiB since the driver was loaded."""
+        return dict(self._link_rates())
+
+    def _link_rates(self) -> Iterator[tuple[str, float]]:
+        fields = {
+            "nvlink_received_bytes_per_second": self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+            "nvlink_sent_bytes_per_second": self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+        }
+        asked = [(field, ALL_LINKS) for field in fields.values()]
+        values = self.nvml.nvmlDeviceGetFieldValues(self.handle, asked)
+        for name, value in zip(fields, values, strict=True):
+            if value.nvmlReturn == self.nvml.NVML_SUCCESS:
+                now = time.monotonic()
+                since, count = self.before.get(name, (now, 0.0))
+                self.before[name] = (now, value.value.ullVal)
+                if now > since:
+                    yield name, round((value.value.ullVal - count) * 1024 / (now - since))

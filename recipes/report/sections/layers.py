@@ -1,0 +1,66 @@
+"""Gradients and weights by layer over the steps: what vanishes, explodes, or no longer learns."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..document import Block, Cell, HeatMap, Note, Section, Table, number
+from ..run_data import Row, RunData
+
+MOST_CELLS = 3000
+"""Per heat map, 130 bytes each; of longer runs every n-th log, and the last."""
+MAPS = {
+    "grad_norm": "Gradient norm of each layer, before clipping (logarithmic)",
+    "update_ratio": "Update as a share of the weights (logarithmic)",
+}
+FORMS = {"grad_norm": ".4g", "update_ratio": ".3g", "dead": ".2%"}
+"""The numbers of a layer, and how they are shown."""
+MEANING = (
+    "Dead: the share of weights whose gradient is exactly zero, of units that are off or saturated for every token, or "
+    "of tokens that do not occur. An update is usually about a thousandth of the weights."
+)
+
+
+def sections(run: RunData) -> tuple[Section, ...]:
+    """Return the section; nothing for a run that has not measured its layers."""
+    logged = [(at, row) for at, row in enumerate(run.metrics, 1) if _layers(row)]
+    return (Section("Layers", tuple(_blocks(logged))),) if logged else ()
+
+
+def _blocks(logged: list[tuple[int, Row]]) -> Iterator[Block]:
+    yield Note(" ".join(_verdicts(logged)) or "No layer's gradient has vanished or exploded.")
+    names = tuple(dict.fromkeys(name for _, row in logged for name in _layers(row)))
+    every = -(-len(logged) * len(names) // MOST_CELLS)
+    kept = [row for at, (_, row) in enumerate(logged) if at % every == 0 or at == len(logged) - 1]
+    for key, title in MAPS.items():
+        rows = tuple((name, tuple(_above_zero(_layers(row).get(name, {}).get(key)) for row in kept)) for name in names)
+        if any(value for _, values in rows for value in values):
+            yield HeatMap(title, "step", tuple(row["step"] for row in kept), rows)
+    at, last = logged[-1]
+    head = ("layer", "gradient norm", "update / weights", "dead", "")
+    yield Table(head, tuple(_row(name, one, at) for name, one in _layers(last).items()))
+    yield Note(f"The table is of step {last['step']:,}. {MEANING}")
+
+
+def _verdicts(logged: list[tuple[int, Row]]) -> Iterator[str]:
+    """Yield a sentence for each layer and what was wrong with its gradient: how often, and from which step on."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for _, row in logged:
+        for name, one in _layers(row).items():
+            if one.get("verdict"):
+                found.setdefault((str(one["verdict"]), name), []).append(row["step"])
+    for (verdict, name), steps in found.items():
+        yield f"{verdict.capitalize()} gradient in {name}: in {len(steps)} of {len(logged)} logs, first at {steps[0]}."
+
+
+def _row(name: str, one: Mapping[str, Any], at: int) -> tuple[Cell, ...]:
+    cells = (number(one.get(key), form, f"metrics.jsonl:{at}:layers:{name}:{key}") for key, form in FORMS.items())
+    return name, *cells, str(one.get("verdict") or "")
+
+
+def _layers(row: Row) -> Mapping[str, Any]:
+    found = row.get("layers")
+    return {name: one for name, one in found.items() if isinstance(one, dict)} if isinstance(found, dict) else {}
+
+
+def _above_zero(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and 0 < value < float("inf") else None

@@ -1,0 +1,87 @@
+"""How busy GPUs and nodes were, from system.jsonl."""
+
+from collections.abc import Iterator
+from math import isfinite
+from statistics import fmean
+from typing import Any, TypeGuard
+
+from ..document import Block, Cell, Chart, Curve, Number, Section, Table
+from ..run_data import Row, RunData
+
+GIGA = 1e9
+OF_RANKS = {
+    "gpu_utilization": ("GPU busy (%)", 1),
+    "gpu_memory_utilization": ("GPU memory read or written (% of the time)", 1),
+    "gpu_memory_gib": ("GPU memory in use, all processes (GiB)", 1),
+    "gpu_power_watts": ("GPU power (W)", 1),
+    "gpu_temperature_celsius": ("GPU temperature (degrees Celsius)", 1),
+    "pcie_received_bytes_per_second": ("PCIe, received (GB/s)", GIGA),
+    "pcie_sent_bytes_per_second": ("PCIe, sent (GB/s)", GIGA),
+    "nvlink_received_bytes_per_second": ("NVLink, received (GB/s)", GIGA),
+    "nvlink_sent_bytes_per_second": ("NVLink, sent (GB/s)", GIGA),
+}
+OF_NODES = {
+    "cpu_utilization": ("Host CPU busy (%)", 1),
+    "host_memory_gib": ("Host memory in use (GiB)", 1),
+    "host_memory_percent": ("Host memory in use (%)", 1),
+    "disk_read_bytes_per_second": ("Disks, read (GB/s)", GIGA),
+    "disk_written_bytes_per_second": ("Disks, written (GB/s)", GIGA),
+    "network_received_bytes_per_second": ("Network, received (GB/s)", GIGA),
+    "network_sent_bytes_per_second": ("Network, sent (GB/s)", GIGA),
+}
+"""The keys of a sample, what they are, and what they are divided by."""
+MOST_CURVES = 6
+"""Of more ranks a chart shows the lowest, the mean and the highest."""
+CHARTS = ("gpu_utilization", "gpu_memory_gib", "gpu_power_watts", "gpu_temperature_celsius", "cpu_utilization")
+"""What is drawn over the time; everything is in the table."""
+MOST_ROWS = 40
+"""Of a table that is not folded."""
+
+Lines = dict[str, list[tuple[float, float]]]
+"""(Minutes, value), by rank or node."""
+
+
+def sections(run: RunData) -> tuple[Section, ...]:
+    """Return the section; nothing for a run that has sampled nothing."""
+    blocks = tuple(_blocks(run.system))
+    return (Section("Hardware in use", blocks),) if blocks else ()
+
+
+def _blocks(samples: tuple[Row, ...]) -> Iterator[Block]:
+    rows: list[tuple[Cell, ...]] = []
+    for owner, keys in (("rank", OF_RANKS), ("node", OF_NODES)):
+        for key, (title, unit) in keys.items():
+            found = _lines(samples, key, owner, unit)
+            if found and key in CHARTS:
+                yield Chart(title, "minutes", tuple(_curves(found)))
+            rows += [(title, who, *_extent(line, key, who)) for who, line in found.items()]
+    if rows:
+        yield Table(("", "", "mean", "highest"), tuple(rows), folded="" if len(rows) <= MOST_ROWS else "The numbers")
+
+
+def _lines(samples: tuple[Row, ...], key: str, owner: str, unit: float) -> Lines:
+    found: Lines = {}
+    for row in samples:
+        if _finite(row.get(key)):
+            minutes = (row["time"] - samples[0]["time"]) / 60
+            found.setdefault(f"{owner} {row.get(owner)}", []).append((minutes, row[key] / unit))
+    return found
+
+
+def _curves(found: Lines) -> Iterator[Curve]:
+    if len(found) <= MOST_CURVES:
+        yield from (Curve(who, tuple(line)) for who, line in found.items())
+        return
+    together = list(zip(*found.values(), strict=False))  # all ranks sample at the same pace
+    for name, of in (("lowest", min), ("mean", fmean), ("highest", max)):
+        yield Curve(f"{name} of {len(found)}", tuple((at[0][0], of([value for _, value in at])) for at in together))
+
+
+def _extent(line: list[tuple[float, float]], key: str, who: str) -> Iterator[Number]:
+    values = [value for _, value in line]
+    for name, value in (("mean", fmean(values)), ("highest", max(values))):
+        yield Number(value, f"{value:,.4g}", f"system.jsonl:{name}:{key}:{who}")
+
+
+def _finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

@@ -1,0 +1,141 @@
+"""What a run says of its layers is what plain PyTorch says of them, however the ranks hold the model."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipes.spec.recipe import Layout, Lora
+from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from recipes.training.model.adapters import add
+from recipes.training.model.draft import TINY_MODEL
+from tests.parity import gate, plain
+from tests.small import in_sub_groups
+from tests.tiers import tiered
+from tests.workers import layer_mistakes
+
+SETTINGS = plain.Settings(steps=4)
+SHARE = 1e-4
+"""Of a number, by which it may differ; in fp32 a weight minus its update has lost digits of the update."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to hold the model."""
+
+    stage: int
+    layout: Layout = field(default_factory=Layout)
+    world_size: int = 2
+    sub_groups: bool = False
+    adapters: bool = False
+
+    def __str__(self) -> str:
+        sizes = "x".join(str(size) for size in (self.layout.pipeline, self.layout.tensor, self.layout.sequence))
+        kind = ("-lora" if self.adapters else "") + ("-groups" if self.sub_groups else "")
+        return f"zero{self.stage}-{sizes}-of-{self.world_size}{kind}"
+
+
+CORE = [Case(3), Case(0, Layout(pipeline=2, tensor=2), 4)]
+MORE = [
+    *(Case(stage) for stage in range(3)),
+    Case(3, sub_groups=True),
+    *(Case(stage, Layout(tensor=2), 4) for stage in range(4)),
+    *(Case(stage, Layout(pipeline=2), 4) for stage in (0, 1)),
+    *(Case(stage, Layout(sequence=2), 4) for stage in (0, 3)),
+    *(Case(stage, adapters=True) for stage in range(4)),
+    Case(1, Layout(tensor=2), 4, adapters=True),
+    Case(1, Layout(pipeline=2), 4, adapters=True),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, model_folder):
+    """Return a function that makes a model with units that are off for every token; tied to its embedding, or not."""
+
+    def make(tied: bool):
+        folder = tmp_path_factory.getbasetemp() / f"layers-{tied}"
+        if not folder.exists():
+            config = AutoConfig.from_pretrained(model_folder)
+            config.hidden_act, config.tie_word_embeddings, config.num_hidden_layers = "relu", tied, 4
+            config.layer_types = config.layer_types * 2
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def recipe_of(case, model, data, folder):
+    deepspeed = in_sub_groups(folder) if case.sub_groups else f"zero{case.stage}.json"
+    recipe = gate.recipe_for(SETTINGS, model, data, deepspeed, layout=case.layout, micro_batch_size=1)
+    return replace(recipe, lora=Lora(rank=4, alpha=8)) if case.adapters else recipe
+
+
+@pytest.fixture(scope="module")
+def reference(models, conversations):
+    trained = {}
+
+    def of(case, tied):
+        key = (case.adapters, tied)
+        if key not in trained:
+            prepare = (lambda whole: add(whole, Lora(rank=4, alpha=8), 42)) if case.adapters else (lambda whole: whole)
+            trained[key] = plain.train(models(tied), conversations, SETTINGS, prepare=prepare)[0]
+        return trained[key]
+
+    return of
+
+
+def worst(run, records) -> dict[str, float]:
+    """Return by how much each of the numbers differs at most, as a share of the number; of `dead`, absolutely."""
+    logged = read_jsonl(run.metrics)
+    assert len(logged) == len(records) == SETTINGS.steps
+    found = dict.fromkeys(("grad_norm", "update_ratio", "dead"), 0.0)
+    for ours, theirs in zip(logged, records, strict=True):
+        assert list(ours["layers"]) == list(theirs["layers"])
+        for name, expected in theirs["layers"].items():
+            measured = {key: value for key, value in ours["layers"][name].items() if key != "verdict"}
+            assert measured.keys() == expected.keys(), name
+            for key, value in expected.items():
+                off = abs(measured[key] - value)
+                found[key] = max(found[key], off if key == "dead" else off / value)
+    return found
+
+
+def trained(ranks, folder, case, model, data, main=training_run.main, *words):
+    run = RunFolder(folder / "run")
+    write_recipe(run, recipe_of(case, model, data, folder))
+    ranks.check(main, str(run.path), *words, log=folder / "log", world_size=case.world_size)
+    return run
+
+
+@pytest.mark.parametrize("case", tiered([*CORE, *MORE], CORE), ids=str)
+def test_same_numbers_as_plain_pytorch(ranks, tmp_path, models, conversations, reference, case):
+    tied = case.layout.pipeline > 1 or case.stage == 2
+    run = trained(ranks, tmp_path, case, models(tied), conversations)
+    records = reference(case, tied)
+    if not case.adapters:
+        assert 0.01 < records[0]["layers"]["model.layers.1"]["dead"] < 0.9
+    assert max(worst(run, records).values()) < SHARE, worst(run, records)
+    for row in read_jsonl(run.metrics):
+        whole = sum(one["grad_norm"] ** 2 for one in row["layers"].values()) ** 0.5
+        assert whole == pytest.approx(row["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case", "shows_in"),
+    tiered(
+        [
+            ("after_clipping", Case(2), "grad_norm"),
+            ("padding_counted", Case(3), "dead"),
+            ("counted_on_every_rank", Case(0, Layout(tensor=2), 2), "grad_norm"),
+            ("without_decay", Case(1), "update_ratio"),
+        ],
+        lambda case: case[0] == "counted_on_every_rank",
+    ),
+)
+def test_a_mistake_is_noticed(ranks, tmp_path, models, conversations, reference, mistake, case, shows_in):
+    run = trained(ranks, tmp_path, case, models(False), conversations, layer_mistakes.main, mistake)
+    assert worst(run, reference(case, False))[shows_in] > 10 * SHARE

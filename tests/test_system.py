@@ -1,0 +1,132 @@
+"""system.jsonl: what GPUs and nodes do during a run, measured without slowing it down or ever ending it."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recipes.machine import gpu_readings
+from recipes.machine.host_readings import Host
+from recipes.spec.run_folder import RunFolder, append_jsonl, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from recipes.training.callbacks import system_log
+from tests.ranks import read_logs
+from tests.small import small
+from tests.workers import system_log as worker
+
+NVML = str(Path(__file__).parent / "nvml")
+HOST = {"cpu_utilization", "host_memory_gib", "host_memory_percent", "network_sent_bytes_per_second"}
+GPU = {"gpu_utilization", "gpu_memory_gib", "gpu_power_watts", "gpu_temperature_celsius", "pcie_sent_bytes_per_second"}
+
+
+def trained(ranks, folder, model, data, function, *words):
+    run = RunFolder(folder / "run")
+    write_recipe(run, small(model, data, "zero2.json", max_steps=3))
+    ranks.check(function, str(run.path), *words, log=folder / "log")
+    return run
+
+
+@pytest.mark.every
+def test_a_run_on_cpus_samples_its_host_once(ranks, tmp_path, model_folder, conversations):
+    run = trained(ranks, tmp_path, model_folder, conversations, training_run.main)
+    rows = read_jsonl(run.system)
+    assert rows and {row["rank"] for row in rows} == {0} and set(rows[-1]) >= HOST
+    assert not any(key.startswith("gpu_") for key in rows[-1]) and rows[-1]["step"] == 3
+    assert abs(rows[-1]["time"] - run.metrics.stat().st_mtime) < 60
+    assert "gpu_utilization" not in read_jsonl(run.metrics)[-1] and "nvidia-ml-py" not in "".join(
+        read_logs(tmp_path / "log")
+    )
+
+
+def test_every_rank_samples_its_gpu_and_metrics_have_the_load(ranks, tmp_path, model_folder, conversations):
+    run = trained(ranks, tmp_path, model_folder, conversations, worker.main, "")
+    rows = read_jsonl(run.system)
+    by_rank = {rank: [row for row in rows if row["rank"] == rank] for rank in (0, 1)}
+    assert all(set(row) >= GPU for row in rows) and {len(found) > 3 for found in by_rank.values()} == {True}
+    assert {row["gpu_utilization"] for row in by_rank[1]} == {91} and "nvlink_sent_bytes_per_second" in rows[-1]
+    assert rows == sorted(rows, key=lambda row: row["time"])
+    assert not list(run.ranks.glob("*.system.jsonl")), "joined into one file"
+    assert read_jsonl(run.metrics)[-1]["gpu_utilization"] == 90
+
+
+@pytest.mark.parametrize("failing", ["power", pytest.param("init", marks=pytest.mark.every)])
+def test_an_error_of_nvml_ends_no_run_and_is_said_once(ranks, tmp_path, model_folder, conversations, failing):
+    run = trained(ranks, tmp_path, model_folder, conversations, worker.main, failing)
+    said = "\n".join(read_logs(tmp_path / "log"))
+    assert said.count("NVMLError: GPU is lost") == 2, "once by each of the ranks"
+    assert run.export.exists() and len(read_jsonl(run.metrics)) == 3
+    rows = read_jsonl(run.system)
+    assert rows and not any("gpu_power_watts" in row for row in rows)
+    assert all(("gpu_utilization" in row) == (failing == "power") for row in rows)
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    monkeypatch.syspath_prepend(NVML)
+    yield lambda failing: monkeypatch.setenv("NVML_FAILS", failing)
+    sys.modules.pop("pynvml", None)
+
+
+def test_readings_have_their_units(nvml):
+    nvml("")
+    gpu = gpu_readings.Gpu("GPU-3")
+    first = gpu.read()
+    assert not any(name.startswith("nvlink") for name in first), "a rate needs two readings"
+    time.sleep(0.05)
+    found = gpu.read()
+    assert found["gpu_utilization"] == 93 and found["gpu_memory_gib"] == 3 and found["gpu_power_watts"] == 654.321
+    assert found["pcie_received_bytes_per_second"] == 1.5e6 and found["pcie_sent_bytes_per_second"] == 7e5
+    assert found["nvlink_sent_bytes_per_second"] == pytest.approx(2000 * 1024, rel=0.2)
+
+
+def test_what_a_gpu_lacks_is_left_out_without_a_word(nvml):
+    nvml("unsupported nvlink")
+    gpu = gpu_readings.Gpu("GPU-0")
+    for _ in range(2):
+        found = gpu.read()
+        assert set(found) >= GPU and not gpu.errors
+    nvml("temperature")
+    assert GPU - set(gpu.read()) == {"gpu_temperature_celsius"} and str(gpu.errors[0]) == "GPU is lost"
+    nvml("")
+    assert set(gpu.read()) >= GPU and not gpu.errors, "it may come back"
+
+
+def test_the_hosts_numbers_are_the_systems(tmp_path):
+    host = Host()
+    start = time.process_time()
+    while time.process_time() - start < 0.2:
+        pass
+    (tmp_path / "file").write_bytes(os.urandom(2**20))
+    found = host.read()
+    assert found["cpu_utilization"] > 0 and set(found) >= HOST
+    assert found["host_memory_gib"] == pytest.approx(psutil.virtual_memory().used / 2**30, rel=0.5)
+
+
+def test_files_of_ranks_are_joined_by_time_and_half_a_line_is_left_out(tmp_path):
+    run = RunFolder(tmp_path)
+    run.ranks.mkdir()
+    for rank, path in ((0, run.system), (1, run.system_of(1)), (12, run.system_of(12))):
+        for moment in (1.0, 2.0):
+            append_jsonl(path, {"time": moment + rank / 100, "rank": rank})
+    with run.system_of(12).open("a") as file:
+        file.write('{"time": 9')
+    system_log.join(run)
+    assert [row["rank"] for row in read_jsonl(run.system)] == [0, 1, 12] * 2
+    assert list(run.ranks.iterdir()) == []
+    shutil.copy(run.system, tmp_path / "before")
+    system_log.join(run)
+    assert run.system.read_text() == (tmp_path / "before").read_text()
+
+
+def test_a_full_disk_stops_the_samples_only(alone, tmp_path, capsys):
+    log = system_log.SystemLog(RunFolder(tmp_path / "missing"), None)
+    log.host = Host()
+    log.ended.set()
+    log._sample()
+    said = capsys.readouterr().out
+    assert said.count("training goes on: FileNotFoundError") == 1 and json.dumps(log.place)

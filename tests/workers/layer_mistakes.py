@@ -1,0 +1,45 @@
+"""Trains with one mistake in the numbers of the layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from recipes.training import run
+from recipes.training.callbacks import layer_stats
+from recipes.training.parallel import fragments
+
+
+def main(folder: str, mistake: str) -> None:
+    """Train what `folder`/recipe.json says, with `mistake`."""
+    MISTAKES[mistake]()
+    run.main(folder)
+
+
+def after_clipping() -> None:
+    """Say the norms as the optimizer has them."""
+    layer_stats._unclipped = lambda engine: 1.0
+
+
+def padding_counted() -> None:
+    """Take what fills the last rank's shards for weights without a gradient."""
+    sharded = fragments._sharded
+
+    def padded(engine: Any, weight: Any) -> Any:
+        held, start, _ = sharded(engine, weight)
+        return held, start, engine.optimizer.grad_position[engine.optimizer.get_param_id(weight)][2]
+
+    fragments._sharded = padded
+
+
+def counted_on_every_rank() -> None:
+    """Add up what every tensor-parallel rank holds, as if each had its own."""
+    place = fragments.distributed.place
+    fragments.distributed.place = lambda layout: replace(place(layout), tensor=0)
+
+
+def without_decay() -> None:
+    """Forget that AdamW decays weights."""
+    update = layer_stats._adam_update
+    layer_stats._adam_update = lambda *given: update(*given[:-1], {**given[-1], "weight_decay": 0.0})
+
+
+MISTAKES = {one.__name__: one for one in (after_clipping, padding_counted, counted_on_every_rank, without_decay)}
