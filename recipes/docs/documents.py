@@ -46,13 +46,12 @@ def measurements() -> dict[str, str]:
 
 def scaled(folder: Path) -> str:
     """Return what `benchmark.py scaling` has measured, on GPUs and on a CPU, with its figures."""
-    found = [
-        folder / f"scaling_{where}.json" for where in ("gpu", "cpu") if (folder / f"scaling_{where}.json").exists()
-    ]
-    parts = (
+    files = [folder / f"scaling_{where}.json" for where in ("gpu", "cpu")]
+    parts = [
         f"{scaling.section(read_json(file))}\n![Efficiency of the ranks]({file.with_suffix('.png').name})\n"
-        for file in found
-    )
+        for file in files
+        if file.exists()
+    ]
     return "\n".join(parts) or "Not measured yet.\n"
 
 

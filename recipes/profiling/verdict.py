@@ -123,8 +123,8 @@ def _slow_stage(slow: list[Rank], ranks: list[Rank], about: dict[str, Any]) -> C
         "slow stage",
         f"stage {stage} ({who}) is slow ({what}): the others wait {waited:.0%} of the time; of {stages} stages and "
         f"{micro_batches} micro-batches {bubble(stages, micro_batches):.0%} has to be",
-        f"{who}: look at that host for other processes, or a slower or hotter GPU; if it is the model, whose last stage "
-        "has the head, another layout.pipeline divides its layers otherwise",
+        f"{who}: look at that host for other processes, or a slower or hotter GPU; if it is the model, whose last "
+        "stage has the head, another layout.pipeline divides its layers otherwise",
     )
 
 
