@@ -13,7 +13,7 @@ from recipes.spec.recipe import Layout, Profile
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from recipes.training.callbacks.metrics import Metrics
-from tests.small import small
+from tests.small import small, with_zero
 from tests.tiers import tiered
 from tests.workers import slow_runs
 
@@ -91,6 +91,17 @@ def test_a_zero_3_run_sends_what_the_planner_counts(sharded):
     assert zero_traffic.zero_traffic(3, 3 * 10**9, 10, 1, 2)["all-gather"] == 2 * (3 + 2.5) * 10**9
     assert zero_traffic.of_run(about | {"layout": {"tensor": 2}}) == {}, "no two ranks hold the same"
     assert zero_traffic.of_run(about | {"layout": {"expert": 2}}) == {}
+
+
+@pytest.mark.every
+def test_zero_3_gathers_twice_what_it_does_not_keep(profiled, tmp_path):
+    """As of models above half a billion parameters; a second copy on each host would save the second time."""
+    run = profiled(with_zero(tmp_path, "zero3.json", stage3_max_reuse_distance=0))
+    check_traffic(run)
+    about = traces(run)[0].about
+    once = about["held"]["total"] * 4 * about["micro_batches"]
+    assert zero_traffic.of_run(about)["all-gather", (0, 1)] == 2 * once
+    assert verdict._gathers_again(verdict.of_trace(traces(run)[0]), about)
 
 
 def test_an_evaluation_does_not_double_what_zero_3_gathers(profiled):

@@ -58,7 +58,8 @@ def of_run(about: Mapping[str, Any]) -> dict[tuple[str, Group], int]:
     group = _replicas(layout, rank, world_size)
     if len(group) == 1 or layout.expert > 1:
         return {}
-    reuse = about.get("reuse_distance", REUSE_DISTANCE)
+    given = about.get("reuse_distance")
+    reuse = int(given) if isinstance(given, int | float) else REUSE_DISTANCE
     held, weight_bytes, micro_batches = about["held"], about["weight_bytes"], about["micro_batches"]
     sent = zero_traffic(about["stage"], held["total"], held["trained"], weight_bytes, micro_batches, reuse)
     found = {(kind, group): size for kind, size in sent.items()}
