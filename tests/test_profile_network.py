@@ -1,12 +1,21 @@
 """Two hosts with a slow link between them: the verdict names the network, and what it suggests makes the run faster."""
 
+import subprocess
+import sys
 from statistics import median
 
 import pytest
 
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl
+from recipes.launching import paths
+from recipes.launching.command import rank_environment
+from recipes.planning.cost import zero_traffic
+from recipes.profiling import conclude
+from recipes.spec import pages
+from recipes.spec.overrides import apply
+from recipes.spec.project import CHECKOUT as ROOT
+from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from tests.network_hosts import Hosts, without_hosts
-from tests.test_hosts_run import ended, launch
+from tests.ranks import free_port
 
 pytestmark = [
     pytest.mark.every,
@@ -14,8 +23,8 @@ pytestmark = [
 ]
 SLOW = "50mbit"
 """Of 12 MB of gradients, two seconds; the passes of a step take less than one."""
-SETTINGS = {"max_steps": 6, "logging_steps": 1, "save_steps": 0, "micro_batch_size": 4, "global_batch_size": 8}
-SETTINGS |= {"data.validation": "none", "data.metric": "loss", "wandb.mode": "disabled"}
+SETTINGS = {"max_steps": 5, "logging_steps": 1, "save_steps": 0, "micro_batch_size": 4, "global_batch_size": 8}
+SETTINGS |= {"data.validation": "none", "data.metric": "loss", "wandb.mode": "disabled", "profile.steps": "4:5"}
 
 
 @pytest.fixture(scope="module")
@@ -26,21 +35,28 @@ def hosts(tmp_path_factory):
 
 @pytest.fixture
 def train(hosts, tmp_path):
-    """Return a function that trains `tiny` on both hosts, gives the verdict, and tokens per second after warm-up."""
+    """Return a function that trains `tiny` on both hosts, and gives the verdict and tokens per second after warm-up."""
 
     def run(name, rate, slots=1, **changes):
         folder = RunFolder(tmp_path / name)
         words = [f"{key}={value}" for key, value in (SETTINGS | changes).items()]
+        write_recipe(folder, paths.locate(apply(pages.find("tiny", "full"), words)))
+        worker = [sys.executable, "-m", "tests.workers.two_hosts", *hosts.spaces, hosts.addresses[0]]
+        environment = rank_environment(2 * slots, 0) | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         if rate:
             hosts.throttle(rate)
         try:
-            screen = ended(launch(hosts, folder, "--hostfile", hosts.hostfile(slots), "--profile", "4:6", *words))
+            command = [*worker, str(free_port()), str(slots), str(folder.path)]
+            done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
         finally:
             if rate:
                 hosts.unthrottle()
-        found = read_json(folder.profile / "verdict.json")
-        assert found["words"] in screen and {len(found["ranks"])} == {2 * slots}
-        return found, median(row["tokens_per_second"] for row in read_jsonl(folder.metrics)[2:])
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = conclude.conclude(folder.profile, zero_traffic.of_run)
+        assert len(found["ranks"]) == 2 * slots
+        speed = median(row["tokens_per_second"] for row in read_jsonl(folder.metrics)[2:])
+        print(f"{name}: {found['step_seconds']:.2f} s, {speed:,.0f} tokens/s, {found['words']}")
+        return found, speed
 
     return run
 
