@@ -15,6 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from recipes.report import html as render
+from recipes.report import run_data, write
+
 PROGRAMS = ("chromium", "google-chrome", "chromium-browser")
 PHONE, DESK = 390, 1000
 """Widths in pixels."""
@@ -65,6 +68,14 @@ def picture(page: Path, image: Path, height: int = 1250) -> None:
         _run(page.resolve(), Path(folder), f"--screenshot={image.resolve()}", f"--window-size={DESK},{height}")
 
 
+def main(run: Path, image: Path) -> None:
+    """Take the picture of a run, whose folder it shows as it is named here."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder, "report.html")
+        render.write(page, write.document(run_data.read(run)))
+        picture(page, image)
+
+
 def _run(page: Path, folder: Path, *options: str) -> str:
     browser = program()
     assert browser, "no browser"
@@ -88,4 +99,4 @@ def _run(page: Path, folder: Path, *options: str) -> str:
 
 
 if __name__ == "__main__":
-    picture(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -47,9 +47,9 @@ def test_a_phone_shows_it_without_scrolling_sideways(page):
 
 
 def test_the_picture_is_that_of_the_page(page, tmp_path):
-    browser.picture(page, tmp_path / "report.png", 600)
+    browser.main(page.parent, tmp_path / "report.png")
     pixels = image.imread(tmp_path / "report.png")
-    assert pixels.shape[:2] == (600, browser.DESK)
+    assert pixels.shape[:2] == (1250, browser.DESK)
     assert 0.01 < (pixels[..., :3].mean(axis=2) < 0.6).mean() < 0.3, "text on a light page"
 
 
