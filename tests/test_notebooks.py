@@ -27,6 +27,9 @@ OWN |= {"why_is_my_run_slow": ("RUNS",)}
 """The paths that a test replaces."""
 FOLDERS = {name: ROOT / "notebooks" for name in SMALLER} | {"experiment": ROOT}
 """Where Jupyter was started: both have to work."""
+CLEAN = ("experiment", "first_finetune", "why_is_my_run_slow")
+"""Notebooks that are committed without outputs; `make notebooks`, on an idle machine, measures them."""
+SHOWN = [path for path in NOTEBOOKS if path.stem not in CLEAN]
 EXACT = ("choose_a_config", "read_the_memory")
 """Notebooks whose text is the same on every machine: they measure nothing."""
 
@@ -49,7 +52,8 @@ def execute(tmp_path):
         notebooks.execute(notebook, FOLDERS[name])
         notebooks.clean(notebook)
         found = notebooks.outputs(notebook)
-        agree(found, committed(name), exactly=name in EXACT)
+        if name not in CLEAN:
+            agree(found, committed(name), exactly=name in EXACT)
         return found
 
     yield run
@@ -102,13 +106,17 @@ def test_notebooks_are_committed_with_their_outputs_and_leave_training_to_the_pr
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3" and notebook.cells[0].cell_type == "markdown"
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "executed once, in order"
-    assert images(notebooks.outputs(notebook)) >= 1 and path.stat().st_size < notebooks.SIZE
+    executed = [cell.execution_count for cell in code]
+    if path in SHOWN:
+        assert executed == list(range(1, len(code) + 1)), "once, in order"
+        assert images(notebooks.outputs(notebook)) >= 1 and path.stat().st_size < notebooks.SIZE
+    else:
+        assert not any(executed) and not any(cell.outputs for cell in code)
     assert all(re.fullmatch(r"[a-z-]+", cell.id) for cell in notebook.cells), "ids that an edit would not change"
     assert not re.search(r"\.backward\(|optimizer\.step|Trainer\(", "\n".join(cell.source for cell in code))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
 def test_committed_outputs_name_no_place_of_the_machine_that_wrote_them(path):
     shown = nbformat.writes(nbformat.read(path, as_version=4))
     assert not [private for private in notebooks.private() if private in shown]
@@ -141,12 +149,6 @@ def test_the_first_fine_tune_shows_answers_before_and_after(execute, tmp_path):
     assert (run / "my-model" / "model.safetensors").exists()
 
 
-def test_the_committed_first_fine_tune_has_learned():
-    cells = committed("first_finetune")
-    score = check_first_fine_tune(cells)
-    assert score > 50 and "trained      71 steps" in text(cells["train"])
-
-
 def check_first_fine_tune(cells):
     """Check the table of answers, and return the share of right ones after training, in percent."""
     assert images(cells) == 1
@@ -165,10 +167,6 @@ def test_the_experiment_ends_with_the_resulting_command(execute, tmp_path):
     assert all(list(Path(folder).glob("*.wandb")) for folder in sync)
 
 
-def test_the_committed_experiment_compares_three_rates():
-    check_experiment(committed("experiment"), 3)
-
-
 def check_experiment(cells, count):
     """Check the picture, a record for W&B per run, and the resulting command."""
     assert images(cells) == 1
@@ -182,11 +180,6 @@ def test_the_slow_runs_are_explained(execute):
     check_slow_runs(execute("why_is_my_run_slow"))
 
 
-def test_the_committed_slow_runs_became_faster():
-    times = check_slow_runs(committed("why_is_my_run_slow"))
-    assert min(times) > 1.1
-
-
 def check_slow_runs(cells):
     """Check verdicts, picture and tables; return how many times faster each change has made its run."""
     for name in ("healthy", "small", "stages"):
@@ -196,8 +189,8 @@ def check_slow_runs(cells):
     return [float(times) for times in re.findall(r"tokens/s, ([\d.]+) times", text(cells["change"]))]
 
 
-def test_the_choice_ends_with_a_command_and_a_picture(execute):
-    cells = execute("choose_a_config")
+def check_choice(cells):
+    """Check the picture, the command, and the methods."""
     assert images(cells) == 1
     assert "python scripts/launch.py llama3-8b full --gpus 8 deepspeed=" in text(cells["search"])
     assert "zero0.json: Does not fit: " in text(cells["why"])
@@ -205,8 +198,8 @@ def test_the_choice_ends_with_a_command_and_a_picture(execute):
     assert [name for name, _ in methods] == ["full", "lora", "qlora"]
 
 
-def test_every_switch_of_the_memory_shows_in_the_bar(execute):
-    cells = execute("read_the_memory")
+def check_memory(cells):
+    """Check that every switch shows in the bar."""
     assert images(cells) == 5
 
     def needs(cell):
@@ -218,3 +211,26 @@ def test_every_switch_of_the_memory_shows_in_the_bar(execute):
     full, lora, qlora = needs("methods")
     assert qlora < lora < full
     assert needs("lengths")[0] < needs("lengths")[1] < needs("lengths")[2] > needs("lengths")[3]
+
+
+CHECKS = {
+    "first_finetune": lambda cells: check_first_fine_tune(cells) > 50,
+    "experiment": lambda cells: check_experiment(cells, 3) is None,
+    "choose_a_config": lambda cells: check_choice(cells) is None,
+    "read_the_memory": lambda cells: check_memory(cells) is None,
+    "why_is_my_run_slow": lambda cells: min(check_slow_runs(cells)) > 1.1,
+}
+"""Whether what a notebook shows is what it promises."""
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
+def test_committed_outputs_are_what_is_promised(path):
+    assert CHECKS[path.stem](committed(path.stem))
+
+
+def test_the_choice_ends_with_a_command_and_a_picture(execute):
+    check_choice(execute("choose_a_config"))
+
+
+def test_every_switch_of_the_memory_shows_in_the_bar(execute):
+    check_memory(execute("read_the_memory"))

@@ -1,21 +1,17 @@
 """Two hosts with a slow link between them: the verdict names the network, and what it suggests makes the run faster."""
 
-import subprocess
-import sys
 from statistics import median
 
 import pytest
 
 from recipes.launching import paths
-from recipes.launching.command import rank_environment
 from recipes.planning.cost import zero_traffic
 from recipes.profiling import conclude
 from recipes.spec import pages
 from recipes.spec.overrides import apply
-from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from tests.network_hosts import Hosts, without_hosts
-from tests.ranks import free_port
+from tests.workers import on_hosts
 
 pytestmark = [
     pytest.mark.every,
@@ -34,24 +30,21 @@ def hosts(tmp_path_factory):
 
 
 @pytest.fixture
-def train(hosts, tmp_path):
+def train(hosts, ranks, tmp_path):
     """Return a function that trains `tiny` on both hosts, and gives the verdict and tokens per second after warm-up."""
 
     def run(name, rate, slots=1, **changes):
         folder = RunFolder(tmp_path / name)
         words = [f"{key}={value}" for key, value in (SETTINGS | changes).items()]
         write_recipe(folder, paths.locate(apply(pages.find("tiny", "full"), words)))
-        worker = [sys.executable, "-m", "tests.workers.two_hosts", *hosts.spaces, hosts.addresses[0]]
-        environment = rank_environment(2 * slots, 0) | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         if rate:
             hosts.throttle(rate)
         try:
-            command = [*worker, str(free_port()), str(slots), str(folder.path)]
-            done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
+            arguments = (str(folder.path), hosts.spaces, hosts.addresses[0])
+            ranks.check(on_hosts.main, *arguments, world_size=2 * slots, log=tmp_path / f"{name}.log", timeout=400)
         finally:
             if rate:
                 hosts.unthrottle()
-        assert done.returncode == 0, done.stdout + done.stderr
         found = conclude.conclude(folder.profile, zero_traffic.of_run)
         assert len(found["ranks"]) == 2 * slots
         speed = median(row["tokens_per_second"] for row in read_jsonl(folder.metrics)[2:])
