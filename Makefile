@@ -1,4 +1,4 @@
-# make install | demo | quick | test | test-all | serving | durations | check | docs | lock | wheel.   VENV=DIR uses an existing environment.
+# make install | demo | quick | test | test-all | serving | durations | check | docs | notebooks | lock | wheel.   VENV=DIR: another environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -14,7 +14,7 @@ ARGS =
 # Images often switch bytecode off; every rank would compile the whole stack again, for seconds.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install demo quick test test-all serving durations check docs lock wheel
+.PHONY: help install demo quick test test-all serving durations check docs notebooks lock wheel
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
@@ -25,6 +25,7 @@ help:
 	@echo "make durations run the test suite and write what each test costs to tests/durations.txt"
 	@echo "make check     lint, format and types: ruff and mypy"
 	@echo "make docs      update the generated parts of the documents"
+	@echo "make notebooks execute the notebooks on an idle machine and keep their outputs"
 	@echo "make lock      write requirements.lock, the image's pins with hashes, after a change of constraints.txt"
 	@echo "make wheel     build the package into dist/"
 	@echo "VENV=DIR       use the environment in DIR instead of .venv; nothing is installed into it"
@@ -69,6 +70,9 @@ durations: install
 
 docs: $(PREPARE)
 	$(PYTHON) -m recipes.docs
+
+notebooks: install
+	$(PYTHON) -m tests.notebooks
 
 check: $(PREPARE)
 	$(PYTHON) -m ruff check .

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-NEEDED = {"sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh", "ip": "iproute2"}
+NEEDED = {"sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh", "ip": "iproute2", "tc": "iproute2"}
 SBIN = "/usr/sbin:/sbin"
 
 
@@ -135,6 +135,20 @@ class Hosts:
     def cut(self, index: int) -> None:
         """Pull out a host's network cable, without notice."""
         ip("link", "set", f"{self.bridge}{index}", "down")
+
+    def throttle(self, rate: str) -> None:
+        """Let neither host send faster than `rate` (`50mbit`), by a token bucket on its network card.
+
+        A burst has to hold the largest packet that a veth pair passes on, 64 kB.
+        """
+        for space in self.spaces:
+            bucket = ["tbf", "rate", rate, "burst", "128kb", "latency", "500ms"]
+            subprocess.run(["tc", "-n", space, "qdisc", "replace", "dev", "eth0", "root", *bucket], check=True)
+
+    def unthrottle(self) -> None:
+        """Let both hosts send as fast as they can."""
+        for space in self.spaces:
+            subprocess.run(["tc", "-n", space, "qdisc", "delete", "dev", "eth0", "root"], check=True)
 
     def switch_off(self, index: int) -> None:
         """End every process of a host."""

@@ -1,6 +1,5 @@
-"""The notebooks, executed from top to bottom at smaller settings in a kernel of this very interpreter."""
+"""The notebooks: what they show is what executing them, at smaller settings, gives."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -8,13 +7,11 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 
 from recipes.spec.project import CHECKOUT as ROOT
+from tests import notebooks
+from tests.notebooks import NOTEBOOKS, kinds
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EXTRACT = ROOT / "recipes" / "samples" / "extract"
 ONE_RANK = '["--gpus", "1", "data.max_new_tokens=4", "deepspeed=zero1.json"]'
 SMALLER = {
@@ -22,25 +19,19 @@ SMALLER = {
     "experiment": {"RATES": "[3e-3, 3e-2]", "WIDTH": "64", "LAYERS": "1", "STEPS": "3", "OPTIONS": ONE_RANK},
     "choose_a_config": {},
     "read_the_memory": {},
+    "why_is_my_run_slow": {"PROFILE, STEPS": '"3:4", 4'},
 }
 """What a test puts in the place of a notebook's parameters, as source."""
+OWN = {"first_finetune": ("TRAIN", "HELD_OUT", "RUNS"), "experiment": ("TRAIN", "HELD_OUT", "RUNS")}
+OWN |= {"why_is_my_run_slow": ("RUNS",)}
+"""The paths that a test replaces."""
 FOLDERS = {name: ROOT / "notebooks" for name in SMALLER} | {"experiment": ROOT}
 """Where Jupyter was started: both have to work."""
-
-
-class OnlyThisInterpreter(KernelSpecManager):
-    """Knows one kernel, which is registered nowhere: this interpreter."""
-
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        """Return it, whatever the name."""
-        return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
-
-
-class Kernel(AsyncKernelManager):
-    """A kernel of this interpreter; nbclient makes and ends it."""
-
-    def __init__(self, **options):
-        super().__init__(kernel_spec_manager=OnlyThisInterpreter(), **options)
+CLEAN = ("experiment", "first_finetune", "why_is_my_run_slow")
+"""Notebooks that are committed without outputs; `make notebooks`, on an idle machine, measures them."""
+SHOWN = [path for path in NOTEBOOKS if path.stem not in CLEAN]
+EXACT = ("choose_a_config", "read_the_memory")
+"""Notebooks whose text is the same on every machine: they measure nothing."""
 
 
 @pytest.fixture
@@ -50,27 +41,45 @@ def execute(tmp_path):
         rows = (EXTRACT / name).read_text(encoding="utf-8").splitlines(keepends=True)
         (tmp_path / name).write_text("".join(rows[:lines]), encoding="utf-8")
     places = {"TRAIN": tmp_path / "train.jsonl", "HELD_OUT": tmp_path / "held_out.jsonl", "RUNS": tmp_path / "runs"}
-    # Under pytest a kernel leaves out what subprocesses print; and without the path, the notebook finds the project.
-    hidden = ("PYTEST_CURRENT_TEST", "PYTHONPATH", "MPLBACKEND")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
 
     def run(name):
-        notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+        notebook = read(name)
         [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-        own = {key: f"Path({str(place)!r})" for key, place in places.items()} if SMALLER[name] else {}
+        own = {key: f"Path({str(places[key])!r})" for key in OWN.get(name, ())}
         for key, value in (own | SMALLER[name]).items():
             assert re.search(rf"^(\w+, )*{key}(, \w+)* = ", parameters.source, re.MULTILINE), key
             parameters.source += f"\n{key} = {value}"
-        folder = {"metadata": {"path": str(FOLDERS[name])}}
-        client = NotebookClient(notebook, timeout=240, kernel_manager_class=Kernel, resources=folder)
-        client.execute(env=environment)
-        return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+        notebooks.execute(notebook, FOLDERS[name])
+        notebooks.clean(notebook)
+        found = notebooks.outputs(notebook)
+        if name not in CLEAN:
+            agree(found, committed(name), exactly=name in EXACT)
+        return found
 
     yield run
     left = [process for process in psutil.process_iter(["cmdline"]) if mentions(process, tmp_path)]
     for process in left:
         process.kill()
     assert not left
+
+
+def read(name):
+    return nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+
+
+def committed(name):
+    return notebooks.outputs(read(name))
+
+
+def agree(found, shown, exactly):
+    """Compare the outputs of an execution with those that are committed: their kinds, and the text if `exactly`."""
+    assert {name: kinds(outputs) for name, outputs in found.items()} == {
+        name: kinds(outputs) for name, outputs in shown.items()
+    }
+    if exactly:
+        assert {name: text(outputs) for name, outputs in found.items()} == {
+            name: text(outputs) for name, outputs in shown.items()
+        }
 
 
 def mentions(process, folder: Path) -> bool:
@@ -87,47 +96,101 @@ def images(cells) -> int:
     return sum("image/png" in output.get("data", {}) for outputs in cells.values() for output in outputs)
 
 
-def test_there_are_four_notebooks_and_each_is_executed():
-    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 4
+def test_there_are_five_notebooks_and_each_is_executed():
+    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 5
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_are_committed_clean_and_leave_training_to_the_project(path):
+def test_notebooks_are_committed_with_their_outputs_and_leave_training_to_the_project(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3" and notebook.cells[0].cell_type == "markdown"
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs or cell.execution_count for cell in code)
+    executed = [cell.execution_count for cell in code]
+    if path in SHOWN:
+        assert executed == list(range(1, len(code) + 1)), "once, in order"
+        assert images(notebooks.outputs(notebook)) >= 1 and path.stat().st_size < notebooks.SIZE
+    else:
+        assert not any(executed) and not any(cell.outputs for cell in code)
     assert all(re.fullmatch(r"[a-z-]+", cell.id) for cell in notebook.cells), "ids that an edit would not change"
     assert not re.search(r"\.backward\(|optimizer\.step|Trainer\(", "\n".join(cell.source for cell in code))
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
+def test_committed_outputs_name_no_place_of_the_machine_that_wrote_them(path):
+    shown = nbformat.writes(nbformat.read(path, as_version=4))
+    assert not [private for private in notebooks.private() if private in shown]
+    assert not re.search(r"/(home|root|Users|tmp|mnt)/", shown)
+
+
+def test_outputs_are_those_of_any_machine():
+    here = f"{sys.executable} {ROOT}/scripts/launch.py\n10 %\r100 %\nin {ROOT}, {Path.home()}/x"
+    assert notebooks.neutral(here) == "python scripts/launch.py\n100 %\nin ., ~/x"
+
+
+@pytest.mark.parametrize("mistake", ["a lost picture", "another text"])
+def test_an_output_that_no_longer_agrees_is_noticed(mistake):
+    shown, changed = committed("choose_a_config"), committed("choose_a_config")
+    agree(changed, shown, exactly=True)
+    if mistake == "a lost picture":
+        changed["figure"] = []
+    else:
+        changed["methods"][0].text = changed["methods"][0].text.replace("GiB", "GB")
+    with pytest.raises(AssertionError):
+        agree(changed, shown, exactly=True)
 
 
 @pytest.mark.every
 def test_the_first_fine_tune_shows_answers_before_and_after(execute, tmp_path):
     cells = execute("first_finetune")
-    assert images(cells) == 1
+    check_first_fine_tune(cells)
     assert "trained      3 steps" in text(cells["train"])
-    table = text(cells["after"])
-    assert table.count("<tr>") == 6 and "<th>before</th>" in table and "<th>after</th>" in table
-    assert re.search(r"exact match on the held-out file: 0\.0% before, \d+\.\d% after", table)
     [run] = (tmp_path / "runs").iterdir()
     assert (run / "my-model" / "model.safetensors").exists()
+
+
+def check_first_fine_tune(cells):
+    """Check the table of answers, and return the share of right ones after training, in percent."""
+    assert images(cells) == 1
+    table = text(cells["after"])
+    assert table.count("<tr>") == 6 and "<th>before</th>" in table and "<th>after</th>" in table
+    return float(re.search(r"exact match on the held-out file: 0\.0% before, (\d+\.\d)% after", table)[1])
 
 
 @pytest.mark.every
 def test_the_experiment_ends_with_the_resulting_command(execute, tmp_path):
     cells = execute("experiment")
-    assert images(cells) == 1
+    check_experiment(cells, 2)
     rates = {run.name for run in (tmp_path / "runs").iterdir()}
     assert rates == {"rate-0.003", "rate-0.03"}
     sync = text(cells["compare"]).partition("wandb sync ")[2].split()
-    assert len(sync) == 2 and all(list(Path(folder).glob("*.wandb")) for folder in sync)
+    assert all(list(Path(folder).glob("*.wandb")) for folder in sync)
+
+
+def check_experiment(cells, count):
+    """Check the picture, a record for W&B per run, and the resulting command."""
+    assert images(cells) == 1
+    assert len(text(cells["compare"]).partition("wandb sync ")[2].split()) == count
     command = text(cells["choice"]).splitlines()[-1]
     assert re.match(r"python scripts/launch\.py llama3-8b lora learning_rate=\d\.\de-\d\d data\.path=", command)
 
 
-def test_the_choice_ends_with_a_command_and_a_picture(execute):
-    cells = execute("choose_a_config")
+@pytest.mark.every
+def test_the_slow_runs_are_explained(execute):
+    check_slow_runs(execute("why_is_my_run_slow"))
+
+
+def check_slow_runs(cells):
+    """Check verdicts, picture and tables; return how many times faster each change has made its run."""
+    for name in ("healthy", "small", "stages"):
+        assert re.match(r"[\w -]+: .+\nwhat to change: .+", text(cells[name])), name
+    assert "healthy: computes " in text(cells["healthy"])
+    assert images(cells) == 1 and "predicted_bytes" in text(cells["where"]) and "all-gather" in text(cells["where"])
+    return [float(times) for times in re.findall(r"tokens/s, ([\d.]+) times", text(cells["change"]))]
+
+
+def check_choice(cells):
+    """Check the picture, the command, and the methods."""
     assert images(cells) == 1
     assert "python scripts/launch.py llama3-8b full --gpus 8 deepspeed=" in text(cells["search"])
     assert "zero0.json: Does not fit: " in text(cells["why"])
@@ -135,8 +198,8 @@ def test_the_choice_ends_with_a_command_and_a_picture(execute):
     assert [name for name, _ in methods] == ["full", "lora", "qlora"]
 
 
-def test_every_switch_of_the_memory_shows_in_the_bar(execute):
-    cells = execute("read_the_memory")
+def check_memory(cells):
+    """Check that every switch shows in the bar."""
     assert images(cells) == 5
 
     def needs(cell):
@@ -148,3 +211,24 @@ def test_every_switch_of_the_memory_shows_in_the_bar(execute):
     full, lora, qlora = needs("methods")
     assert qlora < lora < full
     assert needs("lengths")[0] < needs("lengths")[1] < needs("lengths")[2] > needs("lengths")[3]
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
+def test_committed_outputs_are_what_is_promised(path):
+    cells = committed(path.stem)
+    checks = {
+        "first_finetune": lambda: check_first_fine_tune(cells) > 50,
+        "experiment": lambda: check_experiment(cells, 3),
+        "choose_a_config": lambda: check_choice(cells),
+        "read_the_memory": lambda: check_memory(cells),
+        "why_is_my_run_slow": lambda: min(check_slow_runs(cells)) > 1.1,
+    }
+    assert checks[path.stem]() is not False
+
+
+def test_the_choice_ends_with_a_command_and_a_picture(execute):
+    check_choice(execute("choose_a_config"))
+
+
+def test_every_switch_of_the_memory_shows_in_the_bar(execute):
+    check_memory(execute("read_the_memory"))

@@ -13,7 +13,7 @@ from recipes.spec.recipe import Layout, Profile
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from recipes.training.callbacks.metrics import Metrics
-from tests.small import small
+from tests.small import small, with_zero
 from tests.tiers import tiered
 from tests.workers import slow_runs
 
@@ -63,14 +63,14 @@ def check_sums(run, world_size):
 
 
 def check_traffic(run):
-    """Compare the bytes with the planner's."""
-    rows = {row["kind"]: row for row in conclude.conclude(run.profile, zero_traffic.of_run)["traffic"][::-1]}
-    planned = {kind: row["predicted_bytes"] for kind, row in rows.items() if row["predicted_bytes"]}
-    about = traces(run)[0].about
-    assert planned == zero_traffic.of_run(about) and planned
-    for kind, size in planned.items():
-        assert rows[kind]["bytes"] == pytest.approx(size, rel=0.01), kind
-        assert rows[kind]["ranks"] == list(range(about["world_size"]))
+    """Compare the bytes with the planner's, of every kind and process group that it counts; return these."""
+    rows = conclude.conclude(run.profile, zero_traffic.of_run)["traffic"]
+    counted = {(row["kind"], tuple(row["ranks"])): row for row in rows if row["predicted_bytes"]}
+    planned = zero_traffic.of_run(traces(run)[0].about)
+    assert planned and {key: row["predicted_bytes"] for key, row in counted.items()} == planned
+    for key, size in planned.items():
+        assert counted[key]["bytes"] == pytest.approx(size, rel=0.01), key
+    return set(planned)
 
 
 def test_the_shares_of_a_zero_3_run_sum_to_its_steps(sharded):
@@ -85,11 +85,23 @@ def test_a_lost_share_is_noticed(sharded):
 
 
 def test_a_zero_3_run_sends_what_the_planner_counts(sharded):
-    check_traffic(sharded)
+    assert check_traffic(sharded) == {("all-gather", (0, 1)), ("reduce-scatter", (0, 1))}
     about = dict(traces(sharded)[0].about)
     assert zero_traffic.zero_traffic(2, 1000, 1000, 4, 2) == {"all-reduce": 8000, "all-gather": 4000}
     assert zero_traffic.zero_traffic(3, 3 * 10**9, 10, 1, 2)["all-gather"] == 2 * (3 + 2.5) * 10**9
-    assert zero_traffic.of_run(about | {"layout": {"tensor": 2}}) == {}
+    assert zero_traffic.of_run(about | {"layout": {"tensor": 2}}) == {}, "no two ranks hold the same"
+    assert zero_traffic.of_run(about | {"layout": {"expert": 2}}) == {}
+
+
+@pytest.mark.every
+def test_zero_3_gathers_twice_what_it_does_not_keep(profiled, tmp_path):
+    """As of models above half a billion parameters; a second copy on each host would save the second time."""
+    run = profiled(with_zero(tmp_path, "zero3.json", stage3_max_reuse_distance=0))
+    check_traffic(run)
+    about = traces(run)[0].about
+    once = about["held"]["total"] * 4 * about["micro_batches"]
+    assert zero_traffic.of_run(about)["all-gather", (0, 1)] == 2 * once
+    assert verdict._gathers_again(verdict.of_trace(traces(run)[0]), about)
 
 
 def test_an_evaluation_does_not_double_what_zero_3_gathers(profiled):
@@ -148,29 +160,38 @@ def test_the_time_that_a_profile_takes_is_not_in_the_logged_speed(sharded):
         [
             ("zero2.json", 2, Layout()),
             ("zero0.json", 2, Layout()),
+            ("zero0.json", 4, Layout()),
             ("zero1.json", 2, Layout()),
             ("zero1.json", 4, Layout()),
+            ("zero2.json", 4, Layout()),
             ("zero3.json", 4, Layout()),
+            ("zero3_hpz.json", 4, Layout()),
             ("zero1.json", 2, Layout(tensor=2)),
             ("zero1.json", 4, Layout(tensor=2)),
             ("zero3.json", 2, Layout(sequence=2)),
+            ("zero3.json", 4, Layout(sequence=2)),
             ("pipeline.json", 2, Layout(pipeline=2)),
             ("pipeline.json", 4, Layout(pipeline=2)),
         ],
-        lambda case: case[0] == "zero2.json",
+        lambda case: case[:2] == ("zero2.json", 2),
     ),
 )
 def test_shares_and_bytes(profiled, deepspeed, world_size, layout):
-    run = profiled(deepspeed, world_size, layout)
+    run = profiled(deepspeed, world_size, layout, global_batch_size=16 if deepspeed == "zero3_hpz.json" else 8)
     check_sums(run, world_size)
     found = conclude.conclude(run.profile, zero_traffic.of_run)
-    if layout in (Layout(), Layout(sequence=2)):
-        check_traffic(run)
+    replicas = [
+        rank for rank in range(world_size) if (rank % layout.tensor, rank // (world_size // layout.pipeline)) == (0, 0)
+    ]
+    if len(replicas) > 1 and layout.pipeline == 1:
+        groups = {ranks for _, ranks in check_traffic(run)}
+        assert groups == {tuple(replicas)} | ({(0, 1)} if deepspeed == "zero3_hpz.json" else set())
     if layout.tensor > 1:
         assert any(row["kind"] == "all-reduce" and row["ranks"] == [0, 1] for row in found["traffic"])
     if layout.pipeline > 1:
         micro_batches = 4 * 2 // world_size
-        assert found["pipeline"]["bubble"] == bubble(2, micro_batches) and found["bound_by"] in ("pipeline", "compute")
+        assert found["pipeline"]["bubble"] == bubble(2, micro_batches)
+        assert found["bound_by"] in ("pipeline", "compute", "slow stage")
         assert found["pipeline"]["waited"] > 0
         assert {"send", "receive"} <= {one["kind"] for rank in found["ranks"] for one in rank["collectives"]}
 
@@ -188,3 +209,12 @@ def test_a_slow_rank_is_named(profiled):
 def test_a_slow_optimizer_on_the_host_is_named(profiled):
     found = conclude.conclude(profiled("zero2_offload.json", mistake="slow_optimizer").profile)
     assert found["bound_by"] == "optimizer" and "zero2.json" in found["change"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "stage"), tiered([("slow_first_rank", 0), ("slow_rank", 1)], lambda case: case[1] == 0)
+)
+def test_a_slow_stage_of_a_pipeline_is_named(profiled, mistake, stage):
+    found = conclude.conclude(profiled("pipeline.json", layout=Layout(pipeline=2), mistake=mistake).profile)
+    assert found["bound_by"] == "slow stage"
+    assert found["words"].startswith(f"stage {stage} (rank {stage} on ") and "(compute)" in found["words"]

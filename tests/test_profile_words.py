@@ -8,6 +8,7 @@ import pytest
 
 from recipes.commands import launch, main
 from recipes.profiling import collectives, nsys, operators, request, shares, trace, verdict, window, words
+from recipes.profiling.collectives import Collective
 from recipes.profiling.intervals import both, length, union, without
 from recipes.profiling.shares import Shares
 from recipes.profiling.verdict import Rank
@@ -151,8 +152,18 @@ def test_a_gpus_collectives_say_their_size():
     assert found.bandwidth == pytest.approx(1000 / 30e-6), "twice the half that comes from the other rank"
 
 
-def rank(number, **parts):
-    return Rank(number, f"host{number}", (4,), 1.0, replace(EVEN, **parts), (), (), 0.0)
+def rank(number, collectives=(), **parts):
+    return Rank(number, f"host{number}", (4,), 1.0, replace(EVEN, **parts), (), collectives, 0.0)
+
+
+def waiting(gathers=1):
+    """Return two ranks that wait for all-gathers of 1,000 weights of 4 bytes."""
+    gathered = Collective("all-gather", (0, 1), 10 * gathers, 4000 * gathers, 1.0, 0.9)
+    return [rank(number, (gathered,), communication_waited=1.0) for number in range(2)]
+
+
+HELD = {"held": {"total": 1000}, "weight_bytes": 4, "stage": 3}
+STAGED = {"layout": {"pipeline": 2}, "world_size": 4, "micro_batches": 4}
 
 
 @pytest.mark.parametrize(
@@ -162,14 +173,34 @@ def rank(number, **parts):
         ([rank(0, data=0.5), rank(1, data=0.5)], {}, "data", "data.workers"),
         ([rank(0, host=0.5), rank(1, host=0.5)], {}, "host", "micro_batch_size"),
         ([rank(0, idle=0.5), rank(1, idle=0.5)], {}, "idle", "--gpus"),
-        ([rank(0, communication_waited=1.0)] * 2, {"stage": 2}, "communication", "global_batch_size"),
-        ([rank(0, communication_waited=1.0)] * 2, {"stage": 3}, "communication", "zero3_hpz.json"),
+        (waiting(), {"stage": 1}, "communication", "global_batch_size"),
+        (waiting(), {"stage": 2}, "communication", "micro_batch_size"),
+        (waiting(), {"stage": 2, "micro_batches": 2}, "communication", "zero1.json"),
+        (waiting(2), HELD, "communication", "zero3_hpz.json"),
         ([rank(0, communication_waited=1.0), rank(1)], {}, "slow rank", "rank 1 on host1"),
     ],
 )
 def test_the_change_follows_from_the_shares(ranks, about, name, change):
     found = verdict.cause(ranks, about)
     assert found.name == name and change in found.change
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(waiting(), {}), (waiting(2), {"partition_size": 2})])
+def test_a_second_copy_is_suggested_only_where_it_saves_a_gather(ranks, more):
+    assert "hpz" not in verdict.cause(ranks, HELD | more).change
+
+
+@pytest.mark.parametrize(("slow", "stage"), [((0, 1), 0), ((2, 3), 1), ((3,), 1)])
+def test_a_slow_stage_is_named_with_its_busiest_rank(slow, stage):
+    ranks = [rank(at, communication_waited=0.1 if at in slow else 1.5, compute=1.5) for at in range(4)]
+    found = verdict.cause(ranks, STAGED)
+    assert found.name == "slow stage" and found.words.startswith(f"stage {stage} (rank {slow[0]} on host{slow[0]})")
+    assert "20% has to be" in found.words
+
+
+def test_stages_that_all_wait_are_not_slow():
+    found = verdict.cause([rank(at, communication_waited=0.5) for at in range(4)], STAGED)
+    assert found.name == "pipeline" and "global_batch_size" in found.change
 
 
 def test_bars_are_as_long_as_the_step():

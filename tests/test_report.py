@@ -11,7 +11,7 @@ from recipes.commands import main
 from recipes.commands import report as command
 from recipes.report import charts, compare, html, index, run_data, text, write
 from recipes.report.document import Chart, Curve, duration, printable
-from recipes.report.sections import curves, examples, settings, verdict
+from recipes.report.sections import curves, examples, memory, settings, verdict
 from recipes.spec import pages
 from recipes.spec.overrides import apply
 from recipes.spec.run_folder import RunFolder, append_jsonl, read_json, read_jsonl, write_json, write_recipe
@@ -128,6 +128,14 @@ def at(run, source):
 def test_every_number_is_the_run_folders(run, page):
     numbers = Page(page).numbers
     assert len(numbers) > 30 * 10 + 20
+    check_numbers(run, numbers)
+    sources = {source for source, *_ in numbers}
+    for key in ("before", "after", "tokens_per_second", "predicted.tokens_per_second", "gpu_peak_gib"):
+        assert f"summary.json:{key}" in sources
+
+
+def check_numbers(run, numbers):
+    """Compare numbers (source, exact, as shown) with the run folder; all logged ones are among them."""
     for source, value, shown in numbers:
         assert value == at(run, source), source
         if ":" in shown:
@@ -142,8 +150,6 @@ def test_every_number_is_the_run_folders(run, page):
         scale = 100 if share else 1
         assert abs(value * scale - float(digits.replace(",", ""))) <= max(last, coarse) * 0.5000001, (source, shown)
     sources = {source for source, *_ in numbers}
-    for key in ("before", "after", "tokens_per_second", "predicted.tokens_per_second", "gpu_peak_gib"):
-        assert f"summary.json:{key}" in sources
     for row, number in ((row, at) for at, row in enumerate(read_jsonl(run.metrics), 1)):
         assert {f"metrics.jsonl:{number}:{key}" for key in row} <= sources
 
@@ -162,7 +168,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(page):
     assert not {"script", "iframe", "link", "img"} & {tag for tag, _ in found.tags}
     assert len(page.encode()) < 5 * 2**20
     assert page.startswith("<!DOCTYPE html>") and 'name="viewport"' in page
-    assert [tag for tag, _ in found.tags].count("svg") == 7, "loss twice, rate, norm, speed, MFU, waiting"
+    assert [tag for tag, _ in found.tags].count("svg") == 8, "loss twice, rate, norm, speed, MFU, waiting, restarts"
 
 
 def test_the_sections_are_in_order_and_the_verdict_is_first(page):
@@ -170,6 +176,22 @@ def test_the_sections_are_in_order_and_the_verdict_is_first(page):
     assert titles[0] == "Verdict" and titles[-1] == "Restarts and failures"
     assert "Exact match on held-out examples: 0.0% -&gt; 97.5%" in page.partition("<h2>Curves")[0]
     assert "rank 1 failed" in page and "2023-11-14 22:13:20" in page
+
+
+def test_restarts_are_on_the_time_axis(run):
+    chart = settings.restart_section(run_data.read(run.path)).blocks[1]
+    assert chart.curves[0].points[-1] == (15.0, 30) and chart.marks == (10.0,), "step 20 ended after 10 seconds"
+
+
+def test_predicted_memory_is_beside_the_measured(run):
+    on_gpu, on_host = memory.section(run_data.read(run.path)).blocks
+    bars = {label: [(part, size.value) for part, size in parts] for label, parts in on_gpu.rows}
+    assert bars == {
+        "predicted, by what it is for": [("parameters", 1.25), ("activations", 2.25)],
+        "allocated at most, rank 0": [("allocated at most, rank 0", 3.25)],
+        "reserved at most, rank 0": [("reserved at most, rank 0", 3.5)],
+    }
+    assert [label for label, _ in on_host.rows] == ["resident at most, rank 0"]
 
 
 def test_hostile_text_stays_text(tmp_path):

@@ -164,7 +164,7 @@ def test_notebooks_import_the_project_and_nothing_imports_them():
     notebooks = list((ROOT / "notebooks").glob("*.ipynb"))
     for file in notebooks:
         used = imports(file)
-        assert packages_of(used) and packages_of(used) <= {"training", "planning", "spec"}, file
+        assert packages_of(used) and packages_of(used) <= {"training", "planning", "profiling", "spec"}, file
         assert not any(name.split(".")[0] in ("scripts", "tests") for name in used), file
     for file in [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
         assert not any(name.split(".")[0] == "notebooks" for name in imports(file)), file

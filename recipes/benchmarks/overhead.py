@@ -61,11 +61,13 @@ def bench_of(options: argparse.Namespace, folder: Path) -> Bench:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
-    group = parser.add_argument_group("overhead")
+    group = parser.add_argument_group("overhead and scaling")
     group.add_argument("--zero-stage", type=int, choices=range(4), default=2)
     group.add_argument("--steps", type=int, default=60, help=f"optimizer steps per run, {WARM_UP} of them warm-up")
     group.add_argument("--rounds", type=int, default=2, help="how often each peer runs")
-    group.add_argument("--gpus", type=int, metavar="N", help="ranks (default: all GPUs; without GPUs 2 CPU ranks)")
+    group.add_argument(
+        "--gpus", type=int, metavar="N", help="ranks (default: all GPUs; without GPUs 2 CPU ranks, 4 in scaling)"
+    )
     group.add_argument("--micro-batch", type=int, default=8, help="sequences per rank and step")
     group.add_argument("--length", type=int, default=256, help="tokens per sequence")
     group.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")

@@ -23,10 +23,11 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(TINY_MODEL)
 
 
-def config_of(recipe: Recipe, draft: bool) -> PreTrainedConfig:
-    """Return the page's dimensions, or a draft's."""
+def config_of(recipe: Recipe, draft: bool | Draft) -> PreTrainedConfig:
+    """Return the page's dimensions, or a draft's, by default the smallest."""
     config = AutoConfig.for_model(**recipe.model.config)
-    config = shrink(config, Draft(), tokenizer()) if draft else config
+    if draft:
+        config = shrink(config, draft if isinstance(draft, Draft) else Draft(), tokenizer())
     config.use_cache = False
     return config
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..benchmarks import estimates, overhead, tables
+from ..benchmarks import estimates, overhead, scaling, tables
 from ..benchmarks.cases import BENCHMARKS
 from ..planning.calibration import benchmark_results
 from ..spec import pages
@@ -38,9 +38,21 @@ def measurements() -> dict[str, str]:
     stored = (read_json(benchmark_results.MEASUREMENTS / f"overhead_zero{stage}_cpu.json") for stage in (2, 3))
     return {
         "overhead": "\n".join(overhead.section(result) for result in stored),
+        "scaling": scaled(benchmark_results.MEASUREMENTS),
         "speed": on_gpus,
         "estimates": estimates.render(list(estimates.rows(results))),
     }
+
+
+def scaled(folder: Path) -> str:
+    """Return what `benchmark.py scaling` has measured, on GPUs and on a CPU, with its figures."""
+    files = [folder / f"scaling_{where}.json" for where in ("gpu", "cpu")]
+    parts = [
+        f"{scaling.section(read_json(file))}\n![Efficiency of the ranks]({file.with_suffix('.png').name})\n"
+        for file in files
+        if file.exists()
+    ]
+    return "\n".join(parts) or "Not measured yet.\n"
 
 
 def write() -> list[Path]:

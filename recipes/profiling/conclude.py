@@ -11,8 +11,9 @@ from ..spec.run_folder import RunFolder, read_json, write_json
 from . import verdict, words
 from .trace import OTHERS, SUFFIX, read
 
-Predict = Callable[[Mapping[str, Any]], Mapping[str, int]]
-"""Returns the bytes of a step by kind of collective, as the planner counts them, from a trace's `about`."""
+Predict = Callable[[Mapping[str, Any]], Mapping[tuple[str, tuple[int, ...]], int]]
+"""Returns the bytes of a step by kind of collective and its ranks, as the planner counts them, from a trace's `about`.
+"""
 
 
 def at_end(run: RunFolder, predict: Predict = lambda about: {}) -> None:
@@ -45,19 +46,17 @@ def conclude(folder: Path, predict: Predict = lambda about: {}) -> dict[str, Any
     return found | {"traffic": traffic(found, predict(about))}
 
 
-def traffic(found: Mapping[str, Any], predicted: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return the first rank's collectives per step, each kind's largest group with what the planner counts."""
-    steps, named = len(found["steps"]), set[str]()
+def traffic(found: Mapping[str, Any], predicted: Mapping[tuple[str, tuple[int, ...]], int]) -> list[dict[str, Any]]:
+    """Return the first rank's collectives per step, by kind and group, with what the planner counts."""
+    steps = len(found["steps"])
     rows = []
     for one in sorted(found["ranks"][0]["collectives"], key=lambda one: -one["bytes"]):
-        first = one["kind"] not in named
-        named.add(one["kind"])
         row = {key: one[key] / steps for key in ("count", "bytes", "seconds", "waited")}
         rows.append(
             {"kind": one["kind"], "ranks": one["ranks"], **row}
             | {
                 "bytes_per_second": one["bytes_per_second"],
-                "predicted_bytes": predicted.get(one["kind"]) if first else None,
+                "predicted_bytes": predicted.get((one["kind"], tuple(one["ranks"]))),
             }
         )
     return rows

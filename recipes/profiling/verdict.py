@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
-from ..spec.layout import bubble
+from ..spec.layout import bubble, rank_position
+from ..spec.recipe import Layout
 from . import collectives, operators, shares
 from .collectives import Collective
 from .operators import Operator
@@ -41,7 +42,7 @@ class Cause:
     """What bounds the steps."""
 
     name: str
-    """`compute`, `communication`, `pipeline`, `data`, `host`, `optimizer`, `idle` or `slow rank`."""
+    """`compute`, `communication`, `pipeline`, `data`, `host`, `optimizer`, `idle`, `slow rank` or `slow stage`."""
     words: str
     change: str
     """One line, with the key to change."""
@@ -66,9 +67,12 @@ def of_trace(trace: RankTrace) -> Rank:
 def cause(ranks: list[Rank], about: dict[str, Any]) -> Cause:
     """Return what bounds the steps; `about` is that of any rank's trace."""
     stages = about.get("layout", {}).get("pipeline", 1)
-    slow = slow_rank(ranks) if stages == 1 else None  # a pipeline's stages wait unequally by themselves
+    slow = slow_rank(ranks) if stages == 1 else None
     if slow is not None:
         return _slow(slow, ranks)
+    slow_ones = slow_stage(ranks, about) if stages > 1 else []
+    if slow_ones:
+        return _slow_stage(slow_ones, ranks, about)
     waited = mean(rank.share("communication_waited") for rank in ranks)
     most = {kind: mean(rank.share(kind) for rank in ranks) for kind in KINDS[3:]} | {"communication_waited": waited}
     worst = max(most, key=lambda kind: most[kind])
@@ -93,11 +97,46 @@ def slow_rank(ranks: list[Rank]) -> Rank | None:
     return least if gap > MATTERS else None
 
 
+def slow_stage(ranks: list[Rank], about: dict[str, Any]) -> list[Rank]:
+    """Return the ranks of the pipeline stage that the others wait for, the busiest first; none: there is no such stage.
+
+    Equal stages all wait for the pipeline to fill and to drain, as long as each other.
+    """
+    layout, found = Layout(**about["layout"]), dict[int, list[Rank]]()
+    for rank in sorted(ranks, key=lambda rank: rank.share("communication_waited")):
+        found.setdefault(rank_position(layout, rank.number, about["world_size"]).stage, []).append(rank)
+    if len(found) < 2:
+        return []
+    waits = {stage: mean(rank.share("communication_waited") for rank in of) for stage, of in found.items()}
+    least = min(waits, key=lambda stage: waits[stage])
+    gap = median(waits[stage] for stage in waits if stage != least) - waits[least]
+    return found[least] if gap > MATTERS else []
+
+
+def _slow_stage(slow: list[Rank], ranks: list[Rank], about: dict[str, Any]) -> Cause:
+    others = [rank for rank in ranks if rank not in slow]
+    what, waited = _more_of(slow[0], others), median(rank.share("communication_waited") for rank in others)
+    stages, layout = about["layout"]["pipeline"], Layout(**about["layout"])
+    stage = rank_position(layout, slow[0].number, about["world_size"]).stage
+    micro_batches, who = about["micro_batches"], f"rank {slow[0].number} on {slow[0].host}"
+    return Cause(
+        "slow stage",
+        f"stage {stage} ({who}) is slow ({what}): the others wait {waited:.0%} of the time; of {stages} stages and "
+        f"{micro_batches} micro-batches {bubble(stages, micro_batches):.0%} has to be",
+        f"{who}: look at that host for other processes, or a slower or hotter GPU; if it is the model, whose last "
+        "stage has the head, another layout.pipeline divides its layers otherwise",
+    )
+
+
+def _more_of(slow: Rank, others: list[Rank]) -> str:
+    """Return on what a rank spends a larger share than the others."""
+    more = {kind: slow.share(kind) - mean(rank.share(kind) for rank in others) for kind in ("compute", *KINDS[3:])}
+    return max(more, key=lambda kind: more[kind])
+
+
 def _slow(slow: Rank, ranks: list[Rank]) -> Cause:
     others = [rank for rank in ranks if rank is not slow]
-    more = {kind: slow.share(kind) - mean(rank.share(kind) for rank in others) for kind in ("compute", *KINDS[3:])}
-    what = max(more, key=lambda kind: more[kind])
-    waited = median(rank.share("communication_waited") for rank in others)
+    what, waited = _more_of(slow, others), median(rank.share("communication_waited") for rank in others)
     fixes = {
         "compute": "look at that host: other processes, a slower or hotter GPU, or more of the model on that rank",
         "data": "data.workers=4 loads ahead in processes of their own; look at that host's disk",
@@ -161,15 +200,35 @@ def _network(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
             totals[one.kind, one.ranks] = totals.get((one.kind, one.ranks), 0.0) + one.waited
     (kind, group), _ = max(totals.items(), key=lambda item: item[1], default=(("communication", ()), 0.0))
     who = f" of ranks {', '.join(map(str, group))}" if group else ""
-    change = "a larger global_batch_size with the same micro_batch_size communicates less often per token"
-    if about.get("stage") == 3:
-        change = (
-            "a larger micro_batch_size gathers less often; deepspeed=zero3_hpz.json gathers within a host; "
-            "deepspeed=zero2.json gathers no weights, if they fit"
-        )
-    elif about.get("layout", {}).get("tensor", 1) > 1 or about.get("layout", {}).get("sequence", 1) > 1:
-        change = "a smaller layout.tensor or layout.sequence, within one host, exchanges less"
-    return Cause("communication", f"waits for the network {share:.0%} of the time, mostly for {kind}{who}", change)
+    return Cause(
+        "communication",
+        f"waits for the network {share:.0%} of the time, mostly for {kind}{who}",
+        _less_traffic(ranks[0], about),
+    )
+
+
+def _less_traffic(rank: Rank, about: dict[str, Any]) -> str:
+    """Return what to change so that less is sent per token."""
+    layout, several = about.get("layout", {}), about.get("micro_batches", 1) > 1
+    if layout.get("tensor", 1) > 1 or layout.get("sequence", 1) > 1:
+        return "a smaller layout.tensor or layout.sequence, within one host, exchanges less"
+    if about.get("stage", 0) < 2:
+        return "a larger global_batch_size with the same micro_batch_size communicates less often per token"
+    # At stages 2 and 3 every micro-batch communicates, so more of them do not help.
+    changes = []
+    if _gathers_again(rank, about):
+        changes.append("deepspeed=zero3_hpz.json gathers weights over the network once per step")
+    if several:
+        changes.append("deepspeed=zero1.json communicates once per step and not for each micro-batch, if it fits")
+    changes.append("a larger micro_batch_size communicates less often per token")
+    return "; ".join(changes)
+
+
+def _gathers_again(rank: Rank, about: dict[str, Any]) -> bool:
+    """Return whether weights are gathered more than once per update, and not already within a host."""
+    gathered = sum(one.bytes for one in rank.collectives if one.kind == "all-gather") / len(rank.steps)
+    whole = about.get("held", {}).get("total", 0) * about.get("weight_bytes", 0)
+    return bool(whole) and about.get("partition_size", 1) == 1 and gathered > 1.1 * whole
 
 
 def as_json(ranks: list[Rank], found: Cause, about: dict[str, Any], others: float | None) -> dict[str, Any]:

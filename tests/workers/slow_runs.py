@@ -39,10 +39,15 @@ def slow_loader(trainer: Any) -> None:
     trainer.data_collator = slowly
 
 
-def slow_rank(trainer: Any) -> None:
+def slow_rank(trainer: Any, rank: int = 1) -> None:
     """Compute more on rank 1 than on the others."""
-    if dist.get_rank() == 1:
+    if dist.get_rank() == rank:
         trainer.model.register_forward_pre_hook(lambda *_: multiply())
+
+
+def slow_first_rank(trainer: Any) -> None:
+    """Compute more on rank 0 than on the others."""
+    slow_rank(trainer, 0)
 
 
 def slow_optimizer(trainer: Any) -> None:
@@ -64,4 +69,4 @@ def spin() -> None:
         pass
 
 
-MISTAKES = {one.__name__: one for one in (slow_loader, slow_rank, slow_optimizer)}
+MISTAKES = {one.__name__: one for one in (slow_loader, slow_rank, slow_first_rank, slow_optimizer)}

@@ -1,10 +1,17 @@
 """Bytes that ZeRO and data parallelism send in a step, by kind of collective, to be compared with a profile."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from ...spec.layout import rank_position
+from ...spec.recipe import Layout
 
 REUSE_DISTANCE = 1_000_000_000
 """`stage3_max_reuse_distance`, DeepSpeed's default: weights that are needed again within so many elements are kept."""
+
+Group: TypeAlias = tuple[int, ...]
+"""The ranks that communicate, in order."""
 
 
 def zero_traffic(
@@ -14,7 +21,7 @@ def zero_traffic(
 
     Args:
         stage: of ZeRO.
-        total: parameters of the model.
+        total: parameters of the model that the ranks have between them.
         trained: of these.
         weight_bytes: of one in the training precision, in which gradients travel too.
         micro_batches: per step and rank.
@@ -22,30 +29,54 @@ def zero_traffic(
 
     Small weights that ZeRO-3 keeps on every rank, and norms, are not in it: below 1 %.
     """
-    gradients, weights = trained * weight_bytes, total * weight_bytes
+    gradients = trained * weight_bytes
     if stage == 0:
         return {"all-reduce": gradients}
     if stage < 3:
         # Gradients are averaged by all-reduces; at stage 1 once, after the last micro-batch.
         return {"all-reduce": gradients * (micro_batches if stage == 2 else 1), "all-gather": gradients}
-    # The backward pass meets the last weights of the forward pass first: those half a reuse distance from the end are
-    # still there, and only the others are gathered again.
-    again = max(0, total - reuse // 2) * weight_bytes
-    return {"all-gather": (weights + again) * micro_batches, "reduce-scatter": gradients * micro_batches}
+    gathered = sum(_gathered(total, reuse)) * weight_bytes * micro_batches
+    return {"all-gather": gathered, "reduce-scatter": gradients * micro_batches}
 
 
-def of_run(about: Mapping[str, Any]) -> dict[str, int]:
-    """Return the same for a run, from what its trace says of it; empty where layers or stages are split as well."""
-    layout = about.get("layout", {})
-    if any(layout.get(kind, 1) > 1 for kind in ("tensor", "pipeline", "expert")) or about.get("partition_size", 1) > 1:
+def _gathered(total: int, reuse: int) -> tuple[int, int]:
+    """Return how many weights ZeRO-3 gathers in a micro-batch's forward and backward passes.
+
+    The backward pass meets the last weights of the forward pass first: those half a reuse distance from the end are
+    still there, and only the others are gathered again.
+    """
+    return total, max(0, total - reuse // 2)
+
+
+def of_run(about: Mapping[str, Any]) -> dict[tuple[str, Group], int]:
+    """Return the same by kind and process group for a run, from what its trace says of it; empty for experts.
+
+    What tensor parallelism and a pipeline send of activations is not in it: it depends on the sequences' lengths.
+    """
+    layout, rank = Layout(**about.get("layout", {})), about.get("rank", 0)
+    world_size = about.get("world_size", 1)
+    group = _replicas(layout, rank, world_size)
+    if len(group) == 1 or layout.expert > 1:
         return {}
-    if about.get("world_size", 1) == 1:
-        return {}
-    return zero_traffic(
-        about["stage"],
-        about["total"],
-        about["trained"],
-        about["weight_bytes"],
-        about["micro_batches"],
-        about.get("reuse_distance", REUSE_DISTANCE),
-    )
+    given = about.get("reuse_distance")
+    reuse = int(given) if isinstance(given, int | float) else REUSE_DISTANCE
+    held, weight_bytes, micro_batches = about["held"], about["weight_bytes"], about["micro_batches"]
+    sent = zero_traffic(about["stage"], held["total"], held["trained"], weight_bytes, micro_batches, reuse)
+    found = {(kind, group): size for kind, size in sent.items()}
+    near = about.get("partition_size", 1)
+    if about["stage"] == 3 and 1 < near < len(group):
+        # Every gather but the first after an update finds all weights among the ranks that share the second copy.
+        far = held["total"] * weight_bytes
+        first = rank // near * near
+        found["all-gather", group] = far
+        found["all-gather", tuple(range(first, first + near))] = sent["all-gather"] - far
+    return {key: size for key, size in found.items() if size}
+
+
+def _replicas(layout: Layout, rank: int, world_size: int) -> Group:
+    """Return the ranks that hold the same part of the model as `rank`, between which ZeRO divides it."""
+
+    def part(one: int) -> Any:
+        return replace(rank_position(layout, one, world_size), data=0, sequence=0)
+
+    return tuple(one for one in range(world_size) if part(one) == part(rank))

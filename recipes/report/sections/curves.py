@@ -59,10 +59,11 @@ MORE = ("rewards/", "kl", "nll_", "odds_", "router_", "expert_load")
 def points(rows: Iterable[Row], key: str, x: str = "step") -> Points:
     """Return (x, value) of the rows that have a finite number under `key`."""
     found = ((row.get(x), row.get(key)) for row in rows)
-    return tuple((at, value) for at, value in found if _finite(at) and _finite(value))
+    return tuple((at, value) for at, value in found if finite(at) and finite(value))
 
 
-def _finite(value: Any) -> TypeGuard[float]:
+def finite(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a number that can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
@@ -86,7 +87,7 @@ def waits(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
     before = 0.0
     for row in rows:
         seconds, waited = row.get("seconds"), row.get("data_wait_seconds")
-        if _finite(seconds) and _finite(waited):
+        if finite(seconds) and finite(waited):
             if seconds > before:
                 yield row["step"], waited / (seconds - before)
             before = seconds

@@ -1,16 +1,13 @@
 """What memory was predicted for and measured, and what each rank holds of the model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..document import Bars, Block, Cell, Note, Number, Section, Table, number
 from ..run_data import RunData
 
-MEASURED = {
-    "gpu_peak_gib": "allocated at most, rank 0",
-    "gpu_reserved_gib": "reserved at most, rank 0",
-    "host_peak_gib": "resident on the host at most, rank 0",
-}
+ON_GPU = {"gpu_peak_gib": "allocated at most, rank 0", "gpu_reserved_gib": "reserved at most, rank 0"}
+ON_HOST = {"host_peak_gib": "resident at most, rank 0"}
 """The keys of metrics.jsonl and summary.json, and what they are."""
 KINDS = ("parameters", "optimizer")
 """What a rank holds of a layer, in bytes."""
@@ -29,15 +26,20 @@ def _memory(run: RunData) -> Iterator[Block]:
         for name, size in planned.items()
         if (one := number(size, ".2f", f"summary.json:predicted.components_gib.{name}", " GiB"))
     )
-    if parts:
-        yield Bars("Predicted, of the fullest GPU at its fullest moment", (("predicted", parts),))
-    else:
+    if not parts:
         yield Note(
             "No prediction: the planner was asked for none, or this machine has no GPU; it predicts the memory of GPUs."
         )
-    measured = tuple((label, ((label, one),)) for key, label in MEASURED.items() if (one := _peak(run, key)))
-    if measured:
-        yield Bars("Measured", measured)
+    predicted = (("predicted, by what it is for", parts),) if parts else ()
+    on_gpu = (*predicted, *_measured(run, ON_GPU))
+    if on_gpu:
+        yield Bars("The fullest GPU at its fullest moment", on_gpu)
+    if on_host := _measured(run, ON_HOST):
+        yield Bars("The host", on_host)
+
+
+def _measured(run: RunData, keys: Mapping[str, str]) -> tuple[tuple[str, tuple[tuple[str, Number], ...]], ...]:
+    return tuple((label, ((label, one),)) for key, label in keys.items() if (one := _peak(run, key)))
 
 
 def _peak(run: RunData, key: str) -> Number | None:

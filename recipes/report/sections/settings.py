@@ -11,8 +11,9 @@ from ...spec.conversions import to_dict
 from ...spec.errors import UserError, redact
 from ...spec.overrides import override_keys
 from ...spec.recipe import Recipe, names
-from ..document import Code, Note, Section, Table, number
+from ..document import Chart, Code, Curve, Note, Section, Table, number
 from ..run_data import RunData
+from .curves import finite, points
 
 
 def recipe_section(run: RunData) -> Section:
@@ -104,7 +105,7 @@ def version_section(run: RunData) -> Section:
 
 
 def restart_section(run: RunData) -> Section:
-    """Return when the run was restarted, and why."""
+    """Return when the run was restarted, and why, with its steps over the time that they took."""
     if not run.restarts:
         return Section("Restarts and failures", (Note("None: the run was started once, or resumed only by hand."),))
     rows = []
@@ -112,7 +113,15 @@ def restart_section(run: RunData) -> Section:
         step, ranks = (number(row.get(key), "d", f"restarts.jsonl:{index}:{key}") for key in ("from_step", "ranks"))
         rows.append((moment(row.get("time")), step, ranks, str(row.get("cause") or "rewound")))
     head = ("time (UTC)", "resumed after step", "ranks", "cause")
-    return Section("Restarts and failures", (Table(head, tuple(rows)),))
+    return Section("Restarts and failures", (Table(head, tuple(rows)), _over_time(run)))
+
+
+def _over_time(run: RunData) -> Chart:
+    """Return the steps over the seconds of training, with a line where each restart resumed."""
+    steps = points(run.metrics, "step", "seconds")
+    resumed = (row.get("from_step") for row in run.restarts)
+    marks = (max((at for at, step in steps if step <= one), default=0.0) for one in resumed if finite(one))
+    return Chart("Steps over the time of training", "second", (Curve("steps", steps),), marks=tuple(marks))
 
 
 def moment(seconds: Any) -> str | None:

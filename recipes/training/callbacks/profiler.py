@@ -27,6 +27,7 @@ from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder, write_json
 from .. import distributed
 from ..console import say
+from ..model.load import parameter_counts
 
 WARMUP = 2
 """Steps that are not compared with: ZeRO-3 finds the order of its fetches in the first, the second makes buffers."""
@@ -204,7 +205,9 @@ class Profiler(Phases, TrainerCallback):
             torch.cuda.memory._dump_snapshot(str(self.folder / f"rank-{dist.get_rank()}.memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         path = self.folder / f"rank-{dist.get_rank()}{SUFFIX}"
+        total, trained = parameter_counts(self.model) if self.model is not None else (0, 0)
         written = self.about | {
+            "held": {"total": total, "trained": trained},
             "rank": dist.get_rank(),
             "host": socket.gethostname(),
             "world_size": dist.get_world_size(),

@@ -1,0 +1,89 @@
+"""`benchmark.py scaling`: real runs of several ranks, and what is made of their times."""
+
+import copy
+
+import pytest
+
+from recipes.benchmarks import scaling
+from recipes.commands import benchmark
+from recipes.docs import documents
+from recipes.planning.calibration import benchmark_results
+from recipes.spec.errors import UserError
+from recipes.spec.run_folder import read_json, write_json
+
+SETTINGS = {"zero_stage": 2, "steps": 40, "micro_batch": 8, "length": 256, "dtype": "fp32"}
+
+
+def one(tokens_per_second, step_seconds):
+    return [{"tokens_per_second": tokens_per_second, "step_seconds": step_seconds, "peak_gib": 1.0}]
+
+
+@pytest.fixture
+def result():
+    """Return times as of two cores: two ranks lose a tenth, four share the cores."""
+    weak = {"1": one(1000.0, 1.0), "2": one(1800.0, 1.11), "4": one(1600.0, 2.5)}
+    strong = {"1": one(1000.0, 4.0), "2": one(1900.0, 2.1), "4": one(1600.0, 2.5)}
+    found = {
+        "benchmark": "scaling",
+        "date": "2027-01-01",
+        "settings": SETTINGS,
+        "environment": {"gpus": []},
+        "cores": 2,
+        "seconds_per_byte": {"2": 1e-9, "4": 4e-9},
+        "runs": {"weak": weak, "strong": strong},
+    }
+    return found | {"predicted": scaling.predicted_on_cpu(found)}
+
+
+def test_efficiency_is_the_share_of_n_times_one_rank(result):
+    weak = [(count, efficiency) for count, _, efficiency, _ in scaling.efficiencies(result, "weak")]
+    assert weak == [(1, 1.0), (2, 0.9), (4, 0.4)]
+    assert [one[2] for one in scaling.efficiencies(result, "strong")] == [1.0, 0.95, 0.4]
+
+
+def test_the_prediction_is_one_ranks_time_the_cores_and_what_zero_sends(result):
+    gradients = 4 * 3_049_984  # bytes, of which an all-gather takes half as long as an all-reduce
+    weak, strong = result["predicted"]["weak"], result["predicted"]["strong"]
+    assert weak["2"] == pytest.approx(1 / (1 + 1.5 * gradients * 1e-9))
+    assert weak["4"] == pytest.approx(1 / (2 + 1.5 * gradients * 4e-9)), "two ranks to a core"
+    assert strong["2"] == pytest.approx(2 / (2 + 2.5 * gradients * 1e-9)), "ZeRO-2 averages after each micro-batch"
+    slower = copy.deepcopy(result)
+    slower["seconds_per_byte"]["2"] *= 10
+    assert scaling.predicted_on_cpu(slower)["weak"]["2"] < weak["2"]
+
+
+def test_the_table_says_where_ranks_share_cores(result):
+    shown = scaling.section(result)
+    assert "| the same work per rank | 2 | 1,800 | 90% |" in shown
+    assert "| the same work in all | 4 on 2 cores | 1,600 | 40% |" in shown
+    assert "4 ranks reach at most 50%" in shown and "2 CPU cores, one thread per rank" in shown
+    assert scaling.png(result).startswith(b"\x89PNG")
+
+
+def test_the_document_shows_what_is_measured(result, tmp_path):
+    assert documents.scaled(tmp_path) == "Not measured yet.\n"
+    write_json(tmp_path / "scaling_cpu.json", result)
+    assert "(scaling_cpu.png)" in documents.scaled(tmp_path) and "1,800" in documents.scaled(tmp_path)
+    assert benchmark_results.results(tmp_path) == {}
+
+
+def test_ranks_double():
+    assert scaling.counts(None, 0) == [1, 2, 4] and scaling.counts(6, 0) == [1, 2, 4]
+    assert scaling.counts(None, 16) == [1, 2, 4, 8] and scaling.counts(2, 8) == [1, 2]
+    for asked, gpus in ((None, 1), (1, 0), (4, 2)):
+        with pytest.raises(UserError, match="compares 1 rank with 2 or more"):
+            scaling.counts(asked, gpus)
+
+
+@pytest.mark.every
+def test_one_and_two_ranks_are_measured(launcher, tmp_path, capsys):
+    words = ["--gpus", "2", "--steps", "40", "--rounds", "1", "--micro-batch", "1", "--length", "32"]
+    assert benchmark.main(["scaling", *words, "--output", str(tmp_path)]) == 0, capsys.readouterr().err
+    found, screen = read_json(tmp_path / "scaling_cpu.json"), capsys.readouterr().out
+    for kind in scaling.KINDS:
+        counts, speeds, measured, predicted = zip(*scaling.efficiencies(found, kind), strict=True)
+        assert counts == (1, 2) and min(speeds) > 0 and measured[0] == predicted[0] == 1
+        assert measured[1] > 0 and 0 < predicted[1] < 1
+    assert found["runs"]["strong"]["2"] == found["runs"]["weak"]["2"], "the same run"
+    assert scaling.table(found) in screen and (tmp_path / "scaling_cpu.md").read_text() in screen
+    assert (tmp_path / "scaling_cpu.png").read_bytes().startswith(b"\x89PNG")

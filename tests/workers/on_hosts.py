@@ -1,0 +1,26 @@
+"""Ranks on two hosts: forked on this machine, each enters its host's network namespace before it meets the others."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+from recipes.training import run
+
+NETWORK = 0x40000000
+"""CLONE_NEWNET of setns(2), which Python has from 3.12 on."""
+
+
+def main(folder: str, spaces: Sequence[str], address: str) -> None:
+    """Train what `folder`/recipe.json says; the first half of the ranks is on the first host, whose `address` it is."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    enter(spaces[rank * len(spaces) // world_size])
+    os.environ |= {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": "eth0"}
+    run.main(folder)
+
+
+def enter(space: str) -> None:
+    """Move this process, which has a single thread yet, into a network namespace."""
+    with open(f"/var/run/netns/{space}") as file:
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.setns(file.fileno(), NETWORK):
+            raise OSError(ctypes.get_errno(), f"setns {space}")
