@@ -12,6 +12,7 @@ from typing import Any
 from .deepspeed_file import DeepSpeedFile
 from .errors import UserError
 from .layout import gradient_accumulation_steps
+from .optimization import combinations
 from .recipe import Layout, Recipe
 
 FAMILIES: Mapping[str, Mapping[str, str]] = {
@@ -73,6 +74,7 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     """
     _check_length(recipe)
     _check_head(recipe)
+    combinations.check(recipe, file)
     why = limit(recipe, world_size, file)
     if why:
         use = " or ".join(suggestions(recipe, world_size, file))
@@ -192,6 +194,7 @@ def _family(recipe: Recipe, technique: str) -> Iterator[str]:
 def _method(recipe: Recipe, technique: str) -> Iterator[str]:
     if why := recipe.traits.excludes.get(technique):
         yield why
+    yield from combinations.excluded(recipe, technique)
 
 
 def _world(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Iterator[str]:

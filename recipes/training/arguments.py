@@ -101,6 +101,8 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
             )
         config["expert_parallel"] |= {"autoep_size": layout.expert, **expert_check.mixture(recipe).keys}
         config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and does not decay norms
+    if recipe.optimizer == "muon" and file.stage == 3:
+        config["zero_optimization"] |= {"reduce_scatter": False}  # Muon needs whole gradients
     if layout.pipeline > 1:
         config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank
         # Sending one shard per tensor rank fixes the first shape, but unpacked sequences vary in length.

@@ -1,9 +1,11 @@
 """The reference: supervised fine-tuning in plain PyTorch, one process, whole batches, no library but transformers."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -40,21 +42,15 @@ def train(
     settings: Settings,
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+    optimize: Callable[[torch.nn.Module, Settings], Any] | None = None,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Return per step the loss and the gradient norm before clipping, and the final weights.
 
-    `prepare` adds what is trained besides or instead, such as adapters.
+    `prepare` adds what is trained besides or instead, such as adapters; `optimize` gives another optimizer than AdamW.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
-    plain, exempt = [], []
-    for name, parameter in model.named_parameters():
-        (exempt if "norm" in name and not settings.decay_everything else plain).append(parameter)
-    groups = [
-        {"params": plain, "weight_decay": settings.weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, eps=settings.epsilon)
+    optimizer = (optimize or adamw)(model, settings)
     conversations = examples(data, tokenizer, settings)
     records = []
     for _ in range(settings.steps):
@@ -69,10 +65,24 @@ def train(
         for name, parameter in model.named_parameters():
             if ".experts." in name:
                 parameter.grad *= settings.scaled_experts
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
         optimizer.step()
         records.append({"loss": loss.item(), "grad_norm": norm.item()})
     return records, model.state_dict()
+
+
+def groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """Return what is decayed and what is not."""
+    plain, exempt = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (exempt if "norm" in name and not settings.decay_everything else plain).append(parameter)
+    return [{"params": plain, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+
+
+def adamw(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(groups(model, settings), lr=settings.learning_rate, eps=settings.epsilon)
 
 
 def worst(weight: torch.Tensor, expected: torch.Tensor) -> float:
