@@ -282,6 +282,11 @@ class Recipe:
         return TRAITS[self.method]
 
     @property
+    def asks_reference(self) -> bool:
+        """Whether every step compares with the model as it was; without adapters that is a second one."""
+        return self.traits.reference and not (self.traits.precomputes and self.dpo.precompute)
+
+    @property
     def packs(self) -> bool:
         """Whether documents share sequences: `packing`, where the method has it."""
         return self.packing and self.traits.packs

@@ -183,10 +183,8 @@ def test_pissa_starts_as_the_same_function_with_the_largest_singular_values(mode
     left, values, right = torch.linalg.svd(weight, full_matrices=False)
     largest = left[:, :4] * values[:4] @ right[:4]
     taken = weight - layer.base_layer.weight
-    assert (taken - largest).norm() < 0.1 * largest.norm()  # in 16 iterations; these values lie close together
-    assert not torch.allclose(
-        adapted.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight, weight.new_zeros(1)
-    )
+    assert torch.linalg.matrix_rank(taken, atol=1e-3) == 4
+    assert taken.norm() > 0.95 * largest.norm()  # in 16 iterations: the first 10 values lie close together
     again = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     torch.manual_seed(1)  # a run that is resumed has drawn other numbers before
     same = adapters.add(again, ADAPTERS["pissa"], Recipe.seed).base_model.model.model.layers[0].self_attn.q_proj

@@ -26,6 +26,8 @@ class Traits:
     """How many sequences of an example go through the model at once."""
     reference: bool = False
     """The loss compares with the model as it was before training: without adapters a second model is held."""
+    precomputes: bool = False
+    """What the reference model says can be computed before training: `dpo.precompute`."""
     scores: bool = False
     """The trained model has one output per sequence, a reward, instead of logits over the vocabulary."""
     metric: str | None = None
@@ -86,6 +88,7 @@ TRAITS: Mapping[Method, Traits] = {
         "pairs",
         sequences=2,
         reference=True,
+        precomputes=True,
         metric="preference_accuracy",
         loss="DPO loss per pair (nats)",
         tiles=True,
