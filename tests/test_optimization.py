@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft.optimizers import create_loraplus_optimizer
+from transformers import AutoModelForCausalLM
 
 from recipes.spec import deepspeed_file, limits, overrides, pages
 from recipes.spec.errors import UserError
@@ -12,6 +14,7 @@ from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
 from recipes.training.arguments import deepspeed_config
 from recipes.training.data.collate import Collator
+from recipes.training.model import adapters
 from recipes.training.optimization import muon, noise, rates
 
 
@@ -139,6 +142,15 @@ def test_the_two_sides_of_an_adapter_have_their_rates():
     recipe = replace(changed("learning_rate=1e-4"), lora=Lora(plus_ratio=16))
     names = ["layers.0.q.lora_A.default.weight", "layers.0.q.lora_B.default.weight", "embed.lora_embedding_B.default"]
     assert list(rates.shares(recipe, names).values()) == [1.0, 16.0, pytest.approx(1e-2)]
+
+
+def test_peft_takes_sharded_weights_for_vectors(model_folder):
+    """Why LoRA+'s groups are made here: under ZeRO-3 a weight has no elements, and PEFT would give A the rate of B."""
+    model = adapters.add(AutoModelForCausalLM.from_pretrained(model_folder), Lora(rank=2))
+    for weight in model.parameters():
+        weight.data = torch.zeros(0)
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
+    assert [len(group["params"]) for group in theirs.param_groups if group["lr"] == 1e-3] == [0]
 
 
 def test_the_full_rate_comes_first():

@@ -100,11 +100,7 @@ def test_so_does_the_head_of_the_methods_on_preferences(hidden, tokens, lora):
 def test_the_planner_counts_tiles_for_the_methods_on_preferences(method):
     """Also where whole logits would be small, which other methods then have."""
     recipe = replace(pages.find("llama3-8b", "full"), method=method, sequence_length=64, micro_batch_size=2)
-    profile = mock.Mock(spec=ModelProfile, vocab_size=VOCABULARY, hidden_size=1024)
-    setup = training_setup(recipe, DeepSpeedFile(stage=3), 8)
-    tiled = replace(setup, tiled_loss=True)
-    assert activations.loss_bytes(profile, setup) == activations.loss_bytes(profile, tiled)
-    assert activations.loss_bytes(profile, setup) != activations.loss_bytes(profile, replace(setup, tiled_loss=False))
+    assert training_setup(recipe, DeepSpeedFile(stage=3), 8).tiles(VOCABULARY)
     assert not training_setup(replace(recipe, method="sft"), DeepSpeedFile(stage=3), 8).tiles(VOCABULARY)
 
 
