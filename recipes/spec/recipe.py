@@ -158,9 +158,9 @@ class Recipe:
     wandb: Wandb = Wandb()
     profile: Profile = Profile()
     optimizer: Optimizer = "adamw"
-    """`adamw`; `adamw_8bit`: with its moments in 8 bits, 2 instead of 8 bytes per weight (Dettmers et al. 2021,
-    arXiv:2110.02861), by bitsandbytes; `muon`: AdamW for embeddings, head and norms, while the updates of matrices are
-    orthogonalised (Liu et al. 2025, arXiv:2502.16982, by DeepSpeed), at AdamW's rates and weight decay."""
+    """What updates the weights. `adamw_8bit`: AdamW with moments in 8 bits, 2 instead of 8 bytes per weight
+    (Dettmers et al. 2021, arXiv:2110.02861), by bitsandbytes. `muon`: AdamW for embeddings, head and norms, while the
+    updates of matrices are orthogonalised (Liu et al. 2025, arXiv:2502.16982), by DeepSpeed, at AdamW's rates."""
     learning_rate: float = 2e-5
     """At its highest; `schedule` says how it rises and falls."""
     layer_decay: float = 1.0
