@@ -105,7 +105,7 @@ def positions(config: Mapping[str, Any]) -> float:
 
 def limit(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> str | None:
     """Return the first reason why `recipe` cannot run like this, as a clause; None where it can."""
-    rules = (_world, _expert, _tensor, _sequence, _pipeline)
+    rules = (_optimizer, _world, _expert, _tensor, _sequence, _pipeline)
     return next((why for rule in rules for why in rule(recipe, world_size, file)), None)
 
 
@@ -195,6 +195,10 @@ def _method(recipe: Recipe, technique: str) -> Iterator[str]:
     if why := recipe.traits.excludes.get(technique):
         yield why
     yield from combinations.excluded(recipe, technique)
+
+
+def _optimizer(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
+    yield from (why for why, _ in combinations.refused(recipe, file))
 
 
 def _world(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Iterator[str]:

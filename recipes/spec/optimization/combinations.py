@@ -58,19 +58,21 @@ def check(recipe: Recipe, file: DeepSpeedFile) -> None:
     Raises:
         UserError: names the optimizer, the file's key, and the fix.
     """
-    own = recipe.optimizer != "adamw"
-    if file.optimizer and recipe.layout.expert == 1 and (own or {"layer_decay", "lora.plus_ratio"} & set(used(recipe))):
+    own = {recipe.optimizer, "layer_decay", "lora.plus_ratio"} - {"adamw"}
+    if file.optimizer and recipe.layout.expert == 1 and own & set(used(recipe)):
         raise UserError(
             f"deepspeed={file.name}: its optimizer block would replace the recipe's optimizer and its learning rates; "
             "remove the block, or use another file."
         )
-    if own and (found := next(_refused(recipe, file), None)):
+    if found := next(refused(recipe, file), None):
         why, use = found
         raise UserError(f"optimizer={recipe.optimizer} with deepspeed={file.name}: {why}; use {use}.")
 
 
-def _refused(recipe: Recipe, file: DeepSpeedFile) -> Iterator[tuple[str, str]]:
+def refused(recipe: Recipe, file: DeepSpeedFile) -> Iterator[tuple[str, str]]:
     """Yield why a file does not train with an optimizer other than AdamW, and what to use instead."""
+    if recipe.optimizer == "adamw":
+        return
     bf16, zero = file.content.get("bf16", {}), file.zero
     if file.offload_optimizer != "none":
         yield (

@@ -1,5 +1,6 @@
 """Makes the recipe's optimizer where it is not the Trainer's own."""
 
+import importlib.util
 from collections.abc import Collection
 from typing import Any
 
@@ -15,6 +16,16 @@ def needed(recipe: Recipe) -> bool:
     return recipe.optimizer != "adamw" or rates.apart(recipe)
 
 
+def check(recipe: Recipe) -> None:
+    """Refuse an optimizer that is not installed, before anything is loaded.
+
+    Raises:
+        UserError: names the package.
+    """
+    if recipe.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("optimizer=adamw_8bit: bitsandbytes is not installed; pip install bitsandbytes.")
+
+
 def make(recipe: Recipe, model: torch.nn.Module, kind: Any, decayed: Collection[str], options: dict[str, Any]) -> Any:
     """Return the optimizer.
 
@@ -24,9 +35,6 @@ def make(recipe: Recipe, model: torch.nn.Module, kind: Any, decayed: Collection[
         kind: the class that the Trainer would take.
         decayed: names of the weights that are decayed.
         options: of AdamW, `lr` among them.
-
-    Raises:
-        UserError: bitsandbytes is needed and not installed.
     """
     named = dict(model.named_parameters())
     shares = rates.shares(recipe, named)
@@ -48,8 +56,6 @@ def eight_bit() -> Any:
 
     Not as the Trainer names it: that keeps embeddings' moments in 32 bits, which it finds only without ZeRO.
     """
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise UserError("optimizer=adamw_8bit: it is not installed; pip install bitsandbytes.") from error
+    from bitsandbytes.optim import AdamW8bit  # 45 MB per rank, for those that need it
+
     return AdamW8bit
