@@ -12,6 +12,7 @@ from recipes.spec.errors import UserError
 from recipes.spec.optimization.optimizers import IMPOSSIBLE
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
+from recipes.training import universal_checkpoint
 from recipes.training.arguments import deepspeed_config
 from recipes.training.data.collate import Collator
 from recipes.training.model import adapters
@@ -126,6 +127,14 @@ def test_muon_gets_whole_gradients_under_zero3():
     file = deepspeed_file.parse({"zero_optimization": {"stage": 3, "reduce_scatter": True}}, "own.json")
     with pytest.raises(UserError, match="so not reduce_scatter: true"):
         limits.check(recipe, 2, file)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "muon"])
+def test_other_states_are_not_converted_for_another_number_of_ranks(name):
+    file = deepspeed_file.parse({"zero_optimization": {"stage": 2}})
+    asked = f"states of {name} (only Adam's)"
+    assert universal_checkpoint._not_convertible(file, Layout(), changed(f"optimizer={name}")) == asked
+    assert universal_checkpoint._not_convertible(file, Layout(), changed()) is None
 
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.a.weight", "model.layers.1.a.weight", "model.norm.weight"]
