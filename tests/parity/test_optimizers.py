@@ -123,6 +123,8 @@ def test_another_decay_of_rates_is_noticed(model_folder, conversations):
 # Adapters
 
 LORA = Lora(rank=4, alpha=8)
+GENTLE = replace(SETTINGS, learning_rate=2e-4)
+"""For adapters: merged, their rounding errors are multiplied by each other's values and by their scale."""
 ADAPTERS = {
     "rslora": replace(LORA, rslora=True),
     "plus": replace(LORA, plus_ratio=8.0),
@@ -141,7 +143,7 @@ def with_adapters(folder, data, lora, mistake=None):
         return kept[0]
 
     optimize = partial(plain_optimizers.lora_plus, ratio=used.plus_ratio)
-    records, _ = plain.train(folder, data, SETTINGS, prepare=prepare, optimize=optimize)
+    records, _ = plain.train(folder, data, GENTLE, prepare=prepare, optimize=optimize)
     return records, kept[0].merge_and_unload().state_dict()
 
 
@@ -155,7 +157,7 @@ CASES = [(name, stage, broken) for name in ADAPTERS for stage in STAGES for brok
 
 @pytest.mark.parametrize(("name", "stage", "broken"), tiered(CASES, {("all", 3, False)}))
 def test_adapters_train_as_in_peft(train, model_folder, conversations, name, stage, broken):
-    run = train(stage, broken=broken, lora=ADAPTERS[name])
+    run = train(stage, GENTLE, broken, lora=ADAPTERS[name])
     records, weights = with_adapters(model_folder, conversations, ADAPTERS[name])
     gate.agree_on_steps(run, records)
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
