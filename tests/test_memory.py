@@ -42,6 +42,22 @@ def test_seven_billion_parameters_in_mixed_precision_are_112_gb():
     assert state_bytes(7e9, 7e9, 3, 8, "bf16").total == pytest.approx(14e9)
 
 
+def optimizer_bytes(optimizer, stage=3, precision="bf16"):
+    recipe = replace(pages.find("llama3-8b", "full"), optimizer=optimizer, max_grad_norm=0.0, precision=precision)
+    setup = training_setup(recipe, deepspeed_file.DeepSpeedFile(stage=stage), 8)
+    profile = lookup.profile_of(recipe.model.config)
+    return memory.held_bytes(stage_shards(profile, setup)[0], setup, "backward")["optimizer"] / (8.03e9 / 8)
+
+
+def test_each_optimizer_holds_its_moments():
+    assert optimizer_bytes("adamw") == pytest.approx(12, rel=0.01)
+    assert optimizer_bytes("adamw_8bit") == pytest.approx(4 + 2 + 2 * 4 / 256, rel=0.01)
+    matrices = 6.98 / 8.03  # those of the layers; embedding and head have 0.53e9 weights each
+    assert optimizer_bytes("muon") == pytest.approx(12 - 4 * matrices, rel=0.01)
+    assert optimizer_bytes("muon", 2) == pytest.approx(12 - 4 * matrices, rel=0.01)
+    assert optimizer_bytes("muon", 2, "fp32") == pytest.approx(12, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("name", "variant", "gpus", "limit", "changes"),
     [

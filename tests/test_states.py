@@ -9,7 +9,15 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import AutoModelForCausalLM
 
-from recipes.planning.cost.states import WIDTH, held_parameters, mixture_bytes, state_bytes
+from recipes.planning.cost.states import (
+    ADAM_MOMENTS,
+    EIGHT_BIT,
+    WIDTH,
+    held_parameters,
+    mixture_bytes,
+    muon_bytes,
+    state_bytes,
+)
 from recipes.spec.layout import balanced, rank_position
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import RunFolder, write_recipe
@@ -38,6 +46,10 @@ def cases(ranks: int) -> list[dict[str, Any]]:
         found += [{**shared, "precision": precision, "stage": stage, "expert_ranks": 2} for stage in (1, 2, 3)]
     found += [{**shared, "precision": "fp32", "stage": stage, "offload": True} for stage in (2, 3)]
     found += [{**shared, "stage": 2, "offload": True}]
+    for precision in ("bf16", "fp32"):
+        found += [{**shared, "precision": precision, "stage": n, "optimizer": "adamw_8bit"} for n in range(4)]
+        stages = range(precision == "bf16", 4)
+        found += [{**shared, "precision": precision, "stage": n, "optimizer": "muon"} for n in stages]
     found += [{**shared, "accumulation": 1, "stage": stage, "offload": True} for stage in (2, 3)]
     # Last, since DeepSpeed lets go of this optimizer only when it makes another.
     return [*found, {**shared, "stage": 1, "fp32_accumulation": True}]
@@ -50,6 +62,8 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
         return mixture_bytes(dense, routed, case["stage"], case["ranks"], case["precision"], spread).total
     last = measure_states.WIDTH**2 * WIDTH[case["precision"]] if case["stage"] == 3 and moment == "forward" else 0
     options = ("offload", "fp32_accumulation", "bf16_states", "sub_group")
+    of_muon = muon_bytes(case["stage"], case["precision"])
+    moments = {"adamw_8bit": EIGHT_BIT, "muon": of_muon}.get(case.get("optimizer"), ADAM_MOMENTS)
     return (
         state_bytes(
             case["parameters"],
@@ -59,6 +73,7 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
             case["precision"],
             gradient_accumulation_steps=case["accumulation"],
             moment=moment,
+            moments=moments,
             **{name: case[name] for name in options if name in case},
         ).total
         + last
@@ -109,7 +124,7 @@ def agree(measured):
 )
 def test_another_stage_precision_or_share_is_noticed(measured, wrong):
     ((key, change),) = wrong.items()
-    special = ("offload", "expert_ranks", "rank", "bf16_states", "sub_group", "fp32_accumulation")
+    special = ("offload", "expert_ranks", "rank", "bf16_states", "sub_group", "fp32_accumulation", "optimizer")
     others = [case for case in measured if case["ranks"] == 2 and not any(case.get(name) for name in special)]
     assert len(others) == 2 * (4 if len(measured) == 2 * 4 else 12)
     for case in others:

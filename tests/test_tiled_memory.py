@@ -1,6 +1,7 @@
 """The memory of levers: what the planner says is what the code allocates, weighed on tensors that have shapes only."""
 
 import contextlib
+import functools
 from dataclasses import replace
 from unittest import mock
 
@@ -9,15 +10,21 @@ import torch
 from transformers import masking_utils
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
+from trl.trainer.utils import add_fused_lm_head
 
 from recipes.planning.cost import activations
-from recipes.planning.cost.training_setup import TrainingSetup
+from recipes.planning.cost.training_setup import TrainingSetup, training_setup
 from recipes.planning.model_profile import meta_device
 from recipes.planning.model_profile.allocations import Kernels, measure
 from recipes.planning.model_profile.batch_fit import decoder_layers
 from recipes.planning.model_profile.lookup import profile_of
 from recipes.planning.model_profile.profile import ModelProfile
+from recipes.spec import pages
+from recipes.spec.deepspeed_file import DeepSpeedFile
+from recipes.spec.methods.settings import Dpo
+from recipes.spec.methods.traits import TRAITS
 from recipes.spec.recipe import Lora
+from recipes.training import upstream
 from recipes.training.model import adapters, tiling
 
 VOCABULARY = 32000
@@ -34,11 +41,30 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
 
 
-def allocated(hidden: int, tokens: int, lora: Lora | None) -> float:
+PREFERENCES = ("log_probs", "entropy", "mean_logits", "is_top1")
+"""What TRL's DPO asks of the head."""
+
+
+def give_preferences_head(model: torch.nn.Module) -> None:
+    """Make a model compute a loss from the log-probability of each token, as the methods on preferences do."""
+    add_fused_lm_head(model, outputs=PREFERENCES)
+    fused = model.forward
+
+    @functools.wraps(fused)
+    def forward(*arguments, labels=None, **inputs):
+        output = fused(*arguments, **inputs, labels=labels, fused_lm_head=True)
+        output.loss = -torch.nn.functional.logsigmoid(output.log_probs.sum(1)).mean()
+        return output
+
+    model.forward = forward
+
+
+def allocated(hidden: int, tokens: int, lora: Lora | None, head=tiling.tile_loss) -> float:
     """Return what norm, head and loss in tiles allocate at their peak."""
     sizes = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 8}
     model = meta_device.build({"model_type": "llama", "vocab_size": VOCABULARY, **sizes})
-    tiling.tile_loss(model)
+    upstream.narrow_loss_tiles(tiling.COLUMNS)
+    head(model)
     layers = decoder_layers(model)
     if lora:
         model.enable_input_require_grads()
@@ -61,6 +87,30 @@ CASES = [(512, 8192), (512, 16384), (1024, 8192)]
 @pytest.mark.parametrize(("hidden", "tokens"), CASES)
 def test_a_loss_in_tiles_takes_what_is_predicted_to_two_percent(hidden, tokens, lora):
     assert predicted(hidden, tokens, lora) == pytest.approx(allocated(hidden, tokens, lora), rel=0.02)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=8)], ids=["full", "lora"])
+@pytest.mark.parametrize(("hidden", "tokens"), CASES)
+def test_so_does_the_head_of_the_methods_on_preferences(hidden, tokens, lora):
+    assert predicted(hidden, tokens, lora) == pytest.approx(
+        allocated(hidden, tokens, lora, give_preferences_head), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("method", [method for method, traits in TRAITS.items() if traits.tiles])
+def test_the_planner_counts_tiles_for_the_methods_on_preferences(method):
+    """Also where whole logits would be small, which other methods then have."""
+    recipe = replace(pages.find("llama3-8b", "full"), method=method, sequence_length=64, micro_batch_size=2)
+    assert training_setup(recipe, DeepSpeedFile(stage=3), 8).tiles(VOCABULARY)
+    assert not training_setup(replace(recipe, method="sft"), DeepSpeedFile(stage=3), 8).tiles(VOCABULARY)
+
+
+def test_a_reference_that_is_computed_once_is_not_held():
+    recipe = replace(pages.find("llama3-8b", "full"), method="dpo")
+    assert training_setup(recipe, DeepSpeedFile(stage=3), 8).reference
+    once = replace(recipe, dpo=Dpo(precompute=True))
+    assert not training_setup(once, DeepSpeedFile(stage=3), 8).reference
+    assert training_setup(replace(once, method="kto", micro_batch_size=2), DeepSpeedFile(stage=3), 8).reference
 
 
 @pytest.mark.parametrize("constant", ["TILE", "GRADIENTS_IN_TILES", "HIDDEN_IN_TILES", "NORM_AFTER_TILES"])

@@ -33,6 +33,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "KTO": {"method": "kto"},
     "ORPO": {"method": "orpo"},
     "SimPO": {"method": "simpo"},
+    "8-bit Adam": {"optimizer": "adamw_8bit"},
+    "Muon": {"optimizer": "muon", "max_grad_norm": 0.0},
 }
 """What each column is, besides all weights by supervised fine-tuning."""
 

@@ -13,8 +13,11 @@ from ..spec import recipe as vocabulary
 from ..spec.conversions import dataclass_in
 from ..spec.errors import UserError
 from ..spec.methods import settings
+from ..spec.optimization import lora
 from ..spec.recipe import Recipe
 
+MODULES = (vocabulary, settings, lora)
+"""Where the sections of a recipe are."""
 WIDTH = 100
 
 
@@ -94,7 +97,7 @@ def _default(owner: type, field: str) -> str:
 def _meanings() -> dict[str, dict[str, str]]:
     """Return the documentation below each field, by class and field."""
     found: dict[str, dict[str, str]] = {}
-    for node in [*ast.parse(inspect.getsource(vocabulary)).body, *ast.parse(inspect.getsource(settings)).body]:
+    for node in [node for module in MODULES for node in ast.parse(inspect.getsource(module)).body]:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {}
             for field, below in zip(node.body, node.body[1:], strict=False):

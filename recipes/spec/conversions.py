@@ -52,5 +52,7 @@ def lora_options(lora: Lora, scores: bool = False) -> dict[str, Any]:
         "target_modules": "all-linear" if modules == ["all-linear"] else modules,
         "target_parameters": names(lora.target_parameters) or None,
         "use_dora": lora.dora,
+        "use_rslora": lora.rslora,
+        "init_lora_weights": "pissa_niter_16" if lora.init == "pissa" else True,
         "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
     }

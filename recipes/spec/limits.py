@@ -12,6 +12,7 @@ from typing import Any
 from .deepspeed_file import DeepSpeedFile
 from .errors import UserError
 from .layout import gradient_accumulation_steps
+from .optimization import combinations
 from .recipe import Layout, Recipe
 
 FAMILIES: Mapping[str, Mapping[str, str]] = {
@@ -73,6 +74,7 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     """
     _check_length(recipe)
     _check_head(recipe)
+    combinations.check(recipe, file)
     why = limit(recipe, world_size, file)
     if why:
         use = " or ".join(suggestions(recipe, world_size, file))
@@ -103,7 +105,7 @@ def positions(config: Mapping[str, Any]) -> float:
 
 def limit(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> str | None:
     """Return the first reason why `recipe` cannot run like this, as a clause; None where it can."""
-    rules = (_world, _expert, _tensor, _sequence, _pipeline)
+    rules = (_optimizer, _world, _expert, _tensor, _sequence, _pipeline)
     return next((why for rule in rules for why in rule(recipe, world_size, file)), None)
 
 
@@ -192,6 +194,11 @@ def _family(recipe: Recipe, technique: str) -> Iterator[str]:
 def _method(recipe: Recipe, technique: str) -> Iterator[str]:
     if why := recipe.traits.excludes.get(technique):
         yield why
+    yield from combinations.excluded(recipe, technique)
+
+
+def _optimizer(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
+    yield from (why for why, _ in combinations.refused(recipe, file))
 
 
 def _world(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from .conversions import dataclass_in, from_dict, to_dict
 from .errors import UserError, redact
+from .optimization.optimizers import impossible
 from .recipe import Lora, Recipe
 
 # Names in TrainingArguments, TRL, PEFT, LLaMA-Factory, Axolotl and torchtune -> our keys.
@@ -59,6 +60,16 @@ FOREIGN_NAMES = {
     "lora_target_modules": "lora.target_modules",
     "target_modules": "lora.target_modules",
     "use_dora": "lora.dora",
+    "use_rslora": "lora.rslora",
+    "init_lora_weights": "lora.init",
+    "pissa_init": "lora.init",
+    "loraplus_lr_ratio": "lora.plus_ratio",
+    "neftune_noise_alpha": "neftune_alpha",
+    "optim": "optimizer",
+    "optimizer_name": "optimizer",
+    "layerwise_lr_decay": "layer_decay",
+    "llrd": "layer_decay",
+    "precompute_ref_log_probs": "dpo.precompute",
     "lora_target_parameters": "lora.target_parameters",
     "target_parameters": "lora.target_parameters",
     "attn_implementation": "model.attention",
@@ -146,6 +157,8 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
         (values[section] if section else values)[name] = parse(key, text, keys[key])
         given.add(key)
     _settle_validation(values["data"], given)
+    if "optimizer" in given and "max_grad_norm" not in given and values["optimizer"] == "muon":
+        values["max_grad_norm"] = 0.0  # see `recipe._check_optimizer`
     return from_dict(values)
 
 
@@ -204,6 +217,8 @@ def parse(key: str, text: str, hint: Any) -> Any:
         return text
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
+        if key == "optimizer" and (why := impossible(text)):
+            raise UserError(f"{key}={redact(text)}: {why}; use one of {', '.join(choices)}.")
         if text not in choices:
             raise UserError(f"{key}={redact(text)}: must be one of {', '.join(choices)}.")
         return text

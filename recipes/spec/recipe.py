@@ -11,6 +11,8 @@ from typing import Any, Literal
 from .errors import UserError
 from .methods.settings import SMOOTHED, Dpo, Kto, Orpo, Simpo
 from .methods.traits import TRAITS, Method, Traits
+from .optimization.lora import Lora as Lora
+from .optimization.optimizers import Optimizer
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -71,29 +73,6 @@ class Data:
     the next batch; 0 without a GPU, where they would take cores from the computation, and for streams."""
     changed: bool = False
     """On `--resume`: accept other data, another order or another tokenizer than those of the checkpoint."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), applied by PEFT, in the recipe's precision.
-
-    PEFT's default, fp32, saves 73h instead of 45.5h bytes of activations per token and layer (h: hidden size) and has
-    no advantage here: DeepSpeed keeps fp32 master weights of what it trains.
-    """
-
-    rank: int = 16
-    """Width of the adapters: more learns more, and needs more memory."""
-    alpha: int = 32
-    """The adapter's output is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Share of the adapters' inputs that is dropped in training."""
-    target_modules: str = "all-linear"
-    """PEFT's `target_modules`: `all-linear`, or module names with commas (`q_proj,v_proj`)."""
-    target_parameters: str | None = None
-    """PEFT's `target_parameters`, with commas: 3-D weights outside linear layers, such as a mixture's fused experts
-    (`mlp.experts.gate_up_proj,mlp.experts.down_proj`)."""
-    dora: bool = False
-    """Also train each weight's magnitude (DoRA, Liu et al. 2024, arXiv:2402.09353): slower, better at low ranks."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +157,15 @@ class Recipe:
     draft: Draft = Draft()
     wandb: Wandb = Wandb()
     profile: Profile = Profile()
+    optimizer: Optimizer = "adamw"
+    """What updates the weights. `adamw_8bit`: AdamW with moments in 8 bits, 2 instead of 8 bytes per weight
+    (Dettmers et al. 2021, arXiv:2110.02861), by bitsandbytes. `muon`: AdamW for embeddings, head and norms, while the
+    updates of matrices are orthogonalised (Liu et al. 2025, arXiv:2502.16982), by DeepSpeed, at AdamW's rates."""
     learning_rate: float = 2e-5
     """At its highest; `schedule` says how it rises and falls."""
+    layer_decay: float = 1.0
+    """Each layer's learning rate as a share of that of the layer above it, from the head down to the embeddings, so
+    that the first layers change least (Clark et al. 2020, arXiv:2003.10555); 1: all alike."""
     weight_decay: float = 0.0
     """AdamW's, of all weights but norms and biases."""
     adam_beta2: float = 0.999
@@ -187,7 +173,7 @@ class Recipe:
     adam_epsilon: float = 1e-8
     """Adam's, added to the denominator."""
     max_grad_norm: float = 1.0
-    """Gradients are clipped to this global norm; 0 turns clipping off."""
+    """Gradients are clipped to this global norm; 0 turns clipping off, as for Muon, whose updates have fixed norms."""
     epochs: float = 1.0
     """Passes over the training data."""
     max_steps: int | None = None
@@ -200,6 +186,9 @@ class Recipe:
     """Longest sequence in tokens. Longer conversations are dropped, longer raw texts are split."""
     packing: bool = True
     """Put several documents into one sequence; they never attend to each other."""
+    neftune_alpha: float = 0.0
+    """Add noise to the embeddings of training examples, uniform within alpha / sqrt(length x width) of each document
+    (NEFTune, Jain et al. 2023, arXiv:2310.05914, which takes 5 to 15); 0: none."""
     precision: Precision = "bf16"
     """What the model is loaded and computed in; the optimizer keeps fp32 weights besides."""
     router_aux_loss_coef: float = 0.0
@@ -254,8 +243,8 @@ class Recipe:
         for key, usual in _ABOVE_0.items():
             if (value := _get(self, key)) <= 0:
                 raise UserError(f"{key}={value}: must be above 0, for instance {usual}.")
-        if self.lora is not None and not 0 <= self.lora.dropout < 1:
-            raise UserError(f"lora.dropout={self.lora.dropout}: must be at least 0 and below 1.")
+        _check_adapters(self)
+        _check_optimizer(self)
         _check_smoothing(self)
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(
@@ -296,6 +285,11 @@ class Recipe:
         return TRAITS[self.method]
 
     @property
+    def asks_reference(self) -> bool:
+        """Whether every step compares with the model as it was; without adapters that is a second one."""
+        return self.traits.reference and not (self.traits.precomputes and self.dpo.precompute)
+
+    @property
     def packs(self) -> bool:
         """Whether documents share sequences: `packing`, where the method has it."""
         return self.packing and self.traits.packs
@@ -303,6 +297,7 @@ class Recipe:
 
 _ABOVE_0 = {
     "learning_rate": 2e-5,
+    "layer_decay": 0.9,
     "epochs": 1,
     "dpo.beta": 0.1,
     "kto.beta": 0.1,
@@ -325,6 +320,7 @@ _LEAST = {
     "seed": 0,
     "lora.rank": 1,
     "lora.alpha": 1,
+    "neftune_alpha": 0,
     "layout.tensor": 1,
     "layout.pipeline": 1,
     "layout.sequence": 1,
@@ -339,6 +335,44 @@ _LEAST = {
     "router_aux_loss_coef": 0,
     "simpo.gamma": 0,
 }
+
+
+def _check_adapters(recipe: Recipe) -> None:
+    lora = recipe.lora
+    if lora is None:
+        return
+    if not 0 <= lora.dropout < 1:
+        raise UserError(f"lora.dropout={lora.dropout}: must be at least 0 and below 1.")
+    if lora.plus_ratio <= 0:
+        raise UserError(f"lora.plus_ratio={lora.plus_ratio}: must be above 0, for instance 16.")
+    if lora.init == "pissa":
+        for key, used, why in (
+            ("model.quantization", recipe.model.quantization != "none", "4-bit weights cannot give up a part"),
+            ("lora.dora", lora.dora, "DoRA's magnitudes are those of the weights before that"),
+            ("lora.target_parameters", lora.target_parameters, "PEFT decomposes linear layers only"),
+            ("method", recipe.traits.reference, f"without its adapters the model is not {recipe.method}'s reference"),
+        ):
+            if used:
+                raise UserError(f"lora.init=pissa with {key}={_get(recipe, key)}: {why}; leave lora.init out.")
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    if recipe.layer_decay > 1:
+        raise UserError(f"layer_decay={recipe.layer_decay}: must be at most 1, for instance 0.9.")
+    if recipe.neftune_alpha and not recipe.traits.packs:
+        raise UserError(f"neftune_alpha={recipe.neftune_alpha}: NEFTune is for sft and pretrain; leave it out.")
+    if recipe.optimizer != "muon":
+        return
+    if recipe.lora is not None:
+        raise UserError(
+            "optimizer=muon with adapters: Muon orthogonalises updates of whole matrices, and an adapter is two that "
+            "are multiplied; use optimizer=adamw, or a full variant."
+        )
+    if recipe.max_grad_norm:
+        raise UserError(
+            f"max_grad_norm={recipe.max_grad_norm} with optimizer=muon: DeepSpeed would clip the orthogonalised "
+            "updates, whose norm is far above 1 whatever the gradients are; set max_grad_norm=0."
+        )
 
 
 def _check_smoothing(recipe: Recipe) -> None:

@@ -85,6 +85,11 @@ class RunFolder:
         return self.path / "data.json"
 
     @property
+    def reference(self) -> Path:
+        """Log-likelihoods of each pair's answers before training, where they were computed once."""
+        return self.path / "reference.json"
+
+    @property
     def draft_model(self) -> Path:
         """The shrunken model that a draft trains."""
         return self.path / "draft_model"

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from ..spec.deepspeed_file import DeepSpeedFile
+from ..spec.deepspeed_file import DeepSpeedFile, with_zero
 from ..spec.errors import UserError
 from ..spec.layout import gradient_accumulation_steps
 from ..spec.recipe import Recipe
@@ -76,6 +76,8 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
         UserError: the layout asks for expert parallelism, but the file has no block for it or the wrong stage, or
             AutoEP cannot do it; or the file asks for tensor parallelism, but the layout does not.
     """
+    if recipe.optimizer == "muon" and file.stage == 3:
+        file = with_zero(file, reduce_scatter=False)  # Muon needs whole gradients
     config, layout = copy.deepcopy(dict(file.content)), recipe.layout
     if layout.tensor > 1 and layout.pipeline == 1:  # stages are split by `tensor.shard`
         # A head that keeps its logits apart saves memory, but evaluation and generation need them whole.

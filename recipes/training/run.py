@@ -50,6 +50,7 @@ from .data.load import Datasets, say_updates
 from .methods import method
 from .model import draft, kernels, load, movement, packing_check
 from .model.flops import training_flops
+from .optimization import create
 from .parallel import implementation, sequence_check
 from ..machine.capacity import gathered_bytes
 from .trainer import RunContext
@@ -149,6 +150,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     config = load.load_config(recipe).to_dict()
     limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
     kernels.check(recipe, file, distributed.on_gpu())
+    create.check(recipe)
     attention = packing_check.check(recipe, tokenizer, distributed.on_gpu(), say)
     if recipe.model.attention == "auto" and attention == "eager":
         say(f"model.attention=eager: transformers has no SDPA for {config['model_type']}")

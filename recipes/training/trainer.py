@@ -39,6 +39,8 @@ from .callbacks.watchdog import Watchdog
 from .data import example_numbers
 from .environment import describe
 from .model import movement
+from .optimization import create
+from .optimization.noise import Noise
 from .parallel import expert, expert_check
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ class RunHooks(Hooked):
 
     control: TrainerControl
     lr_scheduler: Any
+    optimizer: Any
 
     def __init__(self, context: RunContext, **options: Any) -> None:
         """`options`: those of the trainer's own class."""
@@ -107,6 +110,10 @@ class RunHooks(Hooked):
         self.start: movement.Sample = {}
         """Some of the trained weights before the first step."""
         super().__init__(**options)
+        self.noise: Noise | None = None
+        if context.recipe.neftune_alpha:
+            data_rank = distributed.place(context.recipe.layout).data
+            self.noise = Noise(self.model, context.recipe.neftune_alpha, context.recipe.seed, data_rank)
         self.remove_callback(PrinterCallback)
         for callback in self._callbacks():
             self.add_callback(callback)
@@ -177,9 +184,13 @@ class RunHooks(Hooked):
         )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the Trainer's optimizer, with expert-parallel weights in their own parameter group."""
+        """Return the recipe's optimizer, with expert-parallel weights in their own parameter group."""
+        recipe, trained = self.context.recipe, self.model if model is None else model
+        if self.optimizer is None and create.needed(recipe):
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
+            self.optimizer = create.make(recipe, trained, kind, self.get_decay_parameter_names(trained), options)
         optimizer = super().create_optimizer(model)
-        size = self.context.recipe.layout.expert
+        size = recipe.layout.expert
         if size > 1:
             expert.separate_parameters(optimizer, self.model, size)
         return optimizer
@@ -253,6 +264,8 @@ class RunHooks(Hooked):
         """Return the loss, with the routers' load-balancing loss where the recipe has it (`whole.load` scales it)."""
         if self.context.recipe.router_aux_loss_coef:
             inputs = {**inputs, "output_router_logits": True}
+        if self.noise:
+            self.noise.begin(self.state.global_step, inputs.pop("document_lengths"))
         with self.context.phases.phase("forward"):
             return super().compute_loss(model, inputs, *arguments, **options)
 

@@ -69,7 +69,7 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
             f"layout.{name}={getattr(asked, name)}: {checkpoint} was written with {size}, and DeepSpeed cannot convert "
             f"that; use layout.{name}={size}."
         )
-    why = _not_convertible(saved_file, saved, recipe.lora is not None)
+    why = _not_convertible(saved_file, saved, recipe)
     if why and is_needed(asked, run, world_size):
         raise UserError(
             f"{checkpoint} was written by {complete['world_size']} ranks, and DeepSpeed cannot convert {why} "
@@ -95,7 +95,11 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
         raise UserError(
             f"draft: {checkpoint} was written with {saved.draft}, not {recipe.draft}; leave draft.* unchanged."
         )
-    for name in ("rank", "target_modules", "target_parameters", "dora"):
+    if recipe.optimizer != saved.optimizer:
+        raise UserError(
+            f"optimizer={recipe.optimizer}: {checkpoint} holds the states of {saved.optimizer}; leave it unchanged."
+        )
+    for name in ("rank", "target_modules", "target_parameters", "dora", "rslora", "init"):
         now, then = (getattr(one.lora, name, None) for one in (recipe, saved))
         if now != then:
             raise UserError(f"lora.{name}={now}: {checkpoint} holds adapters with {then}; leave it unchanged.")
@@ -122,7 +126,7 @@ def dimensions(config: dict[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
 
 
-def _not_convertible(file: DeepSpeedFile, saved: Layout, adapters: bool) -> str | None:
+def _not_convertible(file: DeepSpeedFile, saved: Layout, recipe: Recipe) -> str | None:
     """Return what the universal form cannot hold; None if it holds everything.
 
     It holds split matrices only where AutoTP has split and described them, below ZeRO-3; others it would join wrongly.
@@ -132,10 +136,10 @@ def _not_convertible(file: DeepSpeedFile, saved: Layout, adapters: bool) -> str 
         return None
     if file.offload_optimizer == "nvme":
         return "states on NVMe (offload_optimizer)"
-    kind = file.optimizer or "AdamW"
+    kind = file.optimizer or recipe.optimizer
     if kind.lower() not in ("adam", "adamw"):
         return f"states of {kind} (only Adam's)"
-    if saved.tensor > 1 and (file.stage == 3 or saved.pipeline > 1 or adapters):
+    if saved.tensor > 1 and (file.stage == 3 or saved.pipeline > 1 or recipe.lora is not None):
         return "matrices that are split under ZeRO-3, in a pipeline or beside adapters"
     return None
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -42,21 +43,15 @@ def train(
     settings: Settings,
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+    optimize: Callable[[torch.nn.Module, Settings], Any] | None = None,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Return per step the loss, the gradient norm before clipping and numbers by layer, and the final weights.
 
-    `prepare` adds what is trained besides or instead, such as adapters.
+    `prepare` adds what is trained besides or instead, such as adapters; `optimize` gives another optimizer than AdamW.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
-    plain, exempt = [], []
-    for name, parameter in model.named_parameters():
-        (exempt if "norm" in name and not settings.decay_everything else plain).append(parameter)
-    groups = [
-        {"params": plain, "weight_decay": settings.weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, eps=settings.epsilon)
+    optimizer = (optimize or adamw)(model, settings)
     conversations = examples(data, tokenizer, settings)
     records = []
     for _ in range(settings.steps):
@@ -74,7 +69,7 @@ def train(
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         gradients = {name: weight.grad.clone() for name, weight in trained.items()}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
         optimizer.step()
         records.append({"loss": loss.item(), "grad_norm": norm.item()})
         records[-1]["layers"] = by_layer(gradients, before, {name: one.detach() for name, one in trained.items()})
@@ -96,6 +91,20 @@ def by_layer(
         found[layer] = {"grad_norm": gradient.double().norm().item(), "dead": (gradient == 0).double().mean().item()}
         found[layer] |= {"update_ratio": moved.item()} if math.isfinite(moved) else {}
     return found
+
+
+def groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """Return what is decayed and what is not."""
+    plain, exempt = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (exempt if "norm" in name and not settings.decay_everything else plain).append(parameter)
+    return [{"params": plain, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+
+
+def adamw(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(groups(model, settings), lr=settings.learning_rate, eps=settings.epsilon)
 
 
 def worst(weight: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,14 +1,17 @@
 """The methods on TRL's trainers: on two ranks, whatever the ZeRO stage, what TRL trains alone without DeepSpeed."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
 from safetensors.torch import load_file
 
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from recipes.spec.errors import UserError
+from recipes.spec.methods.settings import Dpo
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from recipes.training import run as training_run
+from recipes.training.methods.preferences import precomputed
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import trl_alone
@@ -77,6 +80,35 @@ def test_same_model_as_trl_alone(ranks, tmp_path, model_folder, examples, alone,
     for ours, theirs in zip(read_jsonl(run.metrics), reference.records, strict=True):
         for name, of_trl in NUMBERS[method].items():
             assert ours[name] == pytest.approx(theirs[of_trl], rel=1e-3, abs=1e-5), name
+
+
+CASES = [(stage, lora, broken) for stage in range(4) for lora in (False, True) for broken in (False, True)]
+
+
+@pytest.mark.parametrize(("stage", "lora", "broken"), tiered(CASES, {(3, False, False)}))
+def test_a_reference_that_is_computed_once_trains_the_same_model(
+    ranks, tmp_path, model_folder, pairs, alone, stage, lora, broken
+):
+    run = RunFolder(tmp_path / "run")
+    recipe = gate.recipe_for(SETTINGS, model_folder, pairs, f"zero{stage}.json", method="dpo", save_steps=3 * broken)
+    adapters = trl_alone.ADAPTERS if lora else None
+    write_recipe(run, replace(recipe, lora=adapters, micro_batch_size=2, dpo=Dpo(precompute=True)))
+    if broken:
+        gate.train_with_a_break(ranks, run, tmp_path, 2)
+    else:
+        ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    gate.agree_on_steps(run, alone("dpo", lora).records)
+    exported = load_file(run.export / ("adapter_model.safetensors" if lora else "model.safetensors"))
+    for name, weight in exported.items():
+        assert plain.worst(weight, alone("dpo", lora).weights[name]) <= 1, name
+    assert len(read_json(run.reference)) == 8
+
+
+def test_a_reference_of_other_pairs_is_refused(tmp_path):
+    run = RunFolder(tmp_path)
+    write_json(run.reference, [[-1.0, -2.0]] * 7)
+    with pytest.raises(UserError, match=r"log-probabilities of 7 pairs, and the data has 8; resume with the data"):
+        precomputed.stored(run, 8)
 
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")

@@ -10,7 +10,7 @@ from ..hardware.cluster import Cluster
 from ..model_profile.profile import ModelProfile
 from . import activations, host_memory
 from .stage_shards import StageShard, stage_shards
-from .states import WIDTH, Moment, States, mixture_bytes, state_bytes
+from .states import ADAM_MOMENTS, EIGHT_BIT, WIDTH, Moment, States, mixture_bytes, muon_bytes, state_bytes
 from .training_setup import TrainingSetup
 
 # All of these are assumptions until they are measured: nobody has run these recipes on a GPU yet.
@@ -31,6 +31,11 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 ALL_REDUCE = 5 * 10**8
 """Gradients that are copied into one buffer to be reduced, without ZeRO (deepspeed, runtime/engine.py,
 MEMORY_OPT_ALLREDUCE_SIZE)."""
+
+
+MUON_BUFFERS = 2**28
+"""Gathered gradients and momenta that ZeRO-3 keeps for Muon's next step (deepspeed, stage3.py,
+`_muon_allgather_max_cached_bytes`)."""
 
 
 @dataclass(frozen=True)
@@ -167,12 +172,23 @@ def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
         "fp32_accumulation": setup.fp32_accumulation,
         "bf16_states": setup.bf16_states,
         "sub_group": setup.sub_group_size,
+        "moments": _moments(shard, setup),
     }
     if setup.layout.expert > 1 and setup.lora is None:
         dense = shard.parameters - shard.expert_parameters
         return mixture_bytes(dense, shard.expert_parameters, *sharding, setup.layout.expert, **options)
     trained = shard.adapter_parameters if setup.lora else shard.parameters
     return state_bytes(trained, trained, *sharding, **options)
+
+
+def _moments(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes of the optimizer's moments per trained weight."""
+    if setup.optimizer == "adamw_8bit":
+        return EIGHT_BIT
+    if setup.optimizer == "muon":
+        matrices = shard.linear_parameters / shard.parameters
+        return matrices * muon_bytes(setup.zero_stage, setup.precision) + (1 - matrices) * ADAM_MOMENTS
+    return ADAM_MOMENTS
 
 
 def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
@@ -242,7 +258,8 @@ def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
     size = shard.hidden_size**2 if setup.reduce_bucket_size is None else setup.reduce_bucket_size
     one = size * (4 if setup.fp32_accumulation else WIDTH[setup.precision])
     if setup.zero_stage == 3:
-        return one, 2 * one  # the buffer, and a copy in the order of the ranks
+        kept = one + (MUON_BUFFERS if setup.optimizer == "muon" else 0)
+        return kept, kept + one  # the buffer, and a copy in the order of the ranks
     if setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation):
         return 0.0, 0.0
     return 0.0, one * (2 if setup.overlap_comm else 1)

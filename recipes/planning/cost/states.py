@@ -10,6 +10,11 @@ is infinite (deepspeed, stage3.py, `has_overflow`; bf16 and fp32 are judged by t
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a weight and of its gradient."""
 
+ADAM_MOMENTS = 8.0
+"""Bytes of Adam's two moments per weight, in fp32."""
+EIGHT_BIT = 2 + 8 / 256
+"""The same in 8 bits, with two scales in fp32 for every 256 weights (bitsandbytes, optim/optimizer.py)."""
+
 Moment = Literal["forward", "backward", "step"]
 """The end of a step's last forward pass, the end of its backward pass, and the peak of the optimizer step."""
 
@@ -53,6 +58,7 @@ def state_bytes(
     fp32_accumulation: bool = False,
     bf16_states: bool = False,
     sub_group: int = 10**9,
+    moments: float = ADAM_MOMENTS,
 ) -> States:
     """Return what one rank holds of a model that Adam trains with DeepSpeed 0.19.8.
 
@@ -68,12 +74,13 @@ def state_bytes(
         fp32_accumulation: gradients of bf16 weights are accumulated in fp32 (stages 1 to 3).
         bf16_states: master weights and moments are in bf16 (stage 3).
         sub_group: parameters that stage 3 updates at once.
+        moments: bytes per trained weight that the optimizer keeps of earlier gradients.
     """
     width = WIDTH[precision]
     wide = fp32_accumulation and width == 2
     held = width * parameters / (ranks if stage == 3 else 1)
     # Without ZeRO, Adam updates fp32 weights in place; all other optimizers hold an fp32 copy of what they update.
-    unit = 6 if bf16_states else 8 if stage == 0 and precision == "fp32" else 12
+    unit = 6 if bf16_states else moments if stage == 0 and precision == "fp32" else 4 + moments
     kept = unit * trainable / (ranks if stage else 1)
     if offload:
         # Beside Adam's fp32 gradients are those that came from the GPU, and at stage 2 the sum of the earlier ones.
@@ -95,6 +102,15 @@ def state_bytes(
     else:
         gradients["step"] = gradients["backward"] if wide else (2 * width + converted) * own
     return States(held, gradients[moment], kept, 0)
+
+
+def muon_bytes(stage: int, precision: str) -> float:
+    """Return the bytes of Muon's momentum per weight of a matrix.
+
+    One number in fp32; at stages 1 and 2 one in the gradient's type, and a copy that is being updated (deepspeed,
+    stage_1_and_2.py, `_muon_staging_momentum`).
+    """
+    return 2.0 * WIDTH[precision] if stage in (1, 2) else 4.0
 
 
 def held_parameters(

@@ -8,6 +8,7 @@ from typing import Any
 from ...spec import loss_tiles
 from ...spec.deepspeed_file import DeepSpeedFile, Device
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
+from ...spec.optimization.optimizers import Optimizer
 from ...spec.recipe import Layout, Lora, Precision, Recipe
 
 
@@ -71,6 +72,7 @@ class TrainingSetup:
     """Element-wise operations are fused by torch.compile."""
     grouped_experts: bool = True
     """All experts of a layer in one product, as transformers from 5 on computes them; False: one after the other."""
+    optimizer: Optimizer = "adamw"
     offload_optimizer: Device = "none"
     offload_parameters: Device = "none"
     """Stage 3 only."""
@@ -159,15 +161,16 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         selective=recipe.gradient_checkpointing == "selective" and not recipe.tiled_mlp,
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
-        reference=recipe.traits.reference,
+        reference=recipe.asks_reference,
         scores=recipe.traits.scores,
         attention=recipe.model.attention,
-        tiled_loss=loss_tiles.asked_for(recipe),
+        tiled_loss=recipe.traits.tiles or loss_tiles.asked_for(recipe),
         tiled_mlp=recipe.tiled_mlp,
         liger_kernel=recipe.liger_kernel,
         compile=recipe.compile != "off",
         lora=recipe.lora,
         quantized=recipe.model.quantization != "none",
+        optimizer=recipe.optimizer,
         offload_optimizer=file.offload_optimizer,
         offload_parameters=file.offload_parameters,
         partition_size=file.partition_size,

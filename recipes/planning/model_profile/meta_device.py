@@ -251,7 +251,8 @@ def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
 
     model.enable_input_require_grads()  # as checkpointing needs it; without, the first layer saves a little less
     try:
-        adapted = get_peft_model(model, LoraConfig(**lora_options(lora)), autocast_adapter_dtype=False)
+        options = lora_options(replace(lora, init="zero"))  # there are no values to decompose
+        adapted = get_peft_model(model, LoraConfig(**options), autocast_adapter_dtype=False)
     except ValueError as error:
         raise UserError(f"lora.target_modules={lora.target_modules}: {first_line(error)}") from error
     return adapted.to(torch.bfloat16)

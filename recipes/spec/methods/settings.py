@@ -32,6 +32,9 @@ class Dpo:
     (arXiv:2310.12036, whose tau is beta), `robust` to wrong labels (arXiv:2403.00409), `exo_pair` (arXiv:2402.00856),
     `nca_pair`, `bco_pair`, `sppo_hard` (arXiv:2405.00675), `apo_zero` where the better answers are better than the
     model's own and `apo_down` where they are worse (arXiv:2408.06266), `discopop`, and `sigmoid_norm` by length."""
+    precompute: bool = False
+    """Compute what the reference model says of all pairs once, before the first step, instead of in every step: one
+    model is held instead of two, and each step has one pass less."""
     label_smoothing: float = 0.0
     """Of `robust`, the share of pairs whose labels are wrong, below 0.5; of `exo_pair`, its epsilon, such as 1e-3."""
 

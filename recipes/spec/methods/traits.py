@@ -26,6 +26,8 @@ class Traits:
     """How many sequences of an example go through the model at once."""
     reference: bool = False
     """The loss compares with the model as it was before training: without adapters a second model is held."""
+    precomputes: bool = False
+    """What the reference model says can be computed before training: `dpo.precompute`."""
     scores: bool = False
     """The trained model has one output per sequence, a reward, instead of logits over the vocabulary."""
     metric: str | None = None
@@ -36,6 +38,8 @@ class Traits:
     """What the curve of the loss shows."""
     least_micro_batch: int = 1
     """Examples that a rank must have at once."""
+    tiles: bool = False
+    """Its loss is always computed in tiles, from TRL's log-probabilities of tokens."""
     whole_loss: str | None = None
     """Why `tiled_loss` does not apply; None: it does."""
     own_loss: bool = False
@@ -69,6 +73,7 @@ def _without_reference(title: str) -> Traits:
         metric="preference_accuracy",
         unit="nats per token",
         loss=f"{title} loss per pair (nats)",
+        tiles=True,
         whole_loss=f"{title} already computes its loss in tiles",
         own_loss=True,
         excludes=_excluded(title, "compares", models=1),
@@ -83,8 +88,10 @@ TRAITS: Mapping[Method, Traits] = {
         "pairs",
         sequences=2,
         reference=True,
+        precomputes=True,
         metric="preference_accuracy",
         loss="DPO loss per pair (nats)",
+        tiles=True,
         whole_loss="TRL's DPO already computes it in tiles",
         excludes=_excluded("DPO", "compares"),
     ),
@@ -114,6 +121,7 @@ TRAITS: Mapping[Method, Traits] = {
         unit="nats per token",
         loss="KTO loss per answer",
         least_micro_batch=2,
+        tiles=True,
         whole_loss="TRL's KTO already computes it in tiles",
         own_loss=True,
         excludes=_excluded("KTO", "judges"),

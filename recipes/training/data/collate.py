@@ -25,6 +25,8 @@ class Collator:
     multiple: int = 8
     boundaries: bool = False
     """Also return where documents begin, for attention implementations that need it."""
+    document_lengths: bool = False
+    """Also return the length of the document that each token is in, [sequences, longest]; 0 for padding."""
 
     def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return `input_ids`, `labels`, `position_ids`, each [sequences, longest], and two plain counts."""
@@ -38,7 +40,13 @@ class Collator:
             "tokens": sum(len(sequence["input_ids"]) for sequence in sequences),
             "squared_lengths": sum(length**2 for one in lengths for length in one),
             **(attention.document_boundaries(lengths, width) if self.boundaries else {}),
+            **self._document_lengths(lengths, width),
         }
+
+    def _document_lengths(self, lengths: list[Sequence[int]], width: int) -> dict[str, torch.Tensor]:
+        if not self.document_lengths:
+            return {}
+        return {"document_lengths": torch.stack([_repeated(one, width) for one in lengths])}
 
     @staticmethod
     def _pad(lists: list[list[int]], width: int, value: int) -> torch.Tensor:
@@ -56,3 +64,8 @@ def next_labels(labels: torch.Tensor) -> torch.Tensor:
 def _positions(lengths: Sequence[int], width: int) -> torch.Tensor:
     lengths = [*lengths[:-1], width - sum(lengths[:-1])]
     return torch.cat([torch.arange(length) for length in lengths])
+
+
+def _repeated(lengths: Sequence[int], width: int) -> torch.Tensor:
+    counts = torch.tensor([*lengths, width - sum(lengths)])
+    return torch.tensor([*lengths, 0]).repeat_interleave(counts)

@@ -46,7 +46,8 @@ def trainer(
     if layout.sequence > 1:
         collator: Collator | PartCollator = PartCollator(tokenizer.pad_token_id, layout, boundaries)
     else:
-        collator = Collator(tokenizer.pad_token_id, boundaries=boundaries)
+        noisy = context.recipe.neftune_alpha > 0
+        collator = Collator(tokenizer.pad_token_id, boundaries=boundaries, document_lengths=noisy)
     return RunTrainer.of(context, model, arguments, dataset, tokenizer, data_collator=collator)
 
 

@@ -11,6 +11,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from ...spec.conversions import lora_options
 from ...spec.errors import UserError
 from ...spec.recipe import Lora
+from ..optimization import pissa
 
 
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -35,7 +36,8 @@ def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False)
         UserError: the targets are not in this model, or cannot be adapted in this way.
     """
     try:
-        adapted = get_peft_model(model, LoraConfig(**lora_options(lora, scores)), autocast_adapter_dtype=False)
+        with pissa.drawing(seed):
+            adapted = get_peft_model(model, LoraConfig(**lora_options(lora, scores)), autocast_adapter_dtype=False)
     except ValueError as error:
         targets = f"lora.target_modules={lora.target_modules}"
         if lora.target_parameters:
@@ -44,7 +46,10 @@ def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
-    _start_by_name(adapted, seed)
+    if lora.init == "pissa":
+        pissa.remember(adapted)
+    else:
+        _start_by_name(adapted, seed)
     return adapted
 
 

@@ -60,7 +60,9 @@ def load_model(recipe: Recipe, kind: Any = None) -> PreTrainedModel | PeftModel:
     model.config.use_cache = False
     attention.switch_by_batch(model)
     config = model.config.get_text_config()
-    if tiles_loss(recipe, config.vocab_size):
+    if recipe.traits.tiles:
+        upstream.narrow_loss_tiles(tiling.COLUMNS)  # the trainers give the model the head
+    elif tiles_loss(recipe, config.vocab_size):
         tiling.tile_loss(model)
     if recipe.tiled_mlp:
         tiling.tile_feed_forward(model, tiling.tiles(recipe, config.hidden_size))

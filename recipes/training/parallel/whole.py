@@ -19,6 +19,7 @@ from ...spec.run_folder import write_json
 from .. import distributed, upstream
 from ..data.collate import Collator
 from ..model.load import load_model
+from ..optimization import pissa
 from . import expert, scores, sequence, tensor, tensor_check
 
 QUANTIZATION = "base_quantization.json"
@@ -106,6 +107,9 @@ def save(trainer: Trainer, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=state)
         trainer.processing_class.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card, an empty form
+        lora = trainer.context.recipe.lora
+        if lora is not None and lora.init == "pissa":
+            pissa.export(model, folder)
         if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
             write_json(folder / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
 

@@ -15,7 +15,8 @@ def with_reference(kind: type[RunHooks]) -> Callable[..., RunHooks]:
     """
 
     def trainer(context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: Any) -> RunHooks:
-        reference = load.load_model(context.recipe) if context.recipe.lora is None else None
+        recipe = context.recipe
+        reference = load.load_model(recipe) if recipe.asks_reference and recipe.lora is None else None
         return kind.of(context, model, arguments, dataset, tokenizer, ref_model=reference)
 
     return trainer

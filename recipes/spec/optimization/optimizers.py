@@ -1,0 +1,25 @@
+"""Which optimizers there are, and why others are not."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+Optimizer = Literal["adamw", "adamw_8bit", "muon"]
+
+_FLAT = "ZeRO updates flat pieces of all weights together, in which there are no {what}"
+_BY_LAYER = "it updates {what}, and ZeRO all weights at once"
+IMPOSSIBLE: Mapping[str, str] = {
+    **dict.fromkeys(("galore", "apollo", "q_galore"), _FLAT.format(what="matrices whose gradients it could project")),
+    **dict.fromkeys(("adafactor", "came"), _FLAT.format(what="rows and columns whose means it could keep")),
+    **dict.fromkeys(("shampoo", "soap"), _FLAT.format(what="matrices for which it could keep its factors")),
+    "adam_mini": _FLAT.format(what="heads or rows that could share a learning rate"),
+    "badam": _BY_LAYER.format(what="one block of layers at a time, whose states it makes anew"),
+    **dict.fromkeys(("lomo", "adalomo"), _BY_LAYER.format(what="each weight within the backward pass")),
+    "lisa": _BY_LAYER.format(what="a few layers that it draws anew"),
+}
+"""Optimizers that people ask for, by their names -> why they cannot train sharded by DeepSpeed."""
+
+
+def impossible(name: str) -> str | None:
+    """Return why an optimizer cannot train here, also under a name of TrainingArguments such as `galore_adamw_8bit`."""
+    words = name.lower().replace("-", "_")
+    return next((why for known, why in IMPOSSIBLE.items() if known in words), None)

@@ -1,0 +1,281 @@
+"""Optimizers, rates, adapters' starts and noise: under every ZeRO stage what each trains by itself in one process."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.spec.recipe import Lora, Recipe
+from recipes.spec.run_folder import RunFolder, read_json, write_recipe
+from recipes.training import run as training_run
+from recipes.training.model import adapters
+from recipes.training.optimization import noise
+from tests.parity import gate, plain, plain_optimizers
+from tests.tiers import tiered
+from tests.workers import muon
+
+SETTINGS = plain.Settings(learning_rate=1e-3)
+UNCLIPPED = replace(SETTINGS, clip=0)
+"""For Muon: DeepSpeed would clip updates where PyTorch clips gradients."""
+STAGES = range(4)
+
+
+@pytest.fixture
+def train(ranks, tmp_path, model_folder, conversations):
+    """Return a function that trains a recipe under a ZeRO stage, with a break after step 3 where that is asked for."""
+
+    def run(stage, settings=SETTINGS, broken=False, function=training_run.main, data=conversations, **changes):
+        folder = RunFolder(tmp_path / "run")
+        recipe = gate.recipe_for(
+            settings, model_folder, data, f"zero{stage}.json", save_steps=3 * broken, micro_batch_size=2, **changes
+        )
+        write_recipe(folder, recipe)
+        if broken:
+            gate.train_with_a_break(ranks, folder, tmp_path, 2, function)
+        else:
+            ranks.check(function, str(folder.path), log=tmp_path / "log")
+        return folder
+
+    return run
+
+
+# Muon
+
+
+@pytest.fixture(scope="module")
+def by_muon(model_folder, conversations):
+    return plain.train(model_folder, conversations, UNCLIPPED, optimize=plain_optimizers.Muon)
+
+
+@pytest.mark.parametrize(("stage", "broken"), tiered([(n, b) for n in STAGES for b in (False, True)], {(3, False)}))
+def test_muon_trains_the_same_model(train, by_muon, model_folder, stage, broken):
+    run = train(stage, UNCLIPPED, broken, muon.main, optimizer="muon")
+    gate.agree(run, *by_muon, norms=None)
+    assert read_json(run.deepspeed)["gradient_clipping"] == 0
+
+
+def test_muon_updates_every_matrix_of_the_layers(train, model_folder):
+    """DeepSpeed tags what Muon trains by names and shapes, which a sharded weight has not, and says nothing of it."""
+    run = train(2, UNCLIPPED, function=muon.main, optimizer="muon", max_steps=2)
+    updated = list(chain(*(read_json(muon.path_of(run.path, rank)) for rank in range(2))))
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    matrices = [list(one.weight.shape) for one in model.model.layers.modules() if isinstance(one, torch.nn.Linear)]
+    assert len(matrices) == 14
+    for shape in matrices:  # a matrix on the border of two ranks is computed by both
+        assert 2 * matrices.count(shape) <= updated.count(shape) <= 2 * (matrices.count(shape) + 2), shape
+    assert all(shape in matrices for shape in updated)
+
+
+@pytest.mark.parametrize("mistake", ["adamw", "rate", "nesterov", "decay"])
+def test_another_muon_is_noticed(model_folder, conversations, by_muon, mistake):
+    optimize = partial(plain_optimizers.Muon, mistake=mistake)
+    noticed(by_muon, plain.train(model_folder, conversations, UNCLIPPED, optimize=optimize))
+
+
+# 8 bits
+
+
+@pytest.mark.parametrize(("stage", "broken"), tiered([(n, b) for n in STAGES for b in (False, True)], {(2, False)}))
+def test_8_bit_adam_is_bitsandbytes(train, model_folder, conversations, stage, broken):
+    run = train(stage, broken=broken, optimizer="adamw_8bit")
+    optimize = partial(plain_optimizers.EightBit, stage=stage)
+    records, weights = plain.train(model_folder, conversations, SETTINGS, optimize=optimize)
+    gate.agree_on_steps(run, records)
+    exported = AutoModelForCausalLM.from_pretrained(run.export, dtype=torch.float32).state_dict()
+    assert share_off(exported, weights) < CODES
+
+
+CODES = 1e-3
+"""Share of the weights that may be off: where a moment lies between two codes, rounding decides which it gets."""
+
+
+def share_off(weights, expected):
+    """Return the share of the weights that differ by more than the gate allows."""
+    off = sum(((weight - expected[name]).abs() > 1e-5 + 1e-4 * weight.abs()).sum() for name, weight in weights.items())
+    return (off / sum(weight.numel() for weight in weights.values())).item()
+
+
+@pytest.mark.parametrize("mistake", ["states", "blocks"])
+def test_other_states_are_noticed(model_folder, conversations, mistake):
+    right, wrong = (
+        plain.train(
+            model_folder,
+            conversations,
+            SETTINGS,
+            optimize=partial(plain_optimizers.EightBit, stage=2, mistake=name),
+        )
+        for name in ("", mistake)
+    )
+    assert share_off(wrong[1], right[1]) > 10 * CODES
+
+
+# Rates
+
+
+@pytest.mark.parametrize("stage", tiered(STAGES, ()))
+def test_layers_learn_at_their_rates(train, model_folder, conversations, stage):
+    run = train(stage, layer_decay=0.5)
+    optimize = partial(plain_optimizers.layer_wise, decay=0.5)
+    gate.agree(run, *plain.train(model_folder, conversations, SETTINGS, optimize=optimize))
+
+
+def test_another_decay_of_rates_is_noticed(model_folder, conversations):
+    right, wrong = (
+        plain.train(model_folder, conversations, SETTINGS, optimize=partial(plain_optimizers.layer_wise, decay=decay))
+        for decay in (0.5, 1.0)
+    )
+    noticed(right, wrong)
+
+
+# Adapters
+
+LORA = Lora(rank=4, alpha=8)
+GENTLE = replace(SETTINGS, learning_rate=2e-4)
+"""For adapters: merged, their rounding errors are multiplied by each other's values and by their scale."""
+ADAPTERS = {
+    "rslora": replace(LORA, rslora=True),
+    "plus": replace(LORA, plus_ratio=8.0),
+    "pissa": replace(LORA, init="pissa"),
+    "all": replace(LORA, rslora=True, plus_ratio=8.0, init="pissa"),
+}
+
+
+def with_adapters(folder, data, lora, mistake=None):
+    """Return what plain PEFT trains: the records and the merged weights."""
+    used = replace(lora, **(mistake or {}))
+    kept = []
+
+    def prepare(model):
+        kept.append(adapters.add(model, replace(used, rslora=False, alpha=scaled(used)), Recipe.seed))
+        return kept[0]
+
+    optimize = partial(plain_optimizers.lora_plus, ratio=used.plus_ratio)
+    records, _ = plain.train(folder, data, GENTLE, prepare=prepare, optimize=optimize)
+    return records, kept[0].merge_and_unload().state_dict()
+
+
+def scaled(lora):
+    """Return the alpha with which alpha / rank is rsLoRA's scale."""
+    return lora.alpha * math.sqrt(lora.rank) if lora.rslora else lora.alpha
+
+
+CASES = [(name, stage, broken) for name in ADAPTERS for stage in STAGES for broken in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "stage", "broken"), tiered(CASES, {("all", 3, False)}))
+def test_adapters_train_as_in_peft(train, model_folder, conversations, name, stage, broken):
+    run = train(stage, GENTLE, broken, lora=ADAPTERS[name])
+    records, weights = with_adapters(model_folder, conversations, ADAPTERS[name])
+    gate.agree_on_steps(run, records)
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    exported = PeftModel.from_pretrained(base, run.export).merge_and_unload().state_dict()
+    for key, weight in exported.items():
+        assert plain.worst(weight, weights[key]) <= 1, key
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [("rslora", {"rslora": False}), ("plus", {"plus_ratio": 1.0}), ("pissa", {"init": "zero"})],
+)
+def test_other_adapters_are_noticed(model_folder, conversations, name, mistake):
+    right = with_adapters(model_folder, conversations, ADAPTERS[name])
+    noticed(right, with_adapters(model_folder, conversations, ADAPTERS[name], mistake))
+
+
+def test_pissa_starts_as_the_same_function_with_the_largest_singular_values(model_folder):
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    tokens = torch.arange(20)[None]
+    before, weight = base(tokens).logits, base.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    adapted = adapters.add(base, ADAPTERS["pissa"], Recipe.seed)
+    assert torch.allclose(adapted(tokens).logits, before, atol=1e-4)
+    layer = base.model.layers[0].self_attn.q_proj
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    largest = left[:, :4] * values[:4] @ right[:4]
+    taken = weight - layer.base_layer.weight
+    assert torch.linalg.matrix_rank(taken, atol=1e-3) == 4
+    assert taken.norm() > 0.95 * largest.norm()  # in 16 iterations: the first 10 values lie close together
+    again = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    torch.manual_seed(1)  # a run that is resumed has drawn other numbers before
+    same = adapters.add(again, ADAPTERS["pissa"], Recipe.seed).base_model.model.model.layers[0].self_attn.q_proj
+    assert torch.equal(same.base_layer.weight, layer.base_layer.weight)
+
+
+def test_rslora_is_pefts(model_folder):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    options = {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["q_proj"]}
+    theirs = get_peft_model(model, LoraConfig(**options)).base_model.model.model.layers[0].self_attn.q_proj
+    ours = adapters.add(AutoModelForCausalLM.from_pretrained(model_folder), ADAPTERS["rslora"])
+    assert ours.base_model.model.model.layers[0].self_attn.q_proj.scaling == theirs.scaling == {"default": 8 / 2}
+
+
+# Noise
+
+ALPHA = 5.0
+
+
+@pytest.fixture(scope="module")
+def alike(conversations, tmp_path_factory):
+    """Write one conversation eight times, so that it does not matter which rank has which."""
+    path = tmp_path_factory.mktemp("alike") / "train.jsonl"
+    path.write_text(8 * (conversations.read_text().splitlines()[3] + "\n"))
+    return path
+
+
+def noisy(folder, data, alpha=ALPHA, padded=False, alike=False):
+    """Return what plain PyTorch trains with the noise of two ranks with four passes each.
+
+    Mistakes: another `alpha`; the length of the `padded` sequence; noise that is `alike` on both ranks.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    turns = json.loads(data.read_text().splitlines()[0])["messages"]
+    length = len(tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"])
+    passes = []
+
+    def add(module, _, embedded):
+        number = len(passes)
+        passes.append(number)
+        step, rank, one = number // 8, number % 8 // 4, number % 4
+        generator = torch.Generator().manual_seed(noise.pass_seed(42, step, one, 0 if alike else rank))
+        drawn = 2 * torch.rand(embedded.shape, generator=generator) - 1
+        drawn[:, length:] = 0
+        size = embedded.shape[1] if padded else length
+        return embedded + drawn * alpha / math.sqrt(size * embedded.shape[2])
+
+    def prepare(model):
+        model.get_input_embeddings().register_forward_hook(add)
+        return model
+
+    return plain.train(folder, data, SETTINGS, prepare=prepare)
+
+
+CASES = [(stage, broken) for stage in STAGES for broken in (False, True)]
+
+
+@pytest.mark.parametrize(("stage", "broken"), tiered(CASES, {(3, False)}))
+def test_the_same_noise_trains_the_same_model(ranks, tmp_path, model_folder, alike, stage, broken):
+    run = RunFolder(tmp_path / "run")
+    options = {"neftune_alpha": ALPHA, "micro_batch_size": 1, "save_steps": 3 * broken}
+    write_recipe(run, gate.recipe_for(SETTINGS, model_folder, alike, f"zero{stage}.json", **options))
+    if broken:
+        gate.train_with_a_break(ranks, run, tmp_path, 2)
+    else:
+        ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    gate.agree(run, *noisy(model_folder, alike))
+
+
+@pytest.mark.parametrize("mistake", [{"alpha": 0.0}, {"alpha": 2 * ALPHA}, {"padded": True}, {"alike": True}])
+def test_other_noise_is_noticed(model_folder, alike, mistake):
+    noticed(noisy(model_folder, alike), noisy(model_folder, alike, **mistake))
+
+
+def noticed(right, wrong):
+    """Fail unless the loss and some weights differ by more than the gate allows, the weights by far."""
+    (records, weights), (others, their_weights) = right, wrong
+    assert abs(others[-1]["loss"] / records[-1]["loss"] - 1) > gate.LOSS
+    assert max(plain.worst(their_weights[name], weight) for name, weight in weights.items()) > 10

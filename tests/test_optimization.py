@@ -1,0 +1,216 @@
+"""What optimizers, adapters' starts and noise go with, and what is said of the rest."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft.optimizers import create_loraplus_optimizer
+from transformers import AutoModelForCausalLM
+
+from recipes.spec import deepspeed_file, limits, overrides, pages
+from recipes.spec.errors import UserError
+from recipes.spec.optimization.optimizers import IMPOSSIBLE
+from recipes.spec.project import CHECKOUT as ROOT
+from recipes.spec.recipe import Layout, Lora
+from recipes.training import universal_checkpoint
+from recipes.training.arguments import deepspeed_config
+from recipes.training.data.collate import Collator
+from recipes.training.model import adapters
+from recipes.training.optimization import muon, noise, rates
+
+
+def changed(*words, variant="full"):
+    return overrides.apply(pages.find("tiny", variant), words)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["optimizer=galore_adamw"], "flat pieces of all weights together, .*; use one of adamw, adamw_8bit, muon"),
+        (["optimizer=badam"], "one block of layers at a time"),
+        (["optimizer=apollo"], "gradients it could project"),
+        (["optimizer=sgd"], "must be one of adamw, adamw_8bit, muon"),
+        (["optim=adamw_8bit"], "use 'optimizer'"),
+        (["use_rslora=true"], r"use 'lora\.rslora'"),
+        (["neftune_noise_alpha=5"], "use 'neftune_alpha'"),
+        (["loraplus_lr_ratio=16"], r"use 'lora\.plus_ratio'"),
+        (["optimizer=muon", "max_grad_norm=1"], "whose norm is far above 1 .*; set max_grad_norm=0"),
+        (["optimizer=muon", "lora.rank=8"], "updates of whole matrices.*; use optimizer=adamw, or a full variant"),
+        (["layer_decay=1.1"], "must be at most 1"),
+        (["layer_decay=0"], "must be above 0"),
+        (["neftune_alpha=-1"], "must be at least 0"),
+        (["lora.plus_ratio=0"], "must be above 0, for instance 16"),
+        (["lora.init=pissa", "model.quantization=nf4"], "4-bit weights cannot give up a part; leave lora.init out"),
+        (["lora.init=pissa", "lora.dora=true"], "DoRA's magnitudes"),
+        (["lora.init=olora"], "must be one of zero, pissa"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, expected):
+    with pytest.raises(UserError, match=expected):
+        changed(*words)
+
+
+def test_noise_and_pissa_are_refused_where_the_loss_compares_with_the_model_without_them():
+    with pytest.raises(UserError, match="NEFTune is for sft and pretrain; leave it out"):
+        changed("neftune_alpha=5", variant="dpo_lora")
+    with pytest.raises(UserError, match="without its adapters the model is not dpo's reference"):
+        changed("lora.init=pissa", variant="dpo_lora")
+
+
+def test_every_impossible_optimizer_has_its_reason():
+    for name in IMPOSSIBLE:
+        with pytest.raises(UserError, match=f"optimizer={name}: "):
+            changed(f"optimizer={name}")
+
+
+def test_muon_is_not_clipped_unless_that_is_asked_for():
+    assert changed("optimizer=muon").max_grad_norm == 0
+    assert changed("optimizer=adamw_8bit").max_grad_norm == changed().max_grad_norm > 0
+
+
+FILES = [
+    ("zero2_offload.json", "optimizer=adamw_8bit", "offloaded states with its own AdamW; use optimizer=adamw, or deep"),
+    ("zero3_offload.json", "optimizer=muon", "offloaded states with its own AdamW"),
+    ("bf16_states.json", "optimizer=adamw_8bit", "bf16_optimizer_states is for Adam"),
+    ("zero3_hpz.json", "optimizer=muon", "without hpZ and quantised ones; use deepspeed=zero3.json"),
+    ("zero0.json", "optimizer=muon", "trains in fp32 only; use deepspeed=zero1.json"),
+]
+
+
+@pytest.mark.parametrize(("name", "word", "expected"), FILES)
+def test_files_that_do_not_go_with_an_optimizer_are_refused(name, word, expected):
+    recipe = replace(changed(word), precision="bf16")
+    with pytest.raises(UserError, match=f"{word} with deepspeed={name}: .*{expected}"):
+        limits.check(recipe, 2, deepspeed_file.read(ROOT / "configs" / name))
+
+
+def test_an_optimizer_block_is_not_silently_preferred():
+    file = deepspeed_file.parse({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}, "own.json")
+    for words in (["optimizer=adamw_8bit"], ["layer_decay=0.9"], ["lora.plus_ratio=16"]):
+        with pytest.raises(UserError, match="its optimizer block would replace"):
+            limits.check(changed(*words), 2, file)
+    limits.check(changed(), 2, file)
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2), Layout(expert=2)])
+@pytest.mark.parametrize("word", ["optimizer=muon", "optimizer=adamw_8bit"])
+def test_layouts_that_do_not_go_with_an_optimizer_are_refused(layout, word):
+    recipe = changed(word)
+    dimensions = {"num_local_experts": 4, "num_attention_heads": 4, "num_hidden_layers": 2}
+    recipe = replace(recipe, layout=layout, model=replace(recipe.model, config=dimensions))
+    assert limits.limit(recipe, 2, deepspeed_file.parse({"zero_optimization": {"stage": 1}}))
+
+
+@pytest.mark.parametrize(
+    ("word", "layout"),
+    [
+        ("layer_decay=0.9", Layout(pipeline=2)),
+        ("lora.plus_ratio=16", Layout(pipeline=2)),
+        ("lora.init=pissa", Layout(tensor=2)),
+        ("lora.init=pissa", Layout(pipeline=2)),
+        ("neftune_alpha=5", Layout(sequence=2)),
+        ("neftune_alpha=5", Layout(pipeline=2)),
+    ],
+)
+def test_so_are_rates_starts_and_noise(word, layout):
+    file = deepspeed_file.parse({"zero_optimization": {"stage": 1}})
+    without = replace(changed(variant="lora" if "lora" in word else "full"), layout=layout)
+    assert limits.limit(without, 2, file) is None
+    assert limits.limit(replace(changed(word), layout=layout), 2, file)
+
+
+def test_muon_gets_whole_gradients_under_zero3():
+    recipe = changed("optimizer=muon")
+    for name, expected in (("zero3.json", False), ("zero2.json", None)):
+        config = deepspeed_config(recipe, deepspeed_file.read(ROOT / "configs" / name))
+        assert config["zero_optimization"].get("reduce_scatter") is expected
+    file = deepspeed_file.parse({"zero_optimization": {"stage": 3, "reduce_scatter": True}}, "own.json")
+    with pytest.raises(UserError, match="so not reduce_scatter: true"):
+        limits.check(recipe, 2, file)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "muon"])
+def test_other_states_are_not_converted_for_another_number_of_ranks(name):
+    file = deepspeed_file.parse({"zero_optimization": {"stage": 2}})
+    asked = f"states of {name} (only Adam's)"
+    assert universal_checkpoint._not_convertible(file, Layout(), changed(f"optimizer={name}")) == asked
+    assert universal_checkpoint._not_convertible(file, Layout(), changed()) is None
+
+
+NAMES = ["model.embed_tokens.weight", "model.layers.0.a.weight", "model.layers.1.a.weight", "model.norm.weight"]
+
+
+def test_rates_fall_from_the_head_down():
+    recipe = changed("layer_decay=0.5")
+    assert list(rates.shares(recipe, NAMES).values()) == [0.125, 0.25, 0.5, 1.0]
+    gpt2 = ["transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.b", "transformer.ln_f.weight"]
+    assert list(rates.shares(recipe, gpt2).values()) == [0.25, 0.25, 0.5, 1.0]
+
+
+def test_the_two_sides_of_an_adapter_have_their_rates():
+    recipe = replace(changed("learning_rate=1e-4"), lora=Lora(plus_ratio=16))
+    names = ["layers.0.q.lora_A.default.weight", "layers.0.q.lora_B.default.weight", "embed.lora_embedding_B.default"]
+    assert list(rates.shares(recipe, names).values()) == [1.0, 16.0, pytest.approx(1e-2)]
+
+
+def test_peft_takes_sharded_weights_for_vectors(model_folder):
+    """Why LoRA+'s groups are made here: under ZeRO-3 a weight has no elements, and PEFT would give A the rate of B."""
+    model = adapters.add(AutoModelForCausalLM.from_pretrained(model_folder), Lora(rank=2))
+    for weight in model.parameters():
+        weight.data = torch.zeros(0)
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
+    assert [len(group["params"]) for group in theirs.param_groups if group["lr"] == 1e-3] == [0]
+
+
+def test_the_full_rate_comes_first():
+    """The Trainer logs the rate of the first group."""
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    group = {"params": weights, "weight_decay": 0.1}
+    found = rates.split([group], 1e-3, dict(zip(weights, (0.5, 1.0, 0.5), strict=True)))
+    assert [(one["lr"], len(one["params"])) for one in found] == [(1e-3, 1), (5e-4, 2)]
+
+
+def test_muon_takes_sharded_matrices_for_matrices():
+    linear, sharded = torch.nn.Linear(4, 8, bias=False), torch.nn.Parameter(torch.zeros(0))
+    sharded.ds_shape = torch.Size((8, 4))
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 4), linear, torch.nn.LayerNorm(4))
+    model.register_parameter("sharded", sharded)
+    model.get_output_embeddings = lambda: None
+    assert muon.matrices(model) == {linear.weight, sharded}
+
+
+def test_the_lengths_of_documents_are_known_to_each_token():
+    collate = Collator(0, document_lengths=True)
+    packed = {"input_ids": [5] * 5, "labels": [5] * 5, "seq_lengths": [2, 3]}
+    alone = {"input_ids": [5] * 4, "labels": [5] * 4, "seq_lengths": [4]}
+    lengths = collate([packed, alone])["document_lengths"]
+    assert lengths.tolist() == [[2, 2, 3, 3, 3, 0, 0, 0], [4, 4, 4, 4, 0, 0, 0, 0]]
+    assert "document_lengths" not in Collator(0)([packed])
+
+
+def test_noise_is_as_large_as_the_paper_says():
+    """Uniform in alpha / sqrt(length x width), so of that over sqrt(3) in the mean square; none in padding."""
+    embedding = torch.nn.Embedding(8, 64)
+    model = torch.nn.Module()
+    model.get_input_embeddings = lambda: embedding
+    noisy = noise.Noise(model, alpha=5.0, seed=1, rank=0)
+    tokens, lengths = torch.zeros(4, 200, dtype=torch.long), torch.tensor([[150] * 150 + [50] * 40 + [0] * 10] * 4)
+    noisy.begin(0, lengths)
+    added = (embedding(tokens) - embedding.weight[0]).detach()
+    for length, part in ((150, added[:, :150]), (50, added[:, 150:190])):
+        bound = 5.0 / (length * 64) ** 0.5
+        assert 0.99 * bound < part.abs().max() <= bound * (1 + 1e-4)
+        assert part.square().mean().sqrt() == pytest.approx(bound / 3**0.5, rel=0.02)
+        assert abs(part.mean()) < 0.02 * bound
+    assert added[:, 190:].abs().max() < 1e-6
+    again = embedding(tokens) - embedding.weight[0]
+    assert torch.equal(again, added)  # a layer that is computed once more
+    noisy.begin(0, lengths)
+    assert not torch.equal(embedding(tokens) - embedding.weight[0], added)
+    embedding.eval()
+    assert torch.equal(embedding(tokens), embedding.weight[0].expand(4, 200, 64))
+
+
+def test_every_pass_and_rank_draws_other_numbers():
+    seeds = {noise.pass_seed(42, step, one, rank) for step in range(50) for one in range(8) for rank in range(16)}
+    assert len(seeds) == 50 * 8 * 16
