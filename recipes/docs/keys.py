@@ -6,6 +6,7 @@ import inspect
 import textwrap
 import types
 import typing
+from itertools import chain
 from typing import Any
 
 from ..spec import overrides
@@ -14,6 +15,7 @@ from ..spec.conversions import dataclass_in
 from ..spec.errors import UserError
 from ..spec.methods import settings
 from ..spec.recipe import Recipe
+from ..spec.tracking import trackers
 
 WIDTH = 100
 
@@ -94,7 +96,8 @@ def _default(owner: type, field: str) -> str:
 def _meanings() -> dict[str, dict[str, str]]:
     """Return the documentation below each field, by class and field."""
     found: dict[str, dict[str, str]] = {}
-    for node in [*ast.parse(inspect.getsource(vocabulary)).body, *ast.parse(inspect.getsource(settings)).body]:
+    sources = [ast.parse(inspect.getsource(module)).body for module in (vocabulary, settings, trackers)]
+    for node in chain.from_iterable(sources):
         if isinstance(node, ast.ClassDef):
             found[node.name] = {}
             for field, below in zip(node.body, node.body[1:], strict=False):

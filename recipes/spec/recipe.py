@@ -11,6 +11,8 @@ from typing import Any, Literal
 from .errors import UserError
 from .methods.settings import SMOOTHED, Dpo, Kto, Orpo, Simpo
 from .methods.traits import TRAITS, Method, Traits
+from .tracking import trackers
+from .tracking.trackers import Wandb
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -132,16 +134,6 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Wandb:
-    """Weights & Biases, on rank 0."""
-
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """`online` falls back to `offline` when the machine has no API key."""
-    project: str = "deepspeed-recipes"
-    """The W&B project that the run belongs to."""
-
-
-@dataclass(frozen=True)
 class Profile:
     """Where the time of some steps goes: `launch.py --profile`."""
 
@@ -176,7 +168,10 @@ class Recipe:
     orpo: Orpo = field(default_factory=Orpo)
     simpo: Simpo = field(default_factory=Simpo)
     draft: Draft = Draft()
-    wandb: Wandb = Wandb()
+    tracking: str | None = "wandb"
+    """What gets the numbers of metrics.jsonl too, with commas: `wandb`, `tensorboard`, `mlflow`, `trackio`; None:
+    nothing."""
+    wandb: Wandb = field(default_factory=Wandb)
     profile: Profile = Profile()
     learning_rate: float = 2e-5
     """At its highest; `schedule` says how it rises and falls."""
@@ -253,6 +248,7 @@ class Recipe:
                 raise UserError(f"{key}={value}: must be above 0, for instance {usual}.")
         if self.lora is not None and not 0 <= self.lora.dropout < 1:
             raise UserError(f"lora.dropout={self.lora.dropout}: must be at least 0 and below 1.")
+        trackers.check(names(self.tracking))
         _check_smoothing(self)
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(
@@ -291,6 +287,11 @@ class Recipe:
     def traits(self) -> Traits:
         """What is particular to the method."""
         return TRAITS[self.method]
+
+    @property
+    def trackers(self) -> list[str]:
+        """The names of the trackers that the run reports to."""
+        return [name for name in names(self.tracking) if name != "wandb" or self.wandb.mode != "disabled"]
 
     @property
     def packs(self) -> bool:
