@@ -5,15 +5,30 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from recipes.commands import main
 from recipes.launching import restarts
 from recipes.launching.supervise import Outcome
+from recipes.spec import overrides, pages
+from recipes.spec.errors import UserError
 from recipes.spec.recipe import Wandb
-from recipes.spec.run_folder import REWIND, RunFolder, read_json, read_jsonl, write_recipe
+from recipes.spec.run_folder import (
+    REWIND,
+    RunFolder,
+    append_jsonl,
+    forget_after,
+    read_json,
+    read_jsonl,
+    write_json,
+    write_recipe,
+)
+from recipes.spec.tracking import trackers as trackers_spec
 from recipes.training import run as training_run
 from recipes.training.tracking import offline_records
+from recipes.training.tracking.trackers import Trackers
 from tests.nan_data import write_nan_data, write_nan_model
 from tests.ranks import read_logs
 from tests.small import small
@@ -121,3 +136,176 @@ def test_tensorboard_has_every_step_once(survivor):
         assert [event.step for event in drawn] == list(range(1, 41))
         assert [event.value for event in drawn] == pytest.approx([row[key] for row in logged], rel=1e-5)
     assert [event.step for event in events.Scalars("by_tokens/loss")] == [row["tokens"] for row in logged]
+
+
+def metrics(step, **more):
+    """Return one line of metrics.jsonl."""
+    return {"step": step, "loss": 1 / step, "learning_rate": 1e-4, "grad_norm": None, "tokens": 10 * step, **more}
+
+
+def follow(run, recipe, first, last, trackers=None):
+    """Log steps as a run does, in trackers that are started for it."""
+    trackers = trackers or Trackers(run)
+    trackers.begin(recipe, {"zero_optimization": {"stage": 2}})
+    for step in range(first, last + 1):
+        append_jsonl(run.metrics, metrics(step))
+        trackers.record(metrics(step))
+        if step % 2 == 0:
+            append_jsonl(run.evaluations, {"step": step, "loss": 2 / step})
+            trackers.record({"step": step, "held_out/loss": 2 / step})
+    return trackers
+
+
+def in_tensorboard(run, recipe):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    drawn = {key: [(event.step, event.value) for event in events.Scalars(key)] for key in ("loss", "held_out/loss")}
+    texts = {tag: events.Tensors(f"{tag}/text_summary")[-1] for tag in ("alert", "answers", "recipe")}
+    said = {tag: event.tensor_proto.string_val[0].decode() for tag, event in texts.items()}
+    assert '"family": "tiny"' in said["recipe"]
+    return drawn, said["alert"], said["answers"]
+
+
+def in_mlflow(run, recipe):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run.path}/mlflow.db")
+    experiment = client.get_experiment_by_name(recipe.wandb.project).experiment_id
+    (found,) = client.search_runs([experiment])
+    assert found.info.status == "FINISHED" and found.data.params["wandb.group"] == "proofs"
+    history = {key: client.get_metric_history(found.info.run_id, key) for key in ("loss", "held_out/loss")}
+    drawn = {key: sorted((metric.step, metric.value) for metric in rows) for key, rows in history.items()}
+    table = client.download_artifacts(found.info.run_id, "answers.json", str(run.path))
+    return drawn, found.data.tags["alert"], str(read_json(Path(table))["data"])
+
+
+def in_trackio(run, recipe):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    project = recipe.wandb.project
+    (name,) = SQLiteStorage.get_runs(project)
+    rows = SQLiteStorage.get_logs(project, name)
+    drawn = {key: [(row["step"], row[key]) for row in rows if key in row] for key in ("loss", "held_out/loss")}
+    alerts = "".join(f"{alert['title']} {alert['text']}" for alert in SQLiteStorage.get_alerts(project, name))
+    return drawn, alerts, str([row["answers"] for row in rows if "answers" in row])
+
+
+OTHERS = {"tensorboard": in_tensorboard, "mlflow": in_mlflow, "trackio": in_trackio}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_trackers_have_every_step_once_and_the_reason(alone, tmp_path, monkeypatch, capfd, name):
+    """A start that is lost after step 7, and one that resumes after step 4; read with the tracker's own library."""
+    pytest.importorskip(name)
+    if name == "trackio":  # it reads the variable when it is imported
+        monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
+        monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
+    run = RunFolder(tmp_path / "run")
+    page = pages.find("tiny", "full")
+    recipe = replace(page, tracking=name, wandb=Wandb(project="checks", group="proofs"))
+    write_recipe(run, recipe)
+    for step, answer in ((0, "no | idea"), (9, "four")):
+        row = {"step": step, "prompt": "2 + 2?", "expected": "four", "answer": answer}
+        append_jsonl(run.answers, row)
+    write_json(run.checkpoints / "checkpoint-4" / "complete.json", {})
+    follow(run, recipe, 1, 7)
+    time.sleep(1)
+    forget_after(run, run.checkpoints / "checkpoint-4")
+    append_jsonl(run.restarts, {"time": time.time(), "cause": KILLED, "from_step": 4, "ranks": 2})
+    append_jsonl(run.answers, row)
+    trackers = follow(run, recipe, 5, 9)
+    (line,) = trackers.end({"loss": 0.1})
+    assert line.split()[0].lower() == name
+    time.sleep(1)
+    drawn, alert, table = OTHERS[name](run, recipe)
+    assert drawn["loss"] == [(step, pytest.approx(1 / step)) for step in range(1, 10)]
+    assert drawn["held_out/loss"] == [(step, pytest.approx(2 / step)) for step in range(2, 10, 2)]
+    assert "restarted from step 4" in alert and KILLED in alert
+    assert "2 + 2?" in table and "four" in table and "idea" in table
+
+
+def test_what_a_tracker_has_missed_is_sent_when_the_run_resumes(alone, tmp_path):
+    """A killed process loses what its tracker has not written: here everything after step 2."""
+    pytest.importorskip("tensorboard")
+    run, recipe = RunFolder(tmp_path / "run"), replace(pages.find("tiny", "full"), tracking="tensorboard")
+    write_recipe(run, recipe)
+    follow(run, recipe, 1, 2)
+    for step in (3, 4):
+        append_jsonl(run.metrics, metrics(step))
+    follow(run, recipe, 5, 6).end({})
+    events = in_tensorboard_scalars(run)
+    assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
+
+
+def in_tensorboard_scalars(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(run.path / "tensorboard"), size_guidance={"scalars": 0}).Reload().Scalars("loss")
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(alone, tmp_path, capsys):
+    """A file is where its folder should be."""
+    pytest.importorskip("tensorboard")
+    run, recipe = RunFolder(tmp_path / "run"), replace(pages.find("tiny", "full"), tracking="tensorboard")
+    write_recipe(run, recipe)
+    (run.path / "tensorboard").write_text("in the way")
+    trackers = follow(run, recipe, 1, 3)
+    assert trackers.end({}) == [] and not trackers.writers
+    said = capsys.readouterr().out
+    assert said.count("tracking=tensorboard stops here, the run goes on: ") == 1
+
+
+def test_offline_records_survive_blocks_and_a_cut(tmp_path):
+    """The format's framing: records across blocks of 32 KiB, and a last one that is cut off."""
+    import wandb
+
+    run = wandb.init(mode="offline", id="blocks", dir=tmp_path, settings=wandb.Settings(silent=True))
+    for step in range(1, 40):
+        run.log({"text": "x" * 3000, "loss": 1 / step}, step=step)
+    run.finish(exit_code=3)
+    wandb.teardown()  # waits until the file is written
+    folder = tmp_path / "wandb"
+    (file,) = folder.glob("offline-run-*/*.wandb")
+    assert file.stat().st_size > 2 * offline_records.BLOCK
+    found = list(offline_records.records(file))
+    assert [one.history.step.num for one in found if one.HasField("history")] == list(range(1, 40))
+    assert found[-1].exit.exit_code == 3 and offline_records.last_step(folder, "blocks") == 39
+    file.write_bytes(file.read_bytes()[: 2 * offline_records.BLOCK])
+    assert 10 < offline_records.last_step(folder, "blocks") < 39
+    assert offline_records.last_step(folder, "other") == -1
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("tracking=tensorbord", "tracking=tensorbord: no such tracker. Did you mean tensorboard?"),
+        ("tracking=wandb,wandb", "wandb is named twice"),
+        ("tracking=neptune", "no such tracker. Choose from wandb, tensorboard, mlflow, trackio, or none"),
+    ],
+)
+def test_unknown_trackers_are_refused(capsys, word, said):
+    assert main.run("launch", ["tiny", "full", word, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_line_that_installs_it(capsys, tmp_path, monkeypatch):
+    missing = "mlflow"
+    monkeypatch.setitem(trackers_spec.PACKAGES, missing, ("a_module_that_nobody_has", missing))
+    words = ["tiny", "full", f"tracking=wandb,{missing}", "--output-dir", str(tmp_path / "run")]
+    assert main.run("launch", words) == 2
+    error = capsys.readouterr().err
+    assert f"tracking={missing}: {missing} is not installed; pip install {missing}, or leave it out" in error
+    assert error.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_which_trackers_a_recipe_has():
+    full = pages.find("tiny", "full")
+    assert full.trackers == ["wandb"]
+    assert overrides.apply(full, ["wandb.mode=disabled"]).trackers == []
+    assert overrides.apply(full, ["tracking=none"]).trackers == []
+    both = overrides.apply(full, ["tracking=tensorboard,wandb", "wandb.mode=disabled"])
+    assert both.trackers == ["tensorboard"]
+    with pytest.raises(UserError, match="'tracking'"):
+        overrides.apply(full, ["report_to=wandb"])

@@ -63,4 +63,4 @@ def check_installed(chosen: Sequence[str]) -> None:
     for name in chosen:
         module, package = PACKAGES[name]
         if importlib.util.find_spec(module) is None:
-            raise UserError(f"tracking={name}: {package} is not installed; pip install {package}, or leave {name} out.")
+            raise UserError(f"tracking={name}: {package} is not installed; pip install {package}, or leave it out.")
