@@ -23,6 +23,7 @@ from recipes.commands import (
     publish,
     report,
     resolve,
+    sweep,
 )
 from recipes.docs import documents
 from recipes.spec import pages
@@ -42,6 +43,7 @@ PARSERS = {
     "resolve_config.py": resolve,
     "doctor.py": doctor,
     "report.py": report,
+    "sweep.py": sweep,
 }
 
 EXAMPLES = {

@@ -88,6 +88,7 @@ class Run:
         self.live.summary.update(dict(summary))
         line = self.live.url if self.online else f"wandb sync {self._parts()}"
         self.live.finish(exit_code=status)
+        wandb.teardown()  # returns when the last record is on the disk; finish() does not wait for that
         return f"W&B          {line}"
 
     def _parts(self) -> str:
