@@ -27,7 +27,7 @@ from recipes.spec.run_folder import (
 )
 from recipes.spec.tracking import trackers as trackers_spec
 from recipes.training import run as training_run
-from recipes.training.tracking import offline_records
+from recipes.training.tracking import afterwards, offline_records
 from recipes.training.tracking.trackers import Trackers
 from tests.nan_data import write_nan_data, write_nan_model
 from tests.ranks import read_logs
@@ -263,9 +263,11 @@ def test_offline_records_survive_blocks_and_a_cut(tmp_path):
     run = wandb.init(mode="offline", id="blocks", dir=tmp_path, settings=wandb.Settings(silent=True))
     for step in range(1, 40):
         run.log({"text": "x" * 3000, "loss": 1 / step}, step=step)
+    folder = tmp_path / "wandb"
+    assert offline_records.is_written(folder) and not offline_records.is_written(tmp_path / "other")
     run.finish(exit_code=3)
     wandb.teardown()
-    folder = tmp_path / "wandb"
+    assert not offline_records.is_written(folder)
     (file,) = folder.glob("offline-run-*/*.wandb")
     assert file.stat().st_size > 2 * offline_records.BLOCK
     found = list(offline_records.records(file))
@@ -309,3 +311,74 @@ def test_which_trackers_a_recipe_has():
     assert both.trackers == ["tensorboard"]
     with pytest.raises(UserError, match="'tracking'"):
         overrides.apply(full, ["report_to=wandb"])
+
+
+def lost(action):
+    """Do something in a process that is killed before it can say that it ends."""
+    child = os.fork()
+    if not child:
+        try:
+            action()
+            time.sleep(1)  # W&B's own process writes what it was sent
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_wandb_has_what_killed_and_failed_processes_have_logged_once(alone, tmp_path):
+    """Killed after step 7, rewound from step 9, and resumed: the last step before a kill was not written, and is sent.
+
+    The record of a whole run, with engines and the launcher, is `test_wandb_has_every_step_once_and_the_reasons`.
+    """
+    run, recipe = RunFolder(tmp_path / "run"), pages.find("tiny", "full")
+    recipe = replace(recipe, wandb=Wandb("offline", job_type="proof"))
+    write_recipe(run, recipe)
+    write_json(run.checkpoints / "checkpoint-6" / "complete.json", {})
+    lost(lambda: follow(run, recipe, 1, 7))
+    last = offline_records.last_step(run.path / "wandb", run.wandb_id.read_text().strip())
+    written = [row.step.num for row in recorded(run, "history")]
+    assert written == list(range(1, last + 1)) and last < 7, "W&B writes a step when the next begins"
+    forget_after(run, run.checkpoints / "checkpoint-6")
+    time.sleep(1.1)  # W&B names a folder by the second
+    lost(lambda: follow(run, recipe, 7, 9).failed("step 10: the loss is not finite", REWIND))
+    assert read_json(run.tracking)["ended"] == REWIND
+    forget_after(run, run.checkpoints / "checkpoint-6")
+    time.sleep(1.1)
+    (line,) = follow(run, recipe, 7, 12).end({"loss": 0.5})
+    assert "wandb sync" in line and line.endswith(f"/offline-run-*-{run.wandb_id.read_text().strip()}")
+    history = recorded(run, "history")
+    assert [row.step.num for row in history] == list(range(1, 13))
+    for row in history:
+        step, got = row.step.num, values(row)
+        assert float(got["loss"]) == pytest.approx(1 / step) and got["by_tokens/loss"] == got["loss"]
+        assert ("held_out/loss" in got) == (step % 2 == 0) and float(got["tokens"]) == 10 * step
+    (alert,) = recorded(run, "alert")
+    assert alert.title == f"the run ended with status {REWIND}" and alert.text == "step 10: the loss is not finite"
+    assert [end.exit_code for end in recorded(run, "exit")] == [REWIND, 0]
+
+
+def test_the_launcher_tells_wandb_why_a_run_ended_and_adds_the_artifacts(alone, tmp_path):
+    """What a rank that was killed could not tell, and what is there only after the ranks."""
+    run, recipe = RunFolder(tmp_path / "run"), pages.find("tiny", "full")
+    recipe = replace(recipe, wandb=Wandb("offline", artifacts=True))
+    write_recipe(run, recipe)
+    write_json(run.deepspeed, {})
+    lost(lambda: follow(run, recipe, 1, 3))
+    time.sleep(1.1)
+    afterwards.failed(run, KILLED, 137)
+    afterwards.failed(run, KILLED, 137)  # told already
+    ((title, text),) = [(alert.title, alert.text) for alert in recorded(run, "alert")]
+    assert title == "the run ended with status 137" and text == KILLED
+    assert [end.exit_code for end in recorded(run, "exit")] == [137]
+    afterwards.upload(run)
+    assert not recorded(run, "artifact"), "it has not finished"
+    write_json(run.summary, {"stopped": False})
+    write_json(run.export / "config.json", {"model_type": "tiny"})
+    run.report_page.write_text("<p>a report</p>")
+    time.sleep(1.1)
+    afterwards.upload(run)
+    assert sorted(one.type for one in recorded(run, "artifact")) == ["model", "report"]
+    assert {entry.path for one in recorded(run, "artifact") for entry in one.manifest.contents} == {
+        "config.json",
+        "report.html",
+    }
