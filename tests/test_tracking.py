@@ -96,6 +96,7 @@ def wait(processes, run, until, log):
     return True
 
 
+@pytest.mark.every
 def test_wandb_has_every_step_once_and_the_reasons(survivor):
     run, lost = survivor
     logged = read_jsonl(run.metrics)
@@ -126,6 +127,7 @@ def test_wandb_has_every_step_once_and_the_reasons(survivor):
     assert axes["by_tokens/*"] == "tokens"
 
 
+@pytest.mark.every
 def test_tensorboard_has_every_step_once(survivor):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run, _ = survivor
