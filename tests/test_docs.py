@@ -24,6 +24,7 @@ from recipes.commands import (
     report,
     resolve,
     serve,
+    sweep,
 )
 from recipes.docs import documents
 from recipes.spec import pages
@@ -46,6 +47,7 @@ PARSERS = {
     "resolve_config.py": resolve,
     "doctor.py": doctor,
     "report.py": report,
+    "sweep.py": sweep,
 }
 
 EXAMPLES = {

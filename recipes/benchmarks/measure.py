@@ -28,6 +28,7 @@ from ..training.environment import describe
 from ..training.methods import sft
 from ..training.model import adapters, load
 from ..training.model.flops import training_flops
+from ..training.tracking.trackers import Trackers
 from . import synthetic
 from .cases import Case, recipe_of
 from .clock import Clock
@@ -141,7 +142,8 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -
     arguments = sft.arguments(common_arguments(trained, folder, file, 1, distributed.on_gpu()), trained)
     model = load.load_model(trained, synthetic.RandomWeights(trained, asked["draft"]))
     upstream.tell_whether_packed(model, trained.packing)
-    context = run.prepare(trained, folder, file, Datasets(sequences, None, None, []), model, None, {})
+    data = Datasets(sequences, None, None, [])
+    context = run.prepare(trained, folder, file, data, model, None, {}, Trackers(folder))
     trainer = sft.trainer(context, model, arguments, sequences, tokenizer)
     attention = model.config.get_text_config()._attn_implementation
     trainer.add_callback(Ticks(clock(result, asked, facts(recipe, model, sequences, attention))))

@@ -41,6 +41,7 @@ from ..spec.project import as_typed, require
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from ..training import universal_checkpoint
+from ..training.tracking import afterwards
 from . import list as list_command
 from .main import Parser
 
@@ -92,6 +93,8 @@ def run(options: argparse.Namespace) -> int:
     if folder:
         universal_checkpoint.check(recipe, folder, file, ranks)
     restarts.check(recipe, options.max_restarts)
+    if not allocation:  # a cluster's nodes have an environment of their own
+        preflight.check_trackers(recipe)
     examples = preflight.check_data(recipe)
     for warning in (
         preflight.few_updates(recipe, examples, ranks),
@@ -134,6 +137,7 @@ def run(options: argparse.Namespace) -> int:
         finally:
             conclude.at_end(folder, zero_traffic.of_run)
             write.at_end(folder)  # of a run that has failed, too; here, so that it costs the ranks nothing
+        afterwards.upload(folder)
         if status == 2 and not folder.metrics.exists():
             # Leave nothing after a mistake that only the ranks could find.
             shutil.rmtree(folder.path, ignore_errors=True)

@@ -26,6 +26,7 @@ COMMANDS = {
     "evaluate": "measure models beside each other on held-out examples",
     "serve": "answer over OpenAI's protocol with a fine-tuned model",
     "publish": "put an exported model on the Hugging Face Hub",
+    "sweep": "run a recipe with several settings and compare them",
     "benchmark": "measure recipes, and compare them with what people would use instead",
 }
 EXAMPLES = """
@@ -34,7 +35,8 @@ Start here:
   dsr plan llama3-8b --gpu H100 --gpus 8        which configuration fits, how fast it is, and why
   dsr check my_deepspeed.json                   find what is wrong with it, with the fix
 
-launch, export, generate, evaluate, serve, publish and benchmark need more: pip install "deepspeed-recipes[train]"
+launch, sweep, export, generate, evaluate, serve, publish and benchmark need more:
+  pip install "deepspeed-recipes[train]"
 COMMAND --help lists a command's options."""
 
 

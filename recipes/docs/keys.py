@@ -15,8 +15,9 @@ from ..spec.errors import UserError
 from ..spec.methods import settings
 from ..spec.optimization import lora
 from ..spec.recipe import Recipe
+from ..spec.tracking import trackers
 
-MODULES = (vocabulary, settings, lora)
+MODULES = (vocabulary, settings, lora, trackers)
 """Where the sections of a recipe are."""
 WIDTH = 100
 

@@ -22,6 +22,7 @@ from ..spec import run_folder
 from ..spec.errors import UserError, cannot_write
 from ..spec.run_folder import RunFolder
 from ..training.checkpoint import digests
+from ..training.tracking import afterwards
 from .command import threads
 from .supervise import RANK_MODULE, supervise
 
@@ -64,8 +65,11 @@ def start(run: RunFolder, options: argparse.Namespace) -> int:
     if outcome.cause:
         print(outcome.cause, file=sys.stderr, flush=True)
     if options.node_rank == 0:
+        if outcome.status:
+            afterwards.failed(run, outcome.cause, outcome.status)
         conclude.at_end(run)
         write.at_end(run)
+        afterwards.upload(run)
     return UNFINISHED if outcome.status == 0 and not is_finished(run) else outcome.status
 
 

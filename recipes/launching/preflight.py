@@ -3,6 +3,7 @@
 Standard library only, apart from the linter: it costs milliseconds.
 """
 
+import importlib.util
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -15,6 +16,7 @@ from ..spec.layout import bubble, gradient_accumulation_steps
 from ..spec.methods.traits import Method
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
+from ..spec.tracking import trackers
 from ..training.data import columns, formats, text_files, updates
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
 from ..zero_config import lint
@@ -57,6 +59,18 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
             f"smaller micro_batch_size, {bubble(stages, 4 * stages):.0%}.",
             flush=True,
         )
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Refuse trackers that are not installed here.
+
+    W&B is part of the training stack; where that is missing, a command says so before it starts anything.
+
+    Raises:
+        UserError: says how to install it.
+    """
+    stack = importlib.util.find_spec("deepspeed") is not None
+    trackers.check_installed([name for name in recipe.trackers if stack or name != "wandb"])
 
 
 def with_dimensions(recipe: Recipe) -> Recipe:

@@ -16,6 +16,7 @@ from ..spec.recipe import Recipe
 from ..spec.run_folder import COMPLETE, REWIND, RunFolder, append_jsonl
 from ..training import universal_checkpoint
 from ..training.checkpoint import digests
+from ..training.tracking import afterwards
 from . import preflight
 from .supervise import Outcome
 
@@ -64,22 +65,33 @@ def run_with_restarts(
         if outcome.cause:
             print(f"{program('launch')}: {outcome.cause}", file=sys.stderr, flush=True)
         if outcome.stopped or outcome.status in (0, 2):
-            return outcome.status
+            return told(run, outcome)
         if outcome.status == REWIND:
             rewinds += 1
             if rewinds > REWINDS:
                 raise UserError(f"rewound {REWINDS} times, so single examples are not the cause; lower learning_rate.")
         elif restarts == most:
-            return outcome.status
+            return told(run, outcome)
         else:
             restarts += 1
-        checkpoint = intact_checkpoint(recipe, run)
-        ranks = largest_world_size(recipe, run, min(asked, available()))  # it may grow again when a host is back
-        prepare(recipe, run, ranks, checkpoint)
+        try:
+            checkpoint = intact_checkpoint(recipe, run)
+            ranks = largest_world_size(recipe, run, min(asked, available()))  # it may grow again when a host is back
+            prepare(recipe, run, ranks, checkpoint)
+        except UserError as error:
+            afterwards.failed(run, "\n".join(filter(None, (outcome.cause, str(error)))), outcome.status)
+            raise
         what = "rewinding" if outcome.status == REWIND else f"restart {restarts} of {most}"
         print(f"{what}: resuming from {checkpoint} with {ranks} ranks", flush=True)
         step = run_folder.step_of(checkpoint)
         append_jsonl(run.restarts, {"time": time.time(), "cause": outcome.cause, "from_step": step, "ranks": ranks})
+
+
+def told(run: RunFolder, outcome: Outcome) -> int:
+    """Tell the trackers how the run has ended, unless a rank has, and return the exit status."""
+    if outcome.status:
+        afterwards.failed(run, outcome.cause, outcome.status)
+    return outcome.status
 
 
 def intact_checkpoint(recipe: Recipe, run: RunFolder) -> Path:

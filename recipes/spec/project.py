@@ -29,6 +29,7 @@ SCRIPTS = {
         name: name
         for name in ("launch", "plan", "doctor", "report", "export", "generate", "evaluate", "serve", "publish")
     },
+    "sweep": "sweep",
     "benchmark": "benchmark",
     "check": "check_config",
     "resolve": "resolve_config",

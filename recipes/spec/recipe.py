@@ -13,6 +13,8 @@ from .methods.settings import SMOOTHED, Dpo, Kto, Orpo, Simpo
 from .methods.traits import TRAITS, Method, Traits
 from .optimization.lora import Lora as Lora
 from .optimization.optimizers import Optimizer
+from .tracking import trackers
+from .tracking.trackers import Wandb
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -111,16 +113,6 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Wandb:
-    """Weights & Biases, on rank 0."""
-
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """`online` falls back to `offline` when the machine has no API key."""
-    project: str = "deepspeed-recipes"
-    """The W&B project that the run belongs to."""
-
-
-@dataclass(frozen=True)
 class Profile:
     """Where the time of some steps goes: `launch.py --profile`."""
 
@@ -155,7 +147,10 @@ class Recipe:
     orpo: Orpo = field(default_factory=Orpo)
     simpo: Simpo = field(default_factory=Simpo)
     draft: Draft = Draft()
-    wandb: Wandb = Wandb()
+    tracking: str | None = "wandb"
+    """What gets the numbers of metrics.jsonl too, with commas: `wandb`, `tensorboard`, `mlflow`, `trackio`; None:
+    nothing."""
+    wandb: Wandb = field(default_factory=Wandb)
     profile: Profile = Profile()
     optimizer: Optimizer = "adamw"
     """What updates the weights. `adamw_8bit`: AdamW with moments in 8 bits, 2 instead of 8 bytes per weight
@@ -245,6 +240,7 @@ class Recipe:
                 raise UserError(f"{key}={value}: must be above 0, for instance {usual}.")
         _check_adapters(self)
         _check_optimizer(self)
+        trackers.check(names(self.tracking))
         _check_smoothing(self)
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(
@@ -288,6 +284,11 @@ class Recipe:
     def asks_reference(self) -> bool:
         """Whether every step compares with the model as it was; without adapters that is a second one."""
         return self.traits.reference and not (self.traits.precomputes and self.dpo.precompute)
+
+    @property
+    def trackers(self) -> list[str]:
+        """The names of the trackers that the run reports to."""
+        return [name for name in names(self.tracking) if name != "wandb" or self.wandb.mode != "disabled"]
 
     @property
     def packs(self) -> bool:

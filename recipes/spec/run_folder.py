@@ -121,8 +121,13 @@ class RunFolder:
 
     @property
     def wandb_id(self) -> Path:
-        """The run's id in W&B, where a run and its restarts are a single run."""
+        """The run's id in W&B and the other trackers, where a run and its restarts are a single run."""
         return self.path / "wandb_id.txt"
+
+    @property
+    def tracking(self) -> Path:
+        """Since when the trackers follow the run's newest start, and the status with which they were told it ended."""
+        return self.path / "tracking.json"
 
     @property
     def export(self) -> Path:

@@ -55,7 +55,7 @@ def common_arguments(
         "accelerator_config": {"dispatch_batches": False, "non_blocking": on_gpu},
         "dataloader_pin_memory": on_gpu,
         "disable_tqdm": True,  # our own progress bar says more
-        "report_to": "none",  # W&B gets the same numbers as metrics.jsonl, from callbacks/trackers.py
+        "report_to": "none",  # trackers get the numbers of metrics.jsonl, from tracking/
         "remove_unused_columns": False,
         "logging_nan_inf_filter": False,  # it hides NaN losses, and costs a device synchronisation per step
         "ddp_timeout": 1800,

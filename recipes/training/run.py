@@ -41,7 +41,6 @@ from .callbacks.metrics import Metrics
 from .callbacks.profiler import Phases, Profiler
 from .callbacks.stop_signal import StopOnSignal
 from .callbacks.system_log import SystemLog
-from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
 from .checkpoint import fingerprint, pickles
 from .console import leave_out_noise, say
@@ -53,32 +52,37 @@ from .model.flops import training_flops
 from .optimization import create
 from .parallel import implementation, sequence_check
 from ..machine.capacity import gathered_bytes
+from .tracking.trackers import Trackers
 from .trainer import RunContext
 
 
 def main(folder: str) -> None:
     """Train what `folder`/recipe.json says, from its newest complete checkpoint if there is one."""
     run = RunFolder(Path(folder))
+    trackers = Trackers(run)
     try:
         rank_log.keep(run)
         leave_out_noise()
         upstream.compile_ops_once(run.ranks / f"rank-{os.environ.get('RANK', os.getpid())}.stack")
         distributed.start()
         pickles.load_only_data()
-        execute(read_recipe(run), run)
+        execute(read_recipe(run), run, trackers)
     except UserError as error:
+        trackers.failed(str(error), 2)
         fail(error, 2)
     except Rewind as error:
+        trackers.failed(str(error), REWIND)
         fail(error, REWIND)
     except Exception as error:
         full = cannot_write(error, run.path)
         if full is None:
             raise
+        trackers.failed(full, 2)
         fail(full, 2)
     distributed.stop()
 
 
-def execute(recipe: Recipe, run: RunFolder) -> None:
+def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     """Prepare, train, measure, export."""
     file = deepspeed_file.read(recipe.deepspeed)
     recipe = with_draft(recipe, run)
@@ -96,7 +100,8 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
     mark = checked_data(recipe, checkpoint, tokenizer, datasets)
     model = parallel.load(recipe)
     upstream.tell_whether_packed(model, recipe.packs)
-    context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model), checkpoint, mark)
+    outline = parallel.outline(recipe, model)
+    context = prepare(recipe, run, file, datasets, outline, checkpoint, mark, trackers)
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
     gc.freeze()  # nothing imported is ever freed: collections take 0.2% of the time of `tiny full` on a CPU, else 0.7%
     with pickles.refusing_code(checkpoint):
@@ -169,20 +174,20 @@ def prepare(
     model: Any,
     checkpoint: Path | None,
     mark: dict[str, Any],
+    trackers: Trackers,
 ) -> RunContext:
     """Return what the trainer works with; `model` is used to count parameters and operations, `mark` is saved."""
     total, trainable = load.parameter_counts(model)
     say(f"model: {total:,} parameters, {trainable:,} of them trained; attention: {recipe.model.attention}")
     sizes = (total, trainable, DTYPE_BYTES[recipe.precision])
     parallel = implementation(recipe.layout)
-    tracker = Tracker(recipe, run)
     watchdog = Watchdog(run, recipe.hang_minutes)
     evaluation = None
     if datasets.held_out is not None:
-        evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method), tracker.record)
+        evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method), trackers.record)
     system = SystemLog(run, distributed.gpu_uuid())
     counts = distributed.place(recipe.layout).is_first_reader
-    metrics = Metrics(run, tracker.record, counts, training_flops(model), system.utilization)
+    metrics = Metrics(run, trackers.record, counts, training_flops(model), system.utilization)
     phases = Phases()
     if recipe.profile.steps:
         phases = Profiler(recipe, run, described(recipe, file, total, trainable), metrics.leave_out)
@@ -192,7 +197,7 @@ def prepare(
         file=file,
         parallel=parallel,
         checkpoint=checkpoint,
-        tracker=tracker,
+        trackers=trackers,
         metrics=metrics,
         guard=LossGuard(recipe, run),
         checkpoints=Checkpoints(run, mark, checkpoint_bytes(*sizes), gathered_bytes(*sizes, file.stage)),
@@ -234,7 +239,7 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
     context = trainer.context
     recipe, run, evaluation = context.recipe, context.run, context.evaluation
     if context.stop.stopped:
-        summary.stopped(run, trainer.state.global_step, context.tracker)
+        summary.stopped(run, trainer.state.global_step, context.trackers)
         return
     check_moved(trainer)
     keep_holdings(trainer)
@@ -249,7 +254,7 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
     results = {"after": after, "logit_difference": difference}
     export.describe(run, results | (evaluation.described() if evaluation else {}))
     export.publish(run.unverified, run.export)
-    summary.finished(recipe, run, context.tracker, evaluation, results)
+    summary.finished(recipe, run, context.trackers, evaluation, results)
 
 
 def check_moved(trainer: Any) -> None:

@@ -9,28 +9,28 @@ from ..spec.run_folder import RunFolder, read_jsonl, write_json
 from . import curves, distributed
 from .callbacks.evaluation import Evaluation
 from .callbacks.metrics import memory
-from .callbacks.trackers import Tracker
 from .console import duration, say
+from .tracking.trackers import Trackers
 
 
-def stopped(run: RunFolder, step: int, tracker: Tracker) -> None:
+def stopped(run: RunFolder, step: int, trackers: Trackers) -> None:
     """Close a stopped run and print how to resume it."""
     if distributed.is_first():
-        tracker.end({"stopped": True})
+        trackers.end({"stopped": True})
         write_json(run.summary, {"stopped": True, "steps": step})
         where = shlex.quote(str(run.path))
         say(f"stopped after step {step}; resume with the same command and --resume --output-dir {where}")
 
 
 def finished(
-    recipe: Recipe, run: RunFolder, tracker: Tracker, evaluation: Evaluation | None, results: dict[str, Any]
+    recipe: Recipe, run: RunFolder, trackers: Trackers, evaluation: Evaluation | None, results: dict[str, Any]
 ) -> None:
     """Write summary and report, and print the last screen; on rank 0.
 
     Args:
         recipe: as it ran.
         run: its folder.
-        tracker: closed here.
+        trackers: closed here.
         evaluation: None where there is no held-out data.
         results: `after`, the metric at the end, and `logit_difference`, of the export.
     """
@@ -53,7 +53,7 @@ def finished(
     }
     write_json(run.summary, summary)
     curves.draw(run, recipe.name, recipe.traits.loss)
-    where = tracker.end(summary)
+    tracked = trackers.end(summary)
     merge = " --merge" if recipe.lora else ""
     lines = [
         "",
@@ -61,7 +61,7 @@ def finished(
         f"{summary['tokens_per_second']:,.0f} tokens/s",
         f"model        {display(run.export)}  (reloaded with plain transformers: the same logits)",
         f"report       {display(run.report_page)}",
-        f"W&B          {where}" if where else None,
+        *tracked,
         None
         if recipe.traits.scores
         else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',

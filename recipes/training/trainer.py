@@ -34,7 +34,6 @@ from .callbacks.progress import Progress
 from .callbacks.routing import Routing
 from .callbacks.stop_signal import StopOnSignal
 from .callbacks.system_log import SystemLog
-from .callbacks.trackers import Tracker
 from .callbacks.watchdog import Watchdog
 from .data import example_numbers
 from .environment import describe
@@ -42,6 +41,7 @@ from .model import movement
 from .optimization import create
 from .optimization.noise import Noise
 from .parallel import expert, expert_check
+from .tracking.trackers import Trackers
 
 if TYPE_CHECKING:
     Hooked: TypeAlias = Trainer  # the class that the hooks precede, for the type checker
@@ -63,7 +63,7 @@ class RunContext:
     """How the ranks hold the model: `parallel.whole` or `parallel.pipeline`."""
     checkpoint: Path | None
     """The checkpoint to resume from; None: a new run."""
-    tracker: Tracker
+    trackers: Trackers
     metrics: Metrics
     guard: LossGuard
     checkpoints: Checkpoints
@@ -227,7 +227,7 @@ class RunHooks(Hooked):
         if distributed.is_first():
             write_json(context.run.deepspeed, config)
             write_json(context.run.environment, describe())
-        context.tracker.begin(config)
+        context.trackers.begin(context.recipe, config)
 
     def _run_epoch(self, **options: Any) -> None:
         """Run an epoch, unless the run has had all its steps and was resumed to be finished.

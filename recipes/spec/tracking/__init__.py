@@ -1,0 +1,1 @@
+"""The trackers that a run can report to, and what is particular to Weights & Biases."""
