@@ -33,6 +33,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "KTO": {"method": "kto"},
     "ORPO": {"method": "orpo"},
     "SimPO": {"method": "simpo"},
+    "classify": {"method": "classify"},
+    "embed": {"method": "embed"},
 }
 """What each column is, besides all weights by supervised fine-tuning."""
 

@@ -91,7 +91,7 @@ def execute(recipe: Recipe, run: RunFolder) -> None:
         write_json(run.data, datasets.description)
     checkpoint = newest_checkpoint(run)
     mark = checked_data(recipe, checkpoint, tokenizer, datasets)
-    model = parallel.load(recipe)
+    model = parallel.load(recipe, datasets.labels)
     upstream.tell_whether_packed(model, recipe.packs)
     context = prepare(recipe, run, file, datasets, parallel.outline(recipe, model), checkpoint, mark)
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)

@@ -33,7 +33,7 @@ class TrainingSetup:
     reference: bool = False
     """Without adapters a frozen second model is held for comparison."""
     scores: bool = False
-    """One output per sequence instead of logits."""
+    """A few outputs per sequence instead of logits, or none."""
     attention: str = "sdpa"
     """As in `Model.attention`; `eager` saves every score."""
     lora: Lora | None = None
@@ -144,7 +144,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
         reference=recipe.traits.reference,
-        scores=recipe.traits.scores,
+        scores=recipe.traits.headless,
         attention=recipe.model.attention,
         tiled_loss=loss_tiles.asked_for(recipe),
         tiled_mlp=recipe.tiled_mlp,

@@ -103,7 +103,7 @@ class Metrics(TrainerCallback):
             **{
                 key: value
                 for key, value in logs.items()
-                if key.startswith(("rewards/", "kl", "nll_", "odds_", "expert_load", "router_"))
+                if key.startswith(("rewards/", "kl", "nll_", "odds_", "expert_load", "router_", "accuracy"))
             },
         }
         append_jsonl(self.run.metrics, record)
