@@ -17,7 +17,7 @@ from recipes.spec.recipe import Lora, Schedule
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from recipes.training import export
 from recipes.training import run as training_run
-from recipes.training.model import load, heads
+from recipes.training.model import heads, load
 from tests.parity import gate
 from tests.small import small
 

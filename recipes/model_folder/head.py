@@ -18,7 +18,9 @@ def of_folder(folder: Path) -> Head:
     """Return the head of the model that a folder holds, or that its adapter is for."""
     if (folder / ADAPTER).exists():
         return TASKS.get(str(read_json(folder / ADAPTER).get("task_type")), "vocabulary")
-    names = (read_json(folder / "config.json").get("architectures") if (folder / "config.json").exists() else None) or ()
+    names = (
+        read_json(folder / "config.json").get("architectures") if (folder / "config.json").exists() else None
+    ) or ()
     if any(name.endswith("ForSequenceClassification") for name in names):
         return "scores"
     headless = any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)

@@ -28,9 +28,7 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def add(
-    model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False, embeds: bool = False
-) -> PeftModel:
+def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False, embeds: bool = False) -> PeftModel:
     """Return the model with adapters in the model's dtype; everything else is frozen, except for a head that scores.
 
     Args:
