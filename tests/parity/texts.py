@@ -1,4 +1,4 @@
-"""The reference of classification and embeddings: plain PyTorch in one process, each text by itself, without padding."""
+"""The reference of classification and embeddings: plain PyTorch, one process, each text by itself, no padding."""
 
 import json
 from pathlib import Path

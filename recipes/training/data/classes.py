@@ -12,7 +12,7 @@ SHOWN = 5
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Return the names of classes in the order of the model's outputs: by number where all are numbers, else by name."""
+    """Return the names of classes in the order of the model's outputs: by number if all are numbers, else by name."""
     found = sorted(set(names))
     return sorted(found, key=int) if all(name.lstrip("-").isdecimal() for name in found) else found
 

@@ -71,11 +71,12 @@ def form_of(where: str, example: Example, method: Method, asked: str = "auto") -
         _refuse_judged(where, example)
     if suitable:
         return suitable[0]
+    for kind, fields in FORMS.values():
+        if kind == TRAITS[method].examples and all(field in example for field in fields):
+            empty = next(field for field in fields if example[field] is None)
+            raise UserError(f"{where}: the field {empty!r} is empty; fill it, or remove the example.")
     if found:
         raise UserError(f"{where}: is in the form {found[0]}, {_serves(found[0])}; {_needs(method)}.")
-    known = {field for kind, fields in FORMS.values() if kind == TRAITS[method].examples for field in fields}
-    if empty := [field for field in example if field in known and example[field] is None]:
-        raise UserError(f"{where}: the field {empty[0]!r} is empty; fill it, or remove the example.")
     raise UserError(
         f"{where}: its fields ({fields_of(example)}) belong to no known form; {_needs(method)}. Say which is which: "
         "data.columns=question:prompt,answer:completion."
