@@ -21,16 +21,18 @@ def loss_of_transformers(folder: str) -> None:
 
 
 def constant_texts(folder: str) -> None:
-    """Train embeddings with a gather through which no gradient flows back."""
-
-    def gathered(vectors: torch.Tensor) -> list[torch.Tensor]:
-        every = [torch.empty_like(vectors) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, vectors.detach().contiguous())
-        every[dist.get_rank()] = vectors
-        return every
-
-    embed.all_gather = gathered
+    """Train embeddings with a gather through which no gradient flows back to the other ranks."""
+    embed.Gathered = Constant
     run.main(folder)
+
+
+class Constant(embed.Gathered):
+    """A gather whose gradients are those of this rank's loss alone."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part."""
+        return gradients[0].chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def first_loss(folder: RunFolder) -> float:

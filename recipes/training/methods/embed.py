@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
@@ -88,6 +87,27 @@ def _number(tokens: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(list(tokens)).encode(), digest_size=7).digest())
 
 
+class Gathered(torch.autograd.Function):
+    """The texts of all ranks, [ranks * texts, hidden size], with gradients back to the rank that has computed each.
+
+    torch.distributed.nn's own `all_gather` is deprecated, and what is to replace it is private.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of all ranks, in their order; a collective."""
+        every = [torch.empty_like(vectors) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, vectors.contiguous())
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what all ranks' losses say of this rank's vectors; a collective."""
+        summed = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed)
+        return summed.chunk(dist.get_world_size())[dist.get_rank()]
+
+
 class RunEmbeddingTrainer(Averaging, Trainer):
     """transformers' Trainer with the run's hooks and our loss."""
 
@@ -98,7 +118,7 @@ class RunEmbeddingTrainer(Averaging, Trainer):
         recipe, numbers = self.context.recipe, inputs["texts"]
         vectors = embedded(model, inputs, recipe.embed.pooling)
         anchors, others = vectors[: numbers.shape[1]], vectors[numbers.shape[1] :]
-        similarities = anchors @ torch.cat(all_gather(others)).T / recipe.embed.temperature
+        similarities = anchors @ Gathered.apply(others).T / recipe.embed.temperature
         right, equal = candidates(numbers)
         similarities = similarities.masked_fill(equal, -torch.inf)
         self.averages.add({"accuracy": similarities.detach().argmax(-1) == right})
