@@ -76,7 +76,7 @@ def _with_tokens(
 
 
 @dataclass(frozen=True)
-class Collator:
+class TextCollator:
     """Pads texts, and adds the numbers of their classes as `labels`, [texts]."""
 
     pad_token_id: int
@@ -121,7 +121,7 @@ def trainer(
     weights = None
     if context.recipe.classify.class_weights == "balanced":
         weights = balanced(dataset["labels"], model.config.num_labels).to(distributed.device())
-    given = {"data_collator": Collator(pad), "class_weights": weights}
+    given = {"data_collator": TextCollator(pad), "class_weights": weights}
     return RunClassificationTrainer.of(context, model, arguments, dataset, tokenizer, **given)
 
 

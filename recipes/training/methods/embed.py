@@ -70,7 +70,7 @@ def _with_tokens(
 
 
 @dataclass(frozen=True)
-class Collator:
+class PairCollator:
     """Pads the texts of pairs: all anchors, then all positives, then all negatives."""
 
     pad_token_id: int
@@ -131,7 +131,7 @@ def candidates(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A text that is equal to the right one, or belongs to an equal anchor, is right too.
 
     Args:
-        numbers: of this rank's texts, [2 or 3, pairs], as `Collator` gives them.
+        numbers: of this rank's texts, [2 or 3, pairs], as `PairCollator` gives them.
 
     Returns:
         The places of the right texts among those of all ranks, [pairs], and booleans, [pairs, texts of all ranks].
@@ -167,7 +167,7 @@ def trainer(
     context: RunContext, model: Any, arguments: TrainingArguments, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> RunEmbeddingTrainer:
     """Return the Trainer."""
-    collator = Collator(tokenizer.pad_token_id)
+    collator = PairCollator(tokenizer.pad_token_id)
     return RunEmbeddingTrainer.of(context, model, arguments, dataset, tokenizer, data_collator=collator)
 
 
