@@ -16,6 +16,8 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
     dpo_full    DPO       all weights    ZeRO-3     the same
     reward      reward    all weights    ZeRO-3     the same
     pretrain    raw text  all weights    ZeRO-1     the same
+    classify    classes   all weights    ZeRO-3     the same
+    embed       pairs     all weights    ZeRO-3     the same
 
     python scripts/launch.py tiny full
     python scripts/launch.py tiny full learning_rate=5e-4 epochs=2 deepspeed=zero2.json     # change anything
@@ -119,3 +121,13 @@ def reward(size: str) -> Recipe:
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights, ZeRO-1."""
     return variants.pretrain(full(size), deepspeed="zero1.json", learning_rate=5e-4)
+
+
+def classify(size: str) -> Recipe:
+    """Train a classifier on labelled texts, all weights, ZeRO-3: what a notice is about."""
+    return variants.classify(full(size), learning_rate=5e-4, epochs=0.5)
+
+
+def embed(size: str) -> Recipe:
+    """Train embeddings on pairs of texts, all weights, ZeRO-3: finds the notice that some facts are from."""
+    return variants.embed(full(size), learning_rate=5e-4, epochs=3, global_batch_size=32, micro_batch_size=16)

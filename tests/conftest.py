@@ -160,6 +160,29 @@ def judged(pairs, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def labelled(tmp_path_factory) -> Path:
+    """Write eight texts of different lengths in three classes of different sizes, so that a wrong weighting shows."""
+    counts = {"few": (1, 4, 7), "some": (10, 13, 16, 19), "many": (22,)}
+    rows = [{"text": f"Count to {n}: {' '.join(map(str, range(n)))}", "label": of} for of in counts for n in counts[of]]
+    path = tmp_path_factory.mktemp("labelled") / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def matching(tmp_path_factory) -> Path:
+    """Write eight anchors with a text that each should find and one that it should not; two should find the same."""
+    rows = []
+    for n in range(1, 24, 3):
+        last = min(n, 19)  # the last two are equal
+        texts = {"anchor": f"Count to {n}.", "positive": " ".join(map(str, range(last)))}
+        rows.append(texts | {"negative": " ".join(map(str, range(n + n % 5, 0, -1)))})
+    path = tmp_path_factory.mktemp("matching") / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def conversation(question: str, answer: str) -> dict:
     """Return one conversation in the messages form."""
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -20,6 +20,8 @@ WRONG = '{"name": "Vandland", "amount": 15}'
 ROWS = {
     "conversations": conversation(QUESTION, ANSWER),
     "texts": {"text": QUESTION + " " + ANSWER},
+    "labelled texts": {"text": QUESTION, "label": "payment"},
+    "matching texts": {"anchor": ANSWER, "positive": QUESTION, "negative": WRONG},
     "judged answers": {"prompt": QUESTION, "completion": ANSWER, "label": True},
     "pairs": {
         "prompt": [{"role": "user", "content": QUESTION}],
@@ -68,8 +70,12 @@ def test_the_matrix_is_complete():
 def short_run(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe as a draft that sees the same batch three times."""
     row, at_once = ROWS[recipe.traits.examples], recipe.traits.least_micro_batch
-    other = row | {"completion": WRONG, "label": False} if "label" in row else row
-    rows = [row, other] * 4
+    others = {
+        "judged answers": {"completion": WRONG, "label": False},
+        "labelled texts": {"text": WRONG, "label": "mistake"},
+        "matching texts": {"anchor": QUESTION, "positive": ANSWER},
+    }
+    rows = [row, row | others.get(recipe.traits.examples, {})] * 4
     path = folder / "batch.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return replace(
@@ -77,7 +83,7 @@ def short_run(recipe: Recipe, folder: Path) -> Recipe:
         data=Data(path=str(path), validation=str(path)),
         draft=Draft(enabled=True),
         layout=Layout(**{kind: min(2, size) for kind, size in asdict(recipe.layout).items()}),
-        learning_rate=1e-3 if recipe.traits.scores else 1e-2,  # with more, the head of a reward model overshoots
+        learning_rate=1e-3 if recipe.traits.headless else 1e-2,  # with more, the head of a reward model overshoots
         schedule=Schedule("constant", warmup=0),
         max_steps=3,
         global_batch_size=2 * at_once,

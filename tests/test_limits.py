@@ -131,9 +131,12 @@ FEEDBACK = {
         {"method": method},
         2,
         zero(stage),
-        f"{title} .*; use layout.{kind}=1",
+        f"({title}) .*; use layout.{kind}=1",
     )
-    for method, title in (("dpo", "DPO"), ("reward", "reward"), ("kto", "KTO"), ("orpo", "ORPO"), ("simpo", "SimPO"))
+    for method, title in (
+        *(("dpo", "DPO"), ("reward", "reward"), ("kto", "KTO"), ("orpo", "ORPO"), ("simpo", "SimPO")),
+        *(("classify", "class"), ("embed", "embedding|without a head")),
+    )
     for how, kind, stage in (("and tensor", "tensor", 1), ("by parts", "sequence", 3), ("by stages", "pipeline", 1))
 }
 REFUSED = {

@@ -17,7 +17,7 @@ from recipes.spec.recipe import Lora, Schedule
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from recipes.training import export
 from recipes.training import run as training_run
-from recipes.training.model import load, reward_head
+from recipes.training.model import heads, load
 from tests.parity import gate
 from tests.small import small
 
@@ -49,11 +49,11 @@ def test_families_without_a_classification_model_are_refused_at_once():
 
 def test_a_head_that_is_there_is_kept(model_folder, tmp_path):
     model = load.load_model(small(model_folder, model_folder, method="reward"))
-    reward_head.start(model, 7)
+    heads.start(model, 7)
     model.save_pretrained(tmp_path)
     again = load.load_model(small(tmp_path, tmp_path, method="reward"))
     assert torch.equal(again.score.weight, model.score.weight)
-    assert reward_head.missing({"score.weight", "model.norm.weight"}) == ({"score.weight"}, {"model.norm.weight"})
+    assert heads.missing({"score.weight", "model.norm.weight"}) == ({"score.weight"}, {"model.norm.weight"})
 
 
 def test_the_plan_of_a_reward_model_has_two_sequences_and_no_second_model():

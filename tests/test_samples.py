@@ -78,6 +78,10 @@ def test_counts_are_the_documented_ones():
         "text/held_out": 300,
         "judged/train": 2000,
         "judged/held_out": 200,
+        "labelled/train": 2000,
+        "labelled/held_out": 300,
+        "matching/train": 1600,
+        "matching/held_out": 200,
     }
     assert {name: len(read(name)) for name in counts} == counts == make_data.COUNTS
     assert sorted(SAMPLES.rglob("*.jsonl")) == sorted(SAMPLES / f"{name}.jsonl" for name in counts)
@@ -168,6 +172,33 @@ def test_half_of_the_judged_answers_are_right():
     prompts = [row["prompt"][0]["content"] for row in rows]
     others = {question_and_answer(row)[0] for name in CHATS for row in read(name)}
     assert len(prompts) == len(set(prompts)) and others.isdisjoint(prompts)
+
+
+def test_labels_are_what_a_notice_is_about():
+    rows = {name: read(name) for name in ("labelled/train", "labelled/held_out")}
+    assert {row["label"] for row in rows["labelled/train"]} == set(world.TOPICS)
+    assert {row["label"] for row in rows["labelled/held_out"]} == set(world.TOPICS)
+    starts = {"Receipt: ": "payment", "Reminder: ": "bill", "Meet ": "appointment", "Insured parcel": "delivery"}
+    texts = [row for found in rows.values() for row in found]
+    for start, topic in starts.items():
+        found = {row["label"] for row in texts if row["text"].startswith(start)}
+        assert found == {topic}
+
+
+def test_queries_are_facts_of_the_notices_that_they_should_find():
+    for row in read("matching/train") + read("matching/held_out"):
+        facts = row["anchor"].split("; ")
+        assert len(facts) >= 2 and row["positive"] not in row["anchor"]
+        dates = [fact for fact in facts if re.fullmatch(NORMAL_FORM["date"], fact)]
+        for date in dates:
+            assert any(form.lower() in row["positive"].lower() for form in forms_of_date({"date": date}).values())
+
+
+def test_texts_that_are_labelled_or_found_are_nowhere_else():
+    found = [row["text"] for name in ("labelled/train", "labelled/held_out") for row in read(name)]
+    found += [row[side] for name in ("matching/train", "matching/held_out") for row in read(name) for side in row]
+    assert len(found) == len(set(found)) == 2300 + 2 * 1800
+    assert {question_and_answer(row)[0] for name in CHATS for row in read(name)}.isdisjoint(found)
 
 
 def test_rejected_answers_are_wrong_and_of_every_kind():

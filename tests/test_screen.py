@@ -75,8 +75,12 @@ def test_preferences_show_accuracy_and_margin_as_they_train():
 
 
 def test_the_curve_of_the_loss_says_of_what_it_is():
-    losses = {method: pages.find("tiny", method).traits.loss for method in ("full", "dpo_lora", "reward")}
+    losses = {
+        method: pages.find("tiny", method).traits.loss for method in ("full", "dpo_lora", "reward", "classify", "embed")
+    }
     assert losses == {
+        "classify": "cross-entropy per text (nats)",
+        "embed": "InfoNCE per anchor (nats)",
         "full": "loss per token (nats)",
         "dpo_lora": "DPO loss per pair (nats)",
         "reward": "ranking loss per pair (nats)",
@@ -93,6 +97,15 @@ def test_preferences_are_judged_by_accuracy_and_margin(tmp_path):
     evaluation = Evaluation(recipe, run, Datasets([], [{}] * 4, None, []), None, None, print)
     said = "preference accuracy on 4 held-out examples: 50.0% -> 100.0%, margin 0.12 -> 3.50 nats"
     assert evaluation.last_line(1.0) == said
+
+
+def test_a_classifier_is_judged_by_accuracy_and_macro_f1(tmp_path):
+    assert "loss 0.6000  accuracy 75%  lr" in step_line(RECORD | {"accuracy": 0.75}, 10)
+    run = RunFolder(tmp_path)
+    for step, accuracy, macro in ((0, 0.25, 0.1), (8, 1.0, 0.875)):
+        append_jsonl(run.evaluations, {"step": step, "accuracy": accuracy, "macro_f1": macro, "loss": 1.0})
+    evaluation = Evaluation(pages.find("tiny", "classify"), run, Datasets([], [{}] * 4, None, []), None, None, print)
+    assert evaluation.last_line(1.0) == "accuracy on 4 held-out examples: 25.0% -> 100.0%, macro f1 10.0% -> 87.5%"
 
 
 def test_a_resumed_run_says_where_it_is_and_that_its_schedule_changed(tmp_path, monkeypatch, capsys):

@@ -178,7 +178,7 @@ def test_settings_that_no_method_can_train_with_are_refused(typed, why):
         overrides.apply(pages.find("tiny", "dpo_lora"), typed.split())
 
 
-@pytest.mark.parametrize("variant", ["reward", "kto_lora", "orpo_lora", "simpo_lora"])
+@pytest.mark.parametrize("variant", ["reward", "kto_lora", "orpo_lora", "simpo_lora", "classify", "embed"])
 def test_losses_without_that_of_the_routers_are_not_asked_for_it(variant):
     with pytest.raises(UserError, match="trains without the load-balancing loss"):
         overrides.apply(pages.find("tiny", variant), ["router_aux_loss_coef=0.1"])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation import server
+from ..model_folder import head
 from ..spec.errors import UserError
 from .main import Parser
 
@@ -188,6 +189,15 @@ def answer(
     return "".join(stream(model, tokenizer, [{"role": "user", "content": prompt}], max_new_tokens, **how)).strip()
 
 
+def _instead(folder: Path) -> str:
+    """Return what a model that writes nothing does."""
+    if head.of_folder(folder) == "none":
+        return "an embedding model, which makes vectors and writes nothing; its README.md says how to use it."
+    if head.labels_of(folder):
+        return "a classifier, which gives a text its class and writes nothing; its README.md says how to use it."
+    return "a reward model, which gives an answer a number and writes none."
+
+
 def loaded(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
     """Return the model and its tokenizer.
 
@@ -209,5 +219,5 @@ def loaded(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
     tokenizer = export.load_tokenizer(adapter or folder)
     model = export.load(folder.resolve(), adapter=adapter and adapter.resolve()).to(device).eval()
     if not model.can_generate():
-        raise UserError(f"{folder}: a reward model, which gives an answer a number and writes none.")
+        raise UserError(f"{folder}: {_instead(adapter or folder)}")
     return model, tokenizer

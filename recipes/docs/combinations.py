@@ -35,6 +35,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "SimPO": {"method": "simpo"},
     "8-bit Adam": {"optimizer": "adamw_8bit"},
     "Muon": {"optimizer": "muon", "max_grad_norm": 0.0},
+    "classify": {"method": "classify"},
+    "embed": {"method": "embed"},
 }
 """What each column is, besides all weights by supervised fine-tuning."""
 

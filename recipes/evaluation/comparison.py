@@ -5,10 +5,10 @@ from itertools import pairwise
 from typing import Any
 
 from . import intervals
-from .held_out import HeldOut
+from .held_out import METRICS, HeldOut
 from .score import Scores
 
-HIGHER_IS_BETTER = {"exact_match": True, "preference_accuracy": True, "loss": False}
+HIGHER_IS_BETTER = {name: name != "loss" for name in METRICS}
 
 
 def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:

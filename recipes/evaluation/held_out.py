@@ -17,8 +17,9 @@ from ..spec.errors import UserError
 from ..spec.recipe import Recipe, names
 from ..training.data import load, sources
 
-METRICS = ("exact_match", "loss", "preference_accuracy")
-"""What can be measured here; the last of models that prefer or score, the others of models that write."""
+METRICS = ("exact_match", "loss", "preference_accuracy", "accuracy", "recall_at_1")
+"""What can be measured here: the first two of models that write, then of models that prefer or score, that classify,
+and that embed."""
 
 
 @dataclass(frozen=True)

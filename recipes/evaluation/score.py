@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from ..model_folder import head
 from ..spec.errors import UserError
 from ..spec.recipe import Layout
 from ..training import distributed, export
 from ..training.data import tokenize
 from ..training.data.collate import Collator
+from ..training.methods import classify, embed
 from ..training.parallel import scores
 from . import server
 from .held_out import HeldOut
@@ -67,17 +69,52 @@ def _of_server(model: Server, held_out: HeldOut) -> Scores:
 
 def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
     scoring = export.is_reward_model(folder)
-    if scoring and held_out.metric != "preference_accuracy":
-        raise UserError(f"{folder}: a reward model is measured by preference_accuracy, not by {held_out.metric}.")
+    _check_kind(folder, held_out)
     model = export.load(folder).to(distributed.device()).eval()
     tokenizer = export.load_tokenizer(folder)
     if held_out.metric == "exact_match":
         return _exact_match(model, tokenizer, held_out)
     if held_out.metric == "loss":
         return _loss(model, tokenizer, held_out)
+    if held_out.metric == "accuracy":
+        return _classes(model, tokenizer, held_out)
+    if held_out.metric == "recall_at_1":
+        places = embed.found_at(model, tokenizer, list(held_out.examples), held_out.recipe, Layout())
+        return Scores([float(place < 1) for place in places], [1] * len(places), [], 0.0)
     per_token = held_out.recipe.traits.unit == "nats per token"  # as the method's own metric compares answers
     likelihood = partial(scores.likelihood_by_own_head, per_token=per_token)
     return _preferences(model, tokenizer, held_out, scores.reward if scoring else likelihood)
+
+
+KINDS = {"accuracy": "a classifier", "recall_at_1": "an embedding model", "preference_accuracy": "a reward model"}
+"""What a model is that has no other metric."""
+
+
+def _check_kind(folder: Path, held_out: HeldOut) -> None:
+    """Refuse a metric that the model in a folder does not have.
+
+    Raises:
+        UserError: names the one that it has.
+    """
+    found, own = head.of_folder(folder), None
+    if found == "scores":
+        own = "accuracy" if head.labels_of(folder) else "preference_accuracy"
+    elif found == "none":
+        own = "recall_at_1"
+    if own and held_out.metric != own:
+        raise UserError(f"{folder}: {KINDS[own]} is measured by {own}, not by {held_out.metric}.")
+    if held_out.metric in ("accuracy", "recall_at_1") and not own:
+        raise UserError(f"{folder}: {held_out.metric} is measured of {KINDS[held_out.metric]}, and this model writes.")
+
+
+def _classes(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
+    right, answers = [], []
+    judged = classify.judged(model, tokenizer, held_out.examples, held_out.recipe, Layout())
+    for batch, logits in judged:
+        for example, answer in zip(batch, logits.argmax(-1).tolist(), strict=True):
+            answers.append(model.config.id2label[answer])
+            right.append(float(answers[-1] == example["label"]))
+    return Scores(right, [1] * len(right), answers, 0.0)
 
 
 def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:

@@ -5,9 +5,11 @@ Standard library only, apart from the linter: it costs milliseconds.
 
 import importlib.util
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ..spec import limits
 from ..spec.deepspeed_file import DeepSpeedFile
@@ -17,10 +19,12 @@ from ..spec.methods.traits import Method
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
 from ..spec.tracking import trackers
-from ..training.data import columns, formats, text_files, updates
+from ..training.data import classes, columns, formats, text_files, updates
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
 from ..zero_config import lint
 
+UNKNOWN = "only the ranks will know"
+"""Counted once for each source that the launcher does not read."""
 STREAMED = 1000
 """How many examples of a streamed file are checked."""
 
@@ -106,8 +110,9 @@ def check_data(recipe: Recipe) -> int | None:
     """
     _check_options(recipe)
     counts: list[int | None] = []
+    kinds_of: dict[str, Counter[Any]] = {}
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
-        labels: Counter[bool | None] = Counter()
+        labels: Counter[Any] = Counter()
         for name in names(path):
             count = None
             kinds = (*text_files.SUFFIXES, text_files.PLAIN)
@@ -119,17 +124,35 @@ def check_data(recipe: Recipe) -> int | None:
                 count = found.total()
                 labels += found
             else:
-                labels[None] += 1  # only the ranks will know
+                labels[UNKNOWN] += 1
             if trained:
                 counts.append(count)
-        _check_labels("data.path" if trained else "data.validation", labels)
+        kinds_of["data.path" if trained else "data.validation"] = labels
+    _check_together(recipe, kinds_of)
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) and not recipe.data.streaming else None
 
 
-def _check_labels(key: str, labels: Counter[bool | None]) -> None:
+def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
+    """Refuse what only all examples together show; `found` has them by kind, under the keys that name them."""
+    examples = recipe.traits.examples
+    known = {key: counts for key, counts in found.items() if counts and UNKNOWN not in counts}
+    for key, counts in known.items():
+        if examples == "judged answers":
+            _check_labels(key, counts)
+        elif examples == "matching texts":
+            classes.check_negatives(key, counts[True], counts.total())
+    training = known.get("data.path")
+    if training and examples == "matching texts":
+        classes.check_pairs("data.path", training.total(), recipe.global_batch_size)
+    elif training and examples == "labelled texts":
+        classes.check("data.path", training)
+        classes.check_known("data.validation", known.get("data.validation", ()), training)
+
+
+def _check_labels(key: str, labels: Counter[Any]) -> None:
     """Refuse judged answers of one kind only."""
-    if len(labels) == 1 and None not in labels:
+    if len(labels) == 1:
         (label,) = labels
         raise UserError(
             f"{key}: all {labels.total()} answers have the label {str(label).lower()}; KTO learns from good answers "
@@ -176,16 +199,20 @@ def _check_options(recipe: Recipe) -> None:
 
 def check_file(
     path: Path, method: Method, form: str = "auto", most: int | None = None, named: str | None = None
-) -> Counter[bool | None]:
-    """Check a text file's first `most` examples (None: all) for a method, and return how many there are, by label.
+) -> Counter[Any]:
+    """Check a text file's first `most` examples (None: all) for a method, and return how many there are, by kind.
 
-    `named` is the recipe's `data.columns`. Only answers that were judged have labels.
+    `named` is the recipe's `data.columns`. An example's kind is its label, or whether it has a `negative`.
 
     Raises:
         UserError: names the file, the line, the field and the fix.
     """
     examples = columns.renamed(text_files.read(path), columns.fields(named))
-    found = Counter(example.get("label") for example in islice(formats.converted(examples, method, form), most))
+    found = Counter(map(_kind, islice(formats.converted(examples, method, form), most)))
     if not found:
         raise UserError(f"{path} is empty: it holds no example.")
     return found
+
+
+def _kind(example: formats.Example) -> Any:
+    return example["negative"] is not None if "negative" in example else example.get("label")

@@ -10,7 +10,7 @@ from ..spec import deepspeed_file
 from ..spec.errors import redact
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
-from . import licences, record, reproduce
+from . import head, licences, record, reproduce
 from .base_model import ADAPTER, KEY, is_hub_id
 from .record import Record
 
@@ -29,7 +29,11 @@ class Contents:
     base: str
     """What the adapter names as its base model; empty for a whole model."""
     scores: bool
-    """A reward model: it gives a conversation a number."""
+    """A reward model, which gives a conversation a number, or a classifier."""
+    labels: tuple[str, ...]
+    """The names of a classifier's classes."""
+    embeds: bool
+    """An embedding model: it has no head."""
     quantized: bool
     """The adapter's base is loaded in 4 bits."""
     chat: bool
@@ -81,14 +85,13 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
 def look(folder: Path) -> Contents:
     """Return what a folder holds."""
     adapter = read_json(folder / ADAPTER) if (folder / ADAPTER).exists() else {}
-    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     tokenizer = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    architectures = config.get("architectures") or []
     return Contents(
         adapter=bool(adapter),
         base=str(adapter.get(KEY) or ""),
-        scores=adapter.get("task_type") == "SEQ_CLS"
-        or any(name.endswith("ForSequenceClassification") for name in architectures),
+        scores=head.of_folder(folder) == "scores",
+        labels=tuple(head.labels_of(folder)),
+        embeds=head.of_folder(folder) == "none",
         quantized=(folder / QUANTIZATION).exists(),
         chat=(folder / "chat_template.jinja").exists() or bool(tokenizer.get("chat_template")),
     )
@@ -106,8 +109,8 @@ def metadata(held: Record, contents: Contents) -> ModelCardData:
         **relation,
         **licences.metadata(licences.of_base(recipe)),
         datasets=[name for name in names(recipe.data.path) if is_hub_id(name)] or None,
-        library_name="peft" if contents.adapter else "transformers",
-        pipeline_tag="text-classification" if contents.scores else "text-generation",
+        library_name="sentence-transformers" if contents.embeds else "peft" if contents.adapter else "transformers",
+        pipeline_tag=task(contents),
         tags=["deepspeed", "deepspeed-recipes", recipe.method, *adapters],
         model_name=recipe.name,
         eval_results=evaluations(held, contents),
@@ -122,7 +125,7 @@ def evaluations(held: Record, contents: Contents) -> list[EvalResult] | None:
     source = held.recipe.data.validation or held.recipe.data.path
     return [
         EvalResult(
-            task_type="text-classification" if contents.scores else "text-generation",
+            task_type=task(contents),
             dataset_type=redact(names(source)[0]),
             dataset_name="held-out examples",
             metric_type=metric,
@@ -130,6 +133,13 @@ def evaluations(held: Record, contents: Contents) -> list[EvalResult] | None:
             metric_value=after,
         )
     ]
+
+
+def task(contents: Contents) -> str:
+    """Return what the Hub calls what the model does."""
+    if contents.embeds:
+        return "sentence-similarity"
+    return "text-classification" if contents.scores else "text-generation"
 
 
 def base_name(recipe: Recipe) -> str:

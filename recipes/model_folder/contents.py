@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..spec.errors import UserError, redact
 from ..spec.run_folder import CHECK_FAILED, read_json
-from . import record
+from . import head, record, sentence_transformers
 from .base_model import ADAPTER, KEY, is_hub_id
 from .portable import portable
 
@@ -19,6 +19,7 @@ _CONFIGURATION = {
     "model.safetensors.index.json",
     ADAPTER,
     "base_quantization.json",
+    head.LABELS,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -29,6 +30,7 @@ _VOCABULARY = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "token
 """Too many words, any of which may look like a credential."""
 _TEXT = {CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "chat_template.jinja"}
 _RECORD = {f"{record.FOLDER}/{name}" for name in (record.RECIPE, record.DEEPSPEED, record.RESULTS)}
+_KNOWN = {*_CONFIGURATION, *_VOCABULARY, *_TEXT, *_RECORD, *sentence_transformers.FILES}
 _SHOWN = 4
 
 
@@ -77,7 +79,7 @@ def files(folder: Path) -> list[File]:
 
 
 def _is_model(name: str) -> bool:
-    return bool(_WEIGHTS.fullmatch(name)) or name in _CONFIGURATION | _VOCABULARY | _TEXT | _RECORD
+    return bool(_WEIGHTS.fullmatch(name)) or name in _KNOWN
 
 
 def _check(name: str, path: Path, commit: str) -> None:

@@ -1,6 +1,8 @@
-"""Write the sample data: the chat task, its pairs and judged answers, and the raw-text corpus. Standard library only.
+"""Write the sample data: the chat task, its pairs and judged answers, the raw-text corpus, labelled and matching texts.
 
-    python -m recipes.samples.make_data            # writes recipes/samples/{extract,preferences,judged,text}/*.jsonl
+Standard library only.
+
+    python -m recipes.samples.make_data            # writes recipes/samples/{extract,preferences,...}/*.jsonl
     python -m recipes.samples.make_data --output /tmp/samples --seed 7
 
 With the default seed the files are the committed ones, byte for byte. Takes a few seconds.
@@ -24,6 +26,10 @@ COUNTS = {
     "text/held_out": 300,
     "judged/train": 2000,
     "judged/held_out": 200,
+    "labelled/train": 2000,
+    "labelled/held_out": 300,
+    "matching/train": 1600,
+    "matching/held_out": 200,
 }
 FIELDS = ("name", "date", "amount", "city")
 """The keys of an answer, in their order; a fact that the notice does not state has no key."""
@@ -134,6 +140,19 @@ def document(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
     return {"text": text}, [text]
 
 
+def labelled(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
+    """Make one notice labelled with what it is about."""
+    text, _, topic = world.notice_of_topic(rng, part)
+    return {"text": text, "label": topic}, [text]
+
+
+def matching(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
+    """Make one pair: a notice's facts in their normal form, without the name, and the notice to find by them."""
+    text, facts = world.notice(rng, part)
+    query = "; ".join(facts[key] for key in world.KEYS[1:] if key in facts)
+    return {"anchor": query, "positive": text}, [text, query]
+
+
 # file: (how one example is made, the reserved people it draws from)
 FILES: dict[str, tuple[Make, int | None]] = {
     "extract/train": (extract, None),
@@ -144,6 +163,10 @@ FILES: dict[str, tuple[Make, int | None]] = {
     "text/held_out": (document, 1),
     "judged/train": (judged, None),
     "judged/held_out": (judged, 1),
+    "labelled/train": (labelled, None),
+    "labelled/held_out": (labelled, 1),
+    "matching/train": (matching, None),
+    "matching/held_out": (matching, 1),
 }
 
 

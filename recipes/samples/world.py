@@ -109,6 +109,14 @@ NOTICES = (
     "Note: {name}, {street}, {city}, owes {amount}.",
     "Insured parcel, value {amount}, from {name} in {city}, posted {date}.",
 )
+# What each of them is about.
+TOPICS = words(
+    """
+    order payment delivery delivery appointment bill payment pickup bill move payment appointment pickup order delivery
+    payment bill delivery appointment bill order payment delivery order move appointment order payment pickup
+    appointment bill delivery
+    """
+)
 # Added around a notice, never facts: these numbers are not amounts, and the clerks are not customers.
 ASIDES = (
     "Order no. {number}.",
@@ -274,6 +282,12 @@ def notice(rng: random.Random, part: int | None = None) -> tuple[str, dict[str, 
 
     `part` chooses the people: None for the training files, 0 for extract's held-out file, 1 for the others'.
     """
+    text, facts, _ = notice_of_topic(rng, part)
+    return text, facts
+
+
+def notice_of_topic(rng: random.Random, part: int | None = None) -> tuple[str, dict[str, str], str]:
+    """Write one notice as `notice` does, and return what it is about too, one of `TOPICS`."""
     template = rng.choice(NOTICES)
     name, city, day, amount = person(rng, part), any_city(rng), any_date(rng), any_amount(rng)
     number, street = any_street(rng)
@@ -294,4 +308,4 @@ def notice(rng: random.Random, part: int | None = None) -> tuple[str, dict[str, 
         text = f"{text} {aside(rng)}"
     values = (name, day.isoformat(), normal_amount(*amount), f"{number} {street}", city)
     facts = {key: value for key, value in zip(KEYS, values, strict=True) if f"{{{key}}}" in template}
-    return text, facts
+    return text, facts, dict(zip(NOTICES, TOPICS, strict=True))[template]

@@ -42,8 +42,8 @@ def dataclass_in(hint: Any) -> type | None:
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
 
-def lora_options(lora: Lora, scores: bool = False) -> dict[str, Any]:
-    """Return the arguments of `peft.LoraConfig`; of a reward model (`scores`) PEFT also trains and saves the head."""
+def lora_options(lora: Lora, scores: bool = False, embeds: bool = False) -> dict[str, Any]:
+    """Return the arguments of `peft.LoraConfig`; where sequences are scored PEFT also trains and saves the head."""
     modules = names(lora.target_modules)
     return {
         "r": lora.rank,
@@ -54,5 +54,5 @@ def lora_options(lora: Lora, scores: bool = False) -> dict[str, Any]:
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
         "init_lora_weights": "pissa_niter_16" if lora.init == "pissa" else True,
-        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if scores else "FEATURE_EXTRACTION" if embeds else "CAUSAL_LM",
     }

@@ -93,8 +93,8 @@ def _check_length(recipe: Recipe) -> None:
 def _check_head(recipe: Recipe) -> None:
     if recipe.traits.scores and _kind(recipe) in NO_CLASSIFIER:
         raise UserError(
-            f"method={recipe.method}: transformers has no classification model of the type {_kind(recipe)}, and a "
-            "reward model is one; use another family (launch.py --list)."
+            f"method={recipe.method}: transformers has no classification model of the type {_kind(recipe)}, which "
+            f"{recipe.traits.title} trains; use another family (launch.py --list)."
         )
 
 

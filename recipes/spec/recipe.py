@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import UserError
-from .methods.settings import SMOOTHED, Dpo, Kto, Orpo, Simpo
+from .methods.settings import SMOOTHED, Classify, Dpo, Embed, Kto, Orpo, Simpo
 from .methods.traits import TRAITS, Method, Traits
 from .optimization.lora import Lora as Lora
 from .optimization.optimizers import Optimizer
@@ -53,9 +53,21 @@ class Data:
     """What the columns of other names hold, with commas: `question:prompt,answer:completion`."""
     weights: str | None = None
     """The proportions in which several sources are mixed, with commas (`3,1`); None: every example of each once."""
-    form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "judged", "text"] = (
-        "auto"
-    )
+    form: Literal[
+        "auto",
+        "messages",
+        "sharegpt",
+        "alpaca",
+        "prompt_completion",
+        "preference",
+        "judged",
+        "text",
+        "labelled_text",
+        "labelled_prompt",
+        "labelled_messages",
+        "anchor_positive",
+        "query_positive",
+    ] = "auto"
     """The form of an example; `auto` detects it by its fields, and the run says which it found."""
     split: str = "train"
     """Which split of a Hub dataset."""
@@ -146,6 +158,8 @@ class Recipe:
     kto: Kto = field(default_factory=Kto)
     orpo: Orpo = field(default_factory=Orpo)
     simpo: Simpo = field(default_factory=Simpo)
+    classify: Classify = field(default_factory=Classify)
+    embed: Embed = field(default_factory=Embed)
     draft: Draft = Draft()
     tracking: str | None = "wandb"
     """What gets the numbers of metrics.jsonl too, with commas: `wandb`, `tensorboard`, `mlflow`, `trackio`; None:
@@ -306,6 +320,7 @@ _ABOVE_0 = {
     "kto.bad_weight": 1,
     "orpo.beta": 0.1,
     "simpo.beta": 2,
+    "embed.temperature": 0.05,
 }
 _LEAST = {
     "max_steps": 1,

@@ -18,5 +18,9 @@ JUDGED = Data(
     path=f"{SAMPLES}/judged/train.jsonl", validation=f"{SAMPLES}/judged/held_out.jsonl", metric="judgement_accuracy"
 )
 """Answers for the same task, half of them with a mistake, each labelled true or false."""
+LABELLED = Data(path=f"{SAMPLES}/labelled/train.jsonl", validation=f"{SAMPLES}/labelled/held_out.jsonl")
+"""Notices of the same world, each labelled with what it is about."""
+MATCHING = Data(path=f"{SAMPLES}/matching/train.jsonl", validation=f"{SAMPLES}/matching/held_out.jsonl")
+"""Some facts of a notice, and the notice that they should find."""
 TEXT = Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl")
 """Raw text."""

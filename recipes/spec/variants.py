@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .recipe import Recipe
-from .samples import JUDGED, PREFERENCES, TEXT
+from .samples import JUDGED, LABELLED, MATCHING, PREFERENCES, TEXT
 
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
@@ -18,10 +18,14 @@ EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
 DPO_LENGTH = 2048
 """Tokens of prompt and answer together, in each sequence of a preference pair."""
 
-RATES = {"kto": 5e-6, "simpo": 5e-6, "orpo": 8e-5, "reward": 1e-5, "dpo_full": 5e-7}
+TEXT_LENGTH = 512
+"""Tokens of a text that is classified or embedded; longer ones are cut."""
+
+RATES = {"kto": 5e-6, "simpo": 5e-6, "orpo": 8e-5, "reward": 1e-5, "dpo_full": 5e-7, "embed": 2e-5}
 """Learning rates where a page has none of its own. Adapters by KTO and SimPO: LLaMA-Factory's examples/train_lora,
 llama3_lora_kto.yaml and llama3_lora_dpo.yaml (`pref_loss` simpo). Adapters by ORPO, all weights of a reward model, and
-all weights by DPO: TRL's examples/scripts/orpo.py and reward_modeling.py, and trl/scripts/dpo.py."""
+all weights by DPO: TRL's examples/scripts/orpo.py and reward_modeling.py, and trl/scripts/dpo.py. Embeddings:
+sentence-transformers' examples/sentence_transformer/training/nli/training_nli_v2.py (the Trainer's default is 5e-5)."""
 Variant = Callable[[str], Recipe]
 """A function of a page: the recipe of a size."""
 
@@ -90,6 +94,26 @@ def reward(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: A
     return _changed(full, changes, learning_rate=learning_rate, **pairs)
 
 
+def classify(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: Any) -> Recipe:
+    """Return `full` on labelled texts as a classifier."""
+    texts = {"method": "classify", "data": LABELLED, "packing": False, "sequence_length": _of_text(full)}
+    return _changed(full, changes, learning_rate=learning_rate, **texts)
+
+
+def embed(full: Recipe, *, learning_rate: float = RATES["embed"], **changes: Any) -> Recipe:
+    """Return `full` on matching texts as a model that embeds: other pairs of the batch are what it learns from.
+
+    The micro-batch is as large as the global batch allows on two ranks, up to 16 pairs.
+    """
+    largest = max(full.micro_batch_size, min(16, full.global_batch_size // 2))
+    batch = {"micro_batch_size": largest, "sequence_length": _of_text(full)}
+    return _changed(full, changes, learning_rate=learning_rate, method="embed", data=MATCHING, packing=False, **batch)
+
+
+def _of_text(recipe: Recipe) -> int:
+    return min(TEXT_LENGTH, recipe.sequence_length)
+
+
 def orpo(lora: Recipe, *, learning_rate: float = RATES["orpo"], **changes: Any) -> Recipe:
     """Return `lora` on preference pairs by ORPO, which imitates the better answers too: from a base model on."""
     return _changed(dpo(lora, learning_rate=learning_rate), changes, method="orpo")
@@ -143,6 +167,18 @@ def reward_of(full: Variant) -> Variant:
     """Return `reward` of a page, which is alike on all of them."""
     about = "A reward model from preference pairs, all weights: gives an answer a number, to rank or filter answers."
     return _of_page(full, "reward", reward, about)
+
+
+def classify_of(full: Variant) -> Variant:
+    """Return `classify` of a page, which is alike on all of them."""
+    about = "A classifier from labelled texts, all weights: gives a text one of the classes that the data has."
+    return _of_page(full, "classify", classify, about)
+
+
+def embed_of(full: Variant) -> Variant:
+    """Return `embed` of a page, which is alike on all of them."""
+    about = "Embeddings from pairs of texts that belong together, all weights: for search and for finding duplicates."
+    return _of_page(full, "embed", embed, about)
 
 
 def _of_page(start: Variant, name: str, change: Callable[[Recipe], Recipe], about: str) -> Variant:

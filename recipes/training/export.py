@@ -8,23 +8,17 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ..model_folder import base_model, complete
+from ..model_folder import base_model, complete, head, sentence_transformers
 from ..model_folder.base_model import ADAPTER
 from ..spec.errors import UserError, errors_only, first_line
 from ..spec.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, write_json
 from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
+from .model import heads
 from .parallel.whole import QUANTIZATION
 
 
@@ -88,19 +82,19 @@ def verify(
             collective.
         dtype: the trained model's.
         folder: what `save` wrote.
-        tokens: one sequence of token ids to compare on; of a reward model several are made of it.
+        tokens: one sequence of token ids to compare on; where sequences are scored several are made of it.
 
     Raises:
         RuntimeError: the reloaded model computes different logits, so the export is not the model that was trained.
     """
-    inputs = torch.tensor(_sequences(tokens, is_reward_model(folder)), device=distributed.device())
+    inputs = torch.tensor(_sequences(tokens, head.of_folder(folder) == "scores"), device=distributed.device())
     trained = forward(inputs).float().cpu()
     difference = 0.0
     if distributed.is_first():
         unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads
         # On the host, unless it is quantised: a GPU that still holds the engine's states cannot fit a whole model.
         reloaded = load(folder, dtype=dtype).eval()
-        logits = reloaded(input_ids=inputs.to(reloaded.device)).logits.float().cpu()
+        logits = heads.outputs(reloaded(input_ids=inputs.to(reloaded.device))).float().cpu()
         difference = ((logits - trained).abs().max() / trained.abs().max()).item()
     difference = distributed.total(difference)[0]
     allowed = _allowed(dtype)
@@ -114,7 +108,7 @@ def verify(
 
 
 def _sequences(tokens: list[int], scores: bool) -> list[list[int]]:
-    """Return what to compare on: the logits of one sequence are many numbers, a reward is one of each."""
+    """Return what to compare on: the logits of one sequence are many numbers, its scores are few."""
     if not scores:
         return [tokens]
     quarters = [len(tokens) * quarter // 4 for quarter in range(4)]
@@ -123,10 +117,7 @@ def _sequences(tokens: list[int], scores: bool) -> list[list[int]]:
 
 def is_reward_model(folder: Path) -> bool:
     """Return whether a folder holds a model that gives a sequence one number, or an adapter of one."""
-    if (folder / ADAPTER).exists():
-        return bool(read_json(folder / ADAPTER).get("task_type") == "SEQ_CLS")
-    names = read_json(folder / "config.json").get("architectures") if (folder / "config.json").exists() else None
-    return any(name.endswith("ForSequenceClassification") for name in names or ())
+    return head.of_folder(folder) == "scores" and not head.labels_of(folder)
 
 
 def _allowed(dtype: torch.dtype) -> float:
@@ -162,23 +153,23 @@ def base_of(adapter: Path) -> Path:
 
 def load_base(folder: Path, adapter: Path, dtype: Any = "auto") -> PreTrainedModel:
     """Return the model in `folder`, quantised if it was when `adapter` was trained on it."""
-    quantization, scores = adapter / QUANTIZATION, is_reward_model(adapter)
+    quantization = adapter / QUANTIZATION
     if not quantization.exists():
-        return load_whole(folder, dtype, scores=scores)
+        return load_whole(folder, dtype, of_adapter=adapter)
     config = BitsAndBytesConfig.from_dict(read_json(quantization))
-    return load_whole(folder, config.bnb_4bit_compute_dtype, config, scores)
+    return load_whole(folder, config.bnb_4bit_compute_dtype, config, adapter)
 
 
 def load_whole(
-    folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None = None, scores: bool = False
+    folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None = None, of_adapter: Path | None = None
 ) -> PreTrainedModel:
     """Return the whole model in `folder`, which may be a Hub id.
 
     Args:
-        folder: a language model, or a reward model.
+        folder: a language model, or one with another head or none.
         dtype: of the weights.
         quantization: None: as stored.
-        scores: load it as a reward model in any case; a language model gets a random head, which an adapter replaces.
+        of_adapter: load it as this adapter needs it; a head that the files lack is random, and the adapter replaces it.
 
     Raises:
         UserError: not a model folder, or weights that cannot be loaded.
@@ -188,12 +179,12 @@ def load_whole(
     options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
     if quantization:
         options["quantization_config"] = quantization
-    kind = AutoModelForCausalLM
-    if scores or is_reward_model(folder):
-        kind, options["num_labels"] = AutoModelForSequenceClassification, 1
+    found = head.of_folder(of_adapter or folder)
+    if of_adapter and found == "scores":
+        options |= heads.options(head.labels_of(of_adapter))
     try:
-        with errors_only("transformers") if scores else nullcontext():
-            model = kind.from_pretrained(folder, **options)
+        with errors_only("transformers") if of_adapter and found != "vocabulary" else nullcontext():
+            model = heads.CLASSES[found].from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot load the model: {first_line(error)}") from error
     upstream.keep_4bit_layout(model)
@@ -264,6 +255,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
                 shutil.copy2(file, part)
         _check_copies(source, part)
         kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
+    sentence_transformers.copy(source, part)
     complete.of_copy(part, source, output)
     move(part, output)
     return kind
@@ -271,8 +263,8 @@ def write(source: Path, output: Path, merge: bool) -> str:
 
 @torch.no_grad()
 def _sample_logits(model: PreTrainedModel) -> torch.Tensor:
-    """Return the logits of a few arbitrary tokens, shape (1, 16, vocabulary)."""
-    return model.eval()(input_ids=torch.arange(16, device=model.device)[None]).logits.float().cpu()
+    """Return the logits of a few arbitrary tokens, shape (1, 16, vocabulary), or their scores or hidden states."""
+    return heads.outputs(model.eval()(input_ids=torch.arange(16, device=model.device)[None])).float().cpu()
 
 
 def _check_merged(folder: Path, expected: torch.Tensor) -> None:

@@ -98,7 +98,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
         write_json(run.data, datasets.description)
     checkpoint = newest_checkpoint(run)
     mark = checked_data(recipe, checkpoint, tokenizer, datasets)
-    model = parallel.load(recipe)
+    model = parallel.load(recipe, datasets.labels)
     upstream.tell_whether_packed(model, recipe.packs)
     outline = parallel.outline(recipe, model)
     context = prepare(recipe, run, file, datasets, outline, checkpoint, mark, trackers)

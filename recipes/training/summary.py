@@ -63,7 +63,7 @@ def finished(
         f"report       {display(run.report_page)}",
         *tracked,
         None
-        if recipe.traits.scores
+        if recipe.traits.headless
         else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',
         f"export it    {command('export')} {shlex.quote(display(run.path))} --output my-model{merge}",
         evaluation.last_line(summary["after"])

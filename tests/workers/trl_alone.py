@@ -12,7 +12,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from recipes.spec.recipe import Lora
-from recipes.training.model import adapters, reward_head
+from recipes.training.model import adapters, heads
 from tests.parity.plain import Settings
 
 SEED = 42
@@ -108,7 +108,7 @@ def reward(folder, tokenizer, rows, common, lora, mistake):
     """Return the trainer of a reward model; `label`: the better answer is taken for the worse."""
     rows = swapped(rows, mistake)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-    reward_head.start(model, SEED + (mistake == "head"))
+    heads.start(model, SEED + (mistake == "head"))
     model = adapters.add(model, lora, SEED, scores=True) if lora else model
     center = 0.01 if mistake == "center" else None
     options = RewardConfig(**common, center_rewards_coefficient=center)

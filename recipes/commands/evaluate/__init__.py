@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("models", nargs="+", metavar="RUN|FOLDER|URL", help="what to measure, side by side")
     parser.add_argument("--base", action="store_true", help="also the model that the first one was before training")
     parser.add_argument("--data", type=Path, metavar="FILE", help="other examples than the run's held-out ones")
-    parser.add_argument("--metric", metavar="M", help="exact_match, loss or preference_accuracy (default: the run's)")
+    parser.add_argument("--metric", metavar="M", help="another metric than the run's: exact_match, loss, ...")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples")
     parser.add_argument("--model", metavar="NAME", help="which model of a server that has several")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON, with every answer")

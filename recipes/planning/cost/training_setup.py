@@ -37,7 +37,7 @@ class TrainingSetup:
     reference: bool = False
     """Without adapters a frozen second model is held for comparison."""
     scores: bool = False
-    """One output per sequence instead of logits."""
+    """A few outputs per sequence instead of logits, or none."""
     attention: str = "sdpa"
     """As in `Model.attention`; `eager` saves every score."""
     lora: Lora | None = None
@@ -162,7 +162,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
         reference=recipe.asks_reference,
-        scores=recipe.traits.scores,
+        scores=recipe.traits.headless,
         attention=recipe.model.attention,
         tiled_loss=recipe.traits.tiles or loss_tiles.asked_for(recipe),
         tiled_mlp=recipe.tiled_mlp,

@@ -32,7 +32,7 @@ def _charts(run: RunData) -> Iterator[Chart]:
     loss = points(run.metrics, "loss")
     held_out = Curve("held out", points(run.evaluations, "loss"), dotted=True)
     yield Chart(run.recipe.traits.loss, STEP, (*with_smoothed(loss), held_out), log=not of_pairs, marks=restarts)
-    for key in ("preference_accuracy", "judgement_accuracy", "exact_match"):
+    for key in SHARES:
         measured = points(run.evaluations, key)
         if len(measured) > 2:
             yield Chart(f"{key.replace('_', ' ').capitalize()}, held out", STEP, (Curve(key, measured, dotted=True),))
@@ -43,6 +43,11 @@ def _charts(run: RunData) -> Iterator[Chart]:
         yield Chart(key, STEP, with_smoothed(points(run.metrics, key)), marks=restarts)
 
 
+SHARES = (
+    *("preference_accuracy", "judgement_accuracy", "exact_match"),
+    *("accuracy", "macro_f1", "recall_at_1", "recall_at_10"),
+)
+"""Held-out metrics that are shares."""
 STEP = "step"
 WAITED = "Share of the time spent waiting for data"
 TITLES = {
@@ -52,7 +57,7 @@ TITLES = {
     "mfu": "Model FLOPs utilisation",
     "gpu_utilization": "GPU busy (%), rank 0",
 }
-MORE = ("rewards/", "kl", "nll_", "odds_", "router_", "expert_load")
+MORE = ("rewards/", "kl", "nll_", "odds_", "router_", "expert_load", "accuracy")
 """Beginnings of the keys that some methods and models add."""
 
 

@@ -7,7 +7,9 @@ from typing import Any
 from ..document import Cell, Note, Number, Section, Table, number
 from ..run_data import RunData
 
-FORMS = {"loss": (".4f", " nats"), "exact_match": (".1%", ""), "preference_accuracy": (".1%", "")}
+SHARE = (".1%", "")
+FORMS = {"loss": (".4f", " nats"), "exact_match": SHARE, "preference_accuracy": SHARE}
+FORMS |= dict.fromkeys(("accuracy", "recall_at_1"), SHARE)
 """How a metric is shown, by its name."""
 
 

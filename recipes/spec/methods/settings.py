@@ -67,3 +67,27 @@ class Simpo:
     """Scales the log-likelihood per token into a reward: far larger than in DPO, 2 to 10 in the paper."""
     gamma: float = 1.0
     """By how much the better answer's reward should exceed the other's; half of beta is where the authors start."""
+
+
+@dataclass(frozen=True)
+class Classify:
+    """Sequence classification: cross-entropy over the classes that the training data has."""
+
+    class_weights: Literal["none", "balanced"] = "none"
+    """`balanced`: an example of a class with n of N examples weighs N / (classes * n), as in scikit-learn, so that rare
+    classes count as much as frequent ones; 1 on average."""
+
+
+@dataclass(frozen=True)
+class Embed:
+    """Embeddings by InfoNCE (van den Oord et al. 2018, arXiv:1807.03748) on cosine similarities.
+
+    The texts that an anchor has to tell its own from are those of all ranks' micro-batches: raise `micro_batch_size`.
+    """
+
+    temperature: float = 0.05
+    """What similarities are divided by; 0.05 as in SimCSE (Gao et al. 2021, arXiv:2104.08821) and by default in
+    sentence-transformers, whose `scale` of 20 is its inverse. Lower looks more at the hardest texts."""
+    pooling: Literal["mean", "last"] = "mean"
+    """Which hidden states are a text's vector: the `mean` of all tokens', or the `last` token's, which alone has seen
+    the whole text where attention is causal."""

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo"]
-Examples = Literal["conversations", "texts", "pairs", "judged answers"]
+Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo", "classify", "embed"]
+Examples = Literal["conversations", "texts", "pairs", "judged answers", "labelled texts", "matching texts"]
 """What a method reads: an example of `pairs` is a prompt with a chosen and a rejected answer; of `judged answers` a
-prompt with one answer, and whether it is good."""
+prompt with one answer, and whether it is good; of `labelled texts` a text or conversation and its class; of `matching
+texts` an anchor, a text that it should find, and perhaps one that it should not."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,13 @@ class Traits:
     precomputes: bool = False
     """What the reference model says can be computed before training: `dpo.precompute`."""
     scores: bool = False
-    """The trained model has one output per sequence, a reward, instead of logits over the vocabulary."""
+    """The trained model has outputs per sequence, a reward or classes, instead of logits over the vocabulary."""
+    embeds: bool = False
+    """The trained model has no head: hidden states become a vector for each sequence."""
     metric: str | None = None
     """What the run is judged by; None: what `data.metric` says."""
+    beside: str | None = None
+    """A share that the last line shows beside the metric."""
     unit: str = "nats"
     """Of the margin between a pair's answers."""
     loss: str = "loss per token (nats)"
@@ -46,6 +51,11 @@ class Traits:
     """Its loss is computed here, without the load-balancing loss of a mixture's routers."""
     excludes: Mapping[str, str] = field(default_factory=dict)
     """By the layout's field: why the method does not train with it."""
+
+    @property
+    def headless(self) -> bool:
+        """Whether the trained model has no logits over the vocabulary."""
+        return self.scores or self.embeds
 
 
 def _excluded(title: str, does: str, models: int = 2) -> dict[str, str]:
@@ -128,6 +138,39 @@ TRAITS: Mapping[Method, Traits] = {
     ),
     "orpo": _without_reference("ORPO"),
     "simpo": _without_reference("SimPO"),
+    "classify": Traits(
+        "classification",
+        "labelled texts",
+        scores=True,
+        metric="accuracy",
+        beside="macro_f1",
+        loss="cross-entropy per text (nats)",
+        whole_loss="a classifier has no logits over the vocabulary",
+        own_loss=True,
+        excludes={
+            "tensor": "a classifier's head is not among the layers that are tested to be split correctly",
+            "sequence": "a class is read at the last token, which only one of the ranks has",
+            "pipeline": "a pipeline's last stage has a language model's head, and a classifier has another",
+            "expert": "expert parallelism is tested with language models, and not with a classifier's head",
+        },
+    ),
+    "embed": Traits(
+        "contrastive training",
+        "matching texts",
+        sequences=2,
+        embeds=True,
+        metric="recall_at_1",
+        beside="recall_at_10",
+        loss="InfoNCE per anchor (nats)",
+        whole_loss="an embedding model has no logits over the vocabulary",
+        own_loss=True,
+        excludes={
+            "tensor": "a model without a head is not among those that are tested to be split correctly",
+            "sequence": "an embedding is read from all tokens of a text, and each rank has only some",
+            "pipeline": "a pipeline's last stage has a language model's head, and an embedding model has none",
+            "expert": "expert parallelism is tested with language models, and not with embeddings",
+        },
+    ),
 }
 
 

@@ -50,10 +50,18 @@ class Evaluation(TrainerCallback):
         """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
         form = ".4f" if self.metric == "loss" else ".1%"
         what = f"{self.metric.replace('_', ' ')} on {len(self.datasets.held_out or [])} held-out examples"
-        key = self.metric.replace("_accuracy", "_margin")
-        margins = [row[key] for row in read_jsonl(self.run.evaluations) if key != self.metric and key in row]
-        margin = f", margin {margins[0]:.2f} -> {margins[-1]:.2f} {self.recipe.traits.unit}" if margins else ""
-        return f"{what}: {self.before():{form}} -> {after:{form}}{margin}"
+        return f"{what}: {self.before():{form}} -> {after:{form}}{self._beside()}"
+
+    def _beside(self) -> str:
+        """Return what the last line adds: the margin of preferences, or the method's second number."""
+        rows, traits = read_jsonl(self.run.evaluations), self.recipe.traits
+        key = traits.beside or self.metric.replace("_accuracy", "_margin")
+        found = [row[key] for row in rows if key != self.metric and key in row]
+        if not found:
+            return ""
+        if traits.beside:
+            return f", {key.replace('_', ' ')} {found[0]:.1%} -> {found[-1]:.1%}"
+        return f", margin {found[0]:.2f} -> {found[-1]:.2f} {traits.unit}"
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Request an evaluation where one is due, and a log before it, which ends the timed window."""

@@ -18,6 +18,9 @@ from .progress import step_line
 
 GIB = 2**30
 
+OTHERS = ("rewards/", "kl", "nll_", "odds_", "accuracy", "expert_load", "router_", "layers")
+"""How the names of what some methods and models log besides begin."""
+
 
 class Metrics(TrainerCallback):
     """Counts tokens and waiting time as batches come out of the loader, and writes a record at every log.
@@ -108,11 +111,7 @@ class Metrics(TrainerCallback):
             **memory(),
             **self.utilization(),
             **self._utilisation(tokens, squares, elapsed, logs),
-            **{
-                key: value
-                for key, value in logs.items()
-                if key.startswith(("rewards/", "kl", "nll_", "odds_", "expert_load", "router_", "layers"))
-            },
+            **{key: value for key, value in logs.items() if key.startswith(OTHERS)},
         }
         append_jsonl(self.run.metrics, record)
         say(step_line(record, state.max_steps))

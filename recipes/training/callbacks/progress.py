@@ -45,8 +45,9 @@ def step_line(record: dict[str, Any], last_step: int) -> str:
     speed = record["tokens_per_second"]
     left = record["seconds"] / record["step"] * (last_step - record["step"])
     preference = ""
-    if "rewards/accuracies" in record:  # over the training pairs since the last log
-        preference = f"accuracy {record['rewards/accuracies']:.0%}  "
+    for key in ("rewards/accuracies", "accuracy"):  # over the training examples since the last log
+        if key in record:
+            preference = f"accuracy {record[key]:.0%}  "
     if "rewards/margins" in record:
         preference += f"margin {record['rewards/margins']:.2f}  "
     if "kl" in record:

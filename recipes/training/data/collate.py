@@ -12,6 +12,20 @@ IGNORED = -100
 """The label of a token that the loss leaves out (PyTorch's `ignore_index`)."""
 
 
+def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Any]:
+    """Return whole texts as `input_ids` and `attention_mask`, [texts, longest] each, and two plain counts.
+
+    Padding is behind the tokens, and its id may be that of a token.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    ids = torch.full((len(lengths), max(lengths)), pad_token_id)
+    for index, tokens in enumerate(sequences):
+        ids[index, : len(tokens)] = torch.as_tensor(tokens)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    counts = {"tokens": sum(lengths), "squared_lengths": sum(length**2 for length in lengths)}
+    return {"input_ids": ids, "attention_mask": mask, **counts}
+
+
 @dataclass(frozen=True)
 class Collator:
     """Collates sequences of documents into the model's inputs.

@@ -8,6 +8,8 @@ convert every source with the same ones.
     pairs                prompt, chosen, rejected (turns each), tools
     judged answers       prompt, completion (turns each), label (true: good), tools
     texts                text
+    labelled texts       content (a text, or turns), tools, label (the class's name)
+    matching texts       anchor, positive, negative (None: there is none)
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,12 +31,17 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
     "preference": ("pairs", ("chosen", "rejected")),
     "judged": ("judged answers", ("prompt", "completion", "label")),
     "text": ("texts", ("text",)),
+    "labelled_text": ("labelled texts", ("text", "label")),
+    "labelled_prompt": ("labelled texts", ("prompt", "label")),
+    "labelled_messages": ("labelled texts", ("messages", "label")),
+    "anchor_positive": ("matching texts", ("anchor", "positive")),
+    "query_positive": ("matching texts", ("query", "positive")),
 }
 """Each form's kind of examples, and the fields by which it is recognised."""
 
 FIELDS = (
     *dict.fromkeys(field for _, fields in FORMS.values() for field in fields),
-    *("input", "history", "system", "tools"),
+    *("input", "history", "system", "tools", "negative"),
 )
 """Every field that a conversion reads."""
 
@@ -64,6 +71,10 @@ def form_of(where: str, example: Example, method: Method, asked: str = "auto") -
         _refuse_judged(where, example)
     if suitable:
         return suitable[0]
+    for kind, fields in FORMS.values():
+        if kind == TRAITS[method].examples and all(field in example for field in fields):
+            empty = next(field for field in fields if example[field] is None)
+            raise UserError(f"{where}: the field {empty!r} is empty; fill it, or remove the example.")
     if found:
         raise UserError(f"{where}: is in the form {found[0]}, {_serves(found[0])}; {_needs(method)}.")
     raise UserError(
@@ -170,6 +181,54 @@ def _text(where: str, example: Example) -> Example:
     return {"text": _string(where, example, "text", empty=True)}
 
 
+def _labelled_text(where: str, example: Example) -> Example:
+    return {"content": _string(where, example, "text"), "tools": None, "label": _class(where, example)}
+
+
+def _labelled_prompt(where: str, example: Example) -> Example:
+    """Return a prompt with its class; with a `completion` it is the answer that is classified."""
+    turns = _side(where, example, "prompt", "user")
+    if example.get("completion"):
+        turns += _side(where, example, "completion", "assistant")
+    return _labelled(where, example, turns)
+
+
+def _labelled_messages(where: str, example: Example) -> Example:
+    return _labelled(where, example, _turns(where, example, "messages"))
+
+
+def _labelled(where: str, example: Example, turns: list[Turn]) -> Example:
+    if example.get("system"):
+        turns = [_said("system", _string(where, example, "system")), *turns]
+    return {"content": turns, "tools": _tools(where, example), "label": _class(where, example)}
+
+
+def _class(where: str, example: Example) -> str:
+    """Return the name of an example's class."""
+    label = example.get("label")
+    if isinstance(label, bool | int):
+        return str(label).lower()
+    if not isinstance(label, str) or not label.strip():
+        found = "missing" if "label" not in example else "empty" if label in (None, "") else f"{label!r}"
+        raise UserError(
+            f"{where}: 'label' is {found}; it must be the class, as text or a whole number: add it, or remove the "
+            "example."
+        )
+    return label.strip()
+
+
+def _anchor_positive(where: str, example: Example, anchor: str = "anchor") -> Example:
+    found = {"anchor": _string(where, example, anchor), "positive": _string(where, example, "positive")}
+    negative = None if example.get("negative") is None else _string(where, example, "negative")
+    if negative == found["positive"]:
+        raise UserError(f"{where}: 'positive' and 'negative' are equal; remove 'negative', or the example.")
+    return {**found, "negative": negative}
+
+
+def _query_positive(where: str, example: Example) -> Example:
+    return _anchor_positive(where, example, "query")
+
+
 CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "messages": _messages,
     "sharegpt": _sharegpt,
@@ -178,6 +237,11 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "preference": _preference,
     "judged": _judged,
     "text": _text,
+    "labelled_text": _labelled_text,
+    "labelled_prompt": _labelled_prompt,
+    "labelled_messages": _labelled_messages,
+    "anchor_positive": _anchor_positive,
+    "query_positive": _query_positive,
 }
 
 

@@ -31,6 +31,8 @@ class Datasets:
     description: Mapping[str, Any] = field(default_factory=dict)
     """What the run folder's data.json holds: `training` and `held_out`, each a `Report` or None, and examples as
     `Pieces`, `shown`."""
+    labels: tuple[str, ...] = ()
+    """The names of a classifier's classes, in the order of its outputs."""
 
 
 def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:

@@ -42,6 +42,8 @@ FEATURES = {
     "pairs": Features({"prompt": Json(), "chosen": Json(), "rejected": Json(), "tools": Json()}),
     "judged answers": Features({"prompt": Json(), "completion": Json(), "label": Value("bool"), "tools": Json()}),
     "texts": Features({"text": Value("string")}),
+    "labelled texts": Features({"content": Json(), "tools": Json(), "label": Value("string")}),
+    "matching texts": Features({name: Value("string") for name in ("anchor", "positive", "negative")}),
 }
 """The columns of each kind of examples; `formats.py` says what is in them."""
 

@@ -13,7 +13,7 @@ from trl import pack_dataset
 
 from ...spec.errors import UserError
 from ...spec.recipe import Recipe
-from ..model.control_tokens import conversation_tokens
+from ..model.control_tokens import Turns, conversation_tokens
 from . import chat_templates, sources
 from .collate import IGNORED
 from .report import Pieces, Report, histogram, pieces
@@ -112,6 +112,16 @@ def answered(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], answer
     tokens = conversation_tokens(tokenizer, turns + example[answer], tools)
     differing = (index for index, (one, other) in enumerate(zip(asked, tokens, strict=False)) if one != other)
     return tokens, next(differing, min(len(asked), len(tokens)))
+
+
+def text_tokens(tokenizer: PreTrainedTokenizerBase, content: str | Turns, longest: int, tools: Any = None) -> list[int]:
+    """Return the tokens of a text as the tokenizer gives them, or of a conversation; at most `longest`, from the first.
+
+    Text that looks like a control token stays text.
+    """
+    if isinstance(content, str):
+        return tokenizer(content, split_special_tokens=True)["input_ids"][:longest]
+    return conversation_tokens(tokenizer, content, tools)[:longest]
 
 
 def fitting(examples: Dataset, recipe: Recipe) -> Dataset:

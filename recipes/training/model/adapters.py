@@ -29,15 +29,23 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False) -> PeftModel:
-    """Return the model with adapters in the model's dtype; everything else is frozen, except for a reward model's head.
+def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False, embeds: bool = False) -> PeftModel:
+    """Return the model with adapters in the model's dtype; everything else is frozen, except for a head that scores.
+
+    Args:
+        model: of the kind that the method trains.
+        lora: the adapters.
+        seed: of their random values.
+        scores: the model scores sequences: a reward model or a classifier.
+        embeds: the model has no head.
 
     Raises:
         UserError: the targets are not in this model, or cannot be adapted in this way.
     """
     try:
+        options = LoraConfig(**lora_options(lora, scores, embeds))
         with pissa.drawing(seed):
-            adapted = get_peft_model(model, LoraConfig(**lora_options(lora, scores)), autocast_adapter_dtype=False)
+            adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
         targets = f"lora.target_modules={lora.target_modules}"
         if lora.target_parameters:

@@ -11,8 +11,6 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -23,7 +21,7 @@ from ...spec.errors import UserError, errors_only, first_line
 from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from .. import upstream
-from . import adapters, attention, kernels, reward_head, tiling
+from . import adapters, attention, heads, kernels, tiling
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,7 +38,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         raise UserError(cannot_load("configuration", recipe, error)) from error
 
 
-def load_model(recipe: Recipe, kind: Any = None) -> PreTrainedModel | PeftModel:
+def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
     """Return the model in the recipe's precision, with adapters where the recipe has them.
 
     Call it after the training arguments exist: under ZeRO-3 every parameter is then sharded as it is read,
@@ -49,12 +47,13 @@ def load_model(recipe: Recipe, kind: Any = None) -> PreTrainedModel | PeftModel:
     Args:
         recipe: says which model.
         kind: the class to load it as; a pipeline's stages have their own. None: the method's.
+        labels: the names of a classifier's classes, in the order of its outputs.
 
     Raises:
         UserError: the weights are missing, or exist only as pickles.
     """
-    scores = recipe.traits.scores
-    model = _pretrained(recipe, kind or (AutoModelForSequenceClassification if scores else AutoModelForCausalLM))
+    traits = recipe.traits
+    model = _pretrained(recipe, kind or heads.CLASSES[heads.trained_by(traits)], labels)
     upstream.restore_rotary_frequencies(model)
     # With a key/value cache transformers does not look for packed documents, and they would attend to each other.
     model.config.use_cache = False
@@ -77,15 +76,15 @@ def load_model(recipe: Recipe, kind: Any = None) -> PreTrainedModel | PeftModel:
     upstream.keep_4bit_layout(model)
     if recipe.gradient_checkpointing is True:
         model.enable_input_require_grads()
-    return adapters.add(model, recipe.lora, recipe.seed, scores)
+    return adapters.add(model, recipe.lora, recipe.seed, traits.scores, traits.embeds)
 
 
-def _pretrained(recipe: Recipe, kind: Any) -> PreTrainedModel:
+def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedModel:
     dtype = DTYPES[recipe.precision]
     config = load_config(recipe)
-    options = {"num_labels": 1} if recipe.traits.scores else {}
+    options = heads.options(labels) if recipe.traits.scores else {}
     try:
-        with errors_only("transformers") if recipe.traits.scores else nullcontext():
+        with errors_only("transformers") if recipe.traits.headless else nullcontext():
             model, about = kind.from_pretrained(
                 recipe.model.path,
                 dtype=dtype,
@@ -104,9 +103,9 @@ def _pretrained(recipe: Recipe, kind: Any) -> PreTrainedModel:
         raise UserError(cannot_load("model", recipe, error)) from error
     missing = set(about["missing_keys"])  # of tied weights one is enough, and transformers does not list the other
     if recipe.traits.scores:
-        head, missing = reward_head.missing(missing)
+        head, missing = heads.missing(missing)
         if head:  # the files hold a language model
-            reward_head.start(model, recipe.seed)
+            heads.start(model, recipe.seed)
     if missing:
         raise UserError(missing_weights(recipe, sorted(missing)))
     return model

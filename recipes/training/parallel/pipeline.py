@@ -44,7 +44,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         tensor_check.styles(recipe)
 
 
-def load(recipe: Recipe) -> "StagedModel":
+def load(recipe: Recipe, labels: Sequence[str] = ()) -> "StagedModel":
     """Return this rank's stage, with its own weights only.
 
     Raises:

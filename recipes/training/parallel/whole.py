@@ -1,6 +1,6 @@
 """Every rank holds all layers of the model, sharded by ZeRO or split by tensor or expert parallelism, or whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from peft import PeftModel
 from torch import distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
+from ...model_folder import sentence_transformers
+from ...model_folder.head import LABELS
 from ...spec.errors import UserError
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
 from ...spec.limits import TENSOR_PARALLEL_TYPES
@@ -18,6 +20,7 @@ from ...spec.recipe import Recipe
 from ...spec.run_folder import write_json
 from .. import distributed, upstream
 from ..data.collate import Collator
+from ..model import heads
 from ..model.load import load_model
 from ..optimization import pissa
 from . import expert, scores, sequence, tensor, tensor_check
@@ -36,14 +39,14 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         tensor_check.styles(recipe)
 
 
-def load(recipe: Recipe) -> PreTrainedModel | PeftModel:
-    """Return the model, split over tensor-parallel ranks where AutoTP cannot do it.
+def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
+    """Return the model, split over tensor-parallel ranks where AutoTP cannot do it; a classifier has `labels`.
 
     Raises:
         UserError: the weights cannot be loaded, or the recipe asks for a loss that the model does not have.
     """
     with upstream.without_tensor_parallel_block():
-        model = load_model(recipe)
+        model = load_model(recipe, labels=labels)
         if recipe.layout.tensor > 1:
             by_plan = model.config.get_text_config().model_type in TENSOR_PARALLEL_TYPES
             tensor.shard_where_autotp_cannot(model, recipe.layout.tensor, tensor_check.styles(recipe), by_plan)
@@ -84,8 +87,8 @@ def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[s
 
 
 def logits(trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of one sequence, [1, length, vocabulary]; a collective under ZeRO-3."""
-    return trainer.model.eval()(input_ids=tokens).logits
+    """Return the logits of one sequence, [1, length, vocabulary], or its hidden states; a collective under ZeRO-3."""
+    return heads.outputs(trainer.model.eval()(input_ids=tokens))
 
 
 def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
@@ -112,6 +115,17 @@ def save(trainer: Trainer, folder: Path) -> None:
             pissa.export(model, folder)
         if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
             write_json(folder / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
+        _describe_outputs(trainer, folder)
+
+
+def _describe_outputs(trainer: Trainer, folder: Path) -> None:
+    """Write what the outputs mean, where `config.json` does not say it."""
+    model, recipe = trainer.model, trainer.context.recipe
+    if recipe.traits.embeds:
+        hidden_size = model.config.get_text_config().hidden_size
+        sentence_transformers.write(folder, recipe.embed, hidden_size, recipe.sequence_length)
+    if recipe.traits.scores and isinstance(model, PeftModel) and model.config.num_labels > 1:
+        write_json(folder / LABELS, [model.config.id2label[at] for at in range(model.config.num_labels)])
 
 
 def _state(engine: DeepSpeedEngine, model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor] | None:
