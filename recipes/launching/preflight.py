@@ -16,6 +16,7 @@ from ..spec.methods.traits import Method
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
 from ..training.data import columns, formats, text_files, updates
+from ..training.methods.distillation import vocabulary
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
 from ..zero_config import lint
 
@@ -49,6 +50,8 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
         UserError: names the sizes, the reason and the nearest sizes that can run.
     """
     limits.check(with_dimensions(recipe), ranks, file)
+    if recipe.traits.teacher:
+        _check_teacher(recipe)
     stages, micro_batches = recipe.layout.pipeline, gradient_accumulation_steps(recipe, ranks)
     if stages > 1 and micro_batches < 4 * stages:
         print(
@@ -57,6 +60,17 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
             f"smaller micro_batch_size, {bubble(stages, 4 * stages):.0%}.",
             flush=True,
         )
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    """Refuse a teacher with another vocabulary, where both are local folders; the ranks check the others.
+
+    Raises:
+        UserError: names a token that has different numbers.
+    """
+    ours, theirs = (vocabulary.tokens(Path(path)) for path in (recipe.model.path, str(recipe.distill.teacher)))
+    if ours and theirs:
+        vocabulary.check(str(recipe.distill.teacher), ours, theirs)
 
 
 def with_dimensions(recipe: Recipe) -> Recipe:

@@ -73,6 +73,7 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     """
     _check_length(recipe)
     _check_head(recipe)
+    _check_top_k(recipe)
     why = limit(recipe, world_size, file)
     if why:
         use = " or ".join(suggestions(recipe, world_size, file))
@@ -94,6 +95,12 @@ def _check_head(recipe: Recipe) -> None:
             f"method={recipe.method}: transformers has no classification model of the type {_kind(recipe)}, and a "
             "reward model is one; use another family (launch.py --list)."
         )
+
+
+def _check_top_k(recipe: Recipe) -> None:
+    wanted, vocabulary = recipe.distill.top_k, _size(recipe, "vocab_size")
+    if recipe.traits.teacher and wanted and vocabulary and wanted > vocabulary:
+        raise UserError(f"distill.top_k={wanted}: the vocabulary has {vocabulary:,} tokens; use fewer, such as 64.")
 
 
 def positions(config: Mapping[str, Any]) -> float:

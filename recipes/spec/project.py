@@ -26,6 +26,7 @@ CONSTRAINTS = (CHECKOUT or PACKAGE) / "constraints.txt"
 
 SCRIPTS = {
     **{name: name for name in ("launch", "plan", "doctor", "report", "export", "generate", "evaluate", "publish")},
+    "shrink": "shrink",
     "benchmark": "benchmark",
     "check": "check_config",
     "resolve": "resolve_config",

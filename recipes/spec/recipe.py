@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import UserError
-from .methods.settings import SMOOTHED, Dpo, Kto, Orpo, Simpo
+from .methods.settings import SMOOTHED, Distill, Dpo, Kto, Orpo, Simpo
 from .methods.traits import TRAITS, Method, Traits
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -175,6 +175,7 @@ class Recipe:
     kto: Kto = field(default_factory=Kto)
     orpo: Orpo = field(default_factory=Orpo)
     simpo: Simpo = field(default_factory=Simpo)
+    distill: Distill = field(default_factory=Distill)
     draft: Draft = Draft()
     wandb: Wandb = Wandb()
     profile: Profile = Profile()
@@ -254,6 +255,8 @@ class Recipe:
         if self.lora is not None and not 0 <= self.lora.dropout < 1:
             raise UserError(f"lora.dropout={self.lora.dropout}: must be at least 0 and below 1.")
         _check_smoothing(self)
+        if self.traits.teacher:
+            _check_teacher(self)
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.traits.title} trains without the "
@@ -307,6 +310,7 @@ _ABOVE_0 = {
     "kto.bad_weight": 1,
     "orpo.beta": 0.1,
     "simpo.beta": 2,
+    "distill.temperature": 1,
 }
 _LEAST = {
     "max_steps": 1,
@@ -335,6 +339,7 @@ _LEAST = {
     "weight_decay": 0,
     "router_aux_loss_coef": 0,
     "simpo.gamma": 0,
+    "distill.top_k": 1,
 }
 
 
@@ -346,6 +351,25 @@ def _check_smoothing(recipe: Recipe) -> None:
         raise UserError(f"dpo.label_smoothing={smoothing} with dpo.loss={loss}: only {' and '.join(SMOOTHED)} read it.")
     if loss == "exo_pair" and not smoothing:
         raise UserError("dpo.loss=exo_pair: needs dpo.label_smoothing above 0, such as 1e-3.")
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    distill = recipe.distill
+    if not distill.teacher:
+        raise UserError("distill.teacher=none: there is nobody to learn from; name a model folder or a Hub id.")
+    if distill.loss == "jsd" and not 0 < distill.beta < 1:
+        raise UserError(
+            f"distill.beta={distill.beta}: must be above 0 and below 1; use distill.loss=forward_kl instead of 0, and "
+            "reverse_kl instead of 1."
+        )
+    if not 0 <= distill.alpha < 1:
+        raise UserError(f"distill.alpha={distill.alpha}: must be at least 0 and below 1; at 1 it is the variant full.")
+    if distill.cache and distill.top_k is None:
+        raise UserError(
+            f"distill.cache={distill.cache}: needs distill.top_k, such as 64: whole distributions are huge."
+        )
+    if distill.top_k and recipe.data.streaming:
+        raise UserError("distill.top_k with data.streaming=true: a stream cannot be read beforehand; leave one out.")
 
 
 def _get(recipe: Recipe, key: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo"]
+Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo", "distill"]
 Examples = Literal["conversations", "texts", "pairs", "judged answers"]
 """What a method reads: an example of `pairs` is a prompt with a chosen and a rejected answer; of `judged answers` a
 prompt with one answer, and whether it is good."""
@@ -26,6 +26,8 @@ class Traits:
     """How many sequences of an example go through the model at once."""
     reference: bool = False
     """The loss compares with the model as it was before training: without adapters a second model is held."""
+    teacher: bool = False
+    """The loss compares with another model, the recipe's `distill.teacher`; always in tiles."""
     scores: bool = False
     """The trained model has one output per sequence, a reward, instead of logits over the vocabulary."""
     metric: str | None = None
@@ -120,6 +122,20 @@ TRAITS: Mapping[Method, Traits] = {
     ),
     "orpo": _without_reference("ORPO"),
     "simpo": _without_reference("SimPO"),
+    "distill": Traits(
+        "distillation",
+        "conversations",
+        packs=True,
+        teacher=True,
+        loss="distillation loss per token (nats)",
+        own_loss=True,
+        excludes={
+            "tensor": "distillation compares the whole output heads of two models, and AutoTP splits those of one",
+            "sequence": "the teacher's attention is not spread over ranks, and each rank has only a part of a sequence",
+            "pipeline": "distillation needs the outputs of two models at once, and a pipeline returns the loss of one",
+            "expert": "DeepSpeed's AutoEP spreads the experts of one model, and distillation has two",
+        },
+    ),
 }
 
 

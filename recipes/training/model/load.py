@@ -53,6 +53,20 @@ def load_model(recipe: Recipe, kind: Any = None) -> PreTrainedModel | PeftModel:
     Raises:
         UserError: the weights are missing, or exist only as pickles.
     """
+    model = load_base(recipe, kind)
+    if recipe.lora is None:
+        return model
+    if recipe.gradient_checkpointing is True:
+        model.enable_input_require_grads()
+    return adapters.add(model, recipe.lora, recipe.seed, recipe.traits.scores)
+
+
+def load_base(recipe: Recipe, kind: Any = None) -> PreTrainedModel:
+    """Return the model of `load_model` without adapters.
+
+    Raises:
+        UserError: the weights are missing, or exist only as pickles.
+    """
     scores = recipe.traits.scores
     model = _pretrained(recipe, kind or (AutoModelForSequenceClassification if scores else AutoModelForCausalLM))
     upstream.restore_rotary_frequencies(model)
@@ -70,12 +84,8 @@ def load_model(recipe: Recipe, kind: Any = None) -> PreTrainedModel | PeftModel:
         kernels.fuse(model)
     if recipe.compile == "regional":
         kernels.compile_layers(model)
-    if recipe.lora is None:
-        return model
     upstream.keep_4bit_layout(model)
-    if recipe.gradient_checkpointing is True:
-        model.enable_input_require_grads()
-    return adapters.add(model, recipe.lora, recipe.seed, scores)
+    return model
 
 
 def _pretrained(recipe: Recipe, kind: Any) -> PreTrainedModel:
