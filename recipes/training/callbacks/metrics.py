@@ -103,7 +103,9 @@ class Metrics(TrainerCallback):
             **{
                 key: value
                 for key, value in logs.items()
-                if key.startswith(("rewards/", "kl", "nll_", "odds_", "expert_load", "router_"))
+                if key.startswith(
+                    ("rewards/", "kl", "nll_", "odds_", "divergence", "cross_entropy", "expert_load", "router_")
+                )
             },
         }
         append_jsonl(self.run.metrics, record)
