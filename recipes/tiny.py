@@ -5,6 +5,7 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
 
     size  layers  hidden  heads  parameters  context  licence     weights
     3m    4       256     8      3.05M       1,024    Apache-2.0  recipes/samples/tiny_model (ships with the project)
+    1m    2       256     8      1.01M       1,024    Apache-2.0  recipes/samples/tiny_student (cut out of a fine-tuned 3m)
 
     variant     method    trains         DeepSpeed  needs
     full        SFT       all weights    ZeRO-3     1 GPU of any kind, or 2 CPU cores
@@ -16,6 +17,7 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
     dpo_full    DPO       all weights    ZeRO-3     the same
     reward      reward    all weights    ZeRO-3     the same
     pretrain    raw text  all weights    ZeRO-1     the same
+    distill     distill   all weights    ZeRO-2     the same
 
     python scripts/launch.py tiny full
     python scripts/launch.py tiny full learning_rate=5e-4 epochs=2 deepspeed=zero2.json     # change anything
@@ -25,7 +27,7 @@ from dataclasses import replace
 
 from .spec import variants
 from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT, TINY_MODEL
+from .spec.samples import CHAT, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
 
 SIZES = {
     "3m": Model(
@@ -45,6 +47,11 @@ SIZES = {
         },
     ),
 }
+SIZES["1m"] = Model(
+    path=TINY_STUDENT,
+    parameters=1_009_024,
+    config={**SIZES["3m"].config, "num_hidden_layers": 2, "intermediate_size": 208},
+)
 
 
 def full(size: str) -> Recipe:
@@ -119,3 +126,11 @@ def reward(size: str) -> Recipe:
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights, ZeRO-1."""
     return variants.pretrain(full(size), deepspeed="zero1.json", learning_rate=5e-4)
+
+
+def distill(size: str) -> Recipe:
+    """Let the 1m student learn the distributions of a fine-tuned 3m teacher, all weights, ZeRO-2.
+
+    Whatever the size. `tiny-1m full` trains the same student on the answers alone.
+    """
+    return variants.distill(replace(full(size), model=SIZES["1m"]), TINY_TEACHER, deepspeed="zero2.json")
