@@ -1,8 +1,8 @@
 """Keep a fine-tuned tiny model as the teacher that ships with the project: its weights rounded to bfloat16.
 
-    python scripts/launch.py tiny full --gpus 2                                       # three minutes on two cores
+    python scripts/launch.py tiny full --gpus 2                           # three minutes on two cores
     python -m recipes.samples.teacher runs/tiny-3m-full/RUN/export
-    python scripts/shrink.py recipes/samples/tiny_teacher --layers 2 --intermediate 208 --output recipes/samples/tiny_student
+    cd recipes/samples && python ../../scripts/shrink.py tiny_teacher --layers 2 --intermediate 208 --output tiny_student
 
 The last command makes the student of `tiny distill`, the same bytes each time.
 """
