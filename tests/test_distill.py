@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes.launching import paths, preflight
+from recipes.planning.cost import memory
+from recipes.planning.cost.training_setup import training_setup
 from recipes.report.document import Chart
 from recipes.report.run_data import read
 from recipes.report.sections import curves
@@ -218,6 +220,21 @@ def test_more_likeliest_tokens_than_there_are_tokens_are_refused():
     recipe = overrides.apply(pages.find("tiny", "distill"), ["distill.top_k=1153"])
     with pytest.raises(UserError, match=r"distill\.top_k=1153: the vocabulary has 1,152 tokens; use fewer"):
         limits.check(recipe, 2, DeepSpeedFile(stage=2))
+
+
+def test_the_planner_counts_the_teacher():
+    def planned(stage, recipe):
+        setup = training_setup(recipe, DeepSpeedFile(stage=stage), 2)
+        return memory.teacher_bytes(setup), setup.teacher_parameters
+
+    recipe = pages.find("tiny", "distill")
+    assert planned(2, recipe) == (4 * 3_049_984, 3_049_984)
+    assert planned(3, recipe) == (2 * 3_049_984, 3_049_984)
+    in_4_bits = replace(recipe, distill=replace(recipe.distill, teacher_quantization="nf4"))
+    assert planned(3, in_4_bits)[0] == pytest.approx(0.516 * 3_049_984, rel=1e-3)
+    assert planned(2, replace(recipe, distill=replace(recipe.distill, top_k=8))) == (0, 0)
+    assert planned(2, replace(recipe, distill=Distill(teacher="meta-llama/Llama-3.1-8B-Instruct")))[1] == 8_030_261_248
+    assert planned(2, pages.find("tiny", "full")) == (0, 0)
 
 
 @pytest.fixture

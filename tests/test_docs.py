@@ -23,6 +23,7 @@ from recipes.commands import (
     publish,
     report,
     resolve,
+    shrink,
 )
 from recipes.docs import documents
 from recipes.spec import pages
@@ -37,6 +38,7 @@ PARSERS = {
     "generate.py": generate,
     "evaluate.py": evaluate,
     "publish.py": publish,
+    "shrink.py": shrink,
     "benchmark.py": benchmark,
     "check_config.py": check,
     "resolve_config.py": resolve,

@@ -1,4 +1,4 @@
-"""`shrink`: a student's start is what it says it is, the shipped one is made by it, and what it cannot cut it refuses."""
+"""`shrink`: a student computes with what was kept, the shipped one is made like this, and what cannot be cut is said."""
 
 import json
 import shutil
@@ -110,8 +110,6 @@ def test_architectures_that_cannot_be_cut_are_refused(tmp_path):
     state = load_file(folder / "model.safetensors")
     del state["model.norm.weight"]
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"what is left of it is not a model that transformers loads: model\.norm"
-    ):
+    with pytest.raises(UserError, match=r"what is left of it is not a model that transformers loads: model\.norm"):
         shrink.shrink(str(folder), tmp_path / "student", 2, None)
     assert not (tmp_path / "student").exists() and json.loads((folder / "config.json").read_text()) == config

@@ -2,9 +2,9 @@
 
     python scripts/launch.py tiny full --gpus 2                           # three minutes on two cores
     python -m recipes.samples.teacher runs/tiny-3m-full/RUN/export
-    cd recipes/samples && python ../../scripts/shrink.py tiny_teacher --layers 2 --intermediate 208 --output tiny_student
+    python scripts/shrink.py recipes/samples/tiny_teacher --layers 2 --intermediate 208 --output STUDENT
 
-The last command makes the student of `tiny distill`, the same bytes each time.
+The last command makes the student of `tiny distill`, in `tiny_student`: the same bytes each time.
 """
 
 import argparse

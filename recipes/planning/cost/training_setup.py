@@ -9,6 +9,7 @@ from ...spec import loss_tiles
 from ...spec.deepspeed_file import DeepSpeedFile, Device
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
 from ...spec.recipe import Layout, Lora, Precision, Recipe
+from ..model_profile import teacher
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class TrainingSetup:
     """Two where a method compares two answers."""
     reference: bool = False
     """Without adapters a frozen second model is held for comparison."""
+    teacher_parameters: int = 0
+    """Of a frozen model that is held beside the one that trains, and computes as often."""
+    teacher_quantized: bool = False
+    """Its weights are in 4 bits, and whole on each rank."""
     scores: bool = False
     """One output per sequence instead of logits."""
     attention: str = "sdpa"
@@ -144,6 +149,8 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
         reference=recipe.traits.reference,
+        teacher_parameters=teacher.parameters(recipe),
+        teacher_quantized=recipe.distill.teacher_quantization != "none",
         scores=recipe.traits.scores,
         attention=recipe.model.attention,
         tiled_loss=loss_tiles.asked_for(recipe),
