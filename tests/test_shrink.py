@@ -1,4 +1,4 @@
-"""`shrink`: a student computes with what was kept, the shipped one is made like this, and what cannot be cut is said."""
+"""`shrink`: a student computes with what was kept, the shipped one is made by it, and what cannot be cut is refused."""
 
 import json
 import shutil
