@@ -197,7 +197,6 @@ def test_what_is_kept_of_something_else_is_refused(tmp_path):
 
 
 REFUSED = {
-    "distill.teacher=none": "distill.teacher=none: there is nobody to learn from; name",
     "distill.loss=jsd distill.beta=1": r"distill.beta=1.0: must be above 0 and below 1; use distill.loss=forward_kl",
     "distill.loss=jsd distill.beta=0": "distill.beta=0.0: must be above 0",
     "distill.loss=kl": "must be one of forward_kl, reverse_kl, jsd",
@@ -214,6 +213,12 @@ def test_impossible_settings_are_refused(words):
     with pytest.raises(UserError, match=REFUSED[words]) as error:
         overrides.apply(pages.find("tiny", "distill"), words.split())
     assert len(str(error.value).splitlines()) <= 2
+
+
+def test_nobody_to_learn_from_is_refused():
+    recipe = overrides.apply(pages.find("tiny", "distill"), ["distill.teacher=none"])
+    with pytest.raises(UserError, match=r"distill\.teacher=none: there is nobody to learn from; name a model folder"):
+        limits.check(recipe, 2, DeepSpeedFile(stage=2))
 
 
 def test_more_likeliest_tokens_than_there_are_tokens_are_refused():

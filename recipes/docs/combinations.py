@@ -6,7 +6,6 @@ from typing import Any
 
 from ..spec import limits, pages
 from ..spec.deepspeed_file import DeepSpeedFile
-from ..spec.methods.settings import Distill
 from ..spec.recipe import Layout, Lora, Recipe
 
 ROWS = {
@@ -34,7 +33,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "KTO": {"method": "kto"},
     "ORPO": {"method": "orpo"},
     "SimPO": {"method": "simpo"},
-    "distillation": {"method": "distill", "distill": Distill(teacher="teacher")},
+    "distillation": {"method": "distill"},
 }
 """What each column is, besides all weights by supervised fine-tuning."""
 

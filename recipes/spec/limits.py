@@ -73,7 +73,7 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     """
     _check_length(recipe)
     _check_head(recipe)
-    _check_top_k(recipe)
+    _check_teacher(recipe)
     why = limit(recipe, world_size, file)
     if why:
         use = " or ".join(suggestions(recipe, world_size, file))
@@ -97,9 +97,13 @@ def _check_head(recipe: Recipe) -> None:
         )
 
 
-def _check_top_k(recipe: Recipe) -> None:
+def _check_teacher(recipe: Recipe) -> None:
+    if not recipe.traits.teacher:
+        return
+    if not recipe.distill.teacher:
+        raise UserError("distill.teacher=none: there is nobody to learn from; name a model folder or a Hub id.")
     wanted, vocabulary = recipe.distill.top_k, _size(recipe, "vocab_size")
-    if recipe.traits.teacher and wanted and vocabulary and wanted > vocabulary:
+    if wanted and vocabulary and wanted > vocabulary:
         raise UserError(f"distill.top_k={wanted}: the vocabulary has {vocabulary:,} tokens; use fewer, such as 64.")
 
 

@@ -355,8 +355,6 @@ def _check_smoothing(recipe: Recipe) -> None:
 
 def _check_teacher(recipe: Recipe) -> None:
     distill = recipe.distill
-    if not distill.teacher:
-        raise UserError("distill.teacher=none: there is nobody to learn from; name a model folder or a Hub id.")
     if distill.loss == "jsd" and not 0 < distill.beta < 1:
         raise UserError(
             f"distill.beta={distill.beta}: must be above 0 and below 1; use distill.loss=forward_kl instead of 0, and "
