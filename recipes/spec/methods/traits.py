@@ -131,7 +131,7 @@ TRAITS: Mapping[Method, Traits] = {
         own_loss=True,
         excludes={
             "tensor": "distillation compares the whole output heads of two models, and AutoTP splits those of one",
-            "sequence": "distillation does not spread the teacher's attention over ranks, and each has only a part of a sequence",
+            "sequence": "distillation does not spread the teacher's attention, and a rank has a part of a sequence",
             "pipeline": "distillation needs the outputs of two models at once, and a pipeline returns the loss of one",
             "expert": "DeepSpeed's AutoEP spreads the experts of one model, and distillation has two",
         },
