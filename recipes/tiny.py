@@ -18,6 +18,7 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
     pretrain    raw text  all weights    ZeRO-1     the same
     classify    classes   all weights    ZeRO-3     the same
     embed       pairs     all weights    ZeRO-3     the same
+    distill     distill   all weights    ZeRO-2     the same
 
     python scripts/launch.py tiny full
     python scripts/launch.py tiny full learning_rate=5e-4 epochs=2 deepspeed=zero2.json     # change anything
@@ -27,7 +28,7 @@ from dataclasses import replace
 
 from .spec import variants
 from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT, TINY_MODEL
+from .spec.samples import CHAT, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
 
 SIZES = {
     "3m": Model(
@@ -47,6 +48,12 @@ SIZES = {
         },
     ),
 }
+STUDENT = Model(
+    path=TINY_STUDENT,
+    parameters=1_009_024,
+    config={**SIZES["3m"].config, "num_hidden_layers": 2, "intermediate_size": 208},
+)
+"""Two of the fine-tuned model's layers, narrowed (`scripts/shrink.py`); knows next to nothing until it is trained."""
 
 
 def full(size: str) -> Recipe:
@@ -131,3 +138,11 @@ def classify(size: str) -> Recipe:
 def embed(size: str) -> Recipe:
     """Train embeddings on pairs of texts, all weights, ZeRO-3: finds the notice that some facts are from."""
     return variants.embed(full(size), learning_rate=5e-4, epochs=3, global_batch_size=32, micro_batch_size=16)
+
+
+def distill(size: str) -> Recipe:
+    """Distillation, all weights, ZeRO-2: a student of 1M learns the distributions of the fine-tuned model.
+
+    `tiny full model.path=recipes/samples/tiny_student` trains the same student on the answers alone.
+    """
+    return variants.distill(replace(full(size), model=STUDENT), TINY_TEACHER, deepspeed="zero2.json")

@@ -21,6 +21,7 @@ os.environ |= ops.environment()
 
 import json
 from functools import cache, partial
+from typing import Any
 
 import hypothesis
 import pytest
@@ -97,24 +98,33 @@ def used(ranks, tmp_path_factory):
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
     """Make a random Qwen3 whose wrong gradients show: large initial weights, so that its output is not uniform."""
+    return random_qwen3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def teacher_folder(tmp_path_factory) -> Path:
+    """Make another one for it to learn from: wider, deeper, with a head of its own, padded as large models' are."""
+    sizes = {"hidden_size": 96, "num_hidden_layers": 3, "initializer_range": 0.1, "tie_word_embeddings": False}
+    return random_qwen3(tmp_path_factory.mktemp("teacher"), seed=1, padding=16, **sizes)
+
+
+def random_qwen3(folder: Path, seed: int = 0, padding: int = 0, **changes: Any) -> Path:
+    """Write a random Qwen3 with the tokenizer of `tiny`, and return its folder."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     from recipes.training.model.draft import TINY_MODEL
 
-    folder = tmp_path_factory.mktemp("model")
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "initializer_range": 0.2, "tie_word_embeddings": True}
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
+        vocab_size=len(tokenizer) + padding,
         intermediate_size=128,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
+        **sizes | changes,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -24,6 +24,7 @@ from recipes.commands import (
     report,
     resolve,
     serve,
+    shrink,
     sweep,
 )
 from recipes.docs import documents
@@ -42,6 +43,7 @@ PARSERS = {
     "evaluate.py": evaluate,
     "serve.py": serve,
     "publish.py": publish,
+    "shrink.py": shrink,
     "benchmark.py": benchmark,
     "check_config.py": check,
     "resolve_config.py": resolve,

@@ -177,6 +177,7 @@ def test_no_package_of_the_stack_is_imported(bare, tmp_path, command):
         "generate RUN text",
         "evaluate RUN",
         "publish RUN O/N",
+        "shrink RUN --layers 2 --output DIR",
         "benchmark all",
     ],
 )
@@ -260,6 +261,7 @@ NEEDS_PACKAGES = {
     "publish": [ROOT / "recipes" / "samples" / "tiny_model", "OWNER/NAME"],
     "report": ["runs"],
     "serve": [ROOT / "recipes" / "samples" / "tiny_model"],
+    "shrink": [ROOT / "recipes" / "samples" / "tiny_model", "--layers", "2", "--output", "out"],
 }
 """Each script with arguments for which it needs a package; the others need none."""
 WITHOUT = {"doctor": ["--json"], "resolve_config": [ROOT / "configs" / "zero3.json", "--model", "llama3-8b"]}

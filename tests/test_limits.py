@@ -13,6 +13,7 @@ from recipes.spec import deepspeed_file, limits, overrides, pages
 from recipes.spec.deepspeed_file import DeepSpeedFile
 from recipes.spec.errors import UserError
 from recipes.spec.layout import bubble, data_parallel_size, rank_position
+from recipes.spec.methods.settings import Distill
 from recipes.spec.methods.traits import TRAITS
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
@@ -50,7 +51,7 @@ def runs(draw):
     method = draw(st.sampled_from(list(TRAITS)))
     lora = draw(st.sampled_from([None, Lora()]))
     micro = draw(st.sampled_from([1, 2]))
-    recipe = recipe_of(draw(LAYOUTS), draw(MODELS), method=method, lora=lora)
+    recipe = recipe_of(draw(LAYOUTS), draw(MODELS), method=method, lora=lora, distill=TAUGHT)
     recipe = replace(recipe, micro_batch_size=micro, global_batch_size=micro * draw(st.integers(1, 64)))
     return recipe, draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])), draw(FILES)
 
@@ -124,6 +125,7 @@ def test_no_nearer_layout_is_possible(run):
 QWEN3 = {"model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28}
 MIXTRAL = {"model_type": "mixtral", "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8}
 NF4 = {"model": replace(pages.find("tiny", "full").model, config=QWEN3, quantization="nf4"), "lora": Lora()}
+TAUGHT = Distill(teacher="teacher")
 FEEDBACK = {
     f"{method} {how}": (
         Layout(**{kind: 2}),
@@ -165,6 +167,30 @@ REFUSED = {
         "8 key/value heads are not divisible by 16; use layout.tensor=8",
     ),
     "tensor and dora": (Layout(tensor=2), QWEN3, {"lora": Lora(dora=True)}, 2, zero(1), "DoRA .*=1"),
+    "tensor and distillation": (
+        Layout(tensor=2),
+        QWEN3,
+        {"method": "distill", "distill": TAUGHT},
+        2,
+        zero(1),
+        "distillation compares .*; use layout.tensor=1",
+    ),
+    "distillation by parts": (
+        Layout(sequence=2),
+        QWEN3,
+        {"method": "distill", "distill": TAUGHT},
+        2,
+        zero(3),
+        "distillation does not spread .*; use layout.sequence=1",
+    ),
+    "distillation by stages": (
+        Layout(pipeline=2),
+        QWEN3,
+        {"method": "distill", "distill": TAUGHT},
+        2,
+        zero(1),
+        "distillation needs the outputs of two models .*; use layout.pipeline=1",
+    ),
     "tensor and dpo": (Layout(tensor=2), QWEN3, {"method": "dpo"}, 2, zero(1), "DPO .*; use layout.tensor=1"),
     "tensor and 4-bit": (Layout(tensor=2), QWEN3, NF4, 2, zero(1), "4-bit .*; use layout.tensor=1"),
     "sequence heads": (

@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "check that this machine is ready to train",
     "report": "show what a run came to, or compare several",
     "export": "turn a run or a checkpoint into a Hugging Face folder",
+    "shrink": "make a smaller model of a larger one's weights, for distillation",
     "generate": "talk to a fine-tuned model, here or on a server",
     "evaluate": "measure models beside each other on held-out examples",
     "serve": "answer over OpenAI's protocol with a fine-tuned model",
@@ -35,7 +36,7 @@ Start here:
   dsr plan llama3-8b --gpu H100 --gpus 8        which configuration fits, how fast it is, and why
   dsr check my_deepspeed.json                   find what is wrong with it, with the fix
 
-launch, sweep, export, generate, evaluate, serve, publish and benchmark need more:
+launch, sweep, export, shrink, generate, evaluate, serve, publish and benchmark need more:
   pip install "deepspeed-recipes[train]"
 COMMAND --help lists a command's options."""
 

@@ -37,6 +37,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "Muon": {"optimizer": "muon", "max_grad_norm": 0.0},
     "classify": {"method": "classify"},
     "embed": {"method": "embed"},
+    "distillation": {"method": "distill"},
 }
 """What each column is, besides all weights by supervised fine-tuning."""
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..spec.errors import UserError
+from ..spec.methods.settings import Distill
 from ..spec.project import CONFIGS, IMPORT_ROOT
 from ..spec.recipe import Recipe, names
 
@@ -33,7 +34,19 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
     if model.chat_template not in ("auto", "chatml"):
         model = replace(model, chat_template=_absolute("model.chat_template", model.chat_template, mount))
     deepspeed = _absolute("deepspeed", recipe.deepspeed, None, CONFIGS)
-    return replace(recipe, data=data, model=model, deepspeed=deepspeed)
+    return replace(recipe, data=data, model=model, deepspeed=deepspeed, distill=_teacher(recipe.distill, mount))
+
+
+def _teacher(distill: Distill, mount: str | None) -> Distill:
+    """Return the settings with the teacher's folder and the cache's, which need not exist yet, as absolute paths."""
+    if distill.teacher:
+        teacher = _absolute("distill.teacher", distill.teacher, mount)
+        if Path(teacher).exists() and not Path(teacher, "config.json").is_file():
+            raise UserError(
+                f"distill.teacher={distill.teacher}: no config.json in it; name a Hugging Face model folder."
+            )
+        distill = replace(distill, teacher=teacher)
+    return replace(distill, cache=str(Path(distill.cache).absolute())) if distill.cache else distill
 
 
 def _each_absolute(key: str, paths: str, mount: str | None) -> str:
@@ -49,7 +62,7 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
     looks_like_hub_id = (
         path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix[1:].isalpha()
     )
-    if key in ("model.path", "data.path") and looks_like_hub_id:
+    if key in ("model.path", "data.path", "distill.teacher") and looks_like_hub_id:
         return path
     raise UserError(f"{key}={path}: no such file or folder.{_nearest(path, folders)}")
 

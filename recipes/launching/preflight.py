@@ -20,6 +20,7 @@ from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
 from ..spec.tracking import trackers
 from ..training.data import classes, columns, formats, text_files, updates
+from ..training.methods.distillation import vocabulary
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
 from ..zero_config import lint
 
@@ -55,6 +56,8 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
         UserError: names the sizes, the reason and the nearest sizes that can run.
     """
     limits.check(with_dimensions(recipe), ranks, file)
+    if recipe.traits.teacher:
+        _check_teacher(recipe)
     stages, micro_batches = recipe.layout.pipeline, gradient_accumulation_steps(recipe, ranks)
     if stages > 1 and micro_batches < 4 * stages:
         print(
@@ -75,6 +78,17 @@ def check_trackers(recipe: Recipe) -> None:
     """
     stack = importlib.util.find_spec("deepspeed") is not None
     trackers.check_installed([name for name in recipe.trackers if stack or name != "wandb"])
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    """Refuse a teacher with another vocabulary, where both are local folders; the ranks check the others.
+
+    Raises:
+        UserError: names a token that has different numbers.
+    """
+    ours, theirs = (vocabulary.tokens(Path(path)) for path in (recipe.model.path, str(recipe.distill.teacher)))
+    if ours and theirs:
+        vocabulary.check(str(recipe.distill.teacher), ours, theirs)
 
 
 def with_dimensions(recipe: Recipe) -> Recipe:

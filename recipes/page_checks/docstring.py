@@ -20,7 +20,14 @@ PLACEHOLDER = "TODO"
 SIZES = ["size", "layers", "hidden", "heads", "parameters", "context", "licence", "weights"]
 VARIANTS = ["variant", "method", "trains", "DeepSpeed"]
 """The columns of the two tables of a docstring; a page with measurements has one more."""
-METHODS = {"pretrain": "raw text", "reward": "reward", "simpo": "SimPO", "classify": "classes", "embed": "pairs"}
+METHODS = {
+    "pretrain": "raw text",
+    "reward": "reward",
+    "simpo": "SimPO",
+    "classify": "classes",
+    "embed": "pairs",
+    "distill": "distill",
+}
 """How the table names a method that is not an acronym."""
 TOLERANCE = 0.01
 """Tolerance between the published number of parameters and that which the dimensions give."""

@@ -75,6 +75,7 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     _check_length(recipe)
     _check_head(recipe)
     combinations.check(recipe, file)
+    _check_teacher(recipe)
     why = limit(recipe, world_size, file)
     if why:
         use = " or ".join(suggestions(recipe, world_size, file))
@@ -96,6 +97,16 @@ def _check_head(recipe: Recipe) -> None:
             f"method={recipe.method}: transformers has no classification model of the type {_kind(recipe)}, which "
             f"{recipe.traits.title} trains; use another family (launch.py --list)."
         )
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    if not recipe.traits.teacher:
+        return
+    if not recipe.distill.teacher:
+        raise UserError("distill.teacher=none: there is nobody to learn from; name a model folder or a Hub id.")
+    wanted, vocabulary = recipe.distill.top_k, _size(recipe, "vocab_size")
+    if wanted and vocabulary and wanted > vocabulary:
+        raise UserError(f"distill.top_k={wanted}: the vocabulary has {vocabulary:,} tokens; use fewer, such as 64.")
 
 
 def positions(config: Mapping[str, Any]) -> float:

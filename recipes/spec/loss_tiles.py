@@ -18,7 +18,7 @@ def asked_for(recipe: Recipe) -> bool | None:
     """Return what a recipe says of tiles; None: it depends on the size."""
     if recipe.traits.whole_loss or recipe.layout.pipeline > 1 or recipe.router_aux_loss_coef:
         return False  # these have no use for it, or none that is right: see `Recipe`
-    return recipe.tiled_loss
+    return True if recipe.traits.teacher else recipe.tiled_loss
 
 
 def tiles_loss(recipe: Recipe, vocabulary: int) -> bool:

@@ -30,6 +30,7 @@ SCRIPTS = {
         for name in ("launch", "plan", "doctor", "report", "export", "generate", "evaluate", "serve", "publish")
     },
     "sweep": "sweep",
+    "shrink": "shrink",
     "benchmark": "benchmark",
     "check": "check_config",
     "resolve": "resolve_config",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import UserError
-from .methods.settings import SMOOTHED, Classify, Dpo, Embed, Kto, Orpo, Simpo
+from .methods.settings import SMOOTHED, Classify, Distill, Dpo, Embed, Kto, Orpo, Simpo
 from .methods.traits import TRAITS, Method, Traits
 from .optimization.lora import Lora as Lora
 from .optimization.optimizers import Optimizer
@@ -160,6 +160,7 @@ class Recipe:
     simpo: Simpo = field(default_factory=Simpo)
     classify: Classify = field(default_factory=Classify)
     embed: Embed = field(default_factory=Embed)
+    distill: Distill = field(default_factory=Distill)
     draft: Draft = Draft()
     tracking: str | None = "wandb"
     """What gets the numbers of metrics.jsonl too, with commas: `wandb`, `tensorboard`, `mlflow`, `trackio`; None:
@@ -256,6 +257,8 @@ class Recipe:
         _check_optimizer(self)
         trackers.check(names(self.tracking))
         _check_smoothing(self)
+        if self.traits.teacher:
+            _check_teacher(self)
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.traits.title} trains without the "
@@ -321,6 +324,7 @@ _ABOVE_0 = {
     "orpo.beta": 0.1,
     "simpo.beta": 2,
     "embed.temperature": 0.05,
+    "distill.temperature": 1,
 }
 _LEAST = {
     "max_steps": 1,
@@ -350,6 +354,7 @@ _LEAST = {
     "weight_decay": 0,
     "router_aux_loss_coef": 0,
     "simpo.gamma": 0,
+    "distill.top_k": 1,
 }
 
 
@@ -399,6 +404,23 @@ def _check_smoothing(recipe: Recipe) -> None:
         raise UserError(f"dpo.label_smoothing={smoothing} with dpo.loss={loss}: only {' and '.join(SMOOTHED)} read it.")
     if loss == "exo_pair" and not smoothing:
         raise UserError("dpo.loss=exo_pair: needs dpo.label_smoothing above 0, such as 1e-3.")
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    distill = recipe.distill
+    if distill.loss == "jsd" and not 0 < distill.beta < 1:
+        raise UserError(
+            f"distill.beta={distill.beta}: must be above 0 and below 1; use distill.loss=forward_kl instead of 0, and "
+            "reverse_kl instead of 1."
+        )
+    if not 0 <= distill.alpha < 1:
+        raise UserError(f"distill.alpha={distill.alpha}: must be at least 0 and below 1; at 1 it is the variant full.")
+    if distill.cache and distill.top_k is None:
+        raise UserError(
+            f"distill.cache={distill.cache}: needs distill.top_k, such as 64: whole distributions are huge."
+        )
+    if distill.top_k and recipe.data.streaming:
+        raise UserError("distill.top_k with data.streaming=true: a stream cannot be read beforehand; leave one out.")
 
 
 def _get(recipe: Recipe, key: str) -> Any:

@@ -95,6 +95,11 @@ class RunFolder:
         return self.path / "draft_model"
 
     @property
+    def likeliest(self) -> Path:
+        """The likeliest next tokens of a teacher, computed before training."""
+        return self.path / "likeliest"
+
+    @property
     def checkpoints(self) -> Path:
         """Holds `checkpoint-STEP` folders, from which a run resumes."""
         return self.path / "checkpoints"

@@ -5,6 +5,10 @@ from .recipe import Data
 
 TINY_MODEL = str(SAMPLES / "tiny_model")
 """A Qwen3 of 3M parameters, made and pre-trained here."""
+TINY_TEACHER = str(SAMPLES / "tiny_teacher")
+"""The same after `tiny full`: it reads notices and answers with JSON."""
+TINY_STUDENT = str(SAMPLES / "tiny_student")
+"""Two of its four layers, narrowed, 1M parameters: knows next to nothing until it is trained."""
 
 CHAT = Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl")
 """Sentences to turn into JSON, as conversations."""

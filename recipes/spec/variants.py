@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from .methods.settings import Distill
 from .recipe import Recipe
 from .samples import JUDGED, LABELLED, MATCHING, PREFERENCES, TEXT
 
@@ -127,6 +128,11 @@ def simpo(lora: Recipe, *, learning_rate: float = RATES["simpo"], **changes: Any
 def pretrain(full: Recipe, **changes: Any) -> Recipe:
     """Return `full` on raw text."""
     return _changed(full, changes, method="pretrain", data=TEXT)
+
+
+def distill(full: Recipe, teacher: str, **changes: Any) -> Recipe:
+    """Return `full` learning from the distributions of a teacher, a folder or a Hub id with the same tokenizer."""
+    return _changed(full, changes, method="distill", distill=Distill(teacher=teacher))
 
 
 def feedback(lora: Variant) -> tuple[Variant, Variant, Variant]:

@@ -112,7 +112,7 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
     permanent_buckets, reduce_buckets = _buckets(shard, setup)
 
     def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
-        allocated = {**states, **more}
+        allocated = {**states, **more} | ({"teacher": teacher} if (teacher := teacher_bytes(setup)) else {})
         runtime = CONTEXT + CUBLAS + (NCCL if setup.world_size > 1 and moment != "loading" else 0)
         alone = setup.zero_ranks == 1 and setup.offload_optimizer != "none"
         sharded = setup.zero_stage == 3 and not alone and moment != "loading"
@@ -197,6 +197,13 @@ def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
     quantized = shard.linear_parameters + experts if setup.quantized else 0
     width = WIDTH["fp32" if setup.frozen_fp32 else setup.precision]
     return width * (shard.parameters - quantized) + NF4 * quantized
+
+
+def teacher_bytes(setup: TrainingSetup) -> float:
+    """Return what a teacher's weights take on one rank: ZeRO-3 shards them, unless they are in 4 bits."""
+    if setup.teacher_quantized:
+        return NF4 * setup.teacher_parameters
+    return WIDTH[setup.precision] * setup.teacher_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
 
 
 def _loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:

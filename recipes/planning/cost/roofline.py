@@ -89,8 +89,9 @@ def layer_seconds(
     moved = _moved_bytes(kind, profile, tokens, setup, constants) / bandwidth
     weights = DEQUANTIZED * _quantized_weights(kind, setup) / (gpu.memory_gbs * 1e9 * constants.dequantize)
     once = forward + attention + moved + weights
-    # Checkpointing computes a layer once more, and so does DPO's comparison with the model that training starts from.
-    again = setup.gradient_checkpointing + setup.reference
+    # Checkpointing computes a layer once more, and so does DPO's comparison with the model that training starts from;
+    # a teacher computes as much more as it is larger.
+    again = setup.gradient_checkpointing + setup.reference + setup.teacher_parameters / profile.parameters
     feed_forward = feed_forward_share(kind) * (forward + moved) if setup.tiled_mlp or setup.selective else 0.0
     busy = matmul + attention + attention_backward + 3 * moved + 2 * weights + again * once + feed_forward
     passes = 3 + again

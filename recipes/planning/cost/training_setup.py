@@ -10,6 +10,7 @@ from ...spec.deepspeed_file import DeepSpeedFile, Device
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
 from ...spec.optimization.optimizers import Optimizer
 from ...spec.recipe import Layout, Lora, Precision, Recipe
+from ..model_profile import teacher
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class TrainingSetup:
     """Two where a method compares two answers."""
     reference: bool = False
     """Without adapters a frozen second model is held for comparison."""
+    teacher_parameters: int = 0
+    """Of a frozen model that is held beside the one that trains, and computes as often."""
+    teacher_quantized: bool = False
+    """Its weights are in 4 bits, and whole on each rank."""
     scores: bool = False
     """A few outputs per sequence instead of logits, or none."""
     attention: str = "sdpa"
@@ -162,6 +167,8 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
         reference=recipe.asks_reference,
+        teacher_parameters=teacher.parameters(recipe),
+        teacher_quantized=recipe.distill.teacher_quantization != "none",
         scores=recipe.traits.headless,
         attention=recipe.model.attention,
         tiled_loss=recipe.traits.tiles or loss_tiles.asked_for(recipe),

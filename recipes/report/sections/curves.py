@@ -57,7 +57,7 @@ TITLES = {
     "mfu": "Model FLOPs utilisation",
     "gpu_utilization": "GPU busy (%), rank 0",
 }
-MORE = ("rewards/", "kl", "nll_", "odds_", "router_", "expert_load", "accuracy")
+MORE = ("rewards/", "kl", "nll_", "odds_", "divergence", "cross_entropy", "router_", "expert_load", "accuracy")
 """Beginnings of the keys that some methods and models add."""
 
 

@@ -91,3 +91,32 @@ class Embed:
     pooling: Literal["mean", "last"] = "mean"
     """Which hidden states are a text's vector: the `mean` of all tokens', or the `last` token's, which alone has seen
     the whole text where attention is causal."""
+
+
+DistillLoss = Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+@dataclass(frozen=True)
+class Distill:
+    """Distillation: the model learns a teacher's distribution over the next token (Hinton et al. 2015, 1503.02531)."""
+
+    teacher: str | None = None
+    """The model to learn from: a folder or a Hub id. Its tokenizer must be that of the recipe's model."""
+    teacher_quantization: Literal["none", "nf4"] = "none"
+    """`nf4`: the teacher's linear layers in 4 bits, whole on every rank; otherwise ZeRO-3 shards it like the model."""
+    loss: DistillLoss = "forward_kl"
+    """The divergence per token (Agarwal et al. 2023, arXiv:2306.13649). `forward_kl` of the teacher from the student
+    spreads over everything that the teacher would say, `reverse_kl` concentrates on its likeliest, `jsd` is between."""
+    beta: float = 0.5
+    """Of `jsd`, the teacher's weight in the mixture that both are compared with: above 0, where it becomes forward KL,
+    and below 1, where it becomes reverse KL."""
+    temperature: float = 1.0
+    """Both models' logits are divided by it: above 1 the teacher's unlikely tokens count more. The divergence is
+    multiplied by its square, so that its gradients keep their size beside the cross-entropy's."""
+    alpha: float = 0.0
+    """Share of the cross-entropy with the data's own answers in the loss; the rest is the divergence."""
+    top_k: int | None = None
+    """Compute the teacher's so many likeliest tokens for the whole data once, before training, and then let go of the
+    teacher. All other tokens together are one outcome more. None: the teacher computes beside the student."""
+    cache: str | None = None
+    """Folder for them, to be used again by other runs on the same data; None: the run's own. Needs `top_k`."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo", "classify", "embed"]
+Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo", "classify", "embed", "distill"]
 Examples = Literal["conversations", "texts", "pairs", "judged answers", "labelled texts", "matching texts"]
 """What a method reads: an example of `pairs` is a prompt with a chosen and a rejected answer; of `judged answers` a
 prompt with one answer, and whether it is good; of `labelled texts` a text or conversation and its class; of `matching
@@ -29,6 +29,8 @@ class Traits:
     """The loss compares with the model as it was before training: without adapters a second model is held."""
     precomputes: bool = False
     """What the reference model says can be computed before training: `dpo.precompute`."""
+    teacher: bool = False
+    """The loss compares with another model, the recipe's `distill.teacher`; always in tiles."""
     scores: bool = False
     """The trained model has outputs per sequence, a reward or classes, instead of logits over the vocabulary."""
     embeds: bool = False
@@ -169,6 +171,20 @@ TRAITS: Mapping[Method, Traits] = {
             "sequence": "an embedding is read from all tokens of a text, and each rank has only some",
             "pipeline": "a pipeline's last stage has a language model's head, and an embedding model has none",
             "expert": "expert parallelism is tested with language models, and not with embeddings",
+        },
+    ),
+    "distill": Traits(
+        "distillation",
+        "conversations",
+        packs=True,
+        teacher=True,
+        loss="distillation loss per token (nats)",
+        own_loss=True,
+        excludes={
+            "tensor": "distillation compares the whole output heads of two models, and AutoTP splits those of one",
+            "sequence": "distillation does not spread the teacher's attention, and a rank has a part of a sequence",
+            "pipeline": "distillation needs the outputs of two models at once, and a pipeline returns the loss of one",
+            "expert": "DeepSpeed's AutoEP spreads the experts of one model, and distillation has two",
         },
     ),
 }

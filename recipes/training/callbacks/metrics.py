@@ -18,7 +18,18 @@ from .progress import step_line
 
 GIB = 2**30
 
-OTHERS = ("rewards/", "kl", "nll_", "odds_", "accuracy", "expert_load", "router_", "layers")
+OTHERS = (
+    "rewards/",
+    "kl",
+    "nll_",
+    "odds_",
+    "divergence",
+    "cross_entropy",
+    "accuracy",
+    "expert_load",
+    "router_",
+    "layers",
+)
 """How the names of what some methods and models log besides begin."""
 
 

@@ -52,8 +52,21 @@ def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> 
     Raises:
         UserError: the weights are missing, or exist only as pickles.
     """
-    traits = recipe.traits
-    model = _pretrained(recipe, kind or heads.CLASSES[heads.trained_by(traits)], labels)
+    model = load_base(recipe, kind, labels)
+    if recipe.lora is None:
+        return model
+    if recipe.gradient_checkpointing is True:
+        model.enable_input_require_grads()
+    return adapters.add(model, recipe.lora, recipe.seed, recipe.traits.scores, recipe.traits.embeds)
+
+
+def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> PreTrainedModel:
+    """Return the model of `load_model` without adapters.
+
+    Raises:
+        UserError: the weights are missing, or exist only as pickles.
+    """
+    model = _pretrained(recipe, kind or heads.CLASSES[heads.trained_by(recipe.traits)], labels)
     upstream.restore_rotary_frequencies(model)
     # With a key/value cache transformers does not look for packed documents, and they would attend to each other.
     model.config.use_cache = False
@@ -71,12 +84,8 @@ def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> 
         kernels.fuse(model)
     if recipe.compile == "regional":
         kernels.compile_layers(model)
-    if recipe.lora is None:
-        return model
     upstream.keep_4bit_layout(model)
-    if recipe.gradient_checkpointing is True:
-        model.enable_input_require_grads()
-    return adapters.add(model, recipe.lora, recipe.seed, traits.scores, traits.embeds)
+    return model
 
 
 def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedModel:

@@ -1,0 +1,1 @@
+"""What distillation is made of: the divergence, its tiles, the teacher, and what is computed of it beforehand."""

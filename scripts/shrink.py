@@ -1,0 +1,8 @@
+"""The command `shrink` of this checkout; recipes/commands/shrink/ says what it does."""
+
+import sys
+
+sys.path.insert(0, __file__.rpartition("/")[0] or ".")  # python -I and PYTHONSAFEPATH leave this folder out
+from _checkout import run
+
+run("shrink")

@@ -1,0 +1,116 @@
+"""Distillation: on two ranks, whatever the ZeRO stage, what a plain loop with whole logits trains in one process."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from safetensors.torch import load_file
+
+from recipes.spec.methods.settings import Distill
+from recipes.spec.recipe import Lora
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from recipes.training.model import adapters
+from tests.parity import gate, plain, plain_distill
+from tests.parity.plain_distill import NONE, Mistakes
+from tests.tiers import tiered
+
+SETTINGS = plain.Settings(learning_rate=3e-3)
+ADAPTERS = Lora(rank=4, alpha=8)
+SEED = 42
+NOTICED = 100 * gate.LOSS
+"""The mistakes below differ by more."""
+LOSSES = {
+    "mixed": Distill(loss="forward_kl", temperature=2.0, alpha=0.3),
+    "reverse": Distill(loss="reverse_kl", temperature=1.5),
+    "jsd": Distill(loss="jsd", beta=0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(model_folder, teacher_folder, conversations):
+    """Return a function that trains in plain PyTorch, once for each case."""
+
+    @cache
+    def trained(settings: Distill, lora: bool = False, mistakes: Mistakes = NONE, teacher: str = ""):
+        prepare = (lambda model: adapters.add(model, ADAPTERS, SEED)) if lora else (lambda model: model)
+        folder = teacher or str(teacher_folder)
+        return plain_distill.train(model_folder, folder, conversations, SETTINGS, settings, mistakes, prepare)
+
+    return trained
+
+
+def recipe_for(model_folder, teacher_folder, conversations, stage, settings, lora=False, **changes):
+    """Return the recipe of a case."""
+    return gate.recipe_for(
+        SETTINGS,
+        model_folder,
+        conversations,
+        f"zero{stage}.json",
+        method="distill",
+        lora=ADAPTERS if lora else None,
+        distill=replace(settings, teacher=str(teacher_folder)),
+        micro_batch_size=2,
+        **changes,
+    )
+
+
+CASES = [(name, stage, lora) for name in LOSSES for stage in range(4) for lora in (False, True)]
+CORE = {("mixed", 3, False), ("jsd", 2, True)}
+
+
+@pytest.mark.parametrize(("name", "stage", "lora"), tiered(CASES, CORE))
+def test_same_model_as_plain_pytorch(
+    ranks, tmp_path, model_folder, teacher_folder, conversations, alone, name, stage, lora
+):
+    run = RunFolder(tmp_path / "run")
+    recipe = recipe_for(model_folder, teacher_folder, conversations, stage, LOSSES[name], lora)
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    agree(run, *alone(LOSSES[name], lora))
+    assert read_json(run.deepspeed)["zero_optimization"]["stage"] == stage
+
+
+def agree(run, records, weights):
+    """Fail unless losses, their parts, norms and weights are the reference's."""
+    gate.agree_on_steps(run, records)
+    for ours, theirs in zip(read_jsonl(run.metrics), records, strict=True):
+        for name in ("divergence", "cross_entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+    adapter = run.export / "adapter_model.safetensors"
+    exported = load_file(adapter if adapter.exists() else run.export / "model.safetensors")
+    known = {name.replace(".default.", "."): weight for name, weight in weights.items()}
+    assert len(exported) >= 20
+    for name, weight in exported.items():
+        assert plain.worst(weight, known[name]) <= 1, name
+
+
+MISTAKES = {
+    "direction": ("reverse", Mistakes(swapped=True)),
+    "temperature": ("mixed", Mistakes(unsquared=True)),
+    "beta": ("jsd", Mistakes(beta_of_student=True)),
+    "ranks": ("mixed", Mistakes(halved=True)),
+    "prompts": ("mixed", Mistakes(learn_prompts=True)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_reference_is_noticed(alone, mistake):
+    name, mistakes = MISTAKES[mistake]
+    noticed(alone(LOSSES[name]), alone(LOSSES[name], mistakes=mistakes))
+
+
+@pytest.mark.parametrize("change", [{"alpha": 0.4}, {"temperature": 2.2}, {"loss": "jsd"}])
+def test_another_setting_is_noticed(alone, change):
+    noticed(alone(LOSSES["mixed"]), alone(replace(LOSSES["mixed"], **change)))
+
+
+def test_another_teacher_is_noticed(alone, model_folder):
+    noticed(alone(LOSSES["mixed"]), alone(LOSSES["mixed"], teacher=str(model_folder)))
+
+
+def noticed(right, wrong):
+    """Fail unless losses and weights differ by far more than the comparison allows."""
+    (records, weights), (others, changed) = right, wrong
+    assert abs(others[-1]["loss"] / records[-1]["loss"] - 1) > NOTICED
+    assert any(plain.worst(changed[name], weight) > 10 for name, weight in weights.items())

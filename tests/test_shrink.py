@@ -1,0 +1,115 @@
+"""`shrink`: a student computes with what was kept, the shipped one is made by it, and what cannot be cut is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.commands import shrink as command
+from recipes.model_folder import shrink
+from recipes.spec.errors import UserError
+from recipes.spec.run_folder import read_json, write_json
+from recipes.spec.samples import TINY_STUDENT, TINY_TEACHER
+
+
+def test_layers_are_evenly_spaced_with_the_first_and_the_last():
+    assert shrink.spaced(4, 2) == [0, 3] and shrink.spaced(5, 5) == [0, 1, 2, 3, 4]
+    assert shrink.spaced(36, 18)[:3] == [0, 2, 4] and shrink.spaced(36, 18)[-1] == 35
+    for before in range(2, 40):
+        for after in range(2, before + 1):
+            kept = shrink.spaced(before, after)
+            assert len(set(kept)) == after and (kept[0], kept[-1]) == (0, before - 1) and kept == sorted(kept)
+
+
+def test_the_shipped_student_is_cut_out_of_the_shipped_teacher(tmp_path, capsys):
+    words = [TINY_TEACHER, "--layers", "2", "--intermediate", "208", "--output", str(tmp_path / "student")]
+    assert command.main(words) == 0
+    assert "1,009,024 of 3,049,984 parameters; layers 0, 3; feed-forward width 208" in capsys.readouterr().out
+    for file in Path(TINY_STUDENT).iterdir():
+        if file.suffix != ".md":
+            assert file.read_bytes() == (tmp_path / "student" / file.name).read_bytes(), file.name
+    size = sum(file.stat().st_size for file in Path(TINY_TEACHER).iterdir())
+    assert size < 8e6
+
+
+def test_the_student_computes_with_the_kept_layers_and_neurons(tmp_path):
+    shrink.shrink(TINY_TEACHER, tmp_path / "student", 3, 100)
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "student").eval()
+    teacher = AutoModelForCausalLM.from_pretrained(TINY_TEACHER).eval()
+    teacher.model.layers = torch.nn.ModuleList([teacher.model.layers[number] for number in (0, 2, 3)])
+    for number, layer in enumerate(teacher.model.layers):
+        layer.self_attn.layer_idx = number
+        gate, up, down = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight
+        weakest = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).argsort()[:-100]
+        down.data[:, weakest] = 0  # as if they were not there
+    teacher.config.num_hidden_layers = 3
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "student")("Tilda Marman paid 51.00 GBP.", return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(student(**tokens).logits, teacher(**tokens).logits)
+    assert student.config.layer_types == ["full_attention"] * 3
+    stored = load_file(tmp_path / "student" / "model.safetensors")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in stored.values()), "as the teacher's"
+
+
+def test_fused_gates_are_cut_in_both_halves():
+    torch.manual_seed(0)
+    both, down = torch.randn(8, 3), torch.randn(3, 4)
+    state = {"layers.0.mlp.gate_up_proj.weight": both, "layers.0.mlp.down_proj.weight": down}
+    found = shrink._narrowed("model", state, 2)
+    best = (both[:4].norm(dim=1) * both[4:].norm(dim=1) * down.norm(dim=0)).topk(2).indices.sort().values
+    assert torch.equal(found["layers.0.mlp.gate_up_proj.weight"], torch.cat([both[best], both[best + 4]]))
+    assert torch.equal(found["layers.0.mlp.down_proj.weight"], down[:, best])
+
+
+REFUSED = {
+    "--layers 5": r"--layers 5: the model has 4; keep between 2",
+    "--layers 1": r"--layers 1: the model has 4",
+    "--intermediate 641": r"--intermediate 641: the model's is 640",
+    "--intermediate 0": r"--intermediate 0: the model's is 640",
+    "--hidden 128": r"--hidden: every layer reads and adds to one stream",
+    "": r"nothing to do; add --layers N",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_sizes_that_cannot_be_cut_are_refused(tmp_path, words):
+    with pytest.raises(UserError, match=REFUSED[words]):
+        command.main([TINY_TEACHER, *words.split(), "--output", str(tmp_path / "student")])
+    assert not (tmp_path / "student").exists()
+
+
+def test_folders_that_cannot_be_read_or_written_are_refused(tmp_path):
+    empty, bare = tmp_path / "empty", tmp_path / "bare"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"this folder has no config.json"):
+        shrink.shrink(str(empty), tmp_path / "student", 2, None)
+    shutil.copytree(TINY_TEACHER, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(UserError, match=r"holds no .safetensors file"):
+        shrink.shrink(str(bare), tmp_path / "student", 2, None)
+    with pytest.raises(UserError, match=r"is not empty; name a new folder"):
+        shrink.shrink(TINY_TEACHER, bare, 2, None)
+    with pytest.raises(UserError, match=r"nobody/nothing: no such folder, and not on the Hub"):
+        shrink.shrink("nobody/nothing", tmp_path / "student", 2, None)
+
+
+def test_architectures_that_cannot_be_cut_are_refused(tmp_path):
+    folder = tmp_path / "experts"
+    shutil.copytree(TINY_TEACHER, folder)
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", config | {"num_experts": 8})
+    with pytest.raises(UserError, match=r"--intermediate 64: .* has no plain feed-forward parts"):
+        shrink.shrink(str(folder), tmp_path / "student", None, 64)
+    write_json(folder / "config.json", config | {"num_hidden_layers": 5})
+    with pytest.raises(UserError, match=r"its files hold 0 lists of 5 layers"):
+        shrink.shrink(str(folder), tmp_path / "student", 2, None)
+    write_json(folder / "config.json", config)
+    state = load_file(folder / "model.safetensors")
+    del state["model.norm.weight"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"what is left of it is not a model that transformers loads: model\.norm"):
+        shrink.shrink(str(folder), tmp_path / "student", 2, None)
+    assert not (tmp_path / "student").exists() and json.loads((folder / "config.json").read_text()) == config
