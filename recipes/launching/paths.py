@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..spec.errors import UserError
+from ..spec.methods import rewards
 from ..spec.project import CONFIGS, IMPORT_ROOT
 from ..spec.recipe import Recipe, names
 
@@ -33,7 +34,15 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
     if model.chat_template not in ("auto", "chatml"):
         model = replace(model, chat_template=_absolute("model.chat_template", model.chat_template, mount))
     deepspeed = _absolute("deepspeed", recipe.deepspeed, None, CONFIGS)
-    return replace(recipe, data=data, model=model, deepspeed=deepspeed)
+    return replace(recipe, data=data, model=model, deepspeed=deepspeed, reward=_functions(recipe.reward, mount))
+
+
+def _functions(reward: str | None, mount: str | None) -> str | None:
+    """Return the reward functions with their files' absolute paths."""
+    if reward is None:
+        return None
+    found = rewards.functions(reward)
+    return ",".join(f"{_absolute('reward', function.path, mount)}:{function.name}" for function in found)
 
 
 def _each_absolute(key: str, paths: str, mount: str | None) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import UserError
-from .methods.settings import SMOOTHED, Dpo, Kto, Orpo, Simpo
+from .methods import rewards
+from .methods.settings import SMOOTHED, Dpo, Grpo, Kto, Orpo, Simpo
 from .methods.traits import TRAITS, Method, Traits
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -49,9 +50,9 @@ class Data:
     """What the columns of other names hold, with commas: `question:prompt,answer:completion`."""
     weights: str | None = None
     """The proportions in which several sources are mixed, with commas (`3,1`); None: every example of each once."""
-    form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "judged", "text"] = (
-        "auto"
-    )
+    form: Literal[
+        "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "judged", "text", "prompt"
+    ] = "auto"
     """The form of an example; `auto` detects it by its fields, and the run says which it found."""
     split: str = "train"
     """Which split of a Hub dataset."""
@@ -175,9 +176,13 @@ class Recipe:
     kto: Kto = field(default_factory=Kto)
     orpo: Orpo = field(default_factory=Orpo)
     simpo: Simpo = field(default_factory=Simpo)
+    grpo: Grpo = field(default_factory=Grpo)
     draft: Draft = Draft()
     wandb: Wandb = Wandb()
     profile: Profile = Profile()
+    reward: str | None = None
+    """What scores the answers of `grpo`: `FILE.py:FUNCTION`, several with commas. It is called with an answer and the
+    fields of its example, and returns a number. Your own code, run without a sandbox."""
     learning_rate: float = 2e-5
     """At its highest; `schedule` says how it rises and falls."""
     weight_decay: float = 0.0
@@ -254,6 +259,9 @@ class Recipe:
         if self.lora is not None and not 0 <= self.lora.dropout < 1:
             raise UserError(f"lora.dropout={self.lora.dropout}: must be at least 0 and below 1.")
         _check_smoothing(self)
+        if self.traits.rollouts:
+            rewards.check(self.reward, self.grpo.reward_weights)
+            _check_rollouts(self)
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.traits.title} trains without the "
@@ -293,6 +301,18 @@ class Recipe:
         return TRAITS[self.method]
 
     @property
+    def metric(self) -> str:
+        """What the run is judged by: the method's metric where it has its own, otherwise `data.metric`."""
+        if self.traits.rollouts and self.data.metric == "loss":
+            return "reward"
+        return self.traits.metric or self.data.metric
+
+    @property
+    def reference(self) -> bool:
+        """Whether the loss compares with the model as it was before training; a beta of 0 leaves that out."""
+        return self.traits.reference and getattr(getattr(self, self.method), "beta", None) != 0
+
+    @property
     def packs(self) -> bool:
         """Whether documents share sequences: `packing`, where the method has it."""
         return self.packing and self.traits.packs
@@ -307,6 +327,9 @@ _ABOVE_0 = {
     "kto.bad_weight": 1,
     "orpo.beta": 0.1,
     "simpo.beta": 2,
+    "grpo.epsilon": 0.2,
+    "grpo.temperature": 1,
+    "grpo.reward_seconds": 5,
 }
 _LEAST = {
     "max_steps": 1,
@@ -335,6 +358,10 @@ _LEAST = {
     "weight_decay": 0,
     "router_aux_loss_coef": 0,
     "simpo.gamma": 0,
+    "grpo.group_size": 2,
+    "grpo.iterations": 1,
+    "grpo.max_new_tokens": 1,
+    "grpo.beta": 0,
 }
 
 
@@ -346,6 +373,25 @@ def _check_smoothing(recipe: Recipe) -> None:
         raise UserError(f"dpo.label_smoothing={smoothing} with dpo.loss={loss}: only {' and '.join(SMOOTHED)} read it.")
     if loss == "exo_pair" and not smoothing:
         raise UserError("dpo.loss=exo_pair: needs dpo.label_smoothing above 0, such as 1e-3.")
+
+
+def _check_rollouts(recipe: Recipe) -> None:
+    size, batch, longest = recipe.grpo.group_size, recipe.global_batch_size, recipe.grpo.max_new_tokens
+    if batch % size:
+        whole = -(-batch // size) * size
+        raise UserError(
+            f"grpo.group_size={size}: global_batch_size={batch} answers do not make whole groups; use "
+            f"global_batch_size={whole}, or a group_size that divides {batch}."
+        )
+    if longest >= recipe.sequence_length:
+        raise UserError(
+            f"grpo.max_new_tokens={longest}: leaves no room for a prompt in sequence_length={recipe.sequence_length}; "
+            f"use grpo.max_new_tokens={recipe.sequence_length // 2} or a larger sequence_length."
+        )
+    if recipe.grpo.epsilon_high is not None and recipe.grpo.epsilon_high < recipe.grpo.epsilon:
+        raise UserError(
+            f"grpo.epsilon_high={recipe.grpo.epsilon_high}: must be at least grpo.epsilon={recipe.grpo.epsilon}."
+        )
 
 
 def _get(recipe: Recipe, key: str) -> Any:

@@ -6,6 +6,11 @@ from .recipe import Data
 TINY_MODEL = str(SAMPLES / "tiny_model")
 """A Qwen3 of 3M parameters, made and pre-trained here."""
 
+HALF_TRAINED = str(SAMPLES / "half_trained_model")
+"""The same after a short supervised fine-tune: it answers in the right form, and often wrongly."""
+REWARDS = str(SAMPLES / "rewards.py")
+"""Functions that score an answer."""
+
 CHAT = Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl")
 """Sentences to turn into JSON, as conversations."""
 PREFERENCES = Data(

@@ -143,7 +143,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         gradient_checkpointing=recipe.gradient_checkpointing is True,
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
-        reference=recipe.traits.reference,
+        reference=recipe.reference,
         scores=recipe.traits.scores,
         attention=recipe.model.attention,
         tiled_loss=loss_tiles.asked_for(recipe),

@@ -32,7 +32,7 @@ def _charts(run: RunData) -> Iterator[Chart]:
     loss = points(run.metrics, "loss")
     held_out = Curve("held out", points(run.evaluations, "loss"), dotted=True)
     yield Chart(run.recipe.traits.loss, STEP, (*with_smoothed(loss), held_out), log=not of_pairs, marks=restarts)
-    for key in ("preference_accuracy", "judgement_accuracy", "exact_match"):
+    for key in ("preference_accuracy", "judgement_accuracy", "exact_match", "reward"):
         measured = points(run.evaluations, key)
         if len(measured) > 2:
             yield Chart(f"{key.replace('_', ' ').capitalize()}, held out", STEP, (Curve(key, measured, dotted=True),))
@@ -52,7 +52,7 @@ TITLES = {
     "mfu": "Model FLOPs utilisation",
     "gpu_utilization": "GPU busy (%), rank 0",
 }
-MORE = ("rewards/", "kl", "nll_", "odds_", "router_", "expert_load")
+MORE = ("reward", "kl", "nll_", "odds_", "router_", "expert_load", "entropy", "completions/mean_length")
 """Beginnings of the keys that some methods and models add."""
 
 

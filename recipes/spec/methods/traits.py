@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo"]
-Examples = Literal["conversations", "texts", "pairs", "judged answers"]
+Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo", "grpo"]
+Examples = Literal["conversations", "texts", "pairs", "judged answers", "prompts"]
 """What a method reads: an example of `pairs` is a prompt with a chosen and a rejected answer; of `judged answers` a
-prompt with one answer, and whether it is good."""
+prompt with one answer, and whether it is good; one of `prompts` a question, with what a reward function has to know."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Traits:
     """Examples that a rank must have at once."""
     whole_loss: str | None = None
     """Why `tiled_loss` does not apply; None: it does."""
+    rollouts: bool = False
+    """The model writes the answers that it learns from, and functions score them."""
     own_loss: bool = False
     """Its loss is computed here, without the load-balancing loss of a mixture's routers."""
     excludes: Mapping[str, str] = field(default_factory=dict)
@@ -120,6 +122,21 @@ TRAITS: Mapping[Method, Traits] = {
     ),
     "orpo": _without_reference("ORPO"),
     "simpo": _without_reference("SimPO"),
+    "grpo": Traits(
+        "GRPO",
+        "prompts",
+        reference=True,
+        loss="GRPO loss per answer",
+        whole_loss="GRPO already computes its loss in tiles",
+        rollouts=True,
+        own_loss=True,
+        excludes={
+            "tensor": "TRL's GRPO needs the whole output head",
+            "sequence": "GRPO generates answers, and a rank that has a part of each sequence cannot",
+            "pipeline": "GRPO generates answers, and a pipeline's stages only train",
+            "expert": "expert parallelism is tested with the loss of all tokens, and not with GRPO's",
+        },
+    ),
 }
 
 

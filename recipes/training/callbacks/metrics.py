@@ -17,6 +17,8 @@ from ..model.flops import TrainingFlops
 from .progress import step_line
 
 GIB = 2**30
+METHODS_OWN = ("reward", "kl", "nll_", "odds_", "expert_load", "router_", "clip_ratio/", "entropy", "completions/")
+"""Beginnings of the keys that methods and models add to the log."""
 
 
 class Metrics(TrainerCallback):
@@ -100,20 +102,16 @@ class Metrics(TrainerCallback):
             "data_wait_seconds": waited / torch.distributed.get_world_size(),
             **memory(),
             **self._utilisation(tokens, squares, elapsed, logs),
-            **{
-                key: value
-                for key, value in logs.items()
-                if key.startswith(("rewards/", "kl", "nll_", "odds_", "expert_load", "router_"))
-            },
+            **{key: value for key, value in logs.items() if key.startswith(METHODS_OWN)},
         }
         append_jsonl(self.run.metrics, record)
         say(step_line(record, state.max_steps))
         self.on_record(record)
 
     def _utilisation(self, tokens: float, squares: float, elapsed: float, logs: dict[str, Any]) -> dict[str, float]:
-        """Return `mfu` on a GPU whose peak is known; it has no meaning for preferences, which run a second model."""
+        """Return `mfu` on a GPU whose peak is known; without meaning where a second model runs or answers are written."""
         peak = peak_flops(torch.cuda.get_device_name()) if distributed.on_gpu() else None
-        if peak is None or not elapsed or "rewards/chosen" in logs:
+        if peak is None or not elapsed or "rewards/chosen" in logs or "reward" in logs:
             return {}
         return {"mfu": self.flops.of(tokens, squares) / (elapsed * peak * torch.distributed.get_world_size())}
 

@@ -47,6 +47,8 @@ def step_line(record: dict[str, Any], last_step: int) -> str:
     preference = ""
     if "rewards/accuracies" in record:  # over the training pairs since the last log
         preference = f"accuracy {record['rewards/accuracies']:.0%}  "
+    if "reward" in record:
+        preference += f"reward {record['reward']:.3f}  "
     if "rewards/margins" in record:
         preference += f"margin {record['rewards/margins']:.2f}  "
     if "kl" in record:

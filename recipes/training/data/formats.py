@@ -8,8 +8,10 @@ convert every source with the same ones.
     pairs                prompt, chosen, rejected (turns each), tools
     judged answers       prompt, completion (turns each), label (true: good), tools
     texts                text
+    prompts              what conversations get, with or without an answer, and fields (all other fields)
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -29,6 +31,7 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
     "preference": ("pairs", ("chosen", "rejected")),
     "judged": ("judged answers", ("prompt", "completion", "label")),
     "text": ("texts", ("text",)),
+    "prompt": ("prompts", ("prompt",)),
 }
 """Each form's kind of examples, and the fields by which it is recognised."""
 
@@ -55,11 +58,12 @@ def form_of(where: str, example: Example, method: Method, asked: str = "auto") -
         UserError: the fields belong to no form, or to one that another method reads.
     """
     if asked != "auto":
-        if FORMS[asked][0] != TRAITS[method].examples:
+        if not _reads(method, asked):
             raise UserError(f"data.form={asked}: is {_serves(asked)}; {_needs(method)}.")
         return asked
     found = [form for form, (_, fields) in FORMS.items() if all(example.get(field) is not None for field in fields)]
-    suitable = [form for form in found if FORMS[form][0] == TRAITS[method].examples]
+    suitable = [form for form in found if _reads(method, form)]
+    found = [form for form in found if form != "prompt"]  # its one field is in most forms, known or not
     if (suitable or found)[:1] == ["prompt_completion"] and method != "kto":
         _refuse_judged(where, example)
     if suitable:
@@ -70,6 +74,12 @@ def form_of(where: str, example: Example, method: Method, asked: str = "auto") -
         f"{where}: its fields ({fields_of(example)}) belong to no known form; {_needs(method)}. Say which is which: "
         "data.columns=question:prompt,answer:completion."
     )
+
+
+def _reads(method: Method, form: str) -> bool:
+    """Return whether a method reads a form; where prompts are enough, those of conversations are too."""
+    wanted = TRAITS[method].examples
+    return FORMS[form][0] == wanted or (wanted == "prompts" and FORMS[form][0] == "conversations")
 
 
 def _refuse_judged(where: str, example: Example) -> None:
@@ -91,7 +101,8 @@ def converted(located: Iterable[tuple[str, Example]], method: Method, form: str 
     found = None
     for where, example in located:
         found = found or form_of(where, example, method, form)
-        yield CONVERSIONS[found](where, example)
+        converted = CONVERSIONS[found](where, example)
+        yield _prompt_of(converted, example, found) if TRAITS[method].examples == "prompts" else converted
 
 
 def _serves(form: str) -> str:
@@ -100,9 +111,7 @@ def _serves(form: str) -> str:
 
 
 def _needs(method: Method) -> str:
-    forms = (
-        f"{form} ({', '.join(fields)})" for form, (kind, fields) in FORMS.items() if kind == TRAITS[method].examples
-    )
+    forms = (f"{form} ({', '.join(fields)})" for form, (_, fields) in FORMS.items() if _reads(method, form))
     return f"the method {method} reads {', '.join(forms)}"
 
 
@@ -166,6 +175,26 @@ def _judged(where: str, example: Example) -> Example:
     return {"prompt": given, "completion": completion, "label": label, "tools": whole["tools"]}
 
 
+def _prompt(where: str, example: Example) -> Example:
+    """Return a prompt without an answer; what a reward function needs is in the example's other fields."""
+    turns, _ = _in_order(where, example, "prompt", _side(where, example, "prompt", "user"))
+    if turns[-1]["role"] not in ("user", "tool"):
+        raise UserError(f"{where}: 'prompt' must end with a user's turn, which the model answers.")
+    return {"messages": turns, "tools": _tools(where, example), "given": len(turns)}
+
+
+def _prompt_of(conversation: Example, example: Example, form: str) -> Example:
+    """Return a conversation as a prompt, which is its `given` turns, and the answer that may follow."""
+    turns = conversation["messages"]
+    read = {*FORMS[form][1], "system", "tools", *(("input", "history") if form == "alpaca" else ())}
+    fields = {name: value for name, value in example.items() if name not in read}
+    return {
+        **conversation,
+        "given": len(turns) - (turns[-1]["role"] == "assistant"),
+        "fields": json.loads(json.dumps(fields, default=str)),
+    }
+
+
 def _text(where: str, example: Example) -> Example:
     return {"text": _string(where, example, "text", empty=True)}
 
@@ -178,11 +207,20 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "preference": _preference,
     "judged": _judged,
     "text": _text,
+    "prompt": _prompt,
 }
 
 
 def _conversation(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> Example:
     """Return the turns with the example's system prompt and tools, once their order has been checked."""
+    turns, given = _in_order(where, example, field, turns, given)
+    if not any(turn["role"] == "assistant" for turn in turns[given:]):
+        raise UserError(f"{where}: no assistant turn in {field!r}, so there is nothing to learn; remove the example.")
+    return {"messages": turns, "tools": _tools(where, example), "given": given}
+
+
+def _in_order(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> tuple[list[Turn], int]:
+    """Return the turns with the example's system prompt, and how many are given, once their order has been checked."""
     if example.get("system"):
         turns = [_said("system", _string(where, example, "system")), *turns]
         given += given > 0
@@ -192,9 +230,7 @@ def _conversation(where: str, example: Example, field: str, turns: list[Turn], g
                 f"{where}: turns {number - 1} and {number} of {field!r} are both the user's; join them, or add the "
                 "answer between them."
             )
-    if not any(turn["role"] == "assistant" for turn in turns[given:]):
-        raise UserError(f"{where}: no assistant turn in {field!r}, so there is nothing to learn; remove the example.")
-    return {"messages": turns, "tools": _tools(where, example), "given": given}
+    return turns, given
 
 
 def _side(where: str, example: Example, field: str, role: str) -> list[Turn]:

@@ -42,6 +42,7 @@ FEATURES = {
     "pairs": Features({"prompt": Json(), "chosen": Json(), "rejected": Json(), "tools": Json()}),
     "judged answers": Features({"prompt": Json(), "completion": Json(), "label": Value("bool"), "tools": Json()}),
     "texts": Features({"text": Value("string")}),
+    "prompts": Features({"messages": Json(), "tools": Json(), "given": Value("int32"), "fields": Json()}),
 }
 """The columns of each kind of examples; `formats.py` says what is in them."""
 
