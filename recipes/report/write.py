@@ -8,7 +8,7 @@ from ..spec.run_folder import RunFolder
 from . import html, index, run_data
 from .document import Document
 from .run_data import RunData
-from .sections import curves, evaluation, examples, memory, profile, settings, verdict
+from .sections import curves, evaluation, examples, memory, profile, rollouts, settings, verdict
 
 
 def document(run: RunData) -> Document:
@@ -20,6 +20,7 @@ def document(run: RunData) -> Document:
         memory.section(run),
         memory.rank_section(run),
         *evaluation.sections(run),
+        *rollouts.sections(run),
         examples.answer_section(run),
         examples.data_section(run),
         settings.recipe_section(run),

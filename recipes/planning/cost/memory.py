@@ -8,7 +8,7 @@ from ...spec.recipe import Layout
 from ...spec.run_folder import checkpoint_bytes
 from ..hardware.cluster import Cluster
 from ..model_profile.profile import ModelProfile
-from . import activations, host_memory
+from . import activations, host_memory, rollout
 from .stage_shards import StageShard, stage_shards
 from .states import WIDTH, Moment, States, mixture_bytes, state_bytes
 from .training_setup import TrainingSetup
@@ -38,7 +38,8 @@ class GpuMoment:
     """Bytes on one GPU at one moment."""
 
     moment: str
-    """`loading`, `loss`, `backward` (of the last layers), `gradients` (the end of it), `step` or `saving`."""
+    """`loading`, `rollout` (where the model learns from its own answers), `loss`, `backward` (of the last layers),
+    `gradients` (the end of it), `step` or `saving`."""
     components: Mapping[str, float]
     """By what they are for; nothing counts twice."""
 
@@ -117,8 +118,13 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
         return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
 
     forward = held_bytes(shard, setup, "forward")
+    answers = rollout.cache_bytes(profile, shard, setup)
+    written = at(
+        "rollout", forward, key_value_cache=answers, live_parameters=max(gathered, rollout.gathered_bytes(shard, setup))
+    )
     return (
         at("loading", _loading(shard, setup)),
+        *((written,) if setup.rollout_answers else ()),
         at(
             "loss",
             forward,

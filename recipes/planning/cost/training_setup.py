@@ -34,6 +34,10 @@ class TrainingSetup:
     """Without adapters a frozen second model is held for comparison."""
     scores: bool = False
     """One output per sequence instead of logits."""
+    rollout_answers: int = 0
+    """Answers that a rank writes at once, where the model learns from its own."""
+    rollout_gathers: bool = True
+    """ZeRO-3 gathers the whole weights for it."""
     attention: str = "sdpa"
     """As in `Model.attention`; `eager` saves every score."""
     lora: Lora | None = None
@@ -145,6 +149,8 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         sequences_per_example=recipe.traits.sequences,
         reference=recipe.reference,
         scores=recipe.traits.scores,
+        rollout_answers=_answers(recipe, world_size),
+        rollout_gathers=recipe.grpo.gather,
         attention=recipe.model.attention,
         tiled_loss=loss_tiles.asked_for(recipe),
         tiled_mlp=recipe.tiled_mlp,
@@ -165,6 +171,13 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         max_reuse_distance=_elements(zero, "stage3_max_reuse_distance", 10**9) or 10**9,
         sub_group_size=_elements(zero, "sub_group_size", 10**9) or 10**9,
     )
+
+
+def _answers(recipe: Recipe, world_size: int) -> int:
+    """Return how many answers a rank writes at once: its part of a step's, unless a server writes them."""
+    if not recipe.traits.rollouts or recipe.grpo.vllm is not None:
+        return 0
+    return recipe.micro_batch_size * gradient_accumulation_steps(recipe, world_size)
 
 
 def _elements(zero: Mapping[str, Any], key: str, default: int) -> int | None:

@@ -7,7 +7,12 @@ from typing import Any
 from ..document import Cell, Note, Number, Section, Table, number
 from ..run_data import RunData
 
-FORMS = {"loss": (".4f", " nats"), "exact_match": (".1%", ""), "preference_accuracy": (".1%", "")}
+FORMS = {
+    "loss": (".4f", " nats"),
+    "exact_match": (".1%", ""),
+    "preference_accuracy": (".1%", ""),
+    "reward": (".3f", ""),
+}
 """How a metric is shown, by its name."""
 
 

@@ -109,7 +109,7 @@ class Metrics(TrainerCallback):
         self.on_record(record)
 
     def _utilisation(self, tokens: float, squares: float, elapsed: float, logs: dict[str, Any]) -> dict[str, float]:
-        """Return `mfu` on a GPU whose peak is known; without meaning where a second model runs or answers are written."""
+        """Return `mfu` on a GPU whose peak is known; not where a second model runs or answers are written."""
         peak = peak_flops(torch.cuda.get_device_name()) if distributed.on_gpu() else None
         if peak is None or not elapsed or "rewards/chosen" in logs or "reward" in logs:
             return {}

@@ -177,10 +177,8 @@ class RolloutHooks(Averaging):
         scored = [at for at, total in enumerate(totals) if not math.isnan(total)]
         if not scored:
             return
-        for which, at in (
-            ("best", max(scored, key=totals.__getitem__)),
-            ("worst", min(scored, key=totals.__getitem__)),
-        ):
+        for which, of in (("best", max), ("worst", min)):
+            at = of(scored, key=totals.__getitem__)
             row = {
                 "step": self.state.global_step + 1,
                 "which": which,
