@@ -80,7 +80,7 @@ def scorer_of(tiny, reward, **changes):
         ("matches", "took more than grpo.reward_seconds=0.3 for one answer", [1.0]),
     ],
 )
-def test_a_failing_reward_function_ends_its_example(functions, tiny, name, bad, fine):
+def test_a_failing_reward_function_ends_its_example(alone, functions, tiny, name, bad, fine):
     scorer = scorer_of(tiny, f"{functions}:{name}")
     try:
         said = scorer.ask("bad", {})
@@ -93,7 +93,7 @@ def test_a_failing_reward_function_ends_its_example(functions, tiny, name, bad, 
         scorer.close()
 
 
-def test_several_functions_are_weighted_and_one_that_fails_takes_the_others_with_it(functions, tiny):
+def test_several_functions_are_weighted_and_one_that_fails_takes_the_others_with_it(alone, functions, tiny):
     scorer = scorer_of(tiny, f"{functions}:good,{functions}:dies", reward_weights="0.5,2")
     try:
         assert scorer.total(scorer.scores("four", {})) == 0.5 * 4 + 2 * 1
@@ -137,7 +137,7 @@ def test_what_is_wrong_with_a_file_is_said_without_running_it(functions, given, 
         (["grpo.group_size=1"], "grpo.group_size=1: must be at least 2"),
         (
             ["grpo.max_new_tokens=256"],
-            "leaves no room for a prompt in sequence_length=256; use grpo.max_new_tokens=128",
+            "no room for a prompt in sequence_length=256; use grpo.max_new_tokens=128",
         ),
         (["grpo.epsilon_high=0.1"], "must be at least grpo.epsilon=0.2"),
         (["grpo.loss=ppo"], "must be one of grpo, dapo, dr_grpo, rloo"),

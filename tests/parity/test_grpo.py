@@ -108,7 +108,7 @@ def test_same_model_as_trl_alone(ranks, tmp_path, writer, conversations, reward,
     assert read_json(run.deepspeed)["zero_optimization"]["stage"] == stage
 
 
-MISTAKES = {"grpo": ("group", "kl", "beta", "clip", "scale"), "rloo": ("group", "beta", "clip")}
+MISTAKES = {"grpo": ("group", "kl", "ratio", "beta", "clip", "scale"), "rloo": ("group", "beta", "clip")}
 
 
 @pytest.mark.parametrize(

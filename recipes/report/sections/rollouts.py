@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..document import Block, Marked, Section, Table
+from ..document import Block, Cell, Marked, Section, Table, number
 from ..run_data import Row, RunData
 
 SHOWN = 3
@@ -26,6 +26,10 @@ def _blocks(rows: tuple[Row, ...]) -> Iterator[Block]:
         (_cell(row, "step", ",d", at), row["which"], _cell(row, "reward", ".3f", at)) for at, row in enumerate(rows, 1)
     )
     yield Table(("step", "which", "reward"), cells, folded="The rewards of the best and the worst: rollouts.jsonl")
+
+
+def _cell(row: Row, key: str, form: str, at: int) -> Cell:
+    return number(row[key], form, f"rollouts.jsonl:{at}:{key}")
 
 
 def _reward(row: Row) -> str:

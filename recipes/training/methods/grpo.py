@@ -16,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from ...spec.errors import UserError
+from ...spec.methods import rewards
 from ...spec.recipe import Recipe
 from ...spec.run_folder import append_jsonl
 from .. import distributed
@@ -84,7 +85,7 @@ def arguments(common: dict[str, Any], recipe: Recipe) -> GRPOConfig | RLOOConfig
         "epsilon_high": grpo.epsilon_high,
         "beta": 0.0,
         "mask_truncated_completions": grpo.mask_truncated,
-        "reward_weights": scoring.Scorer(recipe).weights,
+        "reward_weights": rewards.weights(recipe.reward, grpo.reward_weights),
         "ds3_gather_for_generation": grpo.gather,
         "router_aux_loss_coef": 0.0,
     }
@@ -166,16 +167,16 @@ def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
             longest = recipe.grpo.max_new_tokens
             said = generate(model, trainer.processing_class, prompts, longest, synced_gpus=stage_3 and not gather)
             answered += list(zip(batch[:count], said, strict=False))
-    rewards = [scorer.total(scorer.scores(answer, scoring.example_of(row))) for row, answer in answered]
-    known = [reward for reward in rewards if not math.isnan(reward)]
+    totals = [scorer.total(scorer.scores(answer, scoring.example_of(row))) for row, answer in answered]
+    known = [total for total in totals if not math.isnan(total)]
     expected = [(row["messages"][row["given"]]["content"].strip(), said) for row, said in answered if _has_answer(row)]
     right = sum(wanted == said for wanted, said in expected)
-    total, counted, matched, compared = distributed.total(sum(known), len(known), right, len(expected))
+    summed, counted, matched, compared = distributed.total(sum(known), len(known), right, len(expected))
     if distributed.is_first():
         for row, answer in [pair for pair in answered if _has_answer(pair[0])][: sft.SAMPLES]:
             sample = sft.sample(row["messages"], answer)
             append_jsonl(trainer.context.run.answers, {"step": trainer.state.global_step, **sample})
-    measured = {"reward": total / counted if counted else math.nan}
+    measured = {"reward": summed / counted if counted else math.nan}
     return measured | ({"exact_match": matched / compared} if compared == len(examples) else {})
 
 
