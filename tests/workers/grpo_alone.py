@@ -89,8 +89,11 @@ def train(loss: str, folder: str, data: str, output: str, lora: bool, mistake: s
     if loss == "rloo":
         kind, options = RlooAlone, RLOOConfig(**common)
     else:
-        scale = "none" if mistake == "scale" else "group"
-        kind, options = GrpoAlone, GRPOConfig(**common, loss_type=loss, scale_rewards=scale, use_bias_correction_kl=mistake == "ratio")
+        scale, weighed = "none" if mistake == "scale" else "group", mistake == "ratio"
+        kind, options = (
+            GrpoAlone,
+            GRPOConfig(**common, loss_type=loss, scale_rewards=scale, use_bias_correction_kl=weighed),
+        )
     kind.mistake = mistake
     trainer = kind(
         model=language_model(folder, ADAPTERS if lora else None),
