@@ -27,7 +27,7 @@ class Noise(LogitsProcessor):
         for row, generator in zip(noise, self.generators, strict=True):
             row.exponential_(generator=generator)
         tiny = torch.finfo(torch.float32).tiny  # a draw may round to 0
-        return scores.float() / self.temperature - noise.clamp_(min=tiny).log()  # type: ignore[return-value]
+        return scores.float() / self.temperature - noise.clamp_(min=tiny).log()
 
 
 def seeds(seed: int, step: int, answers: range) -> list[int]:

@@ -60,7 +60,7 @@ def load(path: str, name: str) -> Function:
     function = getattr(module, name)
     if not callable(function):
         raise TypeError(f"{name} is a {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _score(function: Function, answer: str, example: dict[str, Any]) -> float | str:
