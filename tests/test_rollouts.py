@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from recipes.commands import main
 from recipes.launching import paths, preflight
 from recipes.report.run_data import read
 from recipes.report.sections import rollouts as section
@@ -251,3 +252,14 @@ def test_a_run_survives_answers_without_a_reward(ranks, tmp_path, model_folder, 
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     shares = [row["rewards/failed"] for row in read_jsonl(run.metrics)]
     assert len(shares) == 3 and 0 < max(shares) < 1 and all(row["grad_norm"] > 0 for row in read_jsonl(run.metrics))
+
+
+def test_a_run_folder_alone_does_not_say_which_code_scores_the_answers(tiny, functions, tmp_path, capsys):
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    write_recipe(run, replace(tiny, reward=f"{functions}:good"))
+    (run.checkpoints / "checkpoint-1").mkdir(parents=True)
+    (run.checkpoints / "checkpoint-1" / "complete.json").write_text("{}", encoding="utf-8")
+    words = ["tiny", "grpo", "--resume", "--output-dir", str(run.path), "--dry-run"]
+    assert main.run("launch", words) == 2
+    assert "a run folder's word is not enough to run that code" in capsys.readouterr().err
