@@ -8,7 +8,7 @@ from ...spec.recipe import Layout
 from ...spec.run_folder import checkpoint_bytes
 from ..hardware.cluster import Cluster
 from ..model_profile.profile import ModelProfile
-from . import activations, host_memory, rollout
+from . import activations, host_memory
 from .stage_shards import StageShard, stage_shards
 from .states import WIDTH, Moment, States, mixture_bytes, state_bytes
 from .training_setup import TrainingSetup
@@ -118,9 +118,9 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
         return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
 
     forward = held_bytes(shard, setup, "forward")
-    answers = rollout.cache_bytes(profile, shard, setup)
+    answers = activations.cache_bytes(profile, shard.layer_counts, setup)
     written = at(
-        "rollout", forward, key_value_cache=answers, live_parameters=max(gathered, rollout.gathered_bytes(shard, setup))
+        "rollout", forward, key_value_cache=answers, live_parameters=max(gathered, _gathered_for_answers(shard, setup))
     )
     return (
         at("loading", _loading(shard, setup)),
@@ -236,6 +236,13 @@ def _gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
         kept += layer.parameters
         passed += uses * layer.parameters
     return max(gathered, WIDTH[setup.precision] * kept)
+
+
+def _gathered_for_answers(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return what the whole weights take beyond a rank's shards, where ZeRO-3 gathers them to write answers."""
+    if setup.zero_stage < 3 or not setup.rollout_gathers:
+        return 0.0
+    return WIDTH[setup.precision] * shard.parameters * (1 - 1 / setup.zero_ranks)
 
 
 def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
