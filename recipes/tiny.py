@@ -15,6 +15,7 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
     simpo_lora  SimPO     adapters       ZeRO-2     the same
     dpo_full    DPO       all weights    ZeRO-3     the same
     reward      reward    all weights    ZeRO-3     the same
+    grpo        GRPO      all weights    ZeRO-2     the same
     pretrain    raw text  all weights    ZeRO-1     the same
     classify    classes   all weights    ZeRO-3     the same
     embed       pairs     all weights    ZeRO-3     the same
@@ -27,8 +28,9 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
 from dataclasses import replace
 
 from .spec import variants
+from .spec.methods.settings import Grpo
 from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
+from .spec.samples import CHAT, HALF_TRAINED, REWARDS, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
 
 SIZES = {
     "3m": Model(
@@ -123,6 +125,25 @@ def dpo_full(size: str) -> Recipe:
 def reward(size: str) -> Recipe:
     """Train a reward model on preference pairs, all weights, ZeRO-3: a number, higher for the right JSON."""
     return variants.reward(full(size), learning_rate=1e-3, epochs=0.5)
+
+
+def grpo(size: str) -> Recipe:
+    """Its own answers, scored by a function (GRPO), all weights, ZeRO-2: learns from what turns out to be right.
+
+    Starts from a half-trained model, since a model that is never right has nothing to learn from.
+    """
+    return variants.grpo(
+        replace(full(size), model=replace(SIZES[size], path=HALF_TRAINED)),
+        reward=f"{REWARDS}:exact_match",
+        grpo=Grpo(group_size=8, max_new_tokens=64),
+        deepspeed="zero2.json",
+        learning_rate=1e-4,
+        max_steps=60,
+        global_batch_size=64,
+        micro_batch_size=32,
+        logging_steps=5,
+        schedule=Schedule("constant_with_warmup", warmup=0.05),
+    )
 
 
 def pretrain(size: str) -> Recipe:

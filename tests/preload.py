@@ -26,8 +26,10 @@ MODULES = (
     "trl.experimental.cpo",
     "trl.experimental.orpo",
     "trl.trainer.dpo_trainer",
+    "trl.trainer.grpo_trainer",
     "trl.trainer.kto_trainer",
     "trl.trainer.reward_trainer",
+    "trl.trainer.rloo_trainer",
     "trl.trainer.sft_trainer",
     "matplotlib.pyplot",
 )

@@ -11,6 +11,7 @@ from recipes.launching.paths import locate
 from recipes.spec import pages
 from recipes.spec.recipe import Data, Draft, Layout, Recipe, Schedule, Wandb
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from recipes.spec.samples import REWARDS
 from recipes.training import run as training_run
 from tests.conftest import conversation
 from tests.tiers import tiered
@@ -19,6 +20,7 @@ QUESTION, ANSWER = "Felix Vandland paid 51 euros on 14 March 2028.", '{"name": "
 WRONG = '{"name": "Vandland", "amount": 15}'
 ROWS = {
     "conversations": conversation(QUESTION, ANSWER),
+    "prompts": conversation(QUESTION, ANSWER),
     "texts": {"text": QUESTION + " " + ANSWER},
     "labelled texts": {"text": QUESTION, "label": "payment"},
     "matching texts": {"anchor": ANSWER, "positive": QUESTION, "negative": WRONG},
@@ -78,6 +80,9 @@ def short_run(recipe: Recipe, folder: Path) -> Recipe:
     rows = [row, row | others.get(recipe.traits.examples, {})] * 4
     path = folder / "batch.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if recipe.traits.rollouts:  # of random answers none is right, but some are shorter
+        grpo = replace(recipe.grpo, group_size=2, max_new_tokens=16, temperature=2.0)
+        recipe = replace(recipe, grpo=grpo, reward=f"{REWARDS}:short")
     return replace(
         recipe,
         data=Data(path=str(path), validation=str(path)),
@@ -117,6 +122,8 @@ def trained(ranks, tmp_path, family, size, variant):
     assert [row["step"] for row in records] == [1, 2, 3]
     if summary["metric"] == "loss":
         assert summary["after"] < summary["before"]
+    elif "reward" in records[0]:  # the loss of a rollout is 0 before its first update
+        assert summary["metric"] == "reward" and any(row["grad_norm"] > 0 for row in records)
     else:
         assert records[2]["loss"] < records[0]["loss"]
     assert summary["logit_difference"] <= (1e-4 if read_json(run.recipe)["precision"] == "fp32" else 3e-2)
@@ -138,5 +145,5 @@ def test_it_trains_resumes_and_exports(ranks, tmp_path, family, size, variant):
     ranks.check(training_run.main, str(again.path), log=tmp_path / "again.log", world_size=world_size)
     (resumed,) = read_jsonl(again.metrics)
     assert resumed["step"] == 3
-    assert resumed["loss"] == pytest.approx(records[2]["loss"], rel=1e-3)
+    assert resumed["loss"] == pytest.approx(records[2]["loss"], rel=1e-3, abs=1e-6)
     assert resumed["grad_norm"] == pytest.approx(records[2]["grad_norm"], rel=1e-2)

@@ -349,3 +349,27 @@ def test_several_paths_are_located_one_by_one(tmp_path, monkeypatch):
     assert found.model.chat_template == str(tmp_path / "template.jinja")
     with pytest.raises(UserError, match=r"data.path=b.jsonl: no such file"):
         paths.locate(small(tmp_path, "a.jsonl,b.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("example", "given", "fields"),
+    [
+        ({"messages": SHORT, "unit": "km"}, 1, {"unit": "km"}),
+        ({"prompt": "2 + 2?", "unit": "km", "tests": [1, 2]}, 1, {"unit": "km", "tests": [1, 2]}),
+        ({"prompt": SHORT[:1], "system": "Be brief."}, 2, {}),
+        ({"question": 1, "prompt": "2 + 2?", "completion": "4"}, 1, {"question": 1}),
+        ({"instruction": "Add.", "input": "2 + 2", "output": "4"}, 1, {}),
+    ],
+)
+def test_prompts_are_read_with_or_without_an_answer_and_keep_their_other_fields(example, given, fields):
+    (read,) = formats.converted([("file:1", example)], "grpo")
+    assert (read["given"], read["fields"]) == (given, fields)
+    assert all(turn["role"] != "assistant" for turn in read["messages"][:given])
+    assert len(read["messages"]) - given == int("messages" in example or "completion" in example or "output" in example)
+
+
+def test_a_prompt_is_for_the_model_to_answer():
+    with pytest.raises(UserError, match="file:1: 'prompt' must end with a user's turn"):
+        list(formats.converted([("file:1", {"prompt": SHORT})], "grpo"))
+    with pytest.raises(UserError, match="belong to no known form"):
+        list(formats.converted([("file:1", {"prompt": "2 + 2?", "response": "4"})], "sft"))

@@ -133,8 +133,8 @@ def test_list_is_quick_and_imports_no_torch():
     entries = json.loads(done.stdout)
     variants = {line["variant"] for line in entries if line["family"] == "tiny"}
     assert variants == {
-        *("full", "lora", "dpo_lora", "dpo_full", "kto_lora", "orpo_lora", "simpo_lora", "reward", "pretrain"),
-        *("classify", "embed"),
+        *("full", "lora", "dpo_lora", "dpo_full", "kto_lora", "orpo_lora", "simpo_lora", "reward", "grpo", "pretrain"),
+        *("classify", "embed", "distill"),
     }
     known = {"recipe", "family", "size", "variant", "about", "parameters", "config", "layout"}
     assert len(entries) > 300 and all(line.keys() == known for line in entries)

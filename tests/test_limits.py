@@ -13,7 +13,7 @@ from recipes.spec import deepspeed_file, limits, overrides, pages
 from recipes.spec.deepspeed_file import DeepSpeedFile
 from recipes.spec.errors import UserError
 from recipes.spec.layout import bubble, data_parallel_size, rank_position
-from recipes.spec.methods.settings import Distill
+from recipes.spec.methods.settings import Distill, Grpo
 from recipes.spec.methods.traits import TRAITS
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
@@ -51,8 +51,10 @@ def runs(draw):
     method = draw(st.sampled_from(list(TRAITS)))
     lora = draw(st.sampled_from([None, Lora()]))
     micro = draw(st.sampled_from([1, 2]))
-    recipe = recipe_of(draw(LAYOUTS), draw(MODELS), method=method, lora=lora, distill=TAUGHT)
-    recipe = replace(recipe, micro_batch_size=micro, global_batch_size=micro * draw(st.integers(1, 64)))
+    own = {"distill": TAUGHT, "reward": "rewards.py:right", "grpo": Grpo(group_size=2, max_new_tokens=64)}
+    recipe = recipe_of(draw(LAYOUTS), draw(MODELS), method=method, lora=lora, **own)
+    least = 2 * micro if recipe.traits.rollouts else micro  # of which a group has two answers
+    recipe = replace(recipe, micro_batch_size=micro, global_batch_size=least * draw(st.integers(1, 64)))
     return recipe, draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])), draw(FILES)
 
 

@@ -253,3 +253,18 @@ def test_zero_3_reserves_more_beside_its_states():
         reserved[stage] = parts["fragmentation"] - memory.FRAGMENTATION * allocated
     states = sum(stages[3][part] for part in ("parameters", "gradients", "optimizer"))
     assert reserved[3] - reserved[2] == pytest.approx(memory.FRAGMENTATION_SHARDED * states)
+
+
+def test_answers_take_keys_and_values_while_they_are_written():
+    """2 x 8 heads x 128 x 32 layers x 2 bytes = 128 KiB per token of Llama 3 8B; ZeRO-3 gathers the whole weights."""
+    profile = profile_of("llama3", "8b")
+
+    def held(**changes):
+        setup = TrainingSetup(8, sequence_length=1024, **changes)
+        return {moment.moment: moment.components for moment in peak_memory(profile, setup, NODE).moments}
+
+    assert "rollout" not in held()
+    assert held(rollout_answers=16)["rollout"]["key_value_cache"] == 16 * 1024 * 128 * 1024
+    whole = 2 * profile.parameters * 7 / 8
+    assert held(rollout_answers=1)["rollout"]["live_parameters"] == pytest.approx(whole, rel=1e-3)
+    assert held(rollout_answers=1, rollout_gathers=False)["rollout"]["live_parameters"] < whole / 10

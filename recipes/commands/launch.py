@@ -147,7 +147,8 @@ def run(options: argparse.Namespace) -> int:
 def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     """Return the recipe to start from and, with --resume, the run that it continues.
 
-    Only the page and the command line may allow a model's own code or changed data, never a file in a run folder.
+    Only the page and the command line may allow changed data or other people's code, a model's or a reward function's,
+    never a file in a run folder.
 
     Raises:
         UserError: no such recipe, or nothing to resume.
@@ -158,6 +159,11 @@ def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     folder = run_folder.to_resume(page, options.output_dir)
     run_lock.check(folder.path)
     held = run_folder.read_recipe(folder)
+    if held.traits.rollouts and held.reward != page.reward and "reward" not in overrides.keys_of(options.overrides):
+        raise UserError(
+            f"reward={held.reward}: a run folder's word is not enough to run that code; if it is yours, repeat "
+            "reward=FILE.py:FUNCTION with --resume."
+        )
     model = replace(held.model, trust_remote_code=page.model.trust_remote_code)
     return replace(held, model=model, data=replace(held.data, changed=False), profile=page.profile), folder
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..spec import limits, pages
 from ..spec.deepspeed_file import DeepSpeedFile
+from ..spec.methods.settings import Grpo
 from ..spec.recipe import Layout, Lora, Recipe
 
 ROWS = {
@@ -38,6 +39,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "classify": {"method": "classify"},
     "embed": {"method": "embed"},
     "distillation": {"method": "distill"},
+    "GRPO": {"method": "grpo", "reward": "rewards.py:right", "grpo": Grpo(max_new_tokens=64)},
 }
 """What each column is, besides all weights by supervised fine-tuning."""
 

@@ -66,7 +66,7 @@ def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: in
     if file is not None:
         validation = str(_existing(str(file)))
         recipe = replace(recipe, data=replace(recipe.data, path=validation, validation=validation, streaming=False))
-    found = metric or recipe.traits.metric or recipe.data.metric
+    found = metric or recipe.metric
     if found not in METRICS:
         raise UserError(f"metric {found}: not measured here; choose --metric {' or '.join(METRICS)}.")
     data = replace(recipe.data, path=_located(recipe.data.path), validation=_located(recipe.data.validation))

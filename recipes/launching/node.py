@@ -93,7 +93,7 @@ def prepare(run: RunFolder, recipe: Path | None) -> None:
         print(f"resuming from {checkpoint}", flush=True)
         run_folder.forget_after(run, checkpoint)
         return
-    for lost in (run.metrics, run.evaluations, run.answers, run.summary):
+    for lost in (run.metrics, run.evaluations, run.answers, run.rollouts, run.summary):
         lost.unlink(missing_ok=True)
     shutil.rmtree(run.checkpoints, ignore_errors=True)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..spec.errors import UserError
+from ..spec.methods import rewards
 from ..spec.methods.settings import Distill
 from ..spec.project import CONFIGS, IMPORT_ROOT
 from ..spec.recipe import Recipe, names
@@ -34,7 +35,8 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
     if model.chat_template not in ("auto", "chatml"):
         model = replace(model, chat_template=_absolute("model.chat_template", model.chat_template, mount))
     deepspeed = _absolute("deepspeed", recipe.deepspeed, None, CONFIGS)
-    return replace(recipe, data=data, model=model, deepspeed=deepspeed, distill=_teacher(recipe.distill, mount))
+    reward, distill = _functions(recipe.reward, mount), _teacher(recipe.distill, mount)
+    return replace(recipe, data=data, model=model, deepspeed=deepspeed, reward=reward, distill=distill)
 
 
 def _teacher(distill: Distill, mount: str | None) -> Distill:
@@ -47,6 +49,14 @@ def _teacher(distill: Distill, mount: str | None) -> Distill:
             )
         distill = replace(distill, teacher=teacher)
     return replace(distill, cache=str(Path(distill.cache).absolute())) if distill.cache else distill
+
+
+def _functions(reward: str | None, mount: str | None) -> str | None:
+    """Return the reward functions with their files' absolute paths."""
+    if reward is None:
+        return None
+    found = rewards.functions(reward)
+    return ",".join(f"{_absolute('reward', function.path, mount)}:{function.name}" for function in found)
 
 
 def _each_absolute(key: str, paths: str, mount: str | None) -> str:

@@ -15,6 +15,7 @@ from ..spec import limits
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
 from ..spec.layout import bubble, gradient_accumulation_steps
+from ..spec.methods import rewards
 from ..spec.methods.traits import Method
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
@@ -181,11 +182,16 @@ def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
     """
     if examples is None or recipe.packing or recipe.method == "pretrain" or recipe.data.weights:
         return None
+    if recipe.traits.rollouts:  # a sequence is an answer
+        sequences = examples * recipe.grpo.group_size * recipe.grpo.iterations
+        return updates.advice(recipe, updates.Size(examples, sequences, sequences, None), ranks)
     return updates.advice(recipe, updates.Size(examples, examples, examples, None), ranks)
 
 
 def _check_options(recipe: Recipe) -> None:
     data = recipe.data
+    if recipe.traits.rollouts:
+        rewards.check_files(recipe.reward)
     text_files.weights(data)
     columns.fields(data.columns)
     if data.validation_share != "auto" and not data.validation_share < 1:

@@ -52,7 +52,7 @@ def of_run(run: RunFolder, results: Mapping[str, Any], step: int | None = None) 
 def at_step(run: RunFolder, step: int) -> dict[str, Any]:
     """Return the run's metric before training and after `step` steps, as far as it was measured then."""
     recipe = read_recipe(run)
-    metric = recipe.traits.metric or recipe.data.metric
+    metric = recipe.metric
     rows = {row["step"]: row.get(metric) for row in read_jsonl(run.evaluations)}
     return {"metric": metric, "before": rows.get(0), "after": rows.get(step)}
 

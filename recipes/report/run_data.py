@@ -36,6 +36,8 @@ class RunData:
     ranks: tuple[Row, ...]
     """What each rank holds, by rank."""
     command: str
+    rollouts: tuple[Row, ...] = ()
+    """Training answers with the highest and the lowest reward of logged steps."""
     profile: Row = field(default_factory=dict)
     """The verdict on the steps that `--profile` recorded."""
     system: tuple[Row, ...] = ()
@@ -67,6 +69,7 @@ def read(path: Path) -> RunData:
         metrics=metrics,
         evaluations=rows(run.evaluations),
         answers=rows(run.answers),
+        rollouts=rows(run.rollouts),
         restarts=_objects(run.restarts),
         summary=_object(run.summary),
         environment=_object(run.environment),

@@ -8,7 +8,7 @@ from ..spec.run_folder import RunFolder
 from . import html, index, run_data
 from .document import Document
 from .run_data import RunData
-from .sections import curves, evaluation, examples, layers, memory, profile, settings, system, verdict
+from .sections import curves, evaluation, examples, layers, memory, profile, rollouts, settings, system, verdict
 
 
 def document(run: RunData) -> Document:
@@ -22,6 +22,7 @@ def document(run: RunData) -> Document:
         memory.rank_section(run),
         *system.sections(run),
         *evaluation.sections(run),
+        *rollouts.sections(run),
         examples.answer_section(run),
         examples.data_section(run),
         settings.recipe_section(run),

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import UserError
-from .methods.settings import SMOOTHED, Classify, Distill, Dpo, Embed, Kto, Orpo, Simpo
+from .methods import rewards
+from .methods.settings import SMOOTHED, Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Simpo
 from .methods.traits import TRAITS, Method, Traits
 from .optimization.lora import Lora as Lora
 from .optimization.optimizers import Optimizer
@@ -62,6 +63,7 @@ class Data:
         "preference",
         "judged",
         "text",
+        "prompt",
         "labelled_text",
         "labelled_prompt",
         "labelled_messages",
@@ -161,12 +163,16 @@ class Recipe:
     classify: Classify = field(default_factory=Classify)
     embed: Embed = field(default_factory=Embed)
     distill: Distill = field(default_factory=Distill)
+    grpo: Grpo = field(default_factory=Grpo)
     draft: Draft = Draft()
     tracking: str | None = "wandb"
     """What gets the numbers of metrics.jsonl too, with commas: `wandb`, `tensorboard`, `mlflow`, `trackio`; None:
     nothing."""
     wandb: Wandb = field(default_factory=Wandb)
     profile: Profile = Profile()
+    reward: str | None = None
+    """What scores the answers of `grpo`: `FILE.py:FUNCTION`, several with commas. It is called with an answer and the
+    fields of its example, and returns a number. Your own code, run without a sandbox."""
     optimizer: Optimizer = "adamw"
     """What updates the weights. `adamw_8bit`: AdamW with moments in 8 bits, 2 instead of 8 bytes per weight
     (Dettmers et al. 2021, arXiv:2110.02861), by bitsandbytes. `muon`: AdamW for embeddings, head and norms, while the
@@ -259,6 +265,9 @@ class Recipe:
         _check_smoothing(self)
         if self.traits.teacher:
             _check_teacher(self)
+        if self.traits.rollouts:
+            rewards.check(self.reward, self.grpo.reward_weights)
+            _check_rollouts(self)
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.traits.title} trains without the "
@@ -298,9 +307,17 @@ class Recipe:
         return TRAITS[self.method]
 
     @property
+    def metric(self) -> str:
+        """What the run is judged by: the method's metric where it has its own, otherwise `data.metric`."""
+        if self.traits.rollouts and self.data.metric == "loss":
+            return "reward"
+        return self.traits.metric or self.data.metric
+
+    @property
     def asks_reference(self) -> bool:
         """Whether every step compares with the model as it was; without adapters that is a second one."""
-        return self.traits.reference and not (self.traits.precomputes and self.dpo.precompute)
+        precomputed = self.traits.precomputes and self.dpo.precompute
+        return self.traits.reference and not precomputed and getattr(getattr(self, self.method), "beta", None) != 0
 
     @property
     def trackers(self) -> list[str]:
@@ -325,6 +342,9 @@ _ABOVE_0 = {
     "simpo.beta": 2,
     "embed.temperature": 0.05,
     "distill.temperature": 1,
+    "grpo.epsilon": 0.2,
+    "grpo.temperature": 1,
+    "grpo.reward_seconds": 5,
 }
 _LEAST = {
     "max_steps": 1,
@@ -355,6 +375,10 @@ _LEAST = {
     "router_aux_loss_coef": 0,
     "simpo.gamma": 0,
     "distill.top_k": 1,
+    "grpo.group_size": 2,
+    "grpo.iterations": 1,
+    "grpo.max_new_tokens": 1,
+    "grpo.beta": 0,
 }
 
 
@@ -421,6 +445,25 @@ def _check_teacher(recipe: Recipe) -> None:
         )
     if distill.top_k and recipe.data.streaming:
         raise UserError("distill.top_k with data.streaming=true: a stream cannot be read beforehand; leave one out.")
+
+
+def _check_rollouts(recipe: Recipe) -> None:
+    size, batch, longest = recipe.grpo.group_size, recipe.global_batch_size, recipe.grpo.max_new_tokens
+    if batch % size:
+        whole = -(-batch // size) * size
+        raise UserError(
+            f"grpo.group_size={size}: global_batch_size={batch} answers do not make whole groups; use "
+            f"global_batch_size={whole}, or a group_size that divides {batch}."
+        )
+    if longest >= recipe.sequence_length:
+        raise UserError(
+            f"grpo.max_new_tokens={longest}: leaves no room for a prompt in sequence_length={recipe.sequence_length}; "
+            f"use grpo.max_new_tokens={recipe.sequence_length // 2} or a larger sequence_length."
+        )
+    if recipe.grpo.epsilon_high is not None and recipe.grpo.epsilon_high < recipe.grpo.epsilon:
+        raise UserError(
+            f"grpo.epsilon_high={recipe.grpo.epsilon_high}: must be at least grpo.epsilon={recipe.grpo.epsilon}."
+        )
 
 
 def _get(recipe: Recipe, key: str) -> Any:

@@ -80,6 +80,11 @@ class RunFolder:
         return self.path / "answers.jsonl"
 
     @property
+    def rollouts(self) -> Path:
+        """Of logged steps, the training answers with the highest and the lowest reward; one JSON object per answer."""
+        return self.path / "rollouts.jsonl"
+
+    @property
     def data(self) -> Path:
         """What the training data is: counts, lengths, and examples with their loss masks."""
         return self.path / "data.json"
@@ -334,7 +339,7 @@ def forget_after(run: RunFolder, checkpoint: Path) -> None:
     for folder in run.checkpoints.glob("checkpoint-*"):
         if step_of(folder) > step_of(checkpoint) or not (folder / COMPLETE).exists():
             shutil.rmtree(folder)
-    for log in filter(Path.exists, (run.metrics, run.evaluations, run.answers)):
+    for log in filter(Path.exists, (run.metrics, run.evaluations, run.answers, run.rollouts)):
         kept = [json.dumps(row) for row in read_jsonl(log) if row["step"] <= step_of(checkpoint)]
         log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     run.summary.unlink(missing_ok=True)

@@ -10,6 +10,11 @@ TINY_TEACHER = str(SAMPLES / "tiny_teacher")
 TINY_STUDENT = str(SAMPLES / "tiny_student")
 """Two of its four layers, narrowed, 1M parameters: knows next to nothing until it is trained."""
 
+HALF_TRAINED = str(SAMPLES / "half_trained_model")
+"""The same after a short supervised fine-tune: it answers in the right form, and often wrongly."""
+REWARDS = str(SAMPLES / "rewards.py")
+"""Functions that score an answer."""
+
 CHAT = Data(path=f"{SAMPLES}/extract/train.jsonl", validation=f"{SAMPLES}/extract/held_out.jsonl")
 """Sentences to turn into JSON, as conversations."""
 PREFERENCES = Data(

@@ -125,6 +125,12 @@ def simpo(lora: Recipe, *, learning_rate: float = RATES["simpo"], **changes: Any
     return _changed(dpo(lora, learning_rate=learning_rate), changes, method="simpo")
 
 
+def grpo(full: Recipe, *, learning_rate: float, reward: str, **changes: Any) -> Recipe:
+    """Return `full` on prompts: the model's own answers, scored by functions, as many as `global_batch_size` says."""
+    own = {"method": "grpo", "packing": False, "reward": reward}
+    return _changed(full, changes, learning_rate=learning_rate, **own)
+
+
 def pretrain(full: Recipe, **changes: Any) -> Recipe:
     """Return `full` on raw text."""
     return _changed(full, changes, method="pretrain", data=TEXT)

@@ -162,7 +162,7 @@ class RunHooks(Hooked):
             options = {"sampler": self._get_train_sampler(dataset), "drop_last": arguments.dataloader_drop_last}
         loader = DataLoader(
             dataset,
-            batch_size=self._train_batch_size,
+            batch_size=self.sequences_per_load(),
             collate_fn=example_numbers.WithNumbers(self.data_collator),
             num_workers=arguments.dataloader_num_workers,
             pin_memory=arguments.dataloader_pin_memory,
@@ -182,6 +182,10 @@ class RunHooks(Hooked):
             use_seedable_sampler=accelerator.use_seedable_sampler,
             non_blocking=accelerator.non_blocking,
         )
+
+    def sequences_per_load(self) -> int:
+        """Return how many sequences a rank reads at once: a micro-batch."""
+        return self._train_batch_size
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the recipe's optimizer, with expert-parallel weights in their own parameter group."""

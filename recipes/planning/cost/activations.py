@@ -1,9 +1,10 @@
 """Activation memory on one rank: what layers save for the backward pass, and what their passes need at their peak."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ..model_profile.profile import LayerProfile, ModelProfile, SavedBytes, training_mode
+from .states import WIDTH
 from .training_setup import TrainingSetup
 
 Number = TypeVar("Number", float, SavedBytes)
@@ -186,3 +187,14 @@ def _tokens(setup: TrainingSetup) -> float:
 
 def _in_precision(total: float, setup: TrainingSetup) -> float:
     return total * (FP32 if setup.precision == "fp32" else 1)
+
+
+def cache_bytes(profile: ModelProfile, layer_counts: Sequence[tuple[LayerProfile, int]], setup: TrainingSetup) -> float:
+    """Return what the keys and values of a step's answers take on the rank that writes them, at their longest.
+
+    Linear attention keeps a state instead, which is small.
+    """
+    tokens = setup.rollout_answers * setup.sequence_length
+    shared = profile.key_value_heads / profile.attention_heads
+    per_token = sum(count * 2 * kind.attention_width * shared for kind, count in layer_counts)
+    return WIDTH[setup.precision] * tokens * per_token

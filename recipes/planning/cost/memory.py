@@ -43,7 +43,8 @@ class GpuMoment:
     """Bytes on one GPU at one moment."""
 
     moment: str
-    """`loading`, `loss`, `backward` (of the last layers), `gradients` (the end of it), `step` or `saving`."""
+    """`loading`, `rollout` (where the model learns from its own answers), `loss`, `backward` (of the last layers),
+    `gradients` (the end of it), `step` or `saving`."""
     components: Mapping[str, float]
     """By what they are for; nothing counts twice."""
 
@@ -123,8 +124,13 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
         return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
 
     forward = held_bytes(shard, setup, "forward")
+    answers = activations.cache_bytes(profile, shard.layer_counts, setup)
+    written = at(
+        "rollout", forward, key_value_cache=answers, live_parameters=max(gathered, _gathered_for_answers(shard, setup))
+    )
     return (
         at("loading", _loading(shard, setup)),
+        *((written,) if setup.rollout_answers else ()),
         at(
             "loss",
             forward,
@@ -258,6 +264,13 @@ def _gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
         kept += layer.parameters
         passed += uses * layer.parameters
     return max(gathered, WIDTH[setup.precision] * kept)
+
+
+def _gathered_for_answers(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return what the whole weights take beyond a rank's shards, where ZeRO-3 gathers them to write answers."""
+    if setup.zero_stage < 3 or not setup.rollout_gathers:
+        return 0.0
+    return WIDTH[setup.precision] * shard.parameters * (1 - 1 / setup.zero_ranks)
 
 
 def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:

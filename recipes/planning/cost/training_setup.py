@@ -43,6 +43,10 @@ class TrainingSetup:
     """Its weights are in 4 bits, and whole on each rank."""
     scores: bool = False
     """A few outputs per sequence instead of logits, or none."""
+    rollout_answers: int = 0
+    """Answers that a rank writes at once, where the model learns from its own."""
+    rollout_gathers: bool = True
+    """ZeRO-3 gathers the whole weights for it."""
     attention: str = "sdpa"
     """As in `Model.attention`; `eager` saves every score."""
     lora: Lora | None = None
@@ -170,6 +174,8 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         teacher_parameters=teacher.parameters(recipe),
         teacher_quantized=recipe.distill.teacher_quantization != "none",
         scores=recipe.traits.headless,
+        rollout_answers=_answers(recipe, world_size),
+        rollout_gathers=recipe.grpo.gather,
         attention=recipe.model.attention,
         tiled_loss=recipe.traits.tiles or loss_tiles.asked_for(recipe),
         tiled_mlp=recipe.tiled_mlp,
@@ -191,6 +197,13 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         max_reuse_distance=_elements(zero, "stage3_max_reuse_distance", 10**9) or 10**9,
         sub_group_size=_elements(zero, "sub_group_size", 10**9) or 10**9,
     )
+
+
+def _answers(recipe: Recipe, world_size: int) -> int:
+    """Return how many answers a rank writes at once: its part of a step's, unless a server writes them."""
+    if not recipe.traits.rollouts or recipe.grpo.vllm is not None:
+        return 0
+    return recipe.micro_batch_size * gradient_accumulation_steps(recipe, world_size)
 
 
 def _elements(zero: Mapping[str, Any], key: str, default: int) -> int | None:

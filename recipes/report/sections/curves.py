@@ -32,7 +32,7 @@ def _charts(run: RunData) -> Iterator[Chart]:
     loss = points(run.metrics, "loss")
     held_out = Curve("held out", points(run.evaluations, "loss"), dotted=True)
     yield Chart(run.recipe.traits.loss, STEP, (*with_smoothed(loss), held_out), log=not of_pairs, marks=restarts)
-    for key in SHARES:
+    for key in (*SHARES, "reward"):
         measured = points(run.evaluations, key)
         if len(measured) > 2:
             yield Chart(f"{key.replace('_', ' ').capitalize()}, held out", STEP, (Curve(key, measured, dotted=True),))
@@ -57,7 +57,10 @@ TITLES = {
     "mfu": "Model FLOPs utilisation",
     "gpu_utilization": "GPU busy (%), rank 0",
 }
-MORE = ("rewards/", "kl", "nll_", "odds_", "divergence", "cross_entropy", "router_", "expert_load", "accuracy")
+MORE = (
+    *("reward", "kl", "nll_", "odds_", "divergence", "cross_entropy", "router_", "expert_load", "accuracy", "entropy"),
+    "completions/mean_length",
+)
 """Beginnings of the keys that some methods and models add."""
 
 

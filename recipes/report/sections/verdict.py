@@ -10,6 +10,7 @@ from ..run_data import RunData
 SHARE = (".1%", "")
 FORMS = {"loss": (".4f", " nats"), "exact_match": SHARE, "preference_accuracy": SHARE}
 FORMS |= dict.fromkeys(("accuracy", "recall_at_1"), SHARE)
+FORMS |= {"reward": (".3f", "")}
 """How a metric is shown, by its name."""
 
 

@@ -70,6 +70,45 @@ class Simpo:
 
 
 @dataclass(frozen=True)
+class Grpo:
+    """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300), and RLOO, run by TRL."""
+
+    group_size: int = 8
+    """Answers per prompt, which are compared with each other; `global_batch_size` counts answers."""
+    loss: Literal["grpo", "dapo", "dr_grpo", "rloo"] = "grpo"
+    """`grpo` is the paper's: every answer counts the same. `dapo` (arXiv:2503.14476): every token of a step does;
+    `dr_grpo` (arXiv:2503.20783): divided by the longest allowed length, best with `scale=none`; `rloo`
+    (arXiv:2402.14740): whole answers, each compared with the mean of the others, and the KL in the reward."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """What advantages are divided by: the standard deviation of the group's rewards (the paper), that of all of a
+    step, or nothing. RLOO divides by nothing."""
+    beta: float = 0.0
+    """Weight of the KL divergence from the model before training: 0.04 in the paper; 0 needs no second model."""
+    epsilon: float = 0.2
+    """How far the likelihood of a token (RLOO: of an answer) may move from its rollout's before it is clipped."""
+    epsilon_high: float | None = None
+    """The bound above, where it is another one: 0.28 in DAPO."""
+    iterations: int = 1
+    """Updates per rollout; the paper's mu. With 1 nothing is ever clipped."""
+    temperature: float = 1.0
+    """Of sampling: higher tries more."""
+    max_new_tokens: int = 256
+    """Longest answer in tokens; with its prompt it has to fit into `sequence_length`."""
+    mask_truncated: bool = False
+    """Leave answers that reach `max_new_tokens` out of the loss (DAPO)."""
+    reward_weights: str | None = None
+    """Of the functions in `reward`, with commas (`1,0.2`); None: 1 each."""
+    reward_seconds: float = 5.0
+    """How long the reward functions may take for one answer; an answer that takes longer has no reward."""
+    gather: bool = True
+    """Under ZeRO-3: gather the whole weights on every rank while it generates. false: layer by layer for every token,
+    slow, for models that do not fit."""
+    vllm: str | None = None
+    """Address of a server that generates instead (`http://HOST:8000`, started by `trl vllm-serve --model MODEL`).
+    Untested here: it takes a GPU of its own."""
+
+
+@dataclass(frozen=True)
 class Classify:
     """Sequence classification: cross-entropy over the classes that the training data has."""
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo", "classify", "embed", "distill"]
-Examples = Literal["conversations", "texts", "pairs", "judged answers", "labelled texts", "matching texts"]
+Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo", "classify", "embed", "distill", "grpo"]
+Examples = Literal["conversations", "texts", "pairs", "judged answers", "labelled texts", "matching texts", "prompts"]
 """What a method reads: an example of `pairs` is a prompt with a chosen and a rejected answer; of `judged answers` a
 prompt with one answer, and whether it is good; of `labelled texts` a text or conversation and its class; of `matching
 texts` an anchor, a text that it should find, and perhaps one that it should not."""
@@ -49,6 +49,8 @@ class Traits:
     """Its loss is always computed in tiles, from TRL's log-probabilities of tokens."""
     whole_loss: str | None = None
     """Why `tiled_loss` does not apply; None: it does."""
+    rollouts: bool = False
+    """The model writes the answers that it learns from, and functions score them."""
     own_loss: bool = False
     """Its loss is computed here, without the load-balancing loss of a mixture's routers."""
     excludes: Mapping[str, str] = field(default_factory=dict)
@@ -185,6 +187,21 @@ TRAITS: Mapping[Method, Traits] = {
             "sequence": "distillation does not spread the teacher's attention, and a rank has a part of a sequence",
             "pipeline": "distillation needs the outputs of two models at once, and a pipeline returns the loss of one",
             "expert": "DeepSpeed's AutoEP spreads the experts of one model, and distillation has two",
+        },
+    ),
+    "grpo": Traits(
+        "GRPO",
+        "prompts",
+        reference=True,
+        loss="GRPO loss per answer",
+        whole_loss="GRPO already computes its loss in tiles",
+        rollouts=True,
+        own_loss=True,
+        excludes={
+            "tensor": "TRL's GRPO needs the whole output head",
+            "sequence": "GRPO generates answers, and a rank that has a part of each sequence cannot",
+            "pipeline": "GRPO generates answers, and a pipeline's stages only train",
+            "expert": "expert parallelism is tested with the loss of all tokens, and not with GRPO's",
         },
     ),
 }

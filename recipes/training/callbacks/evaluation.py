@@ -36,7 +36,7 @@ class Evaluation(TrainerCallback):
     @property
     def metric(self) -> str:
         """What the run is judged by: the method's metric where it has its own, otherwise the recipe's."""
-        return self.recipe.traits.metric or self.recipe.data.metric
+        return self.recipe.metric
 
     def before(self) -> float:
         """Return the metric before the first step, from the log, so that a resumed run knows it too."""
@@ -48,7 +48,7 @@ class Evaluation(TrainerCallback):
 
     def last_line(self, after: float) -> str:
         """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
-        form = ".4f" if self.metric == "loss" else ".1%"
+        form = {"loss": ".4f", "reward": ".3f"}.get(self.metric, ".1%")
         what = f"{self.metric.replace('_', ' ')} on {len(self.datasets.held_out or [])} held-out examples"
         return f"{what}: {self.before():{form}} -> {after:{form}}{self._beside()}"
 

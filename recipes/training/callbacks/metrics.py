@@ -17,9 +17,8 @@ from ..model.flops import TrainingFlops
 from .progress import step_line
 
 GIB = 2**30
-
 OTHERS = (
-    "rewards/",
+    "reward",
     "kl",
     "nll_",
     "odds_",
@@ -29,6 +28,9 @@ OTHERS = (
     "expert_load",
     "router_",
     "layers",
+    "clip_ratio/",
+    "entropy",
+    "completions/",
 )
 """How the names of what some methods and models log besides begin."""
 
@@ -129,9 +131,9 @@ class Metrics(TrainerCallback):
         self.on_record(record)
 
     def _utilisation(self, tokens: float, squares: float, elapsed: float, logs: dict[str, Any]) -> dict[str, float]:
-        """Return `mfu` on a GPU whose peak is known; it has no meaning for preferences, which run a second model."""
+        """Return `mfu` on a GPU whose peak is known; not where a second model runs or answers are written."""
         peak = peak_flops(torch.cuda.get_device_name()) if distributed.on_gpu() else None
-        if peak is None or not elapsed or "rewards/chosen" in logs:
+        if peak is None or not elapsed or "rewards/chosen" in logs or "reward" in logs:
             return {}
         return {"mfu": self.flops.of(tokens, squares) / (elapsed * peak * torch.distributed.get_world_size())}
 

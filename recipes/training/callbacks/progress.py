@@ -48,6 +48,8 @@ def step_line(record: dict[str, Any], last_step: int) -> str:
     for key in ("rewards/accuracies", "accuracy"):  # over the training examples since the last log
         if key in record:
             preference = f"accuracy {record[key]:.0%}  "
+    if "reward" in record:
+        preference += f"reward {record['reward']:.3f}  "
     if "rewards/margins" in record:
         preference += f"margin {record['rewards/margins']:.2f}  "
     if "kl" in record:

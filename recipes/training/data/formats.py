@@ -10,8 +10,10 @@ convert every source with the same ones.
     texts                text
     labelled texts       content (a text, or turns), tools, label (the class's name)
     matching texts       anchor, positive, negative (None: there is none)
+    prompts              what conversations get, with or without an answer, and fields (all other fields)
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -36,6 +38,7 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
     "labelled_messages": ("labelled texts", ("messages", "label")),
     "anchor_positive": ("matching texts", ("anchor", "positive")),
     "query_positive": ("matching texts", ("query", "positive")),
+    "prompt": ("prompts", ("prompt",)),
 }
 """Each form's kind of examples, and the fields by which it is recognised."""
 
@@ -62,11 +65,12 @@ def form_of(where: str, example: Example, method: Method, asked: str = "auto") -
         UserError: the fields belong to no form, or to one that another method reads.
     """
     if asked != "auto":
-        if FORMS[asked][0] != TRAITS[method].examples:
+        if not _reads(method, asked):
             raise UserError(f"data.form={asked}: is {_serves(asked)}; {_needs(method)}.")
         return asked
     found = [form for form, (_, fields) in FORMS.items() if all(example.get(field) is not None for field in fields)]
-    suitable = [form for form in found if FORMS[form][0] == TRAITS[method].examples]
+    suitable = [form for form in found if _reads(method, form)]
+    found = [form for form in found if form != "prompt"]  # its one field is in most forms, known or not
     if (suitable or found)[:1] == ["prompt_completion"] and method != "kto":
         _refuse_judged(where, example)
     if suitable:
@@ -81,6 +85,12 @@ def form_of(where: str, example: Example, method: Method, asked: str = "auto") -
         f"{where}: its fields ({fields_of(example)}) belong to no known form; {_needs(method)}. Say which is which: "
         "data.columns=question:prompt,answer:completion."
     )
+
+
+def _reads(method: Method, form: str) -> bool:
+    """Return whether a method reads a form; where prompts are enough, those of conversations are too."""
+    wanted = TRAITS[method].examples
+    return FORMS[form][0] == wanted or (wanted == "prompts" and FORMS[form][0] == "conversations")
 
 
 def _refuse_judged(where: str, example: Example) -> None:
@@ -102,7 +112,8 @@ def converted(located: Iterable[tuple[str, Example]], method: Method, form: str 
     found = None
     for where, example in located:
         found = found or form_of(where, example, method, form)
-        yield CONVERSIONS[found](where, example)
+        converted = CONVERSIONS[found](where, example)
+        yield _prompt_of(converted, example, found) if TRAITS[method].examples == "prompts" else converted
 
 
 def _serves(form: str) -> str:
@@ -111,9 +122,7 @@ def _serves(form: str) -> str:
 
 
 def _needs(method: Method) -> str:
-    forms = (
-        f"{form} ({', '.join(fields)})" for form, (kind, fields) in FORMS.items() if kind == TRAITS[method].examples
-    )
+    forms = (f"{form} ({', '.join(fields)})" for form, (_, fields) in FORMS.items() if _reads(method, form))
     return f"the method {method} reads {', '.join(forms)}"
 
 
@@ -175,6 +184,26 @@ def _judged(where: str, example: Example) -> Example:
     whole = _conversation(where, example, "completion", prompt + completion, given=len(prompt))
     given = whole["messages"][: whole["given"]]
     return {"prompt": given, "completion": completion, "label": label, "tools": whole["tools"]}
+
+
+def _prompt(where: str, example: Example) -> Example:
+    """Return a prompt without an answer; what a reward function needs is in the example's other fields."""
+    turns, _ = _in_order(where, example, "prompt", _side(where, example, "prompt", "user"))
+    if turns[-1]["role"] not in ("user", "tool"):
+        raise UserError(f"{where}: 'prompt' must end with a user's turn, which the model answers.")
+    return {"messages": turns, "tools": _tools(where, example), "given": len(turns)}
+
+
+def _prompt_of(conversation: Example, example: Example, form: str) -> Example:
+    """Return a conversation as a prompt, which is its `given` turns, and the answer that may follow."""
+    turns = conversation["messages"]
+    read = {*FORMS[form][1], "system", "tools", *(("input", "history") if form == "alpaca" else ())}
+    fields = {name: value for name, value in example.items() if name not in read}
+    return {
+        **conversation,
+        "given": len(turns) - (turns[-1]["role"] == "assistant"),
+        "fields": json.loads(json.dumps(fields, default=str)),
+    }
 
 
 def _text(where: str, example: Example) -> Example:
@@ -242,11 +271,20 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "labelled_messages": _labelled_messages,
     "anchor_positive": _anchor_positive,
     "query_positive": _query_positive,
+    "prompt": _prompt,
 }
 
 
 def _conversation(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> Example:
     """Return the turns with the example's system prompt and tools, once their order has been checked."""
+    turns, given = _in_order(where, example, field, turns, given)
+    if not any(turn["role"] == "assistant" for turn in turns[given:]):
+        raise UserError(f"{where}: no assistant turn in {field!r}, so there is nothing to learn; remove the example.")
+    return {"messages": turns, "tools": _tools(where, example), "given": given}
+
+
+def _in_order(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> tuple[list[Turn], int]:
+    """Return the turns with the example's system prompt, and how many are given, once their order has been checked."""
     if example.get("system"):
         turns = [_said("system", _string(where, example, "system")), *turns]
         given += given > 0
@@ -256,9 +294,7 @@ def _conversation(where: str, example: Example, field: str, turns: list[Turn], g
                 f"{where}: turns {number - 1} and {number} of {field!r} are both the user's; join them, or add the "
                 "answer between them."
             )
-    if not any(turn["role"] == "assistant" for turn in turns[given:]):
-        raise UserError(f"{where}: no assistant turn in {field!r}, so there is nothing to learn; remove the example.")
-    return {"messages": turns, "tools": _tools(where, example), "given": given}
+    return turns, given
 
 
 def _side(where: str, example: Example, field: str, role: str) -> list[Turn]:

@@ -44,6 +44,7 @@ FEATURES = {
     "texts": Features({"text": Value("string")}),
     "labelled texts": Features({"content": Json(), "tools": Json(), "label": Value("string")}),
     "matching texts": Features({name: Value("string") for name in ("anchor", "positive", "negative")}),
+    "prompts": Features({"messages": Json(), "tools": Json(), "given": Value("int32"), "fields": Json()}),
 }
 """The columns of each kind of examples; `formats.py` says what is in them."""
 

@@ -1,0 +1,80 @@
+"""Sampling that depends on seed, step and the answer's place in the batch, and on nothing else.
+
+transformers samples from the rank's global random numbers, so that another number of ranks, another order or a resumed
+run gives other answers. Here every answer has random numbers of its own: `argmax(logits / T - log E)` with E from an
+exponential distribution is a sample of `softmax(logits / T)` (the Gumbel-max trick; Maddison et al. 2014,
+arXiv:1411.0030, section 2).
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from transformers import LogitsProcessor, PreTrainedModel
+
+
+class Noise(LogitsProcessor):
+    """Adds each answer's own random numbers to its logits, so that the likeliest token is a sample."""
+
+    def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
+        """`seeds`: one for each answer of the batch."""
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.temperature = temperature
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return noisy logits, [answers, vocabulary]."""
+        noise = torch.empty_like(scores, dtype=torch.float32)
+        for row, generator in zip(noise, self.generators, strict=True):
+            row.exponential_(generator=generator)
+        tiny = torch.finfo(torch.float32).tiny  # a draw may round to 0
+        return scores.float() / self.temperature - noise.clamp_(min=tiny).log()
+
+
+def seeds(seed: int, step: int, answers: range) -> list[int]:
+    """Return a seed for each answer of a step, by its number in the global batch."""
+    said = (f"{seed} {step} {answer}".encode() for answer in answers)
+    return [int.from_bytes(hashlib.blake2b(one, digest_size=7).digest()) for one in said]
+
+
+@torch.no_grad()
+def answers(
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    noise: Noise,
+    max_new_tokens: int,
+    end: Sequence[int],
+    padding: int,
+    synced_gpus: bool,
+) -> list[list[int]]:
+    """Return the tokens of a sampled answer to each prompt, with the token that ends it where it has one.
+
+    Args:
+        model: holds whole weights, or under ZeRO-3 its shards: then `synced_gpus`, which makes all ranks generate until
+            the last has finished.
+        prompts: tokens.
+        noise: for as many answers.
+        max_new_tokens: of an answer.
+        end: tokens that end an answer.
+        padding: token.
+        synced_gpus: see `model`.
+    """
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    output = model.generate(
+        tokens.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        logits_processor=[noise],
+        eos_token_id=list(end),
+        pad_token_id=padding,
+        use_cache=True,
+        synced_gpus=synced_gpus,
+    )
+    return [_until(written, end) for written in output[:, width:].tolist()]
+
+
+def _until(tokens: list[int], end: Sequence[int]) -> list[int]:
+    last = next((at for at, token in enumerate(tokens) if token in end), len(tokens) - 1)
+    return tokens[: last + 1]

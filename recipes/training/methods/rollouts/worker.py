@@ -1,0 +1,95 @@
+"""Runs the user's reward functions in a process of its own, which the rank kills when it takes too long.
+
+Standard library only, and no import of the project: it is started by its path. One JSON object per line comes in on
+standard input, `{"answer": ..., "example": ...}`, and one list goes out, with a number for each function or a text that
+says what is wrong. Whatever the functions print goes to standard error, and so into the rank's log.
+
+    python worker.py SECONDS FILE.py:FUNCTION ...
+"""
+
+import importlib.util
+import json
+import math
+import numbers
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Function = Callable[[str, dict[str, Any]], Any]
+
+
+def main(seconds: float, names: list[str]) -> None:
+    """Load the functions, say so, and answer every line until standard input ends."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def reply(value: Any) -> None:
+        print(json.dumps(value), file=replies, flush=True)
+
+    try:
+        functions = [load(*name.rpartition(":")[::2]) for name in names]
+    except BaseException as error:
+        reply(_described(error))
+        return
+    reply(None)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        # Should the rank be dead by then, nobody else would end a function that never returns.
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        scored = [_score(function, asked["answer"], asked["example"]) for function in functions]
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        reply(scored)
+
+
+def load(path: str, name: str) -> Function:
+    """Return a function of a file, which may import what lies beside it.
+
+    Raises:
+        AttributeError: it has none of that name.
+        TypeError: the name is not that of a function.
+    """
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    found = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    assert found is not None and found.loader is not None, path
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    function = getattr(module, name)
+    if not callable(function):
+        raise TypeError(f"{name} is a {type(function).__name__}, not a function")
+    return function
+
+
+def _score(function: Function, answer: str, example: dict[str, Any]) -> float | str:
+    """Return what a function says of an answer, or what is wrong with it."""
+    try:
+        reward = function(answer, dict(example))
+    except BaseException as error:  # sys.exit too ends only this example
+        return _described(error)
+    if not isinstance(reward, numbers.Real):
+        return f"returned {_kind(reward)}; one number for the answer is expected"
+    if not math.isfinite(reward):
+        return f"returned {float(reward)}; a finite number is expected"
+    return float(reward)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing (None)"
+    sized = f" of {len(value)}" if isinstance(value, list | tuple) else ""
+    return f"a {type(value).__name__}{sized}"
+
+
+def _described(error: BaseException) -> str:
+    """Return an error as one line, with the place in the user's file."""
+    said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+    places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in places if not frame.filename.startswith("<")]
+    return f"{said} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else said
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,121 @@
+"""GRPO and RLOO: on two ranks, whatever the ZeRO stage, what TRL trains alone from the same answers."""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+from safetensors.torch import load_file
+
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
+from recipes.training import run as training_run
+from tests.parity import gate, plain
+from tests.tiers import tiered
+from tests.workers import grpo_alone
+from tests.workers.grpo_alone import GRPO, SETTINGS
+from tests.workers.trl_alone import ADAPTERS
+
+REWARD = "def scored(answer, example):\n    return sum(map(ord, answer)) % 11 / 10\n"
+NUMBERS = {
+    "reward": "reward",
+    "entropy": "entropy",
+    "kl": "kl",
+    "completions/mean_length": "completions/mean_length",
+    "clip_ratio/low": "clip_ratio/low_mean",
+    "clip_ratio/high": "clip_ratio/high_mean",
+}
+"""What a run logs besides the loss, and what TRL calls it."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What TRL trained."""
+
+    records: list[dict[str, float]]
+    weights: dict
+
+
+@pytest.fixture(scope="module")
+def writer(model_folder, tmp_path_factory):
+    """Return the model with many tokens that end an answer, so that answers differ in length."""
+    folder = tmp_path_factory.mktemp("writer") / "model"
+    shutil.copytree(model_folder, folder)
+    config = read_json(folder / "generation_config.json")
+    write_json(folder / "generation_config.json", config | {"eos_token_id": [2, *range(100, 300)]})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "rewards.py"
+    path.write_text(REWARD, encoding="utf-8")
+    return f"{path}:scored"
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, tmp_path_factory, writer, conversations):
+    """Return a function that trains with TRL alone, once for each case."""
+
+    @cache
+    def trained(loss: str, lora: bool, mistake: str = "") -> Reference:
+        output = tmp_path_factory.mktemp(f"{loss}-alone")
+        arguments = (loss, str(writer), str(conversations), str(output), lora, mistake)
+        ranks.check(grpo_alone.train, *arguments, log=output / "log", world_size=1)
+        name = "adapter_model.safetensors" if lora else "model.safetensors"
+        return Reference(json.loads((output / "records.json").read_text()), load_file(output / name))
+
+    return trained
+
+
+LOSSES = ("grpo", "dapo", "dr_grpo", "rloo")
+CASES = [(loss, stage, lora) for loss in LOSSES for stage in range(4) for lora in (False, True)]
+
+
+@pytest.mark.parametrize(("loss", "stage", "lora"), tiered(CASES, {("grpo", 3, False)}))
+def test_same_model_as_trl_alone(ranks, tmp_path, writer, conversations, reward, alone, loss, stage, lora):
+    run = RunFolder(tmp_path / "run")
+    recipe = gate.recipe_for(
+        SETTINGS,
+        writer,
+        conversations,
+        f"zero{stage}.json",
+        method="grpo",
+        reward=reward,
+        grpo=replace(GRPO, loss=loss),
+        lora=ADAPTERS if lora else None,
+        micro_batch_size=2,
+    )
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+
+    reference, logged = alone(loss, lora), read_jsonl(run.metrics)
+    assert [row["step"] for row in logged] == list(range(1, SETTINGS.steps + 1))
+    for ours, theirs in zip(logged, reference.records, strict=True):
+        # The mean of a group's advantages is 0, and with it the first loss of a rollout: only rounding is left of it.
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=gate.LOSS, abs=1e-6)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=gate.NORM)
+        for name, of_trl in NUMBERS.items():
+            # TRL logs rewards and lengths only with the update that follows the rollout.
+            if name in ours and of_trl in theirs:
+                assert ours[name] == pytest.approx(theirs[of_trl], rel=1e-3, abs=1e-5), name
+    assert {"reward", "entropy", "kl"} <= set(logged[0]) and {"clip_ratio/low", "entropy"} <= set(logged[1])
+    assert any(row["clip_ratio/low"] or row["clip_ratio/high"] for row in logged)
+    exported = load_file(run.export / ("adapter_model.safetensors" if lora else "model.safetensors"))
+    assert set(exported) == set(reference.weights)
+    for name, weight in exported.items():
+        assert plain.worst(weight, reference.weights[name]) <= 1, name
+    assert read_json(run.deepspeed)["zero_optimization"]["stage"] == stage
+
+
+MISTAKES = {"grpo": ("group", "kl", "ratio", "beta", "clip", "scale"), "rloo": ("group", "beta", "clip")}
+
+
+@pytest.mark.parametrize(
+    ("loss", "mistake"),
+    tiered([(loss, one) for loss in MISTAKES for one in MISTAKES[loss]], {("grpo", "group"), ("grpo", "kl")}),
+)
+def test_a_wrong_reference_is_noticed(alone, loss, mistake):
+    right, wrong = alone(loss, False), alone(loss, False, mistake)
+    assert abs(wrong.records[-1]["loss"] / right.records[-1]["loss"] - 1) > 100 * gate.LOSS
+    assert any(plain.worst(wrong.weights[name], weight) > 10 for name, weight in right.weights.items())

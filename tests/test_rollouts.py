@@ -1,0 +1,265 @@
+"""The model's own answers: how they are sampled and scored, what a failing reward function does, and resuming."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recipes.commands import main
+from recipes.launching import paths, preflight
+from recipes.report.run_data import read
+from recipes.report.sections import rollouts as section
+from recipes.samples import rewards as sample_rewards
+from recipes.spec import pages
+from recipes.spec.errors import UserError
+from recipes.spec.methods import rewards
+from recipes.spec.overrides import apply
+from recipes.spec.recipe import Lora, Schedule
+from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from recipes.training import run as training_run
+from recipes.training.methods.rollouts import sampling, scoring
+from tests.parity import gate
+from tests.small import small
+from tests.tiers import tiered
+from tests.workers.grpo_alone import GRPO
+
+FUNCTIONS = """
+import os, re, sys, time
+
+def good(answer, example): print("noise"); return len(answer)
+def text(answer, example): return "1"
+def batch(answer, example): return [1.0, 0.0]
+def nothing(answer, example): pass
+def nan(answer, example): return float("nan")
+def crash(answer, example): return 1 / 0
+def quits(answer, example): sys.exit(3)
+def dies(answer, example): os._exit(1) if answer == "bad" else None; return 1
+def segfaults(answer, example): os.kill(os.getpid(), 11) if answer == "bad" else None; return True
+def hangs(answer, example):
+    while answer == "bad":
+        try: time.sleep(60)
+        except BaseException: pass
+    return 1
+def matches(answer, example): return float(bool(re.match("(a+)+$", "a" * 40 + "b"))) if answer == "bad" else 1
+def one(answer): return 1
+def three(answer, example, more): return 1
+async def later(answer, example): return 1
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("functions") / "mine.py"
+    path.write_text(FUNCTIONS, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return pages.find("tiny", "grpo")
+
+
+def scorer_of(tiny, reward, **changes):
+    return scoring.Scorer(replace(tiny, reward=reward, grpo=replace(tiny.grpo, reward_seconds=0.3, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "fine"),
+    [
+        ("good", [3.0], [4.0]),
+        ("text", "text returned a str; one number", None),
+        ("batch", "batch returned a list of 2; one number", None),
+        ("nothing", "nothing returned nothing", None),
+        ("nan", "nan returned nan; a finite number", None),
+        ("crash", "crash: ZeroDivisionError: division by zero (mine.py:9)", None),
+        ("quits", "quits: SystemExit: 3", None),
+        ("dies", "ended its process with status 1", [1.0]),
+        ("segfaults", "ended its process with SIGSEGV", [1.0]),
+        ("hangs", "took more than grpo.reward_seconds=0.3 for one answer", [1.0]),
+        ("matches", "took more than grpo.reward_seconds=0.3 for one answer", [1.0]),
+    ],
+)
+def test_a_failing_reward_function_ends_its_example(alone, functions, tiny, name, bad, fine):
+    scorer = scorer_of(tiny, f"{functions}:{name}")
+    try:
+        said = scorer.ask("bad", {})
+        assert said == bad if isinstance(bad, list) else said.startswith(bad)
+        if fine:
+            assert scorer.ask("fine", {}) == fine
+        else:
+            assert all(map(math.isnan, scorer.scores("fine", {})))
+    finally:
+        scorer.close()
+
+
+def test_several_functions_are_weighted_and_one_that_fails_takes_the_others_with_it(alone, functions, tiny):
+    scorer = scorer_of(tiny, f"{functions}:good,{functions}:dies", reward_weights="0.5,2")
+    try:
+        assert scorer.total(scorer.scores("four", {})) == 0.5 * 4 + 2 * 1
+        assert all(map(math.isnan, scorer.scores("bad", {})))
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize("name", ["text", "batch", "nothing", "nan", "crash"])
+def test_a_function_that_never_gives_a_number_is_refused_before_anything_is_loaded(functions, tiny, name):
+    row = {"messages": [{"role": "user", "content": "2 + 2?"}], "given": 1, "fields": {}, "tools": None}
+    with pytest.raises(UserError, match=rf"reward=.*mine.py:{name}: no number for any of the first 2 examples: {name}"):
+        scoring.check(replace(tiny, reward=f"{functions}:{name}"), [row, row])
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("mine.py:missing", "no function of that name in the file; it has good, text"),
+        ("mine.py:one", r"is called with two arguments, so write `def one\(answer, example\)`"),
+        ("mine.py:three", "is called with two arguments"),
+        ("mine.py:later", "an async function"),
+        ("gone.py:good", "no such file"),
+        ("broken.py:good", "not Python at line 2"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_without_running_it(functions, given, why):
+    (functions.parent / "broken.py").write_text("import os\ndef good(answer, example) return 1\n", encoding="utf-8")
+    with pytest.raises(UserError, match=rf"^reward=.*{given}: {why}"):
+        rewards.check_files(f"{functions.parent}/{given}")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["reward=none"], "reward: GRPO needs a function that scores an answer"),
+        (["reward=mine.py"], "reward=mine.py: write FILE.py:FUNCTION"),
+        (["grpo.reward_weights=1,2"], "reward names 1 functions, so 1 numbers are expected"),
+        (["grpo.group_size=12"], "grpo.group_size=12: global_batch_size=64 .*use global_batch_size=72"),
+        (["grpo.group_size=128"], "grpo.group_size=128: .*use global_batch_size=128"),
+        (["grpo.group_size=1"], "grpo.group_size=1: must be at least 2"),
+        (
+            ["grpo.max_new_tokens=256"],
+            "no room for a prompt in sequence_length=256; use grpo.max_new_tokens=128",
+        ),
+        (["grpo.epsilon_high=0.1"], "must be at least grpo.epsilon=0.2"),
+        (["grpo.loss=ppo"], "must be one of grpo, dapo, dr_grpo, rloo"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tiny, words, why):
+    with pytest.raises(UserError, match=why):
+        apply(tiny, words)
+
+
+def test_the_launcher_looks_for_the_reward_function(tiny, functions, monkeypatch):
+    monkeypatch.chdir(functions.parent)
+    assert paths.locate(replace(tiny, reward="mine.py:good")).reward == f"{functions}:good"
+    with pytest.raises(UserError, match="no function of that name"):
+        preflight.check_data(paths.locate(replace(tiny, reward="mine.py:missing")))
+    with pytest.raises(UserError, match=r"reward=other.py: no such file"):
+        paths.locate(replace(tiny, reward="other.py:good"))
+
+
+def test_a_reference_model_is_held_only_where_a_beta_asks_for_one(tiny):
+    assert not tiny.reference
+    assert apply(tiny, ["grpo.beta=0.04"]).reference
+    assert pages.find("tiny", "dpo_lora").reference and not pages.find("tiny", "orpo_lora").reference
+
+
+def test_the_noise_samples_the_distribution():
+    """The frequencies of 20,000 draws at temperature 2 are the softmax's, and at temperature 1 they would not be."""
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0])
+    draws = 20_000
+    noise = sampling.Noise(sampling.seeds(0, 0, range(draws)), 2.0, torch.device("cpu"))
+    found = noise(None, logits.expand(draws, -1)).argmax(-1).bincount(minlength=4) / draws
+    assert (found - (logits / 2).softmax(-1)).abs().max() < 0.015 < 0.1 < (found - logits.softmax(-1)).abs().max()
+
+
+def test_the_noise_of_an_answer_does_not_depend_on_the_others():
+    logits = torch.zeros(2, 50)
+    both = sampling.Noise(sampling.seeds(1, 5, range(6, 8)), 1.0, torch.device("cpu"))
+    second = sampling.Noise(sampling.seeds(1, 5, range(7, 8)), 1.0, torch.device("cpu"))
+    for _ in range(3):  # each token has noise of its own
+        assert torch.equal(both(None, logits)[1], second(None, logits[1:])[0])
+    assert not torch.equal(both(None, logits)[0], both(None, logits)[1])
+    assert len({*sampling.seeds(1, 5, range(100)), *sampling.seeds(1, 6, range(100))}) == 200
+
+
+def test_the_sample_functions_score_as_they_say():
+    example = {"expected": '{"name":"Ada","amount":"5.00"}'}
+    right, half = example["expected"], '{"name":"Ada","amount":"6.00"}'
+    assert [sample_rewards.exact_match(said, example) for said in (f" {right}\n", half)] == [1.0, 0.0]
+    assert [sample_rewards.json_valid(said, example) for said in (half, half[:-1], "[1]")] == [1.0, 0.0, 0.0]
+    assert [sample_rewards.same_facts(said, example) for said in (right, half, "x")] == [1.0, 0.5, 0.0]
+    length = {"expected": "It is 1,250.5 km."}
+    said = ("About 1250.50 km", "1250.5 miles", "1250.5", "12 km", "far")
+    assert [sample_rewards.number_and_unit(one, length) for one in said] == [1.0, 0.5, 0.5, 0.0, 0.0]
+    assert sample_rewards.short(right, example) == 1.0 and sample_rewards.short(2 * right, example) == 0.0
+
+
+@pytest.mark.parametrize("iterations", tiered((1, 2), (2,)))
+def test_it_resumes_exactly_with_its_rollouts_and_shows_the_best_and_the_worst(
+    ranks, tmp_path, model_folder, conversations, functions, iterations
+):
+    """Step 3 is the first of two updates with a rollout: the second has to find the same answers. Then a new epoch."""
+    run = RunFolder(tmp_path / "run")
+    recipe = small(
+        model_folder,
+        conversations,
+        "zero2.json",
+        method="grpo",
+        reward=f"{functions}:good",
+        grpo=replace(GRPO, iterations=iterations),
+        lora=Lora(rank=4),
+        save_steps=3,
+        max_steps=10,
+        micro_batch_size=2,
+        schedule=Schedule("cosine", 0.1),
+    )
+    recipe = replace(recipe, data=replace(recipe.data, validation=str(conversations)))
+    write_recipe(run, replace(recipe, learning_rate=3e-3))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    records, answers = read_jsonl(run.metrics), read_jsonl(run.rollouts)
+    gate.resume(ranks, run, tmp_path, 2)
+    assert len(records) == 10
+    for row, before in zip(read_jsonl(run.metrics), records, strict=True):
+        for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio/both"):
+            assert row[name] == pytest.approx(before[name], rel=1e-6, abs=1e-9), (row["step"], name)
+        assert row.get("reward") == before.get("reward")
+    assert read_jsonl(run.rollouts) == answers and {row["which"] for row in answers} == {"best", "worst"}
+    assert all(best["reward"] >= worst["reward"] for best, worst in zip(answers[::2], answers[1::2], strict=True))
+    assert "reward" in read_jsonl(run.evaluations)[-1]
+    assert "Best and worst" in next(section.sections(read(run.path))).title
+
+
+def test_a_run_survives_answers_without_a_reward(ranks, tmp_path, model_folder, conversations):
+    """Half of the answers crash the function, hang it or get no number; the others are learned from."""
+    path = tmp_path / "flaky.py"
+    path.write_text(
+        "import os, time\n"
+        "def flaky(answer, example):\n"
+        "    at = len(answer) % 8\n"
+        "    if answer != example['expected'] and at == 0: os._exit(1)\n"
+        "    if answer != example['expected'] and at == 1: time.sleep(9)\n"
+        "    if answer != example['expected'] and at == 2: return 'text'\n"
+        "    if answer != example['expected'] and at == 3: raise ValueError(answer)\n"
+        "    return at\n"
+    )
+    run = RunFolder(tmp_path / "run")
+    grpo = replace(GRPO, iterations=1, reward_seconds=0.2)
+    recipe = small(
+        model_folder, conversations, "zero2.json", method="grpo", reward=f"{path}:flaky", grpo=grpo, max_steps=3
+    )
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    shares = [row["rewards/failed"] for row in read_jsonl(run.metrics)]
+    assert len(shares) == 3 and 0 < max(shares) < 1 and all(row["grad_norm"] > 0 for row in read_jsonl(run.metrics))
+
+
+def test_a_run_folder_alone_does_not_say_which_code_scores_the_answers(tiny, functions, tmp_path, capsys):
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    write_recipe(run, replace(tiny, reward=f"{functions}:good"))
+    (run.checkpoints / "checkpoint-1").mkdir(parents=True)
+    (run.checkpoints / "checkpoint-1" / "complete.json").write_text("{}", encoding="utf-8")
+    words = ["tiny", "grpo", "--resume", "--output-dir", str(run.path), "--dry-run"]
+    assert main.run("launch", words) == 2
+    assert "a run folder's word is not enough to run that code" in capsys.readouterr().err
