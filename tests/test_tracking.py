@@ -29,6 +29,7 @@ from recipes.spec.tracking import trackers as trackers_spec
 from recipes.training import run as training_run
 from recipes.training.tracking import afterwards, offline_records
 from recipes.training.tracking.trackers import Trackers
+from recipes.training.tracking.writer import opened
 from tests.nan_data import write_nan_data, write_nan_model
 from tests.ranks import read_logs
 from tests.small import small
@@ -384,3 +385,16 @@ def test_the_launcher_tells_wandb_why_a_run_ended_and_adds_the_artifacts(alone, 
         "config.json",
         "report.html",
     }
+
+
+@pytest.mark.every
+def test_wandb_is_offline_where_it_cannot_be_reached(tmp_path, monkeypatch):
+    """With a key, and nobody listening: the run is recorded on the disk, and can be synced later."""
+    for name, value in (("BASE_URL", "http://127.0.0.1:9"), ("API_KEY", "0" * 40), ("INIT_TIMEOUT", "5")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, pages.find("tiny", "full"))
+    tracked = opened("wandb", pages.find("tiny", "full"), run, {})
+    tracked.record(1, {"loss": 1.0})
+    assert not tracked.online and "wandb sync" in tracked.finish({}, 0)
+    assert [row.step.num for row in recorded(run, "history")] == [1]
