@@ -347,6 +347,8 @@ def test_wandb_has_what_killed_and_failed_processes_have_logged_once(alone, tmp_
     assert read_json(run.tracking)["ended"] == REWIND
     forget_after(run, run.checkpoints / "checkpoint-6")
     time.sleep(1.1)
+    for step, answer in ((0, "no idea"), (12, "four")):
+        append_jsonl(run.answers, {"step": step, "prompt": "2 + 2?", "expected": "four", "answer": answer})
     (line,) = follow(run, recipe, 7, 12).end({"loss": 0.5})
     assert "wandb sync" in line and line.endswith(f"/offline-run-*-{run.wandb_id.read_text().strip()}")
     history = recorded(run, "history")
@@ -355,6 +357,9 @@ def test_wandb_has_what_killed_and_failed_processes_have_logged_once(alone, tmp_
         step, got = row.step.num, values(row)
         assert float(got["loss"]) == pytest.approx(1 / step) and got["by_tokens/loss"] == got["loss"]
         assert ("held_out/loss" in got) == (step % 2 == 0) and float(got["tokens"]) == 10 * step
+    (file,) = (run.path / "wandb").glob("offline-run-*/files/media/table/answers*.json")
+    table = {"columns": ["prompt", "expected", "before", "after"], "data": [["2 + 2?", "four", "no idea", "four"]]}
+    assert read_json(file).items() >= table.items()
     (alert,) = recorded(run, "alert")
     assert alert.title == f"the run ended with status {REWIND}" and alert.text == "step 10: the loss is not finite"
     assert [end.exit_code for end in recorded(run, "exit")] == [REWIND, 0]
