@@ -29,6 +29,7 @@ from recipes.spec.tracking import trackers as trackers_spec
 from recipes.training import run as training_run
 from recipes.training.tracking import afterwards, offline_records
 from recipes.training.tracking.trackers import Trackers
+from recipes.training.tracking.writer import opened
 from tests.nan_data import write_nan_data, write_nan_model
 from tests.ranks import read_logs
 from tests.small import small
@@ -346,6 +347,8 @@ def test_wandb_has_what_killed_and_failed_processes_have_logged_once(alone, tmp_
     assert read_json(run.tracking)["ended"] == REWIND
     forget_after(run, run.checkpoints / "checkpoint-6")
     time.sleep(1.1)
+    for step, answer in ((0, "no idea"), (12, "four")):
+        append_jsonl(run.answers, {"step": step, "prompt": "2 + 2?", "expected": "four", "answer": answer})
     (line,) = follow(run, recipe, 7, 12).end({"loss": 0.5})
     assert "wandb sync" in line and line.endswith(f"/offline-run-*-{run.wandb_id.read_text().strip()}")
     history = recorded(run, "history")
@@ -354,6 +357,9 @@ def test_wandb_has_what_killed_and_failed_processes_have_logged_once(alone, tmp_
         step, got = row.step.num, values(row)
         assert float(got["loss"]) == pytest.approx(1 / step) and got["by_tokens/loss"] == got["loss"]
         assert ("held_out/loss" in got) == (step % 2 == 0) and float(got["tokens"]) == 10 * step
+    (file,) = (run.path / "wandb").glob("offline-run-*/files/media/table/answers*.json")
+    table = {"columns": ["prompt", "expected", "before", "after"], "data": [["2 + 2?", "four", "no idea", "four"]]}
+    assert read_json(file).items() >= table.items()
     (alert,) = recorded(run, "alert")
     assert alert.title == f"the run ended with status {REWIND}" and alert.text == "step 10: the loss is not finite"
     assert [end.exit_code for end in recorded(run, "exit")] == [REWIND, 0]
@@ -384,3 +390,16 @@ def test_the_launcher_tells_wandb_why_a_run_ended_and_adds_the_artifacts(alone, 
         "config.json",
         "report.html",
     }
+
+
+@pytest.mark.every
+def test_wandb_is_offline_where_it_cannot_be_reached(tmp_path, monkeypatch):
+    """With a key, and nobody listening: the run is recorded on the disk, and can be synced later."""
+    for name, value in (("BASE_URL", "http://127.0.0.1:9"), ("API_KEY", "0" * 40), ("INIT_TIMEOUT", "5")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, pages.find("tiny", "full"))
+    tracked = opened("wandb", pages.find("tiny", "full"), run, {})
+    tracked.record(1, {"loss": 1.0})
+    assert not tracked.online and "wandb sync" in tracked.finish({}, 0)
+    assert [row.step.num for row in recorded(run, "history")] == [1]

@@ -68,17 +68,14 @@ def main(folder: str) -> None:
         pickles.load_only_data()
         execute(read_recipe(run), run, trackers)
     except UserError as error:
-        trackers.failed(str(error), 2)
-        fail(error, 2)
+        fail(error, 2, trackers)
     except Rewind as error:
-        trackers.failed(str(error), REWIND)
-        fail(error, REWIND)
+        fail(error, REWIND, trackers)
     except Exception as error:
         full = cannot_write(error, run.path)
         if full is None:
             raise
-        trackers.failed(full, 2)
-        fail(full, 2)
+        fail(full, 2, trackers)
     distributed.stop()
 
 
@@ -284,12 +281,14 @@ def keep_holdings(trainer: Any) -> None:
         say(f"what each rank holds is not in the report: {type(error).__name__}: {first_line(error)}")
 
 
-def fail(error: Exception | str, status: int) -> None:
-    """Print an error that every rank may have found, once, and exit with `status`."""
+def fail(error: Exception | str, status: int, trackers: Trackers) -> None:
+    """Print an error that every rank may have found, once, tell the trackers, and exit with `status`."""
     if os.environ.get("RANK", "0") != "0":
-        # If every rank found the same mistake, the launcher ends this one before it repeats rank 0's message.
-        time.sleep(5)
+        # If every rank found the same mistake, the launcher ends this one before it repeats rank 0's message, which
+        # may have trackers to tell.
+        time.sleep(15 if trackers.run.tracking.exists() else 5)
     print(redact(str(error)), file=sys.stderr, flush=True)
+    trackers.failed(str(error), status)
     os._exit(status)
 
 

@@ -38,6 +38,7 @@ class Run:
         try:
             self.live = self._started(mode, recipe, run, config)
         except wandb.errors.CommError:
+            wandb.teardown()  # which still holds the run's id
             self.live = self._started("offline", recipe, run, config)
         self.online = not self.live.offline
         self.last = max(recorded, self.live.starting_step - 1 if self.online else -1)
