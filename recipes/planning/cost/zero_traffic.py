@@ -49,9 +49,10 @@ def _gathered(total: int, reuse: int) -> tuple[int, int]:
 
 
 def of_run(about: Mapping[str, Any]) -> dict[tuple[str, Group], int]:
-    """Return the same by kind and process group for a run, from what its trace says of it; empty for stages and experts.
+    """Return the same by kind and process group for a run, from what its trace says of it.
 
-    What tensor parallelism sends of activations is not in it: it depends on the sequences' lengths.
+    Empty where stages or experts are apart. What tensor parallelism sends of activations is not in it: it depends on
+    the sequences' lengths.
     """
     layout, rank = Layout(**about.get("layout", {})), about.get("rank", 0)
     world_size = about.get("world_size", 1)
