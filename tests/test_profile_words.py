@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from recipes.commands import launch, main
+from recipes.planning.cost import zero_traffic
 from recipes.profiling import collectives, nsys, operators, request, shares, trace, verdict, window, words
 from recipes.profiling.collectives import Collective
 from recipes.profiling.intervals import both, length, union, without
@@ -183,6 +184,28 @@ STAGED = {"layout": {"pipeline": 2}, "world_size": 4, "micro_batches": 4}
 def test_the_change_follows_from_the_shares(ranks, about, name, change):
     found = verdict.cause(ranks, about)
     assert found.name == name and change in found.change
+
+
+SENT = {"stage": 3, "held": {"total": 100, "trained": 100}, "weight_bytes": 2, "micro_batches": 4, "world_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("more", "sent"),
+    [
+        ({}, {("all-gather", (0, 1, 2, 3)): 800, ("reduce-scatter", (0, 1, 2, 3)): 800}),
+        # With a second copy the network carries the weights once; the other three passes gather among two ranks.
+        (
+            {"partition_size": 2, "rank": 3},
+            {("all-gather", (0, 1, 2, 3)): 200, ("all-gather", (2, 3)): 600, ("reduce-scatter", (0, 1, 2, 3)): 800},
+        ),
+        ({"reuse_distance": 0}, {("all-gather", (0, 1, 2, 3)): 1600, ("reduce-scatter", (0, 1, 2, 3)): 800}),
+        ({"layout": {"tensor": 2}, "stage": 1, "rank": 1}, {("all-reduce", (1, 3)): 200, ("all-gather", (1, 3)): 200}),
+        ({"layout": {"tensor": 4}}, {}),
+        ({"layout": {"pipeline": 2}}, {}),
+    ],
+)
+def test_what_zero_sends_is_counted_by_group(more, sent):
+    assert zero_traffic.of_run(SENT | more) == sent
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(waiting(), {}), (waiting(2), {"partition_size": 2})])

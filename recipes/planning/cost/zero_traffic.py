@@ -49,14 +49,15 @@ def _gathered(total: int, reuse: int) -> tuple[int, int]:
 
 
 def of_run(about: Mapping[str, Any]) -> dict[tuple[str, Group], int]:
-    """Return the same by kind and process group for a run, from what its trace says of it; empty for experts.
+    """Return the same by kind and process group for a run, from what its trace says of it.
 
-    What tensor parallelism and a pipeline send of activations is not in it: it depends on the sequences' lengths.
+    Empty where stages or experts are apart. What tensor parallelism sends of activations is not in it: it depends on
+    the sequences' lengths.
     """
     layout, rank = Layout(**about.get("layout", {})), about.get("rank", 0)
     world_size = about.get("world_size", 1)
     group = _replicas(layout, rank, world_size)
-    if len(group) == 1 or layout.expert > 1:
+    if len(group) == 1 or layout.pipeline > 1 or layout.expert > 1:
         return {}
     given = about.get("reuse_distance")
     reuse = int(given) if isinstance(given, int | float) else REUSE_DISTANCE
