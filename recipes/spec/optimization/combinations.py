@@ -10,7 +10,7 @@ EXCLUDES = {
     "muon": {
         "tensor": "Muon orthogonalises whole matrices, and a tensor-parallel rank has parts of them",
         "pipeline": "DeepSpeed's Muon is tested with data parallelism, and not with its pipeline",
-        "expert": "a mixture's experts are no matrices, so AdamW would train most of its weights",
+        "expert": "AdamW would train a mixture's experts, which are stacks of matrices and most of its weights",
     },
     "adamw_8bit": dict.fromkeys(
         ("tensor", "pipeline", "expert"), "bitsandbytes' optimizer is tested with data and sequence parallelism only"
