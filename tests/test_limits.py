@@ -139,7 +139,7 @@ FEEDBACK = {
     )
     for method, title in (
         *(("dpo", "DPO"), ("reward", "reward"), ("kto", "KTO"), ("orpo", "ORPO"), ("simpo", "SimPO")),
-        *(("classify", "class"), ("embed", "embedding|without a head")),
+        *(("classify", "class|classifier|classifier's"), ("embed", "embedding|without a head")),
     )
     for how, kind, stage in (("and tensor", "tensor", 1), ("by parts", "sequence", 3), ("by stages", "pipeline", 1))
 }
