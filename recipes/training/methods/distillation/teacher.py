@@ -1,5 +1,6 @@
 """The teacher: checked by its tokenizer, loaded beside the model that learns, and asked for its distributions."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,6 +93,8 @@ class Teacher:
 
     def gathered(self) -> Any:
         """Return a context in which the head's weights are whole; a collective under ZeRO-3."""
+        if self.engine is self.model:
+            return nullcontext()
         return maybe_gather_lm_head_ctx(*self.head.weights)
 
     @torch.no_grad()
