@@ -133,7 +133,7 @@ def test_what_is_wrong_with_a_file_is_said_without_running_it(functions, given, 
         (["reward=none"], "reward: GRPO needs a function that scores an answer"),
         (["reward=mine.py"], "reward=mine.py: write FILE.py:FUNCTION"),
         (["grpo.reward_weights=1,2"], "reward names 1 functions, so 1 numbers are expected"),
-        (["grpo.group_size=12"], "grpo.group_size=12: global_batch_size=64 .*use global_batch_size=72"),
+        (["grpo.group_size=12"], "grpo.group_size=12: global_batch_size=64 .*use global_batch_size=96"),
         (["grpo.group_size=128"], "grpo.group_size=128: .*use global_batch_size=128"),
         (["grpo.group_size=1"], "grpo.group_size=1: must be at least 2"),
         (

@@ -4,6 +4,7 @@ A variant is another one with a few fields changed: `replace(full(size), deepspe
 The field names are the override keys of the command line (`learning_rate=5e-5 lora.rank=32`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -450,7 +451,8 @@ def _check_teacher(recipe: Recipe) -> None:
 def _check_rollouts(recipe: Recipe) -> None:
     size, batch, longest = recipe.grpo.group_size, recipe.global_batch_size, recipe.grpo.max_new_tokens
     if batch % size:
-        whole = -(-batch // size) * size
+        unit = math.lcm(size, recipe.micro_batch_size)
+        whole = -(-batch // unit) * unit
         raise UserError(
             f"grpo.group_size={size}: global_batch_size={batch} answers do not make whole groups; use "
             f"global_batch_size={whole}, or a group_size that divides {batch}."
