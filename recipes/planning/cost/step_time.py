@@ -101,12 +101,14 @@ def step_time(
         # As TF32, at half the rate of bf16; without TF32 (torch's default) it is slower still.
         kernels = {name: (forward / 2, backward / 2) for name, (forward, backward) in known.kernels.items()}
         known = replace(known, matmul=known.matmul / 2, attention=known.attention / 2, kernels=kernels)
-    stage = max(_stage_times(profile, setup, cluster, known), key=lambda stage: stage.micro_batch)
+    stages = _stage_times(profile, setup, cluster, known)
+    stage = max(stages, key=lambda stage: stage.micro_batch)
+    largest = max(stages, key=lambda stage: stage.updated)  # the step ends when all have updated theirs
     micro_batches, compute = setup.gradient_accumulation_steps, stage.compute
     collectives, once = _zero_seconds(stage, setup, cluster, known)
     fetches = _fetch_seconds(stage.parameters, setup, cluster, known)
     visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
-    optimizer, offload, nvme = _optimizer_seconds(stage.parameters, stage.updated, setup, cluster, known)
+    optimizer, offload, nvme = _optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
     return StepTime(
         matmul=micro_batches * compute.matmul,
         attention=micro_batches * compute.attention,
