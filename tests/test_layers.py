@@ -64,13 +64,13 @@ def test_adams_update_is_found_again(monkeypatch, piece):
 
 @pytest.mark.every
 @pytest.mark.parametrize("wanted", [None, False])
-def test_a_layer_that_drowns_the_others_is_named(ranks, tmp_path, model_folder, conversations, wanted):
+def test_a_layer_that_learns_nothing_is_named(ranks, tmp_path, model_folder, conversations, wanted):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.config.num_hidden_layers, model.config.layer_types = 4, model.config.layer_types * 2
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(model.config)
     with torch.no_grad():
-        model.model.layers[2].mlp.down_proj.weight *= 1e5
+        model.model.layers[2].mlp.down_proj.weight *= 1e5  # beside its output, that of layer 3 is nothing
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "model")
     run = RunFolder(tmp_path / "run")
@@ -78,10 +78,11 @@ def test_a_layer_that_drowns_the_others_is_named(ranks, tmp_path, model_folder, 
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     rows, said = read_jsonl(run.metrics), read_logs(tmp_path / "log")[0]
     if wanted is False:
-        assert not any("layers" in row for row in rows) and "exploding" not in said
+        assert not any("layers" in row for row in rows) and "vanishing" not in said
         return
-    assert rows[0]["layers"]["model.layers.2"]["verdict"] == "exploding"
-    assert said.count("exploding gradient in model.layers.2: its norm is") == 1, "said once"
+    verdicts = {name: one["verdict"] for name, one in rows[0]["layers"].items() if "verdict" in one}
+    assert verdicts == {"model.layers.3": "vanishing"}
+    assert said.count("vanishing gradient in model.layers.3: its norm is") == 1, "said once"
 
 
 @pytest.fixture

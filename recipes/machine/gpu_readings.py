@@ -21,7 +21,7 @@ class Gpu:
         Raises:
             Exception: the module is missing (ImportError), or NVML's own error: no driver, no permission, a lost GPU.
         """
-        import pynvml  # type: ignore[import-not-found]
+        import pynvml
 
         self.nvml: Any = pynvml
         pynvml.nvmlInit()
