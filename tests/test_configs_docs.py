@@ -26,7 +26,7 @@ def keys(config: dict, path: tuple[str, ...] = ()) -> Iterator[str]:
 
 def test_the_table_of_combinations_agrees_with_the_launcher():
     table = block(README, "combinations")
-    assert table.count("yes") >= 30 and table.count("\n") <= 50
+    assert table.count("yes") >= 30 and table.count("\n") <= 4 * (table.partition("\n")[0].count("|") - 1)
     assert "| pipeline | yes | yes | [" in table and "| data | yes | yes | yes | yes | yes | yes | yes | yes |" in table
 
 

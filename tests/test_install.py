@@ -260,6 +260,7 @@ NEEDS_PACKAGES = {
     "plan": ["llama3-8b"],
     "publish": [ROOT / "recipes" / "samples" / "tiny_model", "OWNER/NAME"],
     "report": ["runs"],
+    "sweep": ["tiny", "full", "learning_rate=1e-4,2e-4"],
     "serve": [ROOT / "recipes" / "samples" / "tiny_model"],
     "shrink": [ROOT / "recipes" / "samples" / "tiny_model", "--layers", "2", "--output", "out"],
 }

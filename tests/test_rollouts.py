@@ -159,9 +159,9 @@ def test_the_launcher_looks_for_the_reward_function(tiny, functions, monkeypatch
 
 
 def test_a_reference_model_is_held_only_where_a_beta_asks_for_one(tiny):
-    assert not tiny.reference
-    assert apply(tiny, ["grpo.beta=0.04"]).reference
-    assert pages.find("tiny", "dpo_lora").reference and not pages.find("tiny", "orpo_lora").reference
+    assert not tiny.asks_reference
+    assert apply(tiny, ["grpo.beta=0.04"]).asks_reference
+    assert pages.find("tiny", "dpo_lora").asks_reference and not pages.find("tiny", "orpo_lora").asks_reference
 
 
 def test_the_noise_samples_the_distribution():

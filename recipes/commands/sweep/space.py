@@ -13,6 +13,7 @@ from ...spec.errors import UserError, redact
 WITH_COMMAS = (
     *("data.path", "data.columns", "data.weights", "data.validation"),
     *("lora.target_modules", "lora.target_parameters", "tracking", "wandb.tags", "profile.ranks"),
+    *("reward", "grpo.reward_weights"),
 )
 """Keys one value of which may have commas; their values are listed with semicolons."""
 
