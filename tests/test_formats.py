@@ -219,7 +219,7 @@ MISTAKES = {
     "unknown fields": (line(question="a", answer="b"), "sft", "('question', 'answer') belong to no known form"),
     "other method": (line(text="a"), "sft", "form text, for the method pretrain; the method sft reads messages"),
     "chat for pretraining": (line(messages=SHORT), "pretrain", "the method pretrain reads text (text)"),
-    "no pairs": (line(messages=SHORT), "reward", "messages, for the method sft or distill; the method reward reads preference"),
+    "no pairs": (line(messages=SHORT), "reward", "for the method sft or distill; the method reward reads preference"),
     "pairs for a chat": (
         line(chosen="a", rejected="b"),
         "sft",

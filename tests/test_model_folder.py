@@ -98,7 +98,8 @@ def test_the_card_survives_a_round_trip_and_says_only_what_is_known(exports, kin
 def test_a_model_of_the_hub_is_named_in_the_cards_metadata():
     recipe = overrides.apply(pages.find("llama3-8b", "qlora"), ["data.path=OWNER/DATA"])
     held = record.Record(portable_recipe(recipe), {"metric": "loss", "before": 2.0, "after": 1.0})
-    contents = card.Contents(adapter=True, base=recipe.model.path, scores=False, quantized=True, chat=True, labels=(), embeds=False)
+    base = recipe.model.path
+    contents = card.Contents(True, base, scores=False, quantized=True, chat=True, labels=(), embeds=False)
     data = card.metadata(held, contents).to_dict()
     assert data["base_model"] == "meta-llama/Llama-3.1-8B-Instruct" and data["license"] == "llama3.1"
     assert data["base_model_relation"] == "adapter" and data["datasets"] == ["OWNER/DATA"]
