@@ -4,14 +4,13 @@ A variant is another one with a few fields changed: `replace(full(size), deepspe
 The field names are the override keys of the command line (`learning_rate=5e-5 lora.rank=32`).
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import UserError
 from .methods import rewards
-from .methods.settings import SMOOTHED, Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Simpo
+from .methods.settings import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Simpo
 from .methods.traits import TRAITS, Method, Traits
 from .optimization.lora import Lora as Lora
 from .optimization.optimizers import Optimizer
@@ -263,12 +262,12 @@ class Recipe:
         _check_adapters(self)
         _check_optimizer(self)
         trackers.check(names(self.tracking))
-        _check_smoothing(self)
+        self.dpo.check()
         if self.traits.teacher:
-            _check_teacher(self)
+            self.distill.check(self.data.streaming)
         if self.traits.rollouts:
             rewards.check(self.reward, self.grpo.reward_weights)
-            _check_rollouts(self)
+            self.grpo.check(self.global_batch_size, self.micro_batch_size, self.sequence_length)
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.traits.title} trains without the "
@@ -418,53 +417,6 @@ def _check_optimizer(recipe: Recipe) -> None:
         raise UserError(
             f"max_grad_norm={recipe.max_grad_norm} with optimizer=muon: DeepSpeed would clip the orthogonalised "
             "updates, whose norm is far above 1 whatever the gradients are; set max_grad_norm=0."
-        )
-
-
-def _check_smoothing(recipe: Recipe) -> None:
-    loss, smoothing = recipe.dpo.loss, recipe.dpo.label_smoothing
-    if not 0 <= smoothing < 0.5:
-        raise UserError(f"dpo.label_smoothing={smoothing}: must be at least 0 and below 0.5.")
-    if smoothing and loss not in SMOOTHED:
-        raise UserError(f"dpo.label_smoothing={smoothing} with dpo.loss={loss}: only {' and '.join(SMOOTHED)} read it.")
-    if loss == "exo_pair" and not smoothing:
-        raise UserError("dpo.loss=exo_pair: needs dpo.label_smoothing above 0, such as 1e-3.")
-
-
-def _check_teacher(recipe: Recipe) -> None:
-    distill = recipe.distill
-    if distill.loss == "jsd" and not 0 < distill.beta < 1:
-        raise UserError(
-            f"distill.beta={distill.beta}: must be above 0 and below 1; use distill.loss=forward_kl instead of 0, and "
-            "reverse_kl instead of 1."
-        )
-    if not 0 <= distill.alpha < 1:
-        raise UserError(f"distill.alpha={distill.alpha}: must be at least 0 and below 1; at 1 it is the variant full.")
-    if distill.cache and distill.top_k is None:
-        raise UserError(
-            f"distill.cache={distill.cache}: needs distill.top_k, such as 64: whole distributions are huge."
-        )
-    if distill.top_k and recipe.data.streaming:
-        raise UserError("distill.top_k with data.streaming=true: a stream cannot be read beforehand; leave one out.")
-
-
-def _check_rollouts(recipe: Recipe) -> None:
-    size, batch, longest = recipe.grpo.group_size, recipe.global_batch_size, recipe.grpo.max_new_tokens
-    if batch % size:
-        unit = math.lcm(size, recipe.micro_batch_size)
-        whole = -(-batch // unit) * unit
-        raise UserError(
-            f"grpo.group_size={size}: global_batch_size={batch} answers do not make whole groups; use "
-            f"global_batch_size={whole}, or a group_size that divides {batch}."
-        )
-    if longest >= recipe.sequence_length:
-        raise UserError(
-            f"grpo.max_new_tokens={longest}: leaves no room for a prompt in sequence_length={recipe.sequence_length}; "
-            f"use grpo.max_new_tokens={recipe.sequence_length // 2} or a larger sequence_length."
-        )
-    if recipe.grpo.epsilon_high is not None and recipe.grpo.epsilon_high < recipe.grpo.epsilon:
-        raise UserError(
-            f"grpo.epsilon_high={recipe.grpo.epsilon_high}: must be at least grpo.epsilon={recipe.grpo.epsilon}."
         )
 
 

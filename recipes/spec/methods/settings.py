@@ -1,7 +1,10 @@
 """The methods' own settings, each a section of the recipe (`dpo.beta=0.2`)."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from ..errors import UserError
 
 DpoLoss = Literal[
     "sigmoid",
@@ -37,6 +40,21 @@ class Dpo:
     model is held instead of two, and each step has one pass less."""
     label_smoothing: float = 0.0
     """Of `robust`, the share of pairs whose labels are wrong, below 0.5; of `exo_pair`, its epsilon, such as 1e-3."""
+
+    def check(self) -> None:
+        """Refuse a smoothing that the loss does not read.
+
+        Raises:
+            UserError: names the key.
+        """
+        loss, smoothing = self.loss, self.label_smoothing
+        if not 0 <= smoothing < 0.5:
+            raise UserError(f"dpo.label_smoothing={smoothing}: must be at least 0 and below 0.5.")
+        if smoothing and loss not in SMOOTHED:
+            read_by = " and ".join(SMOOTHED)
+            raise UserError(f"dpo.label_smoothing={smoothing} with dpo.loss={loss}: only {read_by} read it.")
+        if loss == "exo_pair" and not smoothing:
+            raise UserError("dpo.loss=exo_pair: needs dpo.label_smoothing above 0, such as 1e-3.")
 
 
 @dataclass(frozen=True)
@@ -107,6 +125,28 @@ class Grpo:
     """Address of a server that generates instead (`http://HOST:8000`, started by `trl vllm-serve --model MODEL`).
     Untested here: it takes a GPU of its own."""
 
+    def check(self, global_batch_size: int, micro_batch_size: int, sequence_length: int) -> None:
+        """Refuse groups, lengths and bounds that contradict each other.
+
+        Raises:
+            UserError: names the key and a value that goes with the others.
+        """
+        if global_batch_size % self.group_size:
+            unit = math.lcm(self.group_size, micro_batch_size)
+            raise UserError(
+                f"grpo.group_size={self.group_size}: global_batch_size={global_batch_size} answers do not make whole "
+                f"groups; use global_batch_size={-(-global_batch_size // unit) * unit}, or a group_size that divides "
+                f"{global_batch_size}."
+            )
+        if self.max_new_tokens >= sequence_length:
+            raise UserError(
+                f"grpo.max_new_tokens={self.max_new_tokens}: leaves no room for a prompt in "
+                f"sequence_length={sequence_length}; use grpo.max_new_tokens={sequence_length // 2} or a larger "
+                "sequence_length."
+            )
+        if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
+            raise UserError(f"grpo.epsilon_high={self.epsilon_high}: must be at least grpo.epsilon={self.epsilon}.")
+
 
 @dataclass(frozen=True)
 class Classify:
@@ -159,3 +199,23 @@ class Distill:
     teacher. All other tokens together are one outcome more. None: the teacher computes beside the student."""
     cache: str | None = None
     """Folder for them, to be used again by other runs on the same data; None: the run's own. Needs `top_k`."""
+
+    def check(self, streaming: bool) -> None:
+        """Refuse shares out of range, and a cache that cannot be made.
+
+        Raises:
+            UserError: names the key.
+        """
+        if self.loss == "jsd" and not 0 < self.beta < 1:
+            raise UserError(
+                f"distill.beta={self.beta}: must be above 0 and below 1; use distill.loss=forward_kl instead of 0, and "
+                "reverse_kl instead of 1."
+            )
+        if not 0 <= self.alpha < 1:
+            raise UserError(f"distill.alpha={self.alpha}: must be at least 0 and below 1; at 1 it is the variant full.")
+        if self.cache and self.top_k is None:
+            raise UserError(f"distill.cache={self.cache}: needs distill.top_k, such as 64: whole ones are huge.")
+        if self.top_k and streaming:
+            raise UserError(
+                "distill.top_k with data.streaming=true: a stream cannot be read beforehand; leave one out."
+            )
