@@ -223,12 +223,3 @@ def test_zero_3_gathers_once_what_it_still_holds():
     assert step_time(small, replace(setup, sharded_loading=True), cluster("H100", 8)).zero == other.zero
     large = [step_time(llama(), replace(setup, max_reuse_distance=reuse), cluster("H100", 8)) for reuse in (10**9, 0)]
     assert 1.01 < large[1].zero / large[0].zero < 1.05
-
-
-def test_every_tensor_parallel_rank_computes_all_logits():
-    """AutoTP splits decoder layers; `test_states` weighs that each rank holds the embedding and the head whole."""
-    alone, split = TrainingSetup(8, zero_stage=1), TrainingSetup(8, Layout(tensor=8), zero_stage=1)
-    one, other = (step_time(llama(), setup, cluster("H100", 8)) for setup in (alone, split))
-    assert other.logits == one.logits and other.matmul < one.matmul / 4
-    megatron = step_time(llama(), replace(split, tensor_splits_head=True), cluster("H100", 8))
-    assert megatron.logits < one.logits / 4 and megatron.zero <= other.zero

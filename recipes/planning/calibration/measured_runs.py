@@ -108,7 +108,6 @@ def _bigscience() -> Iterator[MeasuredRun]:
             gradient_accumulation_steps=row["global_batch_size"] // sequences,
             sequence_length=table["sequence_length"],
             attention="eager",
-            tensor_splits_head=True,
         )
         model = gpt_profile(
             row["hidden"], row["layers"], row["heads"], table["vocabulary"], row["embedding_is_a_layer"]

@@ -26,8 +26,6 @@ HEAD = ("publisher", "source", "stack", "memory_is", "memory_unit", "unseen")
 """Of a table's own keys, those that hold for each of its rows."""
 SPLIT_ALL = ("Megatron", "torchtitan")
 """Software whose tensor parallelism divides all activations and the vocabulary."""
-SPLIT_HEAD = (*SPLIT_ALL, "InternEvo")
-"""Software whose tensor parallelism divides the embedding and the output matrix."""
 SAME_STACK = ("Hugging Face", "own loop with FSDP and PEFT")
 """How the stacks begin that compute with transformers' layers."""
 
@@ -206,7 +204,6 @@ class PublishedRow:
             quantized=self.method == "qlora",
             tiled_loss=self.liger or self.chunked_loss,
             tensor_splits_all=self.stack in SPLIT_ALL,
-            tensor_splits_head=self.stack in SPLIT_HEAD,
             frozen_fp32=self.frozen_fp32,
             quantized_experts=self.quantized_experts,
             sharded_loading=self.sharding == "fsdp",

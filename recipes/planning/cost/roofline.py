@@ -139,7 +139,7 @@ def head_seconds(profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constant
     if setup.scores:
         return ComputeSeconds()
     tokens = tokens_per_pass(setup)
-    width = profile.vocab_size / setup.head_ranks
+    width = profile.vocab_size / setup.layout.tensor
     passes = (2 if setup.lora else 3) + setup.tiles(profile.vocab_size) + setup.reference
     products = passes * _product(tokens, width, profile.hidden_size, gpu, constants)
     return ComputeSeconds(logits=products + LOSS * tokens * width / (gpu.memory_gbs * 1e9 * constants.memory))

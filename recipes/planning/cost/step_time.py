@@ -180,8 +180,8 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
         for count, value in zip(counts, seconds, strict=True):
             compute += value * count
         ends = (profile.embedding_parameters if number == 0 else 0) + (profile.head_parameters if is_last else 0)
-        updated = total(adapters) if setup.lora else total(split) + ends / setup.head_ranks
-        parameters = total(split) + ends / setup.head_ranks - total(elsewhere)
+        updated = total(adapters) if setup.lora else total(split) + ends / layout.tensor
+        parameters = total(split) + ends / layout.tensor - total(elsewhere)
         found.append(
             _StageTime(
                 len(layers),

@@ -65,8 +65,6 @@ class TrainingSetup:
     tensor_splits_all: bool = False
     """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and in torchtitan;
     DeepSpeed's AutoTP divides what is inside a layer's matrices only."""
-    tensor_splits_head: bool = False
-    """They divide the embedding and the output matrix too, as in Megatron; here each of them has both whole."""
     logit_bytes: float | None = None
     """Per token and vocabulary entry, of whole logits in other software than this project's; None: as profiled."""
     tiled_mlp: bool = False
@@ -107,11 +105,6 @@ class TrainingSetup:
     def data_parallel_size(self) -> int:
         """Ranks that read different sequences."""
         return data_parallel_size(self.layout, self.world_size)
-
-    @property
-    def head_ranks(self) -> int:
-        """Ranks that divide the embedding and the output matrix."""
-        return self.layout.tensor if self.tensor_splits_head else 1
 
     @property
     def zero_ranks(self) -> int:
