@@ -216,8 +216,8 @@ def _world(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Iterator[str
     size, expert = _model_parallel_size(recipe.layout), recipe.layout.expert
     if world_size % size:
         yield f"{world_size} ranks are not divisible by {size} (tensor x pipeline x sequence)"
-    elif size == 1 and world_size % expert:
-        yield f"{world_size} data-parallel ranks are not divisible by {expert} (expert)"
+    elif world_size // size % expert:
+        yield f"{world_size // size} data-parallel ranks are not divisible by {expert} (expert)"
     if file.partition_size > 1 and recipe.layout != Layout():
         yield f"zero_hpz_partition_size={file.partition_size} works with data parallelism only"
 
@@ -285,7 +285,7 @@ def _expert(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
         yield f"the model's {experts} experts are not divisible by {size}"
     # AutoEP finds no experts in a pipeline's stages: `test_deepspeed_distributes_no_experts_in_a_pipeline`.
     if _model_parallel_size(recipe.layout) > 1:
-        yield "expert parallelism cannot be combined with tensor, pipeline or sequence parallelism in DeepSpeed"
+        yield "expert parallelism cannot be combined with tensor, pipeline or sequence parallelism"
     if recipe.lora is not None:
         yield "DeepSpeed's AutoEP replaces the expert layers together with their adapters"
     yield from _method(recipe, "expert")

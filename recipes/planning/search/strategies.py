@@ -28,8 +28,6 @@ from .plans import LAST_RESORT, SIMPLICITY, TIERS, Plan, PlanRequest, SearchResu
 MOST_SEQUENCES = 64
 """Per forward pass; more does not make a GPU faster."""
 MOST_STAGES = 64
-LONG = 16384
-"""Tokens of a sequence from which on it is split over more ranks than necessary too, where that is faster or leaner."""
 
 
 def plan_request(recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = ()) -> PlanRequest:
@@ -70,17 +68,14 @@ def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], dic
     fitting: list[Plan] = []
     rejected: dict[str, Plan] = {}
     for name, recipes in _candidates(request, tier):
-        longest: list[Plan] = []
         for recipe in recipes:
             plans = list(_sized(request, recipe))
             if fits := [plan for plan in plans if plan.fits]:
-                longest += [plan for plan in ranked(fits)[:1] if not is_dominated(plan, longest)]
-                if request.recipe.sequence_length < LONG:
-                    break  # the longest parts of a sequence that fit: it is split over no more ranks than necessary
-            for plan in plans if not longest else ():
+                fitting.append(ranked(fits)[0])
+                break  # the longest parts of a sequence that fit: it is split over no more ranks than necessary
+            for plan in plans:
                 if name not in rejected or plan.gpu_gib < rejected[name].gpu_gib:
                     rejected[name] = plan
-        fitting += longest
     return fitting, rejected
 
 
