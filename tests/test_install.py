@@ -107,7 +107,7 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {installed_name(name) for name in tracked()} - {None}
     assert names == expected and len(names) > 200
-    assert wheel.stat().st_size < 8 * 2**20
+    assert wheel.stat().st_size < 20 * 2**20  # four small models are most of it
 
 
 def test_the_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):

@@ -1,6 +1,7 @@
 """The licence of a base model: as its page states it, and as the Hub calls it."""
 
 import re
+from pathlib import PurePath
 
 from ..spec import pages
 from ..spec.recipe import Recipe
@@ -17,6 +18,9 @@ _HUB_NAMES = {
 }
 """A page's licence in small letters -> its identifier on the Hub (hub-docs, docs/hub/repositories-licenses.md)."""
 
+OWN = PurePath("recipes/samples")
+"""Where the models are that the project has made of the one on the page, under its licence."""
+
 
 def of_base(recipe: Recipe) -> str | None:
     """Return the licence of the model that a recipe starts from, as its page's table of sizes states it.
@@ -28,7 +32,8 @@ def of_base(recipe: Recipe) -> str | None:
         return None
     module = pages.page(recipe.family)
     model = module.SIZES.get(recipe.size)
-    if model is None or portable_path(model.path) != portable_path(recipe.model.path):
+    started = portable_path(recipe.model.path)
+    if model is None or (portable_path(model.path) != started and PurePath(started).parent != OWN):
         return None
     rows = [re.split(r"\s{2,}", line.strip()) for line in (module.__doc__ or "").splitlines()]
     head = next((row for row in rows if row[:1] == ["size"] and "licence" in row), None)

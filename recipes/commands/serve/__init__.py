@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process.check_port(options.host, options.port)
     engine = engines.choose(options.engine, found)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what is in the background without it
     with tempfile.TemporaryDirectory(prefix="dsr-serve-") as place:
         log = options.log or Path(place) / "server.log"
         start = _vllm if engine == "vllm" else _transformers
