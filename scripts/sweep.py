@@ -1,4 +1,4 @@
-"""The command `sweep` of this checkout; recipes/commands/sweep.py says what it does."""
+"""The command `sweep` of this checkout; recipes/commands/sweep says what it does."""
 
 import sys
 

@@ -20,6 +20,7 @@ from recipes.machine import ops
 os.environ |= ops.environment()
 
 import json
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -134,13 +135,18 @@ def random_qwen3(folder: Path, seed: int = 0, padding: int = 0, **changes: Any) 
     return folder
 
 
+def write_rows(path: Path, rows: Iterable[dict]) -> Path:
+    """Write examples as JSON lines, and return the file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 @pytest.fixture(scope="session")
 def conversations(tmp_path_factory) -> Path:
     """Write eight conversations whose answers differ in length, so that a wrong weighting shows."""
     path = tmp_path_factory.mktemp("data") / "train.jsonl"
     rows = [conversation(f"Count to {n}, please.", " ".join(str(i) for i in range(n))) for n in range(1, 24, 3)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)
 
 
 @pytest.fixture(scope="session")
@@ -152,8 +158,7 @@ def pairs(tmp_path_factory) -> Path:
         sides = {"prompt": ("user", f"Count to {n}."), "chosen": ("assistant", right), "rejected": ("assistant", wrong)}
         rows.append({name: [{"role": role, "content": said}] for name, (role, said) in sides.items()})
     path = tmp_path_factory.mktemp("pairs") / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)
 
 
 @pytest.fixture(scope="session")
@@ -166,8 +171,7 @@ def judged(pairs, tmp_path_factory) -> Path:
         {"prompt": row["prompt"], "completion": row[side], "label": label}
         for row, (side, label) in zip(rows, sides, strict=True)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in judged), encoding="utf-8")
-    return path
+    return write_rows(path, judged)
 
 
 @pytest.fixture(scope="session")
@@ -176,8 +180,7 @@ def labelled(tmp_path_factory) -> Path:
     counts = {"few": (1, 4, 7), "some": (10, 13, 16, 19), "many": (22,)}
     rows = [{"text": f"Count to {n}: {' '.join(map(str, range(n)))}", "label": of} for of in counts for n in counts[of]]
     path = tmp_path_factory.mktemp("labelled") / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)
 
 
 @pytest.fixture(scope="session")
@@ -189,8 +192,7 @@ def matching(tmp_path_factory) -> Path:
         texts = {"anchor": f"Count to {n}.", "positive": " ".join(map(str, range(last)))}
         rows.append(texts | {"negative": " ".join(map(str, range(n + n % 5, 0, -1)))})
     path = tmp_path_factory.mktemp("matching") / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)
 
 
 def conversation(question: str, answer: str) -> dict:

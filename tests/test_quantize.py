@@ -101,7 +101,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_loaded(model, tm
 
 def test_without_examples_what_is_calibrated_says_so(model):
     with pytest.raises(UserError, match="add --data FILE"):
-        compared.Original(None).calibration(model)
+        compared.Original(None, kinds.DROP).calibration(model)
 
 
 def test_the_kinds_that_are_calibrated_are_llm_compressors():

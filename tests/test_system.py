@@ -24,9 +24,9 @@ HOST = {"cpu_utilization", "host_memory_gib", "host_memory_percent", "network_se
 GPU = {"gpu_utilization", "gpu_memory_gib", "gpu_power_watts", "gpu_temperature_celsius", "pcie_sent_bytes_per_second"}
 
 
-def trained(ranks, folder, model, data, function, *words):
+def trained(ranks, folder, model, data, function, *words, steps=3):
     run = RunFolder(folder / "run")
-    write_recipe(run, small(model, data, "zero2.json", max_steps=3))
+    write_recipe(run, small(model, data, "zero2.json", max_steps=steps))
     ranks.check(function, str(run.path), *words, log=folder / "log")
     return run
 
@@ -44,7 +44,8 @@ def test_a_run_on_cpus_samples_its_host_once(ranks, tmp_path, model_folder, conv
 
 
 def test_every_rank_samples_its_gpu_and_metrics_have_the_load(ranks, tmp_path, model_folder, conversations):
-    run = trained(ranks, tmp_path, model_folder, conversations, worker.main, "")
+    # Ten samples a second: three steps of an idle machine are over before the second one.
+    run = trained(ranks, tmp_path, model_folder, conversations, worker.main, "", steps=40)
     rows = read_jsonl(run.system)
     by_rank = {rank: [row for row in rows if row["rank"] == rank] for rank in (0, 1)}
     assert all(set(row) >= GPU for row in rows) and {len(found) > 3 for found in by_rank.values()} == {True}
@@ -129,4 +130,4 @@ def test_a_full_disk_stops_the_samples_only(alone, tmp_path, capsys):
     log.ended.set()
     log._sample()
     said = capsys.readouterr().out
-    assert said.count("training goes on: FileNotFoundError") == 1 and json.dumps(log.place)
+    assert said.count("training continues: FileNotFoundError") == 1 and json.dumps(log.place)

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..serving.quantize.kinds import DROP
 from ..spec.errors import UserError
 from ..spec.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
 from .main import Parser
@@ -45,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantize", metavar="KIND", help="int8, int4, fp8, nf4 or int8-bitsandbytes; merges adapters")
     parser.add_argument("--data", type=Path, metavar="FILE", help="with --quantize: examples, if the run's are gone")
     parser.add_argument("--limit", type=int, default=200, metavar="N", help="examples to measure on (default: 200)")
-    parser.add_argument("--allow-drop", type=float, metavar="P", help="percentage points it may lose (default: 2)")
+    parser.add_argument(
+        "--allow-drop", type=float, default=DROP, metavar="P", help="percentage points it may lose (default: 2)"
+    )
     options = parser.parse_args(arguments)
     source = find_model(options.source)
     if options.quantize:
@@ -76,15 +79,13 @@ def quantize(options: argparse.Namespace, source: Path) -> int:
     from transformers import utils
 
     from ..evaluation import candidates, held_out
-    from ..serving.quantize.compared import DROP, Original
+    from ..serving.quantize.compared import Original
 
     utils.logging.disable_progress_bar()
     recipe = candidates.find(str(source), None).recipe
     with held_out.alone():
         known = held_out.read(recipe, options.data, None, options.limit) if recipe or options.data else None
-        written = write.write(
-            source, output, kind, Original(known, DROP if options.allow_drop is None else options.allow_drop), print
-        )
+        written = write.write(source, output, kind, Original(known, options.allow_drop), print)
     print("\n".join([f"{options.output}: {kind.title}, from {source}", *write.describe(written)]))
     return 0
 

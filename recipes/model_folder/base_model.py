@@ -9,6 +9,8 @@ from ..spec.run_folder import read_json, write_json
 from .portable import own_path, portable_path
 
 ADAPTER = "adapter_config.json"
+QUANTIZATION = "base_quantization.json"
+"""Beside an adapter that was trained on a quantised base model: how to quantise it again."""
 KEY = "base_model_name_or_path"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 

@@ -11,14 +11,13 @@ from ..spec.errors import redact
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
 from . import head, licences, record, reproduce
-from .base_model import ADAPTER, KEY, is_hub_id
+from .base_model import ADAPTER, KEY, QUANTIZATION, is_hub_id
 from .record import Record
 
 FILE = "README.md"
 TEMPLATE = Path(__file__).parent / "card.md.jinja"
 UNPUBLISHED = "OWNER/NAME"
 """What the usage snippet calls the model until it has a name on the Hub."""
-QUANTIZATION = "base_quantization.json"
 
 
 @dataclass(frozen=True)

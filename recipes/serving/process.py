@@ -98,6 +98,5 @@ def _wait(process: "subprocess.Popen[bytes]", engine: Engine, url: str, log: Pat
 def _reason(log: Path) -> str:
     """Return the last line of a log that says what is wrong."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it printed nothing")[
-        :300
-    ]
+    told = [line for line in lines if "Error" in line] or lines or ["it printed nothing"]
+    return told[-1][:300]

@@ -9,9 +9,6 @@ from ..model_folder import base_model, record
 from ..spec.errors import UserError
 from ..spec.run_folder import read_json
 
-QUANTIZATION = "base_quantization.json"
-"""Beside an adapter that was trained on a quantised base model."""
-
 
 @dataclass(frozen=True)
 class Adapter:
@@ -98,7 +95,7 @@ def _name(folder: Path, typed: Path) -> str:
 def _adapter(name: str, folder: Path) -> Adapter:
     if not (folder / base_model.ADAPTER).exists():
         raise UserError(f"--adapter {name}: {folder} holds no adapter ({base_model.ADAPTER}).")
-    if (folder / QUANTIZATION).exists():
+    if (folder / base_model.QUANTIZATION).exists():
         raise UserError(
             f"{folder}: was trained on a base model in 4 bits, and a server would put it on another one; "
             f"merge it first: python scripts/export.py {folder} --merge --output DIR."
@@ -108,10 +105,10 @@ def _adapter(name: str, folder: Path) -> Adapter:
 
 def _same(one: Path, other: Path) -> bool:
     """Return whether two folders hold the same model: exports of one recipe have equal configurations and sizes."""
-    files = [
-        [(file.name, file.stat().st_size) for file in sorted(place.glob("*.safetensors"))] for place in (one, other)
-    ]
-    configs = [place / "config.json" for place in (one, other)]
-    if not all(config.exists() for config in configs):
+    if not all((place / "config.json").exists() for place in (one, other)):
         return False
-    return files[0] == files[1] and read_json(configs[0]) == read_json(configs[1])
+    first, second = (
+        (read_json(place / "config.json"), {file.name: file.stat().st_size for file in place.glob("*.safetensors")})
+        for place in (one, other)
+    )
+    return first == second

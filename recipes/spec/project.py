@@ -24,14 +24,12 @@ SAMPLES = PACKAGE / "samples"
 CONSTRAINTS = (CHECKOUT or PACKAGE) / "constraints.txt"
 """The exact versions that are tested together."""
 
+_SAME = (
+    *("launch", "plan", "doctor", "report", "sweep", "export", "shrink"),
+    *("generate", "evaluate", "serve", "publish", "benchmark"),
+)
 SCRIPTS = {
-    **{
-        name: name
-        for name in ("launch", "plan", "doctor", "report", "export", "generate", "evaluate", "serve", "publish")
-    },
-    "sweep": "sweep",
-    "shrink": "shrink",
-    "benchmark": "benchmark",
+    **{name: name for name in _SAME},
     "check": "check_config",
     "resolve": "resolve_config",
 }

@@ -267,7 +267,7 @@ class Recipe:
         if self.traits.teacher:
             self.distill.check(self.data.streaming)
         if self.traits.rollouts:
-            rewards.check(self.reward, self.grpo.reward_weights)
+            rewards.weights(self.reward, self.grpo.reward_weights)
             self.grpo.check(self.global_batch_size, self.micro_batch_size, self.sequence_length)
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(

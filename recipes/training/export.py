@@ -12,14 +12,13 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, Pre
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..model_folder import base_model, complete, head, sentence_transformers
-from ..model_folder.base_model import ADAPTER
+from ..model_folder.base_model import ADAPTER, QUANTIZATION
 from ..spec.errors import UserError, errors_only, first_line
 from ..spec.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, write_json
 from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
 from .model import heads
-from .parallel.whole import QUANTIZATION
 
 
 def save(trainer: Any, folder: Path) -> None:
@@ -226,10 +225,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
     Raises:
         UserError: `source` holds no model, or `output` is not empty.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {output}: exists and is not empty; choose a new folder.")
-    if (source / CHECK_FAILED).exists():
-        raise UserError(f"{source}: this export failed its check: it computes other logits than the trained model.")
+    complete.check(source, output)
     is_adapter = (source / ADAPTER).exists()
     if not is_adapter and not list(source.glob("*.safetensors")):
         if list(source.glob("checkpoint-*")):

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,14 @@ def train_with_a_break(
     """Train a recipe that saves at step 3, and again from there."""
     ranks.check(function, str(run.path), log=log / "log", world_size=world_size)
     resume(ranks, run, log, world_size, function)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a library trained alone."""
+
+    records: list[dict[str, float]]
+    weights: dict
 
 
 def resume(

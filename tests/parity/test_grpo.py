@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -28,14 +28,6 @@ NUMBERS = {
 """What a run logs besides the loss, and what TRL calls it."""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What TRL trained."""
-
-    records: list[dict[str, float]]
-    weights: dict
-
-
 @pytest.fixture(scope="module")
 def writer(model_folder, tmp_path_factory):
     """Return the model with many tokens that end an answer, so that answers differ in length."""
@@ -58,12 +50,12 @@ def alone(ranks, tmp_path_factory, writer, conversations):
     """Return a function that trains with TRL alone, once for each case."""
 
     @cache
-    def trained(loss: str, lora: bool, mistake: str = "") -> Reference:
+    def trained(loss: str, lora: bool, mistake: str = "") -> gate.Reference:
         output = tmp_path_factory.mktemp(f"{loss}-alone")
         arguments = (loss, str(writer), str(conversations), str(output), lora, mistake)
         ranks.check(grpo_alone.train, *arguments, log=output / "log", world_size=1)
         name = "adapter_model.safetensors" if lora else "model.safetensors"
-        return Reference(json.loads((output / "records.json").read_text()), load_file(output / name))
+        return gate.Reference(json.loads((output / "records.json").read_text()), load_file(output / name))
 
     return trained
 

@@ -1,7 +1,7 @@
 """The methods on TRL's trainers: on two ranks, whatever the ZeRO stage, what TRL trains alone without DeepSpeed."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -21,14 +21,6 @@ NOTICED = 100 * gate.LOSS
 """The mistakes below differ by more."""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What TRL trained."""
-
-    records: list[dict[str, float]]
-    weights: dict
-
-
 @pytest.fixture(scope="module")
 def examples(pairs, judged):
     """Return the examples of each method."""
@@ -40,12 +32,12 @@ def alone(ranks, tmp_path_factory, model_folder, examples):
     """Return a function that trains with TRL alone, once for each case."""
 
     @cache
-    def trained(method: str, lora: bool, mistake: str = "") -> Reference:
+    def trained(method: str, lora: bool, mistake: str = "") -> gate.Reference:
         output = tmp_path_factory.mktemp(f"{method}-alone")
         arguments = (method, str(model_folder), str(examples[method]), str(output), lora, mistake)
         ranks.check(trl_alone.train, *arguments, log=output / "log", world_size=1)
         name = "adapter_model.safetensors" if lora else "model.safetensors"
-        return Reference(json.loads((output / "records.json").read_text()), load_file(output / name))
+        return gate.Reference(json.loads((output / "records.json").read_text()), load_file(output / name))
 
     return trained
 

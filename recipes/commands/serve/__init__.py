@@ -36,9 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what is in the background without it
     with tempfile.TemporaryDirectory(prefix="dsr-serve-") as place:
         log = options.log or Path(place) / "server.log"
-        start = _vllm if engine == "vllm" else _transformers
         print(f"starting {engine}: {'minutes' if engine == 'vllm' else 'seconds'}", flush=True)
-        server = start(found, options, Path(place))
+        if engine == "vllm":
+            server = engines.vllm(found, options.host, options.port)
+        else:
+            server = _transformers(found, options, Path(place))
         try:
             with process.running(server, options.host, options.port, log) as running:
                 print("\n".join(ready(found, server.title, process.address(options.host, options.port))), flush=True)
@@ -83,10 +85,6 @@ def ready(found: Served, engine: str, url: str) -> list[str]:
         "",
         f"    python scripts/generate.py --server {url} --model {found.asked}",
     ]
-
-
-def _vllm(found: Served, options: argparse.Namespace, place: Path) -> engines.Engine:
-    return engines.vllm(found, options.host, options.port)
 
 
 def _transformers(found: Served, options: argparse.Namespace, place: Path) -> engines.Engine:

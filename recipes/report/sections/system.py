@@ -1,12 +1,11 @@
 """How busy GPUs and nodes were, from system.jsonl."""
 
 from collections.abc import Iterator
-from math import isfinite
 from statistics import fmean
-from typing import Any, TypeGuard
 
 from ..document import Block, Cell, Chart, Curve, Number, Section, Table
 from ..run_data import Row, RunData
+from .curves import finite
 
 GIGA = 1e9
 OF_RANKS = {
@@ -62,7 +61,7 @@ def _blocks(samples: tuple[Row, ...]) -> Iterator[Block]:
 def _lines(samples: tuple[Row, ...], key: str, owner: str, unit: float) -> Lines:
     found: Lines = {}
     for row in samples:
-        if _finite(row.get(key)):
+        if finite(row.get(key)):
             minutes = (row["time"] - samples[0]["time"]) / 60
             found.setdefault(f"{owner} {row.get(owner)}", []).append((minutes, row[key] / unit))
     return found
@@ -81,7 +80,3 @@ def _extent(line: list[tuple[float, float]], key: str, who: str) -> Iterator[Num
     values = [value for _, value in line]
     for name, value in (("mean", fmean(values)), ("highest", max(values))):
         yield Number(value, f"{value:,.4g}", f"system.jsonl:{name}:{key}:{who}")
-
-
-def _finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

@@ -14,8 +14,6 @@ from ...spec.errors import UserError
 from ...training import distributed, export
 from ...training.data import load, tokenize
 
-DROP = 2.0
-"""Percentage points of the metric that a quantised model may lose; of a loss, percent."""
 CALIBRATED_ON = 256
 """Sequences of the training data; more change nothing that can be measured (arXiv:2210.17323 uses 128)."""
 AGREE_ON = 50
@@ -61,7 +59,7 @@ class Original:
 
     held_out: HeldOut | None
     """None: neither is known."""
-    allowed: float = DROP
+    allowed: float
 
     def compared(self, whole: Path, quantised: Path, say: Callable[[str], None]) -> Comparison | None:
         """Measure both models; None without held-out examples."""

@@ -19,6 +19,8 @@ class Kind:
     loads_in: str
 
 
+DROP = 2.0
+"""Percentage points of the metric that a quantised model may lose; of a loss, percent."""
 _SERVERS = "vLLM, and transformers with compressed-tensors"
 _TRAINING = "transformers with bitsandbytes"
 

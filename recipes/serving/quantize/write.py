@@ -11,7 +11,7 @@ from typing import Any
 
 from ...model_folder import base_model, card, complete, record
 from ...spec.errors import UserError
-from ...spec.run_folder import CHECK_FAILED, read_json
+from ...spec.run_folder import read_json
 from .. import environment
 from .compared import Comparison, Original, lost
 from .kinds import KINDS, Kind
@@ -50,10 +50,7 @@ def check(source: Path, output: Path, kind: Kind) -> None:
     Raises:
         UserError: no model, one without a language model's head, an output in use, or no environment that quantises.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {output}: exists and is not empty; choose a new folder.")
-    if (source / CHECK_FAILED).exists():
-        raise UserError(f"{source}: this export failed its check: it computes other logits than the trained model.")
+    complete.check(source, output)
     adapter = (source / base_model.ADAPTER).exists()
     if not adapter and not (source / "config.json").exists():
         raise UserError(f"{source}: not a model folder (it holds neither config.json nor {base_model.ADAPTER}).")

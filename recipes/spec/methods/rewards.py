@@ -61,15 +61,6 @@ def weights(reward: str | None, reward_weights: str | None) -> list[float]:
     return found
 
 
-def check(reward: str | None, reward_weights: str | None) -> None:
-    """Check the form of both keys.
-
-    Raises:
-        UserError: names the key, the value and the fix.
-    """
-    weights(reward, reward_weights)
-
-
 def check_files(reward: str | None) -> None:
     """Look for each function in its file, without running it.
 

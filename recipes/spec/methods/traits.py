@@ -78,6 +78,16 @@ def _excluded(title: str, does: str, models: int = 2) -> dict[str, str]:
     }
 
 
+def _own_head(model: str, output: str) -> dict[str, str]:
+    """Return why a model that scores whole sequences does not train with each field of the layout."""
+    return {
+        "tensor": f"{model}'s head is not among the layers that are tested to be split correctly",
+        "sequence": f"{output} is read at the last token, which only one of the ranks has",
+        "pipeline": f"a pipeline's last stage has a language model's head, and {model} has another",
+        "expert": f"expert parallelism is tested with language models, and not with {model}'s head",
+    }
+
+
 def _without_reference(title: str) -> Traits:
     """Return the traits of a method on pairs that compares nothing with the model as it was before training."""
     return Traits(
@@ -119,12 +129,7 @@ TRAITS: Mapping[Method, Traits] = {
         loss="ranking loss per pair (nats)",
         whole_loss="a reward model has no logits over the vocabulary",
         own_loss=True,
-        excludes={
-            "tensor": "a reward model's head is not among the layers that are tested to be split correctly",
-            "sequence": "a reward is read at the last token, which only one of the ranks has",
-            "pipeline": "a pipeline's last stage has a language model's head, and a reward model has another",
-            "expert": "expert parallelism is tested with language models, and not with a reward model's head",
-        },
+        excludes=_own_head("a reward model", "a reward"),
     ),
     "kto": Traits(
         "KTO",
@@ -151,12 +156,7 @@ TRAITS: Mapping[Method, Traits] = {
         loss="cross-entropy per text (nats)",
         whole_loss="a classifier has no logits over the vocabulary",
         own_loss=True,
-        excludes={
-            "tensor": "a classifier's head is not among the layers that are tested to be split correctly",
-            "sequence": "a class is read at the last token, which only one of the ranks has",
-            "pipeline": "a pipeline's last stage has a language model's head, and a classifier has another",
-            "expert": "expert parallelism is tested with language models, and not with a classifier's head",
-        },
+        excludes=_own_head("a classifier", "a class"),
     ),
     "embed": Traits(
         "contrastive training",

@@ -8,13 +8,8 @@ from typing import Literal
 
 from ..errors import UserError, redact
 
-PACKAGES = {
-    "wandb": ("wandb", "wandb"),
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "mlflow": ("mlflow", "mlflow"),
-    "trackio": ("trackio", "trackio"),
-}
-"""Each tracker's module, and what pip calls it."""
+NAMES = ("wandb", "tensorboard", "mlflow", "trackio")
+"""Each tracker, its Python module and its package are called the same."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +39,10 @@ def check(chosen: Sequence[str]) -> None:
         UserError: names the nearest.
     """
     for name in chosen:
-        if name not in PACKAGES:
-            near = difflib.get_close_matches(name.lower(), PACKAGES, n=1, cutoff=0.5)
+        if name not in NAMES:
+            near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise UserError(
-                f"tracking={redact(name)}: no such tracker.{hint} Choose from {', '.join(PACKAGES)}, or none."
-            )
+            raise UserError(f"tracking={redact(name)}: no such tracker.{hint} Choose from {', '.join(NAMES)}, or none.")
         if chosen.count(name) > 1:
             raise UserError(f"tracking={','.join(chosen)}: {name} is named twice.")
 
@@ -61,6 +54,5 @@ def check_installed(chosen: Sequence[str]) -> None:
         UserError: says how to install it.
     """
     for name in chosen:
-        module, package = PACKAGES[name]
-        if importlib.util.find_spec(module) is None:
-            raise UserError(f"tracking={name}: {package} is not installed; pip install {package}, or leave it out.")
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"tracking={name}: {name} is not installed; pip install {name}, or leave it out.")

@@ -109,7 +109,7 @@ class SystemLog(TrainerCallback):
         if not self.said:
             self.said = True
             about = f"{type(error).__name__}: {first_line(error)}"
-            print(f"rank {self.rank}: system.jsonl is incomplete, training goes on: {about}", flush=True)
+            print(f"rank {self.rank}: system.jsonl is incomplete, training continues: {about}", flush=True)
 
 
 def join(run: RunFolder) -> None:

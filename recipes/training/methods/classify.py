@@ -24,12 +24,10 @@ from ..data.collate import padded
 from ..model.load import load_config
 from ..parallel import scores
 from ..trainer import RunContext
+from . import sft
 from .averages import Averaging
 
-
-def arguments(common: dict[str, Any], recipe: Recipe) -> TrainingArguments:
-    """Return the Trainer's arguments."""
-    return TrainingArguments(**common)
+arguments = sft.arguments
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:

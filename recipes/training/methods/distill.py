@@ -33,7 +33,7 @@ from . import sft
 from .averages import Averaging
 from .distillation import divergence, likeliest, teacher, tiles
 from .distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
-from .distillation.teacher import INPUTS, Teacher
+from .distillation.teacher import Teacher
 
 arguments = sft.arguments
 metric = sft.metric
@@ -60,7 +60,7 @@ class RunDistillTrainer(Averaging, Trainer):
         super().__init__(context, processing_class=processing_class, data_collator=collator, **options)
         self.model_accepts_loss_kwargs = True  # the loss below takes a step's number of tokens, whatever the model does
         self.student = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        self.vocabulary = teacher.check(recipe, processing_class)
+        self.vocabulary = teacher.entries(recipe)
         self.head = tiles.head_of(self.student, self.vocabulary)
         if isinstance(self.head.module, BaseTunerLayer):
             raise UserError(
@@ -104,7 +104,7 @@ class RunDistillTrainer(Averaging, Trainer):
 
         ZeRO-3 has hooks there, which gather its weights and reduce the gradients; so both heads are gathered in it.
         """
-        read = {name: inputs[name] for name in INPUTS if name in inputs}  # PEFT adds arguments of its own
+        read = teacher.read_by_models(inputs)  # PEFT adds arguments of its own
         hidden = teacher.hidden_states(self.student, read, batch[PLACES])
         with ExitStack() as gathered:
             gathered.enter_context(maybe_gather_lm_head_ctx(*self.head.weights))

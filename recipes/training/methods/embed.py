@@ -24,14 +24,11 @@ from ..data import classes, load, tokenize, updates
 from ..data.collate import padded
 from ..parallel import scores
 from ..trainer import RunContext
+from . import sft
 from .averages import Averaging
 
+arguments = sft.arguments
 SIDES = ("anchor", "positive", "negative")
-
-
-def arguments(common: dict[str, Any], recipe: Recipe) -> TrainingArguments:
-    """Return the Trainer's arguments."""
-    return TrainingArguments(**common)
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:

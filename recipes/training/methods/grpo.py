@@ -22,12 +22,12 @@ from ...spec.run_folder import append_jsonl
 from .. import distributed
 from ..console import say
 from ..data import load, updates
-from ..model import load as models
 from ..model.control_tokens import conversation_tokens
 from ..model.generate import generate
 from ..parallel import scores
 from ..trainer import RunContext
 from . import sft
+from .preferences import reference
 from .rollouts import loss, scoring
 from .rollouts.hooks import RolloutHooks
 
@@ -188,7 +188,5 @@ def trainer(
     context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutHooks:
     """Return the trainer, with a reference model where all weights are trained and a beta asks for one."""
-    recipe = context.recipe
-    reference = models.load_model(recipe) if recipe.asks_reference and recipe.lora is None else None
-    kind = RunRLOOTrainer if recipe.grpo.loss == "rloo" else RunGRPOTrainer
-    return kind.of(context, model, arguments, dataset, tokenizer, reference=reference)
+    kind = RunRLOOTrainer if context.recipe.grpo.loss == "rloo" else RunGRPOTrainer
+    return kind.of(context, model, arguments, dataset, tokenizer, reference=reference.of_recipe(context.recipe))

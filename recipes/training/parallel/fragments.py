@@ -91,7 +91,7 @@ def _partitioned(engine: Any, weight: Any) -> tuple[torch.Tensor, int, int] | No
 
 
 def _whole(engine: Any) -> dict[Any, torch.Tensor]:
-    """Return the tensor that stands for each weight where there is no ZeRO: the weight itself, or its copy in fp32."""
+    """Return the tensor that the optimizer updates for each weight without ZeRO: the weight, or its copy in fp32."""
     optimizer = engine.optimizer
     if optimizer is engine.basic_optimizer:
         return {weight: weight for _, weight in _trained(engine)}

@@ -12,6 +12,7 @@ from torch import distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ...model_folder import sentence_transformers
+from ...model_folder.base_model import QUANTIZATION
 from ...model_folder.head import LABELS
 from ...spec.errors import UserError
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
@@ -24,9 +25,6 @@ from ..model import heads
 from ..model.load import load_model
 from ..optimization import pissa
 from . import expert, scores, sequence, tensor, tensor_check
-
-QUANTIZATION = "base_quantization.json"
-"""Beside an adapter that was trained on a quantised base model: how to quantise it again."""
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:

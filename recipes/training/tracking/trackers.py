@@ -86,7 +86,8 @@ class Trackers:
             return action()
         except Exception as error:
             self.writers.pop(name, None)
-            say(f"tracking={name} stops here, the run goes on: {type(error).__name__}: {redact(first_line(error))}")
+            about = f"{type(error).__name__}: {redact(first_line(error))}"
+            say(f"tracking={name} is off from here, training continues: {about}")
             return None
 
 

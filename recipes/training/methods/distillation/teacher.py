@@ -32,22 +32,25 @@ def recipe_of(recipe: Recipe) -> Recipe:
     return replace(recipe, method="sft", model=model, lora=Lora(), **plain)
 
 
+def entries(recipe: Recipe) -> int:
+    """Return how many vocabulary entries the heads of both models have."""
+    return min(load.load_config(one).get_text_config().vocab_size for one in (recipe, recipe_of(recipe)))
+
+
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many vocabulary entries both models have; call it before either is loaded.
 
     Raises:
         UserError: the teacher's tokenizer has other tokens, or they have other numbers; or there is no such teacher.
     """
-    teacher = recipe_of(recipe)
-    sizes = [load.load_config(one).get_text_config().vocab_size for one in (recipe, teacher)]
-    path = teacher.model.path
+    path = recipe_of(recipe).model.path
     try:
         theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code).get_vocab()
     except (OSError, ValueError) as error:
         raise UserError(f"distill.teacher={path}: has no tokenizer to compare with the model's: {error}") from error
     ours = tokenizer.get_vocab()
     vocabulary.check(path, ours, theirs)
-    if (least := min(sizes)) < len(ours):
+    if (least := entries(recipe)) < len(ours):
         raise UserError(f"distill.teacher={path}: a head of {least:,} entries for {len(ours):,} tokens.")
     return least
 

@@ -3,8 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+from ....spec.recipe import Recipe
 from ...model import load
 from ...trainer import RunContext, RunHooks
+
+
+def of_recipe(recipe: Recipe) -> Any:
+    """Return the model as it is before training; None with adapters, without which the model itself is that one."""
+    return load.load_model(recipe) if recipe.asks_reference and recipe.lora is None else None
 
 
 def with_reference(kind: type[RunHooks]) -> Callable[..., RunHooks]:
@@ -15,8 +21,6 @@ def with_reference(kind: type[RunHooks]) -> Callable[..., RunHooks]:
     """
 
     def trainer(context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: Any) -> RunHooks:
-        recipe = context.recipe
-        reference = load.load_model(recipe) if recipe.asks_reference and recipe.lora is None else None
-        return kind.of(context, model, arguments, dataset, tokenizer, ref_model=reference)
+        return kind.of(context, model, arguments, dataset, tokenizer, ref_model=of_recipe(context.recipe))
 
     return trainer
