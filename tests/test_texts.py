@@ -20,11 +20,10 @@ from recipes.spec.methods.settings import Embed
 from recipes.spec.recipe import Data, Layout, Lora, Schedule
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
-from recipes.training.data import classes, formats
+from recipes.training.data import classes, formats, load
 from recipes.training.methods import classify, embed
 from tests.parity import gate
 from tests.small import small
-from tests.tiers import tiered
 
 
 def lines(*rows):
@@ -50,12 +49,21 @@ READ = {
 def test_texts_and_conversations_have_classes(form):
     row, content, label = READ[form]
     (found,) = formats.converted([("here", row)], "classify")
-    assert (found["content"], found["label"]) == (content, label)
+    assert (found["messages"] or found["text"], found["label"]) == (content, label)
 
 
 def test_queries_are_anchors():
     (found,) = formats.converted([("here", {"query": "a", "positive": "b"})], "embed")
     assert found == {"anchor": "a", "positive": "b", "negative": None}
+
+
+def test_texts_that_are_json_stay_texts(alone, tmp_path):
+    said = ["12", "null", '{"a": 1}', "[1, 2]", '"quoted"']
+    path = tmp_path / "train.jsonl"
+    path.write_text(lines(*(text("x", words) for words in said)), encoding="utf-8")
+    recipe = replace(small(tmp_path, path, method="classify"), data=Data(path=str(path)))
+    training, _ = load.read_examples(recipe)
+    assert [(example["text"], example["messages"]) for example in training] == [(words, None) for words in said]
 
 
 PAIR = {"anchor": "a", "positive": "b"}
@@ -179,7 +187,8 @@ def classified(folder, texts, **options):
 CASES = [(method, lora) for method in ("classify", "embed") for lora in (False, True)]
 
 
-@pytest.mark.parametrize(("method", "lora"), tiered(CASES, [("classify", True), ("embed", False)]))
+@pytest.mark.every
+@pytest.mark.parametrize(("method", "lora"), CASES)
 def test_it_learns_resumes_and_is_loaded_by_transformers(
     ranks, tmp_path, model_folder, labelled, matching, capsys, method, lora
 ):

@@ -8,7 +8,7 @@ convert every source with the same ones.
     pairs                prompt, chosen, rejected (turns each), tools
     judged answers       prompt, completion (turns each), label (true: good), tools
     texts                text
-    labelled texts       content (a text, or turns), tools, label (the class's name)
+    labelled texts       text or messages (the other is None), tools, label (the class's name)
     matching texts       anchor, positive, negative (None: there is none)
     prompts              what conversations get, with or without an answer, and fields (all other fields)
 """
@@ -211,7 +211,8 @@ def _text(where: str, example: Example) -> Example:
 
 
 def _labelled_text(where: str, example: Example) -> Example:
-    return {"content": _string(where, example, "text"), "tools": None, "label": _class(where, example)}
+    text = _string(where, example, "text")
+    return {"text": text, "messages": None, "tools": None, "label": _class(where, example)}
 
 
 def _labelled_prompt(where: str, example: Example) -> Example:
@@ -229,7 +230,7 @@ def _labelled_messages(where: str, example: Example) -> Example:
 def _labelled(where: str, example: Example, turns: list[Turn]) -> Example:
     if example.get("system"):
         turns = [_said("system", _string(where, example, "system")), *turns]
-    return {"content": turns, "tools": _tools(where, example), "label": _class(where, example)}
+    return {"text": None, "messages": turns, "tools": _tools(where, example), "label": _class(where, example)}
 
 
 def _class(where: str, example: Example) -> str:

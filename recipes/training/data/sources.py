@@ -42,7 +42,10 @@ FEATURES = {
     "pairs": Features({"prompt": Json(), "chosen": Json(), "rejected": Json(), "tools": Json()}),
     "judged answers": Features({"prompt": Json(), "completion": Json(), "label": Value("bool"), "tools": Json()}),
     "texts": Features({"text": Value("string")}),
-    "labelled texts": Features({"content": Json(), "tools": Json(), "label": Value("string")}),
+    # Not text as JSON: a text that is itself JSON, such as a number, would be read as what it says.
+    "labelled texts": Features(
+        {"text": Value("string"), "messages": Json(), "tools": Json(), "label": Value("string")}
+    ),
     "matching texts": Features({name: Value("string") for name in ("anchor", "positive", "negative")}),
     "prompts": Features({"messages": Json(), "tools": Json(), "given": Value("int32"), "fields": Json()}),
 }

@@ -66,10 +66,14 @@ def _labels(recipe: Recipe, counts: Counter[str]) -> list[str]:
     return known
 
 
+def _tokens(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], longest: int) -> list[int]:
+    return tokenize.text_tokens(tokenizer, example["messages"] or example["text"], longest, example["tools"])
+
+
 def _with_tokens(
     example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, numbers: dict[str, int], longest: int
 ) -> dict[str, Any]:
-    tokens = tokenize.text_tokens(tokenizer, example["content"], longest + 1, example["tools"])
+    tokens = _tokens(tokenizer, example, longest + 1)
     return {"input_ids": tokens[:longest], "labels": numbers[example["label"]], "cut": len(tokens) > longest}
 
 
@@ -159,9 +163,6 @@ def judged(
 ) -> Iterator[tuple[list[dict[str, Any]], torch.Tensor]]:
     """Yield this rank's share of the examples with their logits on the host, [examples, classes]; a collective."""
     for batch, count in scores.rank_batches(list(examples), recipe.micro_batch_size, layout):
-        texts = [
-            tokenize.text_tokens(tokenizer, example["content"], recipe.sequence_length, example["tools"])
-            for example in batch
-        ]
+        texts = [_tokens(tokenizer, example, recipe.sequence_length) for example in batch]
         inputs = scores.to_device(padded(texts, model.config.get_text_config().pad_token_id))
         yield batch[:count], model(**inputs, use_cache=False).logits[:count].float().cpu()
