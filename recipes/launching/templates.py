@@ -7,8 +7,12 @@ indented block for people to read. `literal` keeps Kubernetes from replacing `$(
 import json
 import math
 import shlex
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 def fill(template: Path, **values: Any) -> str:
@@ -17,11 +21,17 @@ def fill(template: Path, **values: Any) -> str:
     Raises:
         jinja2.UndefinedError: the template uses a value that is missing.
     """
+    return _environment(template.parent).get_template(template.name).render(values)
+
+
+@cache
+def _environment(folder: Path) -> "Environment":
+    """Return what compiles a folder's templates, once each."""
     # Imported here, so that commands that fill no template do not wait for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(template.parent),
+        loader=FileSystemLoader(folder),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -29,7 +39,7 @@ def fill(template: Path, **values: Any) -> str:
         autoescape=False,  # the filters quote
     )
     environment.filters |= {"shell": shell, "yaml": yaml_scalar, "yaml_block": yaml_block, "literal": literal}
-    return environment.get_template(template.name).render(values)
+    return environment
 
 
 def shell(value: object) -> str:

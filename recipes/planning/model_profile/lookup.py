@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,15 @@ def shipped(config: Mapping[str, Any]) -> list[ModelProfile]:
 
 def key(config: Mapping[str, Any]) -> str:
     """Return what a profile is stored under: the version of transformers, or `any` without it, and a digest."""
+    return f"{_transformers()} {digest(config)}"
+
+
+@lru_cache
+def _transformers() -> str:
     try:
-        transformers = version("transformers")
+        return version("transformers")
     except PackageNotFoundError:
-        transformers = "any"
-    return f"{transformers} {digest(config)}"
+        return "any"
 
 
 def digest(config: Mapping[str, Any]) -> str:
@@ -75,6 +80,7 @@ def digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=dict).encode()).hexdigest()[:16]
 
 
+@lru_cache
 def profiler_digest() -> str:
     """Return a digest of the code that profiles models: what an older version of it computed is computed again."""
     names = ("profile.py", "meta_device.py", "batch_fit.py", "allocations.py")
@@ -109,10 +115,16 @@ def merged(one: ModelProfile, other: ModelProfile) -> ModelProfile:
 def read(file: Path) -> dict[str, ModelProfile]:
     """Return the profiles in a file by their keys; none where there is no such file, or one of an older form."""
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        return {name: from_dict(values) for name, values in stored.items()}
+        return dict(_parsed(file, file.stat().st_mtime_ns))
     except (OSError, ValueError, TypeError, KeyError):
         return {}
+
+
+@lru_cache(maxsize=64)
+def _parsed(file: Path, written: int) -> dict[str, ModelProfile]:
+    """Return what was in a file when it was `written`; a search asks for the same one hundreds of times."""
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    return {name: from_dict(values) for name, values in stored.items()}
 
 
 def _write(file: Path, profiles: Mapping[str, ModelProfile]) -> None:
