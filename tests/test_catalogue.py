@@ -77,7 +77,8 @@ def short_run(recipe: Recipe, folder: Path) -> Recipe:
         "labelled texts": {"text": WRONG, "label": "mistake"},
         "matching texts": {"anchor": QUESTION, "positive": ANSWER},
     }
-    rows = [row, row | others.get(recipe.traits.examples, {})] * 4
+    differing = others.get(recipe.traits.examples)
+    rows = [row, row | differing] * max(2, at_once) if differing else [row] * 2 * at_once
     path = folder / "batch.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     if recipe.traits.rollouts:  # of random answers none is right, but some are shorter
@@ -91,7 +92,7 @@ def short_run(recipe: Recipe, folder: Path) -> Recipe:
         learning_rate=1e-3 if recipe.traits.headless else 1e-2,  # with more, the head of a reward model overshoots
         schedule=Schedule("constant", warmup=0),
         max_steps=3,
-        global_batch_size=2 * at_once,
+        global_batch_size=len(rows),
         micro_batch_size=at_once,
         sequence_length=128,
         packing=False,

@@ -3,7 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 
@@ -102,6 +102,16 @@ def page(run):
     return html.render(write.document(run_data.read(run.path)))
 
 
+OVER_TIME = {"mean": fmean, "highest": max}
+
+
+def samples(rows, key, who):
+    """Return what was sampled of a rank or node, in the unit that the report shows."""
+    owner, number = who.split()
+    unit = 1e9 if key.endswith("_per_second") else 1
+    return [row[key] / unit for row in rows if str(row.get(owner)) == number and row.get(key) is not None]
+
+
 def at(run, source):
     """Return the value that a number's source names."""
     file, _, key = source.partition(":")
@@ -110,7 +120,15 @@ def at(run, source):
         rows = read_jsonl(run.path / file)
         if number == "count":
             return len(rows)
-        return median(row[key] for row in rows) if number == "median" else rows[int(number) - 1][key]
+        if number == "median":
+            return median(row[key] for row in rows)
+        if number in OVER_TIME:
+            return OVER_TIME[number](samples(rows, *key.split(":")))
+        row = rows[int(number) - 1]
+        if key.startswith("layers:"):
+            _, layer, of_layer = key.split(":")
+            return row["layers"][layer][of_layer]
+        return row[key]
     if file == "ranks":
         rank, _, key = key.partition(":")
         value = read_json(run.ranks / f"rank-{rank}.json")

@@ -52,10 +52,12 @@ def test_every_rank_samples_its_gpu_and_metrics_have_the_load(ranks, tmp_path, m
     assert {row["gpu_utilization"] for row in by_rank[1]} == {91} and "nvlink_sent_bytes_per_second" in rows[-1]
     assert rows == sorted(rows, key=lambda row: row["time"])
     assert not list(run.ranks.glob("*.system.jsonl")), "joined into one file"
-    assert read_jsonl(run.metrics)[-1]["gpu_utilization"] == 90
+    # A step that is over before the next sample has no load of its own.
+    assert {row["gpu_utilization"] for row in read_jsonl(run.metrics) if "gpu_utilization" in row} == {90}
 
 
-@pytest.mark.parametrize("failing", ["power", pytest.param("init", marks=pytest.mark.every)])
+@pytest.mark.every
+@pytest.mark.parametrize("failing", ["power", "init"])
 def test_an_error_of_nvml_ends_no_run_and_is_said_once(ranks, tmp_path, model_folder, conversations, failing):
     run = trained(ranks, tmp_path, model_folder, conversations, worker.main, failing)
     said = "\n".join(read_logs(tmp_path / "log"))

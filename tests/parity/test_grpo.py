@@ -26,6 +26,12 @@ NUMBERS = {
     "clip_ratio/high": "clip_ratio/high_mean",
 }
 """What a run logs besides the loss, and what TRL calls it."""
+ADVANTAGE = 0.2
+"""The mean size of RLOO's advantages, with which losses are compared; of GRPO's it is larger.
+
+A group's advantages cancel, so that a rollout's first loss is rounding and the others are little more: with adapters
+TRL's own -0.010082 changes by 5e-7 when it computes in double precision.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +90,7 @@ def test_same_model_as_trl_alone(ranks, tmp_path, writer, conversations, reward,
     reference, logged = alone(loss, lora), read_jsonl(run.metrics)
     assert [row["step"] for row in logged] == list(range(1, SETTINGS.steps + 1))
     for ours, theirs in zip(logged, reference.records, strict=True):
-        # The mean of a group's advantages is 0, and with it the first loss of a rollout: only rounding is left of it.
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=gate.LOSS, abs=1e-6)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=gate.LOSS, abs=gate.LOSS * ADVANTAGE)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=gate.NORM)
         for name, of_trl in NUMBERS.items():
             # TRL logs rewards and lengths only with the update that follows the rollout.
@@ -110,5 +115,7 @@ MISTAKES = {"grpo": ("group", "kl", "ratio", "beta", "clip", "scale"), "rloo": (
 )
 def test_a_wrong_reference_is_noticed(alone, loss, mistake):
     right, wrong = alone(loss, False), alone(loss, False, mistake)
-    assert abs(wrong.records[-1]["loss"] / right.records[-1]["loss"] - 1) > 100 * gate.LOSS
+    rightly, wrongly = ([row["loss"] for row in reference.records] for reference in (right, wrong))
+    off = max(abs(ours - theirs) for ours, theirs in zip(wrongly, rightly, strict=True))
+    assert off > 100 * gate.LOSS * max(map(abs, rightly))
     assert any(plain.worst(wrong.weights[name], weight) > 10 for name, weight in right.weights.items())
