@@ -81,6 +81,7 @@ def rounding(merged: torch.Tensor, before: torch.Tensor, after: torch.Tensor) ->
     return ((merged.float() - after).abs() / allowed).max().item()
 
 
+@pytest.mark.every
 def test_pefts_merge_into_4_bits_loses_more_than_rounding(ranks, tmp_path):
     """Why `export.load_merged` dequantises first."""
     run = trained(ranks, tmp_path, "llama3-8b", "qlora")

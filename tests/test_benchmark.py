@@ -157,6 +157,7 @@ def test_the_cause_of_a_failure_is_given_in_a_few_words(output, why):
 # From the measurements into the planner's constants
 
 
+@pytest.mark.every
 def test_calibrate_reads_what_is_measured(forked, tmp_path, monkeypatch):
     labels = ("llama3-3b full, zero2, 2 x 4,096", "qwen3-4b lora, zero3, 4 x 4,096, checkpointing")
     cases = [case for case in BENCHMARKS["planner_error"].cases if case.label in labels]

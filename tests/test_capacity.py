@@ -45,6 +45,7 @@ def test_training_does_not_start_without_disk_space_for_a_checkpoint(
     assert not run.metrics.exists() and newest_checkpoint(run) is None
 
 
+@pytest.mark.every
 def test_the_last_checkpoint_survives_a_full_disk(ranks, small_disk, tmp_path, model_folder, conversations):
     run = RunFolder(small_disk / "run")
     write_recipe(run, small(model_folder, conversations, save_steps=5, max_steps=60))

@@ -110,6 +110,7 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel):
     assert wheel.stat().st_size < 20 * 2**20  # four small models are most of it
 
 
+@pytest.mark.every
 def test_the_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
     build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, capture_output=True, check=True)

@@ -25,8 +25,8 @@ from recipes.training.model import adapters
 from recipes.training.model.draft import TINY_MODEL, shrink
 from tests.tiers import tiered
 
-CORE = ("llama3", "bloom", "mixtral")
-"""Gated layers and plain ones, rotary positions and biases, dense and expert; `make test-all` measures all families."""
+CORE = ("llama3", "bloom")
+"""Gated layers and plain ones, rotary positions and biases; `make test-all` measures all families."""
 FAMILIES = tiered(pages.families(), CORE)
 LORA = Lora(rank=16)
 SEQUENCES, LENGTH = 3, 192

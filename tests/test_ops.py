@@ -125,6 +125,7 @@ def test_the_lock_of_a_killed_build_is_removed(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("which a build that was killed has left") == 2
 
 
+@pytest.mark.every
 def test_a_build_that_does_not_end_is_given_up(tmp_path, monkeypatch):
     variables = compiler(tmp_path, 'case "$*" in *-c*) sleep 20;; esac; exec g++ "$@"')
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", variables["TORCH_EXTENSIONS_DIR"])

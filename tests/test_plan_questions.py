@@ -183,6 +183,7 @@ def test_no_sequence_is_longer_than_the_model_can_read():
 # Which hardware.
 
 
+@pytest.mark.every
 def test_the_cheapest_and_the_smallest_are_what_they_are_called():
     request, work = asked("llama3-8b"), Workload(1e8)
     choices = which_gpu.by_price(request, work)

@@ -121,6 +121,7 @@ def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, sampl
     torch.testing.assert_close(logits(run.export), logits(run.checkpoints / "checkpoint-4"))
 
 
+@pytest.mark.every
 def test_the_export_scores_the_same_in_plain_transformers(ranks, tmp_path, samples):
     """Four conversations learned by heart, and as many that were not: the score is neither 0 nor 1."""
     shown = Path(samples("recipes/samples/extract/train.jsonl")).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -183,6 +184,7 @@ def test_only_a_single_model_can_be_exported(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.every
 def test_dpo_raises_the_share_of_correctly_ranked_pairs(ranks, tmp_path, samples):
     run, screen = train(ranks, tmp_path, samples, "dpo_lora", max_steps=12, eval_steps=None, global_batch_size=8)
     summary = read_json(run.summary)
@@ -195,6 +197,7 @@ def test_dpo_raises_the_share_of_correctly_ranked_pairs(ranks, tmp_path, samples
     assert re.search(r"^step 12/12  loss \S+  accuracy \d+%  margin ", screen, re.MULTILINE)
 
 
+@pytest.mark.every
 def test_continued_pretraining_lowers_the_held_out_loss(ranks, tmp_path, samples):
     run, screen = train(ranks, tmp_path, samples, "pretrain", max_steps=6, learning_rate=1e-3)
     first, *_, last = read_jsonl(run.evaluations)

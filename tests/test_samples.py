@@ -227,6 +227,7 @@ def test_regeneration_reproduces_the_committed_bytes(tmp_path):
         assert path.read_bytes() == (SAMPLES / path.relative_to(tmp_path)).read_bytes(), path.name
 
 
+@pytest.mark.every
 def test_another_seed_gives_other_data(tmp_path):
     make_data.main(["--output", str(tmp_path), "--seed", "7"])
     assert (tmp_path / "extract/train.jsonl").read_bytes() != (SAMPLES / "extract/train.jsonl").read_bytes()
@@ -259,6 +260,7 @@ def test_tokenizer_is_the_one_that_the_script_trains(tokenizer):
     assert tokenizer.tokenize("2025") == ["2", "0", "2", "5"]
 
 
+@pytest.mark.every
 def test_tokenizer_round_trip_on_all_sample_texts(tokenizer):
     texts = [row["text"] for name in TEXTS for row in read(name)]
     texts += [part for name in CHATS for row in read(name) for part in question_and_answer(row)]
@@ -309,6 +311,7 @@ def mean_loss(model, rows: list[list[int]]) -> float:
     return model(input_ids=tokens, labels=labels).loss.item()
 
 
+@pytest.mark.every
 def test_base_model_has_learned_notices_of_people_it_has_never_met(tokenizer, model):
     """The second round of pre-training read only these; of the other documents it has forgotten some."""
     rng = random.Random("unseen")
@@ -334,6 +337,7 @@ def test_base_model_reads_notices_but_cannot_answer_a_chat(tokenizer, model):
         assert tokenizer.decode(said, skip_special_tokens=True).strip() != answer
 
 
+@pytest.mark.every
 def test_pretraining_lowers_the_loss_and_saves_what_it_trained(tmp_path, tokenizer):
     torch.manual_seed(0)
     model = pretrain.new_model(tokenizer)

@@ -164,7 +164,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, {"sequence", "pipeline_tensor"}))
+@pytest.mark.every
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_what_a_rank_holds_of_a_split_model_is_what_is_predicted(ranks, tmp_path, model_folder, conversations, name):
     layout = LAYOUTS[name]
     world_size = 2 * layout.tensor * layout.pipeline * layout.sequence

@@ -16,6 +16,7 @@ from recipes.training.model.draft import TINY_MODEL
 from tests.conftest import conversation
 from tests.ranks import read_logs
 from tests.small import small
+from tests.tiers import tiered
 
 
 def write(path, count, name="q"):
@@ -43,7 +44,7 @@ def train_and_record(folder):
     assert read_recipe(run).data.streaming
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", tiered((False, True), {True}))
 def test_two_ranks_train_on_different_sequences_of_a_stream(ranks, model_folder, tmp_path, packing):
     # Two files of very different size: shared out by file, one rank would have nothing but the two rows of b.
     path = f"{write(tmp_path / 'a.jsonl', 400, 'a')},{write(tmp_path / 'b.jsonl', 2, 'b')}"

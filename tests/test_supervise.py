@@ -99,6 +99,7 @@ def test_ranks_die_with_a_killed_launcher(tmp_path):
     assert left == []
 
 
+@pytest.mark.every
 def test_ranks_that_succeed_or_have_printed_the_reason_need_no_cause(attempt):
     assert attempt(AFTER, AFTER)[0] == supervise.Outcome(0, None, False)
     for status in (2, REWIND):
@@ -154,6 +155,7 @@ def test_the_watchdog_can_be_off_and_costs_little(ranks, tmp_path, model_folder,
     assert (time.perf_counter() - begun) / 200 < 5e-3  # seconds per step
 
 
+@pytest.mark.every
 def test_what_a_rank_prints_is_kept(ranks, tmp_path, model_folder, conversations):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, small(model_folder, conversations, on_nan="skip"))

@@ -105,6 +105,7 @@ def sweep_words(folder, model_folder, conversations, *words):
     return ["tiny", "full", "--gpus", "1", "--output-dir", str(folder), *data, *fixed, *words]
 
 
+@pytest.mark.every
 def test_a_failed_trial_is_a_row_and_a_finished_one_is_not_run_again(
     launcher, tmp_path, model_folder, conversations, capsys
 ):

@@ -57,6 +57,7 @@ def by_deepspeed(ranks, tmp_path_factory):
     return said(ranks, tmp_path_factory.mktemp("autotp"), split_layers.autotp_all)
 
 
+@pytest.mark.every
 def test_autotp_splits_correctly_what_its_plan_allows_and_nothing_else(by_deepspeed):
     """AutoTP, which splits what `tensor.shard_where_autotp_cannot` leaves to it."""
     assert set(by_deepspeed) > set(TENSOR_PARALLEL_TYPES)
@@ -96,11 +97,13 @@ def without_plan(ranks, tmp_path_factory):
     return said(ranks, tmp_path_factory.mktemp("without"), split_layers.split_without_plan)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("kind", UNSEEN)
 def test_layers_are_split_where_the_graph_allows_and_named_where_not(without_plan, kind):
     assert without_plan[kind] == list(UNSEEN[kind])
 
 
+@pytest.mark.every
 def test_a_wrong_split_is_not_taken(without_plan):
     """Without the sum of what local heads have in common, attention with norms of heads is left whole."""
     assert without_plan["qwen3, wrongly"] == [GATED, sorted(ATTENTION)]

@@ -33,6 +33,7 @@ from recipes.training.tracking.writer import opened
 from tests.nan_data import write_nan_data, write_nan_model
 from tests.ranks import read_logs
 from tests.small import small
+from tests.tiers import tiered
 
 KILLED = "rank 1 on this host was killed by SIGKILL"
 BAD = 5
@@ -197,7 +198,7 @@ def in_trackio(run, recipe):
 OTHERS = {"tensorboard": in_tensorboard, "mlflow": in_mlflow, "trackio": in_trackio}
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", tiered(OTHERS, {"tensorboard", "trackio"}))
 def test_other_trackers_have_every_step_once_and_the_reason(alone, tmp_path, monkeypatch, capfd, name):
     """A start that is lost after step 7, and one that resumes after step 4; read with the tracker's own library."""
     pytest.importorskip(name)
@@ -329,6 +330,7 @@ def lost(action):
     os.waitpid(child, 0)
 
 
+@pytest.mark.every
 def test_wandb_has_what_killed_and_failed_processes_have_logged_once(alone, tmp_path):
     """Killed after step 7, rewound from step 9, and resumed: the last step before a kill was not written, and is sent.
 

@@ -33,6 +33,7 @@ def rules(config: dict, **facts: object) -> set[str]:
     return {finding.rule for finding in judge(config, Facts(world_size=2, **facts))}
 
 
+@pytest.mark.every
 def test_sequence_parallel_gradients_are_right_at_stage_3_only(outcome):
     variants = {
         "right": template("sequence_parallel"),

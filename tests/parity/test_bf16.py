@@ -6,7 +6,6 @@ from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests.parity import gate, plain
-from tests.tiers import tiered
 
 SETTINGS = plain.Settings(learning_rate=1e-3)
 """At the gate's own rate of 1e-2 rounding alone leads elsewhere within six steps."""
@@ -26,7 +25,8 @@ def reference(model_folder, conversations):
     return plain.train(model_folder, conversations, SETTINGS)
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS, {"zero3"}))
+@pytest.mark.every
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_and_norms_stay_near(ranks, tmp_path, model_folder, conversations, reference, name):
     config, layout = LAYOUTS[name]
     run = RunFolder(tmp_path / "run")

@@ -42,9 +42,9 @@ class Case:
         return f"zero{self.stage}-{sizes}-of-{self.world_size}{kind}"
 
 
-CORE = [Case(3), Case(0, Layout(pipeline=2, tensor=2), 4)]
+CORE = [Case(0, Layout(pipeline=2, tensor=2), 4)]
 MORE = [
-    *(Case(stage) for stage in range(3)),
+    *(Case(stage) for stage in range(4)),
     Case(3, sub_groups=True),
     *(Case(stage, Layout(tensor=2), 4) for stage in (0, 1)),
     *(Case(stage, Layout(pipeline=2), 4) for stage in (0, 1)),

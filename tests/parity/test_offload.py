@@ -75,8 +75,9 @@ def wide_reference(wide, conversations):
     return plain.train(wide, conversations, WIDE)
 
 
+@pytest.mark.every
 @pytest.mark.skipif(not LIBAIO, reason="libaio's headers are not installed")
-@pytest.mark.parametrize("accumulation", tiered((1, 2), (2,)))
+@pytest.mark.parametrize("accumulation", [1, 2])
 def test_same_model_from_a_drive(train, tmp_path, wide, conversations, wide_reference, accumulation):
     gate.agree(train(WIDE, wide, conversations, "zero3_nvme", accumulation), *wide_reference, norms=NORMS)
     written = {file.relative_to(tmp_path / "drive").parts[1] for file in (tmp_path / "drive").rglob("*.swp")}
@@ -91,6 +92,7 @@ def test_a_longer_step_from_a_drive_is_noticed(train, wide, conversations, wide_
         gate.agree(run, *wide_reference, norms=NORMS)
 
 
+@pytest.mark.every
 def test_the_wide_reference_is_exact_enough(wide, conversations, wide_reference):
     records, weights = plain.train(wide, conversations, WIDE, torch.float64)
     for single, double in zip(wide_reference[0], records, strict=True):

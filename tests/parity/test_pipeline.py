@@ -101,7 +101,7 @@ def recipe_of(case: Case, model: Path, data: Path, **changes):
     )
 
 
-@pytest.mark.parametrize("case", tiered([*CASES, *MORE], CASES), ids=str)
+@pytest.mark.parametrize("case", tiered([*CASES, *MORE], CASES[1:]), ids=str)
 def test_same_model_as_plain_pytorch(ranks, tmp_path, models, conversations, references, case):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe_of(case, models(case.family), conversations))
@@ -122,7 +122,7 @@ SPLIT = Case(Layout(pipeline=2, tensor=2), 4, stage=0, family="qwen3-0.6b")
             ("norm_of_the_first_stage", TIED),
             ("own_heads_only", SPLIT),
         ],
-        {("tied_weights_apart", TIED), ("own_heads_only", SPLIT)},
+        {("tied_weights_apart", TIED)},
     ),
 )
 def test_a_mistake_is_noticed(ranks, tmp_path, models, conversations, references, mistake, case):
@@ -156,15 +156,13 @@ def test_a_resumed_pipeline_trains_the_same_model(ranks, tmp_path, models, conve
         assert torch.equal(weight, saved[name])
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "case",
-    tiered(
-        [
-            Case(Layout(pipeline=2), 4, checkpointing=True, family="gemma3-1b"),
-            Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b"),
-        ],
-        lambda case: case.layout.tensor == 2,
-    ),
+    [
+        Case(Layout(pipeline=2), 4, checkpointing=True, family="gemma3-1b"),
+        Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b"),
+    ],
     ids=str,
 )
 def test_adapters_train_as_in_one_process(ranks, tmp_path, models, conversations, case):

@@ -110,7 +110,8 @@ def test_same_losses_with_another_number_of_ranks(ranks, tmp_path, whole, case, 
     agree(run, whole(case, written_by))
 
 
-@pytest.mark.parametrize(("case", "converted"), tiered([("sequence", False), ("tensor", True)], {("tensor", True)}))
+@pytest.mark.every
+@pytest.mark.parametrize(("case", "converted"), [("sequence", False), ("tensor", True)])
 def test_same_losses_in_another_layout(ranks, tmp_path, whole, case, converted):
     """Sequence-parallel ranks are data-parallel to DeepSpeed: as many ranks can load the states."""
     run = stopped_after_three(whole(case, 2), tmp_path)
@@ -151,7 +152,8 @@ def reordered(folder):
     training_run.main(folder)
 
 
-@pytest.mark.parametrize("mistake", tiered((forgetful, reordered), (reordered,)))
+@pytest.mark.every
+@pytest.mark.parametrize("mistake", [forgetful, reordered])
 def test_a_wrong_resume_is_noticed(ranks, tmp_path, whole, mistake):
     run = stopped_after_three(whole("zero3", 2), tmp_path)
     universal_checkpoint.convert(newest_checkpoint(run))
@@ -204,6 +206,7 @@ def test_an_ordinary_resume_is_not_refused(tmp_path, whole):
         assert launch.main(arguments) == 0
 
 
+@pytest.mark.every
 def test_disk_space_is_checked_before_the_conversion_and_suffices(tmp_path, whole, monkeypatch):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     checkpoint = newest_checkpoint(run)
@@ -259,6 +262,7 @@ def test_every_file_of_a_checkpoint_has_its_digest(whole, case):
     assert len(complete["files"]) > 5 and digests.damaged(checkpoint) is None
 
 
+@pytest.mark.every
 def test_a_damaged_conversion_is_repeated(tmp_path, whole):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     checkpoint = newest_checkpoint(run)
@@ -272,6 +276,7 @@ def test_a_damaged_conversion_is_repeated(tmp_path, whole):
     assert digests.damaged(checkpoint, universal_checkpoint.CONVERTED) is None
 
 
+@pytest.mark.every
 def test_a_run_does_not_resume_on_other_data(ranks, tmp_path, whole):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     recipe, other = read_recipe(run), tmp_path / "other.jsonl"
@@ -324,6 +329,7 @@ def test_a_poisoned_checkpoint_runs_no_code(ranks, tmp_path, whole, case, file):
     assert not (tmp_path / "attacked").exists()
 
 
+@pytest.mark.every
 def test_a_poisoned_checkpoint_runs_no_code_while_it_is_converted(tmp_path, whole):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     poison(newest_checkpoint(run), "global_step3/*_optim_states.pt", tmp_path / "attacked")

@@ -54,7 +54,7 @@ def differences(run, reference) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("stage", "world_size"),
-    tiered([(stage, size) for stage in range(4) for size in (2, 4)], {(0, 2), (2, 2), (3, 2), (1, 4)}),
+    tiered([(stage, size) for stage in range(4) for size in (2, 4)], {(3, 2), (1, 4)}),
 )
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, world_size):
     recipe = exact(model_folder, conversations, stage, gradient_checkpointing=stage in (1, 3))
@@ -86,8 +86,10 @@ def test_the_export_has_the_same_bytes_as_unsplit(ranks, tmp_path, model_folder,
     for name, recipe in (("split", still), ("whole", replace(still, layout=Layout(), micro_batch_size=1))):
         (tmp_path / name).mkdir()
         exports.append(train(ranks, tmp_path / name, recipe, 4, main=untrained.main).export)
-    names = sorted(file.name for file in exports[0].iterdir())
-    assert "model.safetensors" in names and names == sorted(file.name for file in exports[1].iterdir())
+    # The model card and what training/ keeps are no part of the model; they say in which layout it was trained.
+    beside = {"README.md", "training"}
+    names, others = (sorted({file.name for file in export.iterdir()} - beside) for export in exports)
+    assert "model.safetensors" in names and names == others
     for name in names:
         assert (exports[0] / name).read_bytes() == (exports[1] / name).read_bytes(), name
 
@@ -137,7 +139,8 @@ def test_evaluation_saving_and_resuming_match_the_unsplit_model(ranks, tmp_path,
     }
 
 
-@pytest.mark.parametrize("stage", tiered(range(4), (1,)))
+@pytest.mark.every
+@pytest.mark.parametrize("stage", range(4))
 def test_adapters_train_as_in_the_unsplit_model(ranks, tmp_path, model_folder, conversations, stage):
     recipe = exact(model_folder, conversations, stage, lora=Lora(rank=4, alpha=8))
     runs = {}
@@ -171,9 +174,8 @@ BY_GRAPH = {
 """OLMo's plan splits whole inputs, which AutoTP refuses; OPT and GPT-J have no plan: the layers' graph says how."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage"), tiered([(k, s) for k in BY_GRAPH for s in (1, 3)], {("olmo3", 1), ("opt", 3)})
-)
+@pytest.mark.every
+@pytest.mark.parametrize(("kind", "stage"), [(kind, stage) for kind in BY_GRAPH for stage in (1, 3)])
 def test_what_autotp_cannot_split_trains_as_the_unsplit_model(ranks, tmp_path, conversations, kind, stage):
     page = pages.page("olmo3").full("7b")
     source = replace(page, model=replace(page.model, config=BY_GRAPH[kind]), draft=Draft(True, 2, 64))

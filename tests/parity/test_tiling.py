@@ -30,11 +30,11 @@ class Case:
 
 CASES = [
     Case(0),
-    Case(2, checkpointing=True),
     Case(3, Layout(sequence=2), checkpointing=True),
 ]
 MORE = [
     Case(1),
+    Case(2, checkpointing=True),
     Case(3),
     Case(1, Layout(sequence=2), world_size=4),
     Case(2, Layout(sequence=2), checkpointing=True),
@@ -83,6 +83,7 @@ def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, refe
         gate.agree_on_steps(run, reference[0])
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("pipeline", [pytest.param(False, id="data"), pytest.param(True, id="pipeline")])
 def test_tiled_feed_forward_layers_work_with_adapters(ranks, tmp_path, model_folder, conversations, pipeline):
     lora = Lora(rank=4, alpha=8)
@@ -106,6 +107,7 @@ def test_tiled_feed_forward_layers_work_with_adapters(ranks, tmp_path, model_fol
     gate.agree_on_steps(run, records)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.every), 3])
 def test_evaluation_between_steps_changes_nothing(ranks, tmp_path, model_folder, conversations, reference, stage):
     """Under ZeRO-3 the head's weight is fetched ahead of time in the order of the last pass, whichever that was."""

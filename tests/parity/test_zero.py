@@ -10,6 +10,7 @@ from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import run as training_run
 from tests.parity import gate, plain
 from tests.small import in_sub_groups
+from tests.tiers import tiered
 
 SETTINGS = plain.Settings()
 RELATIVE = gate.LOSS
@@ -21,8 +22,10 @@ def reference(model_folder, conversations):
     return plain.train(model_folder, conversations, SETTINGS)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+CASES = [(stage, accumulation) for stage in range(4) for accumulation in (1, 2)]
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), tiered(CASES, {(0, 1), (1, 2), (2, 2), (3, 1), (3, 2)}))
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, accumulation):
     run = RunFolder(tmp_path / "run")
     recipe = gate.recipe_for(
@@ -48,6 +51,7 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
     assert engine["train_batch_size"] == 8
 
 
+@pytest.mark.every
 def test_same_model_in_many_sub_groups(ranks, tmp_path, model_folder, conversations, reference):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, gate.recipe_for(SETTINGS, model_folder, conversations, in_sub_groups(tmp_path), save_steps=3))
