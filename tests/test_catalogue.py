@@ -14,7 +14,6 @@ from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_reci
 from recipes.spec.samples import REWARDS
 from recipes.training import run as training_run
 from tests.conftest import conversation
-from tests.tiers import tiered
 
 QUESTION, ANSWER = "Felix Vandland paid 51 euros on 14 March 2028.", '{"name": "Felix Vandland", "amount": 51}'
 WRONG = '{"name": "Vandland", "amount": 15}'
@@ -103,10 +102,10 @@ def short_run(recipe: Recipe, folder: Path) -> Recipe:
 
 
 IN_TEST = ("dora", "expert", "long_context", "qlora", "three_d")
-"""The variants that `make test` trains as their pages say; `make test-all` trains them all."""
+"""The variants that `make test` trains as their pages say; `make test-all` trains and resumes them all."""
 
 
-@pytest.mark.parametrize(("family", "size", "variant"), tiered(sorted(representative()), lambda one: one[2] in IN_TEST))
+@pytest.mark.parametrize(("family", "size", "variant"), sorted(one for one in representative() if one[2] in IN_TEST))
 def test_it_trains_and_exports(ranks, tmp_path, family, size, variant):
     trained(ranks, tmp_path, family, size, variant)
 
