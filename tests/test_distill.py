@@ -4,10 +4,12 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,8 +27,10 @@ from recipes.spec.recipe import Lora, Schedule
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from recipes.spec.samples import TINY_MODEL, TINY_TEACHER
 from recipes.training import run as training_run
+from recipes.training.data import updates
 from recipes.training.data.collate import Collator
-from recipes.training.methods.distillation import divergence, likeliest, tiles
+from recipes.training.data.load import Datasets
+from recipes.training.methods.distillation import divergence, likeliest, on_policy, tiles
 from recipes.training.methods.distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
 from tests.parity import gate
 from tests.small import small
@@ -186,6 +190,48 @@ def test_it_resumes_exactly_from_what_is_kept_of_the_teacher(
     assert drawn >= {"divergence", "cross_entropy"}
 
 
+@pytest.mark.every
+def test_it_resumes_exactly_with_its_own_answers(ranks, tmp_path, model_folder, teacher_folder, conversations):
+    run = RunFolder(tmp_path / "run")
+    settings = Distill(teacher=str(teacher_folder), loss="reverse_kl", on_policy=0.6, max_new_tokens=12)
+    recipe = small(
+        model_folder, conversations, "zero3.json", method="distill", distill=settings, save_steps=3,
+        max_steps=6, global_batch_size=4, micro_batch_size=1, learning_rate=3e-3,
+    )  # fmt: skip
+    assert {on_policy.writes(recipe, step) for step in (3, 4, 5)} == {True, False}
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    records = read_jsonl(run.metrics)
+    gate.resume(ranks, run, tmp_path, 2)
+    for row, before in zip(read_jsonl(run.metrics), records, strict=True):
+        for name in ("loss", "grad_norm", "divergence"):
+            assert row[name] == pytest.approx(before[name], rel=1e-6, abs=1e-9), (row["step"], name)
+    tokens = [after["tokens"] - before["tokens"] for before, after in pairwise(records)]
+    assert len(set(tokens)) > 2, "those of the answers that were written"
+
+
+def writing(share, max_new_tokens):
+    settings = Distill(teacher="teacher", on_policy=share, max_new_tokens=max_new_tokens)
+    return replace(pages.find("tiny", "distill"), packing=False, distill=settings)
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_left_out(alone, capsys):
+    recipe = replace(writing(0.5, 10), sequence_length=16, global_batch_size=2, micro_batch_size=2)
+    labels = [[-100] * prompt + [7] for prompt in (5, 6, 7)]
+    found = Datasets(Dataset.from_dict({"labels": labels}), None, None, [], updates.Size(3, 3, 3, 21))
+    kept = on_policy.with_room(found, recipe)
+    assert [len(one) for one in kept.training["labels"]] == [6, 7] and kept.size.sequences == 2
+    assert "1 examples left out" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"distill\.max_new_tokens=10: 2 of 3 prompts leave room in sequence_length=16"):
+        on_policy.with_room(found, replace(recipe, global_batch_size=4))
+
+
+def test_a_share_of_the_steps_is_on_policy():
+    for share in (0, 0.25, 1):
+        steps = [on_policy.writes(writing(share, 10), step) for step in range(1000)]
+        assert sum(steps) / 1000 == pytest.approx(share, abs=0.05)
+
+
 def test_what_is_kept_of_something_else_is_refused(tmp_path):
     mark = dict.fromkeys(likeliest.MEANT, "as it was")
     assert not likeliest.known(tmp_path, mark)
@@ -205,6 +251,12 @@ REFUSED = {
     "distill.top_k=0": "distill.top_k=0: must be at least 1",
     "distill.cache=kept": "distill.cache=kept: needs distill.top_k, such as 64",
     "distill.top_k=8 data.streaming=true max_steps=5": "a stream cannot be read beforehand",
+    "distill.on_policy=1.5": "distill.on_policy=1.5: must be at least 0 and at most 1",
+    "distill.on_policy=0.5": "with packing=true, which lays answers end to end.*: use packing=false",
+    "distill.on_policy=0.5 packing=false distill.top_k=8": "with distill.top_k, which computes the data's answers",
+    "distill.on_policy=0.5 packing=false distill.alpha=0.1": "with distill.alpha, which imitates the data's answers",
+    "distill.on_policy=0.5 packing=false data.streaming=true max_steps=5": "with data.streaming=true, which cannot",
+    "distill.on_policy=0.5 packing=false": "max_new_tokens=256: leaves no room .* use distill.max_new_tokens=128",
 }
 
 

@@ -265,7 +265,7 @@ class Recipe:
         trackers.check(names(self.tracking))
         self.dpo.check()
         if self.traits.teacher:
-            self.distill.check(self.data.streaming)
+            self.distill.check(self.data.streaming, self.packs, self.sequence_length)
         if self.traits.rollouts:
             rewards.weights(self.reward, self.grpo.reward_weights)
             self.grpo.check(self.global_batch_size, self.micro_batch_size, self.sequence_length)
@@ -326,6 +326,11 @@ class Recipe:
         return [name for name in names(self.tracking) if name != "wandb" or self.wandb.mode != "disabled"]
 
     @property
+    def writes_answers(self) -> bool:
+        """Whether the model that is trained writes answers to learn from."""
+        return self.traits.rollouts or (self.traits.teacher and self.distill.on_policy > 0)
+
+    @property
     def packs(self) -> bool:
         """Whether documents share sequences: `packing`, where the method has it."""
         return self.packing and self.traits.packs
@@ -376,6 +381,7 @@ _LEAST = {
     "router_aux_loss_coef": 0,
     "simpo.gamma": 0,
     "distill.top_k": 1,
+    "distill.max_new_tokens": 1,
     "grpo.group_size": 2,
     "grpo.iterations": 1,
     "grpo.max_new_tokens": 1,

@@ -254,7 +254,13 @@ class RunHooks(Hooked):
         self.context.phases.begin(self.state.global_step + 1)
         with metrics.waiting(), self.context.phases.phase("data"):
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:
+            batches, items = self.prepare_step(batches, items)
         metrics.count(batches)
+        return batches, items
+
+    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Return a step's micro-batches and their number of tokens in the loss; for methods that change them."""
         return batches, items
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:

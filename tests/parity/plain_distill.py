@@ -1,5 +1,6 @@
 """The reference of distillation: plain PyTorch, one process, whole logits of both models, in fp32."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,11 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.spec.methods.settings import Distill
+from recipes.training.methods.rollouts import sampling
 from tests.parity import plain
+
+SEED = 42
+"""The recipe's, from which follows what the student writes, and when."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,10 @@ class Mistakes:
     """The gradients of two ranks are averaged although the loss is divided by the tokens of both: GKDTrainer's."""
     learn_prompts: bool = False
     """The user's words are in the loss."""
+    never_writes: bool = False
+    """The student learns from the data's answers only."""
+    stale: bool = False
+    """The student's answers are those of the model before training."""
 
 
 NONE = Mistakes()
@@ -53,9 +62,15 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, eps=settings.epsilon)
     shown = plain.Settings(learn_prompts=mistakes.learn_prompts)
     conversations = plain.examples(data, tokenizer, shown)
-    records = []
-    for _ in range(settings.steps):
-        found = [_of_tokens(model, frozen, *example, distill, mistakes) for example in conversations]
+    records: list[dict[str, float]] = []
+    own: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(settings.steps):
+        writes = random.Random(f"{SEED} {step}").random() < distill.on_policy and not mistakes.never_writes
+        if writes and not (own and mistakes.stale):
+            numbers = sampling.seeds(SEED, step, range(len(conversations)))
+            own = [_written(model, *one, seed, distill) for one, seed in zip(conversations, numbers, strict=True)]
+        examples = own if writes else conversations
+        found = [_of_tokens(model, frozen, *example, distill, mistakes) for example in examples]
         apart, said = (torch.cat(parts).mean() for parts in zip(*found, strict=True))
         squared = 1.0 if mistakes.unsquared else distill.temperature**2
         loss = (1 - distill.alpha) * squared * apart + distill.alpha * said
@@ -67,6 +82,21 @@ def train(
         numbers = {"loss": loss, "grad_norm": norm, "divergence": apart, "cross_entropy": said}
         records.append({name: number.item() for name, number in numbers.items()})
     return records, model.state_dict()
+
+
+@torch.no_grad()
+def _written(model, tokens, learned, seed, distill):
+    """Return the model's own answer to an example's prompt, sampled token by token with one answer's random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = int(learned[0].int().argmax())
+    tokens, end = tokens[:, :prompt], model.generation_config.eos_token_id
+    for _ in range(distill.max_new_tokens):
+        logits = model(input_ids=tokens, use_cache=False).logits[0, -1]
+        noise = torch.empty_like(logits).exponential_(generator=generator)
+        tokens = torch.cat([tokens, (logits - noise.log()).argmax().view(1, 1)], dim=1)
+        if tokens[0, -1] == end:
+            break
+    return tokens, torch.arange(tokens.shape[1])[None] >= prompt
 
 
 def _of_tokens(model, frozen, tokens, learned, distill, mistakes):

@@ -12,18 +12,18 @@ from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_reci
 from recipes.training import run as training_run
 from recipes.training.model import adapters
 from tests.parity import gate, plain, plain_distill
-from tests.parity.plain_distill import NONE, Mistakes
+from tests.parity.plain_distill import NONE, SEED, Mistakes
 from tests.tiers import tiered
 
 SETTINGS = plain.Settings(learning_rate=3e-3)
 ADAPTERS = Lora(rank=4, alpha=8)
-SEED = 42
 NOTICED = 100 * gate.LOSS
 """The mistakes below differ by more."""
 LOSSES = {
     "mixed": Distill(loss="forward_kl", temperature=2.0, alpha=0.3),
     "reverse": Distill(loss="reverse_kl", temperature=1.5),
     "jsd": Distill(loss="jsd", beta=0.2),
+    "own": Distill(loss="reverse_kl", on_policy=0.6, max_new_tokens=12),
 }
 
 
@@ -56,7 +56,7 @@ def recipe_for(model_folder, teacher_folder, conversations, stage, settings, lor
 
 
 CASES = [(name, stage, lora) for name in LOSSES for stage in range(4) for lora in (False, True)]
-CORE = {("jsd", 2, True)}
+CORE = {("jsd", 2, True), ("own", 3, False)}
 
 
 @pytest.mark.parametrize(("name", "stage", "lora"), tiered(CASES, CORE))
@@ -91,6 +91,8 @@ MISTAKES = {
     "beta": ("jsd", Mistakes(beta_of_student=True)),
     "ranks": ("mixed", Mistakes(halved=True)),
     "prompts": ("mixed", Mistakes(learn_prompts=True)),
+    "answers": ("own", Mistakes(never_writes=True)),
+    "stale": ("own", Mistakes(stale=True)),
 }
 
 

@@ -194,7 +194,8 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
 
 def _answers(recipe: Recipe, world_size: int) -> int:
     """Return how many answers a rank writes at once: its part of a step's, unless a server writes them."""
-    if not recipe.traits.rollouts or recipe.grpo.vllm is not None:
+    by_server = recipe.traits.rollouts and recipe.grpo.vllm is not None
+    if by_server or not recipe.writes_answers:
         return 0
     return recipe.micro_batch_size * gradient_accumulation_steps(recipe, world_size)
 

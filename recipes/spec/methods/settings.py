@@ -199,9 +199,14 @@ class Distill:
     teacher. All other tokens together are one outcome more. None: the teacher computes beside the student."""
     cache: str | None = None
     """Folder for them, to be used again by other runs on the same data; None: the run's own. Needs `top_k`."""
+    on_policy: float = 0.0
+    """Share of the steps that learn from answers which the model has just written itself, sampled at temperature 1, and
+    not from the data's (Agarwal's lambda): so it is corrected where its own mistakes lead."""
+    max_new_tokens: int = 256
+    """Longest answer that it writes then, in tokens; with its prompt it has to fit into `sequence_length`."""
 
-    def check(self, streaming: bool) -> None:
-        """Refuse shares out of range, and a cache that cannot be made.
+    def check(self, streaming: bool, packs: bool, sequence_length: int) -> None:
+        """Refuse shares out of range, and what does not go together.
 
         Raises:
             UserError: names the key.
@@ -218,4 +223,24 @@ class Distill:
         if self.top_k and streaming:
             raise UserError(
                 "distill.top_k with data.streaming=true: a stream cannot be read beforehand; leave one out."
+            )
+        if not 0 <= self.on_policy <= 1:
+            raise UserError(f"distill.on_policy={self.on_policy}: must be at least 0 and at most 1.")
+        if self.on_policy:
+            self._check_on_policy(streaming, packs, sequence_length)
+
+    def _check_on_policy(self, streaming: bool, packs: bool, sequence_length: int) -> None:
+        for key, used, why, instead in (
+            ("distill.top_k", self.top_k, "computes the data's answers before training", "leave one out"),
+            ("distill.alpha", self.alpha, "imitates the data's answers", "leave one out"),
+            ("data.streaming=true", streaming, "cannot be searched for prompts that are too long", "leave one out"),
+            ("packing=true", packs, "lays answers end to end, and new ones are of other lengths", "use packing=false"),
+        ):
+            if used:
+                raise UserError(f"distill.on_policy={self.on_policy} with {key}, which {why}: {instead}.")
+        if self.max_new_tokens >= sequence_length:
+            raise UserError(
+                f"distill.max_new_tokens={self.max_new_tokens}: leaves no room for a prompt in "
+                f"sequence_length={sequence_length}; use distill.max_new_tokens={sequence_length // 2} or a larger "
+                "sequence_length."
             )

@@ -1,7 +1,8 @@
 """Distillation: the model learns a teacher's whole distribution over each next token of the assistant's answers.
 
 Hinton et al. 2015 (arXiv:1503.02531) and, for the divergences, Agarwal et al. 2023 (arXiv:2306.13649), on the data's
-answers. The loss is the mean over all labelled tokens of a step, whatever their micro-batch and rank, of
+answers or, with `distill.on_policy`, on the student's own. The loss is the mean over all labelled tokens of a step,
+whatever their micro-batch and rank, of
 
     (1 - alpha) * temperature^2 * divergence(teacher, student) + alpha * cross-entropy
 
@@ -31,7 +32,7 @@ from ..model.attention import needs_boundaries
 from ..trainer import RunContext
 from . import sft
 from .averages import Averaging
-from .distillation import divergence, likeliest, teacher, tiles
+from .distillation import divergence, likeliest, on_policy, teacher, tiles
 from .distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
 from .distillation.teacher import Teacher
 
@@ -46,7 +47,8 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
         UserError: the teacher has another vocabulary.
     """
     teacher.check(recipe, tokenizer)
-    return tokenized_datasets(recipe, tokenizer)
+    found = tokenized_datasets(recipe, tokenizer)
+    return on_policy.with_room(found, recipe) if recipe.distill.on_policy else found
 
 
 class RunDistillTrainer(Averaging, Trainer):
@@ -87,6 +89,14 @@ class RunDistillTrainer(Averaging, Trainer):
             batch = recipe.micro_batch_size
             likeliest.compute(folder, mark, self._load_teacher(), self.train_dataset, self.data_collator, batch)
         return likeliest.read(folder, self.train_dataset)
+
+    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Return a step's micro-batches with the student's own answers where `distill.on_policy` asks for them."""
+        if not on_policy.writes(self.context.recipe, self.state.global_step):
+            return batches, items
+        with self.context.phases.phase("rollout"):
+            batches = on_policy.rewritten(self, batches)
+        return batches, self._get_num_items_in_batch(batches, self.args.device)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Return this rank's part of the step's mean loss per token, times the ranks, over which DeepSpeed averages."""

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
-from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
+from trl.models.utils import prepare_deepspeed
 from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
 from ....spec.errors import UserError
@@ -112,23 +112,9 @@ class RolloutHooks(Averaging):
         first = self.accelerator.process_index * len(prompt_ids)
         numbers = range(first, first + len(prompt_ids))
         seeds = sampling.seeds(self.args.seed, self.state.global_step, numbers)
-        gather = self.args.ds3_gather_for_generation
-        training = self.model.training
-        with unwrap_model_for_generation(
-            self.model_wrapped, self.accelerator, gather_deepspeed3_params=gather
-        ) as model:
-            model.eval()  # without dropout
-            found = sampling.answers(
-                model,
-                prompt_ids,
-                sampling.Noise(seeds, self.temperature, model.device),
-                self.max_completion_length,
-                self.eos_token_ids,
-                self.processing_class.pad_token_id,
-                synced_gpus=self.context.file.stage == 3 and not gather,
-            )
-            model.train(training)
-        return self._as_trl_expects(found)
+        noise = sampling.Noise(seeds, self.temperature, self.accelerator.device)
+        longest, gather = self.max_completion_length, self.args.ds3_gather_for_generation
+        return self._as_trl_expects(sampling.written(self, prompt_ids, noise, longest, self.eos_token_ids, gather))
 
     def _log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probability of each token of the answers, [answers, longest], and which of them count."""

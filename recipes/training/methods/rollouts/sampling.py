@@ -7,10 +7,12 @@ arXiv:1411.0030, section 2).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from trl.models.utils import unwrap_model_for_generation
 
 
 class Noise(LogitsProcessor):
@@ -30,10 +32,40 @@ class Noise(LogitsProcessor):
         return scores.float() / self.temperature - noise.clamp_(min=tiny).log()
 
 
-def seeds(seed: int, step: int, answers: range) -> list[int]:
-    """Return a seed for each answer of a step, by its number in the global batch."""
+def seeds(seed: int, step: int, answers: Iterable[int]) -> list[int]:
+    """Return a seed for each answer of a step, by its number in the global batch, or its example's in the data."""
     said = (f"{seed} {step} {answer}".encode() for answer in answers)
     return [int.from_bytes(hashlib.blake2b(one, digest_size=7).digest()) for one in said]
+
+
+def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end an answer: the tokenizer's, and those that the model's generation settings name."""
+    named = model.generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None})
+
+
+def written(
+    trainer: Any, prompts: Sequence[list[int]], noise: Noise, max_new_tokens: int, end: Sequence[int], gather: bool
+) -> list[list[int]]:
+    """Return what a trainer's model answers to prompts now, without dropout; a collective under ZeRO-3.
+
+    Args:
+        trainer: of the run.
+        prompts: tokens.
+        noise: for as many answers.
+        max_new_tokens: of an answer.
+        end: tokens that end an answer.
+        gather: whether ZeRO-3's weights become whole on every rank meanwhile.
+    """
+    training = trainer.model.training
+    with unwrap_model_for_generation(
+        trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gather
+    ) as model:
+        model.eval()
+        synced = trainer.context.file.stage == 3 and not gather
+        found = answers(model, prompts, noise, max_new_tokens, end, trainer.processing_class.pad_token_id, synced)
+        model.train(training)
+    return found
 
 
 @torch.no_grad()
