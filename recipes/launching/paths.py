@@ -41,7 +41,7 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
 
 def _teacher(distill: Distill, mount: str | None) -> Distill:
     """Return the settings with the teacher's folder and the cache's, which need not exist yet, as absolute paths."""
-    if distill.teacher:
+    if distill.teacher and not distill.served:
         teacher = _absolute("distill.teacher", distill.teacher, mount)
         if Path(teacher).exists() and not Path(teacher, "config.json").is_file():
             raise UserError(

@@ -180,7 +180,8 @@ class Distill:
     """Distillation: the model learns a teacher's distribution over the next token (Hinton et al. 2015, 1503.02531)."""
 
     teacher: str | None = None
-    """The model to learn from: a folder or a Hub id. Its tokenizer must be that of the recipe's model."""
+    """The model to learn from: a folder, a Hub id, or with `top_k` the address of a vLLM server that holds it
+    (`http://HOST:8000`). Its tokenizer must be that of the recipe's model."""
     teacher_quantization: Literal["none", "nf4"] = "none"
     """`nf4`: the teacher's linear layers in 4 bits, whole on every rank; otherwise ZeRO-3 shards it like the model."""
     loss: DistillLoss = "forward_kl"
@@ -205,6 +206,11 @@ class Distill:
     max_new_tokens: int = 256
     """Longest answer that it writes then, in tokens; with its prompt it has to fit into `sequence_length`."""
 
+    @property
+    def served(self) -> bool:
+        """Whether the teacher is on a server."""
+        return str(self.teacher).startswith(("http://", "https://"))
+
     def check(self, streaming: bool, packs: bool, sequence_length: int) -> None:
         """Refuse shares out of range, and what does not go together.
 
@@ -224,10 +230,28 @@ class Distill:
             raise UserError(
                 "distill.top_k with data.streaming=true: a stream cannot be read beforehand; leave one out."
             )
+        if self.served:
+            self._check_served()
         if not 0 <= self.on_policy <= 1:
             raise UserError(f"distill.on_policy={self.on_policy}: must be at least 0 and at most 1.")
         if self.on_policy:
             self._check_on_policy(streaming, packs, sequence_length)
+
+    def _check_served(self) -> None:
+        if self.top_k is None:
+            raise UserError(
+                f"distill.teacher={self.teacher}: a server only says its likeliest tokens; add distill.top_k=20, "
+                "vLLM's limit unless it was started with another --max-logprobs."
+            )
+        for key, used in (
+            ("temperature", self.temperature != 1),
+            ("teacher_quantization", self.teacher_quantization != "none"),
+        ):
+            if used:
+                raise UserError(
+                    f"distill.{key}={getattr(self, key)}: a teacher on a server computes as it was started; "
+                    "leave it out."
+                )
 
     def _check_on_policy(self, streaming: bool, packs: bool, sequence_length: int) -> None:
         for key, used, why, instead in (

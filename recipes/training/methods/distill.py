@@ -34,6 +34,7 @@ from . import sft
 from .averages import Averaging
 from .distillation import divergence, likeliest, on_policy, teacher, tiles
 from .distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
+from .distillation.served import Served
 from .distillation.teacher import Teacher
 
 arguments = sft.arguments
@@ -46,7 +47,8 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
     Raises:
         UserError: the teacher has another vocabulary.
     """
-    teacher.check(recipe, tokenizer)
+    if not recipe.distill.served:
+        teacher.check(recipe, tokenizer)
     found = tokenized_datasets(recipe, tokenizer)
     return on_policy.with_room(found, recipe) if recipe.distill.on_policy else found
 
@@ -86,9 +88,15 @@ class RunDistillTrainer(Averaging, Trainer):
         folder = Path(recipe.distill.cache or run.likeliest)
         mark = likeliest.of_run(recipe, self.train_dataset, self.processing_class)
         if not likeliest.known(folder, mark):
+            asked = self._connect() if recipe.distill.served else self._load_teacher()
             batch = recipe.micro_batch_size
-            likeliest.compute(folder, mark, self._load_teacher(), self.train_dataset, self.data_collator, batch)
+            likeliest.compute(folder, mark, asked, self.train_dataset, self.data_collator, batch)
         return likeliest.read(folder, self.train_dataset)
+
+    def _connect(self) -> Served:
+        found = Served.of(self.context.recipe, self.vocabulary)
+        found.check(self.processing_class)
+        return found
 
     def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
         """Return a step's micro-batches with the student's own answers where `distill.on_policy` asks for them."""

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import torch
@@ -24,8 +24,10 @@ from ...checkpoint import digests, fingerprint
 from ...console import say
 from ...model import load
 from .places import LOG_PROBS, PLACES, TOKENS, PlacesCollator
+from .served import Served
 from .teacher import Teacher, recipe_of
 
+Asked: TypeAlias = Teacher | Served
 MARK = "fingerprint.json"
 SCHEMA = pa.schema({TOKENS: pa.list_(pa.int32()), LOG_PROBS: pa.list_(pa.float32())})
 MEANT = {
@@ -48,7 +50,7 @@ def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase
             {
                 "data": fingerprint.of_data(training),
                 "tokenizer": fingerprint.of_tokenizer(tokenizer),
-                "teacher": _of_model(recipe_of(recipe)),
+                "teacher": distill.teacher if distill.served else _of_model(recipe_of(recipe)),
                 "precision": f"{recipe.precision} {distill.teacher_quantization}",
                 "temperature": distill.temperature,
                 "top_k": distill.top_k,
@@ -65,13 +67,18 @@ def _of_model(recipe: Recipe) -> str:
     return f"{recipe.model.path}@{getattr(load.load_config(recipe), '_commit_hash', None)}"
 
 
+def is_complete(folder: Path) -> bool:
+    """Return whether a folder was written to its end."""
+    return (folder / MARK).exists()
+
+
 def known(folder: Path, mark: dict[str, Any]) -> bool:
     """Return whether a folder holds what `of_run` describes.
 
     Raises:
         UserError: it holds something else.
     """
-    if not (folder / MARK).exists():
+    if not is_complete(folder):
         return False
     found = read_json(folder / MARK)
     for name, meaning in MEANT.items():
@@ -83,7 +90,12 @@ def known(folder: Path, mark: dict[str, Any]) -> bool:
 
 
 def compute(
-    folder: Path, mark: dict[str, Any], teacher: Teacher, training: Dataset, collator: PlacesCollator, batch: int
+    folder: Path,
+    mark: dict[str, Any],
+    teacher: Asked,
+    training: Dataset,
+    collator: PlacesCollator,
+    batch: int,
 ) -> None:
     """Write the folder, each rank its part of the sequences; a collective.
 
@@ -112,7 +124,7 @@ def compute(
     dist.barrier()
 
 
-def _asked(teacher: Teacher, sequences: list[dict[str, Any]], collator: PlacesCollator, count: int) -> list[pa.Array]:
+def _asked(teacher: Asked, sequences: list[dict[str, Any]], collator: PlacesCollator, count: int) -> list[pa.Array]:
     """Return the columns of sequences: one list each, flat."""
     inputs = collator(sequences)
     on_device = {name: one.to(distributed.device()) if torch.is_tensor(one) else one for name, one in inputs.items()}

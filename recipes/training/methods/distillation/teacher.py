@@ -33,8 +33,9 @@ def recipe_of(recipe: Recipe) -> Recipe:
 
 
 def entries(recipe: Recipe) -> int:
-    """Return how many vocabulary entries the heads of both models have."""
-    return min(load.load_config(one).get_text_config().vocab_size for one in (recipe, recipe_of(recipe)))
+    """Return how many vocabulary entries the heads of both models have; a server keeps its own to itself."""
+    known = (recipe,) if recipe.distill.served else (recipe, recipe_of(recipe))
+    return min(load.load_config(one).get_text_config().vocab_size for one in known)
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
