@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.spec.methods.settings import Distill
 from recipes.training.methods.rollouts import sampling
+from recipes.training.model import adapters
 from tests.parity import plain
 
 SEED = 42
@@ -52,7 +53,8 @@ def train(
     """Return per step the loss, its parts and the gradient norm before clipping, and the final weights."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    frozen = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
+    how = {} if distill.teacher_quantization == "none" else {"quantization_config": adapters.nf4(torch.float32)}
+    frozen = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, **how).eval()
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     groups = [
         {"params": [one for name, one in trained if "norm" not in name], "weight_decay": settings.weight_decay},

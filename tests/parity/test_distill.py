@@ -85,6 +85,22 @@ def agree(run, records, weights):
         assert plain.worst(weight, known[name]) <= 1, name
 
 
+IN_4_BITS = replace(LOSSES["mixed"], teacher_quantization="nf4")
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_teacher_in_4_bits(ranks, tmp_path, model_folder, teacher_folder, conversations, alone, stage):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, recipe_for(model_folder, teacher_folder, conversations, stage, IN_4_BITS))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    agree(run, *alone(IN_4_BITS))
+
+
+def test_a_teacher_in_16_bits_would_be_noticed(alone):
+    noticed(alone(IN_4_BITS), alone(LOSSES["mixed"]))
+
+
 MISTAKES = {
     "direction": ("reverse", Mistakes(swapped=True)),
     "temperature": ("mixed", Mistakes(unsquared=True)),
