@@ -54,7 +54,8 @@ def train(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     how = {} if distill.teacher_quantization == "none" else {"quantization_config": adapters.nf4(torch.float32)}
-    frozen = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, **how).eval()
+    frozen = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, **how)
+    frozen.train(bool(how))  # no dropout in it; in evaluation bitsandbytes multiplies in bf16 on some CPUs
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     groups = [
         {"params": [one for name, one in trained if "norm" not in name], "weight_decay": settings.weight_decay},
