@@ -15,6 +15,9 @@
     simpo_lora    SimPO     adapters on attention and experts   ZeRO-3
     dpo_full      DPO       all weights                         ZeRO-3
     reward        reward    all weights                         ZeRO-3
+    classify      classes   all weights                         ZeRO-3
+    embed         pairs     all weights                         ZeRO-3
+    grpo          GRPO      all weights                         ZeRO-3
     pretrain      raw text  all weights                         ZeRO-3
     expert        SFT       all weights, spread                 ZeRO-1
 
@@ -129,7 +132,8 @@ def dpo_lora(size: str) -> Recipe:
 
 kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
 dpo_full = variants.dpo_full_of(full)
-reward = variants.reward_of(full)
+reward, classify, embed = variants.heads(full)
+grpo = variants.grpo_of(full)
 
 
 def pretrain(size: str) -> Recipe:

@@ -20,6 +20,9 @@
     simpo_lora    SimPO     adapters               ZeRO-2
     dpo_full      DPO       all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
     reward        reward    all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
+    classify      classes   all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
+    embed         pairs     all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
+    grpo          GRPO      all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
     pretrain      raw text  all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
 
     python scripts/launch.py qwen3_5-9b lora
@@ -196,7 +199,8 @@ def dpo_lora(size: str) -> Recipe:
 
 kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
 dpo_full = variants.dpo_full_of(full)
-reward = variants.reward_of(full)
+reward, classify, embed = variants.heads(full)
+grpo = variants.grpo_of(full)
 
 
 def pretrain(size: str) -> Recipe:

@@ -16,6 +16,9 @@
     simpo_lora    SimPO     adapters     ZeRO-2
     dpo_full      DPO       all weights  ZeRO-2
     reward        reward    all weights  ZeRO-2
+    classify      classes   all weights  ZeRO-2
+    embed         pairs     all weights  ZeRO-2
+    grpo          GRPO      all weights  ZeRO-2
     pretrain      raw text  all weights  ZeRO-2
 
     python scripts/launch.py smollm3 full
@@ -109,7 +112,8 @@ def dpo_lora(size: str) -> Recipe:
 
 kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
 dpo_full = variants.dpo_full_of(full)
-reward = variants.reward_of(full)
+reward, classify, embed = variants.heads(full)
+grpo = variants.grpo_of(full)
 
 
 def pretrain(size: str) -> Recipe:

@@ -30,7 +30,7 @@ from dataclasses import replace
 from .spec import variants
 from .spec.methods.settings import Grpo
 from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT, HALF_TRAINED, REWARDS, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
+from .spec.samples import CHAT, HALF_TRAINED, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
 
 SIZES = {
     "3m": Model(
@@ -134,7 +134,6 @@ def grpo(size: str) -> Recipe:
     """
     return variants.grpo(
         replace(full(size), model=replace(SIZES[size], path=HALF_TRAINED)),
-        reward=f"{REWARDS}:exact_match",
         grpo=Grpo(group_size=8, max_new_tokens=64),
         deepspeed="zero2.json",
         learning_rate=1e-4,

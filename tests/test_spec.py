@@ -152,6 +152,26 @@ def test_secrets_are_taken_out_of_texts():
     assert shown == "--token *** url https://***@host/x key *** *** step 5"
 
 
+def test_a_teacher_makes_distillation_of_supervised_fine_tuning():
+    recipe = overrides.apply(pages.find("qwen3-0.6b", "lora"), ["distill.teacher=Qwen/Qwen3-8B", "distill.alpha=0.5"])
+    assert (recipe.method, recipe.lora.rank, recipe.distill.alpha) == ("distill", 32, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("variant", "assignment", "message"),
+    [
+        ("full", "dpo.beta=0.2", "dpo.beta: a setting of the method dpo, and this recipe's method is sft; launch.py"),
+        ("full", "reward=mine.py:right", "reward: a setting of the method grpo, and this recipe's method is sft"),
+        ("full", "distill.alpha=0.5", "method distill, .* is sft; add distill.teacher=MODEL"),
+        ("dpo_lora", "distill.teacher=teacher", "method distill, and this recipe's method is dpo"),
+        ("simpo_lora", "dpo.beta=0.2", "method dpo, and this recipe's method is simpo"),
+    ],
+)
+def test_a_setting_of_another_method_is_refused(variant, assignment, message):
+    with pytest.raises(UserError, match=message):
+        overrides.apply(pages.find("tiny", variant), [assignment])
+
+
 def test_every_override_key_is_documented_where_it_is_defined():
     parts = ("recipe.py", "methods/settings.py", "optimization/lora.py", "tracking/trackers.py")
     files = [ROOT / "recipes" / "spec" / name for name in parts]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from .conversions import dataclass_in, from_dict, to_dict
 from .errors import UserError, redact
+from .methods.traits import TRAITS
 from .optimization.optimizers import impossible
 from .recipe import Lora, Recipe
 
@@ -161,9 +162,27 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
         (values[section] if section else values)[name] = parse(key, text, keys[key])
         given.add(key)
     _settle_validation(values["data"], given)
+    if "distill.teacher" in given and values["method"] == "sft":
+        # Supervised fine-tuning with a teacher is distillation.
+        values["method"] = "distill"
     if "optimizer" in given and "max_grad_norm" not in given and values["optimizer"] == "muon":
         values["max_grad_norm"] = 0.0  # see `recipe._check_optimizer`
-    return from_dict(values)
+    changed = from_dict(values)
+    _check_methods(changed.method, given)
+    return changed
+
+
+def _check_methods(method: str, given: set[str]) -> None:
+    """Refuse settings of other methods, which the run would ignore.
+
+    Raises:
+        UserError: names the first, and where its method is.
+    """
+    for key in sorted(given):
+        wanted = "grpo" if key == "reward" else key.partition(".")[0]
+        if wanted in TRAITS and wanted != method:
+            how = "add distill.teacher=MODEL" if wanted == "distill" else "launch.py --list has its variants"
+            raise UserError(f"{key}: a setting of the method {wanted}, and this recipe's method is {method}; {how}.")
 
 
 def _settle_validation(data: dict[str, Any], given: set[str]) -> None:

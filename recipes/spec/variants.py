@@ -10,7 +10,7 @@ from typing import Any
 
 from .methods.settings import Distill
 from .recipe import Recipe
-from .samples import JUDGED, LABELLED, MATCHING, PREFERENCES, TEXT
+from .samples import JUDGED, LABELLED, MATCHING, PREFERENCES, REWARDS, TEXT
 
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
@@ -22,11 +22,12 @@ DPO_LENGTH = 2048
 TEXT_LENGTH = 512
 """Tokens of a text that is classified or embedded; longer ones are cut."""
 
-RATES = {"kto": 5e-6, "simpo": 5e-6, "orpo": 8e-5, "reward": 1e-5, "dpo_full": 5e-7, "embed": 2e-5}
+RATES = {"kto": 5e-6, "simpo": 5e-6, "orpo": 8e-5, "reward": 1e-5, "dpo_full": 5e-7, "embed": 2e-5, "grpo": 1e-6}
 """Learning rates where a page has none of its own. Adapters by KTO and SimPO: LLaMA-Factory's examples/train_lora,
 llama3_lora_kto.yaml and llama3_lora_dpo.yaml (`pref_loss` simpo). Adapters by ORPO, all weights of a reward model, and
 all weights by DPO: TRL's examples/scripts/orpo.py and reward_modeling.py, and trl/scripts/dpo.py. Embeddings:
-sentence-transformers' examples/sentence_transformer/training/nli/training_nli_v2.py (the Trainer's default is 5e-5)."""
+sentence-transformers' examples/sentence_transformer/training/nli/training_nli_v2.py (the Trainer's default is 5e-5).
+GRPO: the default of TRL's GRPOConfig."""
 Variant = Callable[[str], Recipe]
 """A function of a page: the recipe of a size."""
 
@@ -125,9 +126,9 @@ def simpo(lora: Recipe, *, learning_rate: float = RATES["simpo"], **changes: Any
     return _changed(dpo(lora, learning_rate=learning_rate), changes, method="simpo")
 
 
-def grpo(full: Recipe, *, learning_rate: float, reward: str, **changes: Any) -> Recipe:
+def grpo(full: Recipe, *, learning_rate: float = RATES["grpo"], **changes: Any) -> Recipe:
     """Return `full` on prompts: the model's own answers, scored by functions, as many as `global_batch_size` says."""
-    own = {"method": "grpo", "packing": False, "reward": reward}
+    own = {"method": "grpo", "packing": False, "reward": f"{REWARDS}:exact_match"}
     return _changed(full, changes, learning_rate=learning_rate, **own)
 
 
@@ -175,22 +176,34 @@ def _dpo_full(full: Recipe) -> Recipe:
     return dpo(full, learning_rate=RATES["dpo_full"])
 
 
-def reward_of(full: Variant) -> Variant:
-    """Return `reward` of a page, which is alike on all of them."""
-    about = "A reward model from preference pairs, all weights: gives an answer a number, to rank or filter answers."
-    return _of_page(full, "reward", reward, about)
+def heads(full: Variant) -> tuple[Variant, Variant, Variant]:
+    """Return `reward`, `classify` and `embed` of a page, which are alike on all of them."""
+    return (
+        _of_page(
+            full,
+            "reward",
+            reward,
+            "A reward model from preference pairs, all weights: gives an answer a number, to rank or filter answers.",
+        ),
+        _of_page(
+            full,
+            "classify",
+            classify,
+            "A classifier from labelled texts, all weights: gives a text one of the classes that the data has.",
+        ),
+        _of_page(
+            full,
+            "embed",
+            embed,
+            "Embeddings from pairs of texts that belong together, all weights: for search and for finding duplicates.",
+        ),
+    )
 
 
-def classify_of(full: Variant) -> Variant:
-    """Return `classify` of a page, which is alike on all of them."""
-    about = "A classifier from labelled texts, all weights: gives a text one of the classes that the data has."
-    return _of_page(full, "classify", classify, about)
-
-
-def embed_of(full: Variant) -> Variant:
-    """Return `embed` of a page, which is alike on all of them."""
-    about = "Embeddings from pairs of texts that belong together, all weights: for search and for finding duplicates."
-    return _of_page(full, "embed", embed, about)
+def grpo_of(full: Variant) -> Variant:
+    """Return `grpo` of a page, which is alike on all of them."""
+    about = "Its own answers, scored by a function (GRPO), all weights: for what a program can tell right from wrong."
+    return _of_page(full, "grpo", grpo, about)
 
 
 def _of_page(start: Variant, name: str, change: Callable[[Recipe], Recipe], about: str) -> Variant:

@@ -31,6 +31,7 @@ from ..spec.run_folder import (
     step_of,
     write_json,
 )
+from ..spec.samples import TINY_TEACHER
 from . import distributed, export, holdings, rank_log, summary, upstream
 from .arguments import DTYPE_BYTES, common_arguments
 from .callbacks.checkpoints import Checkpoints
@@ -133,9 +134,11 @@ def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) ->
 
 
 def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe, pointed at its draft model if it asks for one."""
+    """Return the recipe, pointed at its draft model if it asks for one; a teacher on the Hub is the samples' then."""
     if not recipe.draft.enabled:
         return recipe
+    if recipe.traits.teacher and not recipe.distill.served and not Path(str(recipe.distill.teacher)).exists():
+        recipe = replace(recipe, distill=replace(recipe.distill, teacher=TINY_TEACHER))
     if distributed.is_first() and not run.draft_model.exists():
         draft.write(recipe, run.draft_model, load.DTYPES[recipe.precision])
     dist.barrier()
