@@ -17,6 +17,7 @@
     orpo_lora     ORPO      adapters                    ZeRO-2, ZeRO-3 (30b)
     simpo_lora    SimPO     adapters                    ZeRO-2, ZeRO-3 (30b)
     dpo_full      DPO       all weights                 ZeRO-2 (3b), ZeRO-3
+    grpo          GRPO      all weights                 ZeRO-2 (3b), ZeRO-3
     pretrain      raw text  all weights                 ZeRO-2 (3b), ZeRO-3
 
     python scripts/launch.py granite-8b lora
@@ -169,6 +170,7 @@ def dpo_lora(size: str) -> Recipe:
 
 kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
 dpo_full = variants.dpo_full_of(full)
+grpo = variants.grpo_of(full)
 
 
 def pretrain(size: str) -> Recipe:
