@@ -301,6 +301,11 @@ OPTIONS = {
     "share": (Data("a.jsonl", validation_share=1.0), {}, "must be below 1"),
     "stream without an end": (Data("a.jsonl", streaming=True), {"max_steps": None}, "add max_steps=1000"),
     "stream split": (Data("a.jsonl", streaming=True, validation_share=0.1), {}, "a stream cannot be split"),
+    "stream of so many": (
+        Data("a.jsonl", streaming=True, max_examples=5),
+        {},
+        "data.max_examples=5: a stream is read as it comes; use max_steps",
+    ),
     "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "DPO reads all pairs"),
     "stream for rewards": (Data("a.jsonl", streaming=True), {"method": "reward"}, "reward modelling reads all pairs"),
     "single answers": (

@@ -111,6 +111,8 @@ def test_steps_and_data_say_how_much_too(answer, tmp_path):
     once, thrice = (answer(*words, f"epochs={epochs}")["plans"][0] for epochs in (1, 3))
     assert once["hours"] == pytest.approx(20 * 500 / (8 * once["tokens_per_second_per_gpu"]) / 3600)
     assert thrice["hours"] == pytest.approx(3 * once["hours"])
+    fifth = answer(*words, "epochs=1", "data.max_examples=4")["plans"][0]
+    assert fifth["hours"] == pytest.approx(once["hours"] / 5)
 
 
 def test_a_pair_of_answers_reads_its_prompt_twice():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 from recipes.spec.errors import UserError
@@ -86,10 +87,18 @@ def test_an_empty_stream_ends(model_folder, tmp_path):
         next(iter(tokenize.stream(raw, recipe, tokenizer())))
 
 
+def test_so_many_examples_are_drawn_by_the_seed():
+    found = Dataset.from_dict({"text": [f"text {number}" for number in range(40)]})
+    drawn = sources.draw(found, 12, seed=1)["text"]
+    assert len(set(drawn)) == 12 and set(drawn) < set(found["text"]) and set(drawn) != set(found["text"][:12])
+    assert list(sources.draw(found, 20, seed=1)["text"])[:12] == list(drawn)
+    assert list(sources.draw(found, 12, seed=2)["text"]) != list(drawn)
+
+
 def test_a_run_says_what_its_data_is(ranks, model_folder, tmp_path):
     path = f"{write(tmp_path / 'a.jsonl', 30, 'a')},{write(tmp_path / 'b.jsonl', 10, 'b')}"
     recipe = small(model_folder, path, max_steps=1)
-    recipe = replace(recipe, data=Data(path, validation_share=0.25))
+    recipe = replace(recipe, data=Data(path, validation_share=0.25, max_examples=20))
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
@@ -97,7 +106,8 @@ def test_a_run_says_what_its_data_is(ranks, model_folder, tmp_path):
     for part in ("a.jsonl: 30 examples in the form messages", "b.jsonl: 10 examples in the form messages"):
         assert part in first
     assert "held out: 10 examples, by data.validation_share" in first
-    assert "training: 30 examples, " in first and "held out: 10 examples, " in first
+    assert "training: 20 of 30 examples, by data.max_examples, drawn with seed" in first
+    assert "training: 20 examples, " in first and "held out: 10 examples, " in first
     assert " tokens  ###" in first and "Yes.<|end|>»" in first
     assert "examples in the form" not in second
     assert read_jsonl(run.evaluations)[0]["loss"] > 0

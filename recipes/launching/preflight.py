@@ -145,7 +145,9 @@ def check_data(recipe: Recipe) -> int | None:
         kinds_of["data.path" if trained else "data.validation"] = labels
     _check_together(recipe, kinds_of)
     known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) and not recipe.data.streaming else None
+    if len(known) < len(counts) or recipe.data.streaming:
+        return None
+    return min(sum(known), recipe.data.max_examples or sum(known))
 
 
 def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
@@ -209,6 +211,8 @@ def _check_options(recipe: Recipe) -> None:
         raise UserError(
             f"data.streaming=true: {title} reads all {examples} before training starts; remove data.streaming."
         )
+    if data.max_examples is not None:
+        raise UserError(f"data.max_examples={data.max_examples}: a stream is read as it comes; use max_steps instead.")
     if recipe.max_steps is None:
         raise UserError("data.streaming=true: a stream has no length; add max_steps=1000 or as many as you want.")
     if data.validation_share and not data.validation:

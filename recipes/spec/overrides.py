@@ -49,6 +49,8 @@ FOREIGN_NAMES = {
     "data_path": "data.path",
     "eval_dataset": "data.validation",
     "test_datasets": "data.validation",
+    "max_samples": "data.max_examples",
+    "max_train_samples": "data.max_examples",
     "val_size": "data.validation_share",
     "val_set_size": "data.validation_share",
     "lora_r": "lora.rank",

@@ -71,6 +71,9 @@ class Data:
         "query_positive",
     ] = "auto"
     """The form of an example; `auto` detects it by its fields, and the run says which it found."""
+    max_examples: int | None = None
+    """Train on so many of the examples, drawn with the run's seed; None: on all. To try a recipe out, or to see what
+    more data would bring."""
     split: str = "train"
     """Which split of a Hub dataset."""
     streaming: bool = False
@@ -374,6 +377,7 @@ _LEAST = {
     "draft.layers": 1,
     "draft.hidden_size": 16,
     "data.workers": 0,
+    "data.max_examples": 1,
     "data.validation_share": 0,
     "data.max_new_tokens": 1,
     "schedule.warmup": 0,

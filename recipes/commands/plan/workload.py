@@ -93,8 +93,9 @@ def tokens_of(recipe: Recipe) -> float:
     Raises:
         UserError: the data is not local text, or is not in a form that the method reads.
     """
-    characters = sum(_characters(example) for file in _files(recipe) for example in _examples(file, recipe))
-    return max(1.0, characters / CHARACTERS)
+    lengths = [_characters(example) for file in _files(recipe) for example in _examples(file, recipe)]
+    share = min(1.0, (recipe.data.max_examples or len(lengths)) / max(1, len(lengths)))
+    return max(1.0, share * sum(lengths) / CHARACTERS)
 
 
 def _files(recipe: Recipe) -> Iterator[Path]:

@@ -45,6 +45,10 @@ def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:
     if recipe.data.validation_share and not held_out:
         training, held_out = _split(training, recipe)
     mixed = sources.mix(training, text_files.weights(recipe.data), recipe.seed)
+    most = recipe.data.max_examples
+    if most is not None and isinstance(mixed, Dataset) and most < len(mixed):
+        say(f"training: {most} of {len(mixed)} examples, by data.max_examples, drawn with seed {recipe.seed}")
+        mixed = sources.draw(mixed, most, recipe.seed)
     return mixed, sources.mix(held_out, None, recipe.seed) if held_out else None
 
 

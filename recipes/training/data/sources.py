@@ -251,6 +251,11 @@ def mix(sources: Sequence[Source], shares: Sequence[float] | None, seed: int) ->
     return interleave_datasets(found, list(shares), seed, stopping_strategy="all_exhausted")
 
 
+def draw(found: Dataset, most: int, seed: int) -> Dataset:
+    """Return `most` examples drawn by the seed; a larger number draws those of a smaller one first."""
+    return found.shuffle(seed=seed).select(range(most))
+
+
 def split(sources: Sequence[Source], share: float, seed: int) -> tuple[list[Source], list[Source]]:
     """Return (training, held out): a seeded `share` of all examples is held out, equal ones on the same side.
 
