@@ -59,6 +59,12 @@ EXAMPLES = {
     "HELD_OUT.jsonl": "recipes/samples/extract/held_out.jsonl",
 }
 """What the tests put in place of the words in capitals that the documents use."""
+READERS_FILES = {
+    "reviews.csv": "review,stars\nVery good.,5\nQuite bad.,2\n" * 40,
+    "questions.jsonl": "".join(f'{{"question": "Who is {one}?", "answer": "{one} is."}}\n' for one in range(80)),
+    "my_rewards.py": "def right(answer, example):\n    return 1\n\n\ndef short(answer, example):\n    return 0\n",
+}
+"""Files of a reader's own, which the documents name; the tests write them."""
 OWN = re.compile(r"(?<=[=,])[A-Z_]+\w*(\.jsonl)?(?=,|$)")
 
 
@@ -98,6 +104,9 @@ def test_documented_commands_are_accepted(page, command, tmp_path, capsys):
         if any(word.isupper() for word in arguments):
             return  # a form, not a command: RECIPE[-SIZE] VARIANT
         arguments = [OWN.sub(lambda form: EXAMPLES[form[0]], word) for word in arguments]
+        for file, content in READERS_FILES.items():
+            (tmp_path / file).write_text(content)
+            arguments = [word.replace(file, str(tmp_path / file)) for word in arguments]
         # The model that stands for a reader's own has fewer positions than theirs.
         short = ["sequence_length=512"] if f"model.path={EXAMPLES['MODEL']}" in arguments else []
         assert launch.main([*arguments, *short, "--dry-run"]) == 0, capsys.readouterr().err
