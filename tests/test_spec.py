@@ -152,6 +152,13 @@ def test_secrets_are_taken_out_of_texts():
     assert shown == "--token *** url https://***@host/x key *** *** step 5"
 
 
+def test_a_page_takes_few_examples_of_its_own_data_only():
+    distill = pages.find("tiny", "distill")
+    assert distill.data.max_examples == 250
+    assert overrides.apply(distill, ["data.path=mine.jsonl"]).data.max_examples is None
+    assert overrides.apply(distill, ["data.path=mine.jsonl", "data.max_examples=9"]).data.max_examples == 9
+
+
 def test_a_teacher_makes_distillation_of_supervised_fine_tuning():
     recipe = overrides.apply(pages.find("qwen3-0.6b", "lora"), ["distill.teacher=Qwen/Qwen3-8B", "distill.alpha=0.5"])
     assert (recipe.method, recipe.lora.rank, recipe.distill.alpha) == ("distill", 32, 0.5)

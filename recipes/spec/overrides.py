@@ -188,13 +188,15 @@ def _check_methods(method: str, given: set[str]) -> None:
 
 
 def _settle_validation(data: dict[str, Any], given: set[str]) -> None:
-    """Change what follows from `data.path`: other data is not judged by a page's held-out set, nor by its metric.
+    """Change what follows from `data.path`: other data is read whole, and judged by itself, with no page's metric.
 
     A share of it is held out instead, unless the user has said otherwise; a stream cannot be split.
     """
     own, chosen = "data.path" in given, "data.validation" in given
     if own and not chosen:
         data["validation"] = None
+    if own and "data.max_examples" not in given:
+        data["max_examples"] = None
     if (own or chosen) and "data.validation_share" not in given:
         data["validation_share"] = 0.0 if chosen or data["streaming"] else "auto"
     if own and "data.metric" not in given and data["metric"] == "exact_match" and not data["validation"]:

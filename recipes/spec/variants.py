@@ -137,9 +137,9 @@ def pretrain(full: Recipe, **changes: Any) -> Recipe:
     return _changed(full, changes, method="pretrain", data=TEXT)
 
 
-def distill(full: Recipe, teacher: str, **changes: Any) -> Recipe:
-    """Return `full` learning from the distributions of a teacher, a folder or a Hub id with the same tokenizer."""
-    return _changed(full, changes, method="distill", distill=Distill(teacher=teacher))
+def distill(full: Recipe, settings: Distill, **changes: Any) -> Recipe:
+    """Return `full` learning from the distributions of the teacher that `settings` name."""
+    return _changed(full, changes, method="distill", distill=settings)
 
 
 def feedback(lora: Variant) -> tuple[Variant, Variant, Variant]:
