@@ -243,14 +243,11 @@ class Distill:
                 f"distill.teacher={self.teacher}: a server only says its likeliest tokens; add distill.top_k=20, "
                 "vLLM's limit unless it was started with another --max-logprobs."
             )
-        for key, used in (
-            ("temperature", self.temperature != 1),
-            ("teacher_quantization", self.teacher_quantization != "none"),
-        ):
-            if used:
+        for key, plain in (("teacher_quantization", "none"), ("temperature", 1)):
+            if getattr(self, key) != plain:
                 raise UserError(
                     f"distill.{key}={getattr(self, key)}: a teacher on a server computes as it was started; "
-                    "leave it out."
+                    f"use distill.{key}={plain}."
                 )
 
     def _check_on_policy(self, streaming: bool, packs: bool, sequence_length: int) -> None:
