@@ -33,13 +33,16 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", tiered(["nf4", "int8-bitsandbytes"], ["nf4"]))
-def test_a_quantised_model_is_smaller_and_still_the_same_one(kind, model, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("kind", "share"), tiered([("nf4", 0.4), ("int8-bitsandbytes", 0.6)], lambda case: case[0] == "nf4")
+)
+def test_a_quantised_model_is_smaller_and_still_the_same_one(kind, share, model, tmp_path, capsys):
+    """Beside 4 or 8 of 16 bits per weight, the embedding stays in bf16: a tenth of this model."""
     output = tmp_path / "small"
     assert quantize(model, kind, output, "--data", HELD_OUT, "--limit", "4") == 0
     said = capsys.readouterr().out
     assert "exact match on 4 held-out examples" in said and "the same token at" in said
-    assert write.size(output) < 0.4 * write.size(model)
+    assert write.size(output) < share * write.size(model)
     whole, reloaded = export.load(model).eval(), export.load(output).eval()
     tokens = torch.arange(16)[None]
     trained, quantised = whole(input_ids=tokens).logits, reloaded(input_ids=tokens).logits.float()

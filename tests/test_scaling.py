@@ -77,7 +77,7 @@ def test_ranks_double():
 
 @pytest.mark.every
 def test_one_and_two_ranks_are_measured(launcher, tmp_path, capsys):
-    words = ["--gpus", "2", "--steps", "40", "--rounds", "1", "--micro-batch", "1", "--length", "32"]
+    words = ["--gpus", "2", "--steps", "40", "--rounds", "1", "--micro-batch", "1", "--length", "128"]
     assert benchmark.main(["scaling", *words, "--output", str(tmp_path)]) == 0, capsys.readouterr().err
     found, screen = read_json(tmp_path / "scaling_cpu.json"), capsys.readouterr().out
     for kind in scaling.KINDS:
