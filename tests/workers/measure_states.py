@@ -19,6 +19,13 @@ LAYERS, WIDTH = 96, 96
 """Many and small, so that DeepSpeed's buffers for one weight are small too."""
 
 
+class Layers(nn.Sequential):
+    """Linear layers, without an embedding and a head."""
+
+    def get_output_embeddings(self) -> None:
+        """Return None, as a language model does that has no head."""
+
+
 def main(cases: list[dict[str, Any]]) -> None:
     """Print every case with its numbers of parameters and the bytes that a rank holds, one line each."""
     distributed.start()
@@ -67,7 +74,7 @@ def build(case: dict[str, Any]) -> nn.Module:
         widths = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
         experts = {"num_local_experts": 4, "intermediate_size": 64, "num_hidden_layers": 12}
         return MixtralForCausalLM(MixtralConfig(**widths, **experts))
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    model = Layers(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     for layer in model[: case.get("frozen", 0)]:
         layer.requires_grad_(False)
     if case.get("rank"):
