@@ -70,6 +70,20 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(ranks, tmp_path, mode
         assert len(set(losses)) == STEPS
 
 
+def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, model_folder, conversations):
+    run = RunFolder(tmp_path / "run")
+    recipe = small(model_folder, conversations, max_steps=4, save_steps=2, logging_steps=1)
+    recipe = replace(recipe, schedule=Schedule("constant", warmup=0))
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run.summary.unlink()
+    write_recipe(run, replace(recipe, max_steps=9, save_steps=5, logging_steps=3))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed.log")
+    assert (run.checkpoints / "checkpoint-5").exists() and not (run.checkpoints / "checkpoint-6").exists()
+    steps = [row["step"] for row in read_jsonl(run.metrics)]
+    assert steps[:4] == [1, 2, 3, 4] and 7 not in steps and steps[-1] == 9
+
+
 @pytest.mark.every
 def test_the_parts_of_a_restarted_run_are_one_run_of_wandb(ranks, tmp_path, model_folder, conversations, monkeypatch):
     run, pattern = RunFolder(tmp_path / "run"), "offline-run-*"

@@ -86,7 +86,9 @@ def wait(processes, run, until, log):
     while any(process.is_alive() for process in processes):
         assert time.monotonic() < deadline, "\n".join(read_logs(log))
         if any(row["step"] >= until for row in read_jsonl(run.metrics)):
-            time.sleep(0.3)
+            for process in processes:
+                os.kill(process.pid, signal.SIGSTOP)  # at a step that no checkpoint has yet
+            time.sleep(16)  # W&B's own process writes what it was sent, every so many seconds
             for process in reversed(processes):
                 os.kill(process.pid, signal.SIGKILL)
             break
@@ -324,7 +326,7 @@ def lost(action):
     if not child:
         try:
             action()
-            time.sleep(1)  # W&B's own process writes what it was sent
+            time.sleep(16)  # W&B's own process writes what it was sent, every so many seconds
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
