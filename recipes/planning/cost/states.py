@@ -107,10 +107,11 @@ def state_bytes(
 def muon_bytes(stage: int, precision: str) -> float:
     """Return the bytes of Muon's momentum per weight of a matrix.
 
-    One number in fp32; at stages 1 and 2 one in the gradient's type, and a copy that is being updated (deepspeed,
-    stage_1_and_2.py, `_muon_staging_momentum`).
+    Without ZeRO one number in fp32; at stage 3 one in the gradients' type (deepspeed 0.19.8, stage3.py,
+    `_create_momentum_buffer`); at stages 1 and 2 such a one, and a copy that is being updated (stage_1_and_2.py,
+    `_muon_staging_momentum`).
     """
-    return 2.0 * WIDTH[precision] if stage in (1, 2) else 4.0
+    return 4.0 if stage == 0 else (1.0 if stage == 3 else 2.0) * WIDTH[precision]
 
 
 def held_parameters(
