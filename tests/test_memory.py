@@ -53,7 +53,8 @@ def test_each_optimizer_holds_its_moments():
     assert optimizer_bytes("adamw") == pytest.approx(12, rel=0.01)
     assert optimizer_bytes("adamw_8bit") == pytest.approx(4 + 2 + 2 * 4 / 256, rel=0.01)
     matrices = 6.98 / 8.03  # those of the layers; embedding and head have 0.53e9 weights each
-    assert optimizer_bytes("muon") == pytest.approx(12 - 4 * matrices, rel=0.01)
+    assert optimizer_bytes("muon") == pytest.approx(12 - 6 * matrices, rel=0.01)
+    assert optimizer_bytes("muon", 3, "fp32") == pytest.approx(12 - 4 * matrices, rel=0.01)
     assert optimizer_bytes("muon", 2) == pytest.approx(12 - 4 * matrices, rel=0.01)
     assert optimizer_bytes("muon", 2, "fp32") == pytest.approx(12, rel=0.01)
 
