@@ -61,9 +61,11 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
         routed, spread = case["routed"], case["expert_ranks"]
         return mixture_bytes(dense, routed, case["stage"], case["ranks"], case["precision"], spread).total
     matrix = measure_states.WIDTH**2 * WIDTH[case["precision"]]
-    last = matrix if case["stage"] == 3 and moment == "forward" else 0
-    if (case.get("optimizer"), case["stage"], moment) == ("muon", 0, "step"):
-        last = 7 * matrix  # of one matrix, while its update is orthogonalised: nothing beside a real model's states
+    beside = 0
+    if (case["stage"], moment) == (3, "forward"):
+        beside = matrix  # the last weight is still whole
+    elif (case.get("optimizer"), case["stage"], moment) == ("muon", 0, "step"):
+        beside = 7 * matrix  # of one matrix, while its update is orthogonalised: nothing beside a real model's states
     options = ("offload", "fp32_accumulation", "bf16_states", "sub_group")
     of_muon = muon_bytes(case["stage"], case["precision"])
     moments = {"adamw_8bit": EIGHT_BIT, "muon": of_muon}.get(case.get("optimizer"), ADAM_MOMENTS)
@@ -79,8 +81,8 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
             moments=moments,
             **{name: case[name] for name in options if name in case},
         ).total
-        + last
-    )  # at stage 3 the last weight is still whole
+        + beside
+    )
 
 
 def measure(ranks, folder, count, some=slice(None)):

@@ -326,7 +326,7 @@ def lost(action):
     if not child:
         try:
             action()
-            time.sleep(16)  # W&B's own process writes what it was sent, every so many seconds
+            time.sleep(1)  # W&B's own process writes what it was sent
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)

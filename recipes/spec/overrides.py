@@ -163,7 +163,7 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
             values["lora"] = dataclasses.asdict(Lora())
         (values[section] if section else values)[name] = parse(key, text, keys[key])
         given.add(key)
-    _settle_validation(values["data"], given)
+    _settle_data(values["data"], given)
     if "distill.teacher" in given and values["method"] == "sft":
         # Supervised fine-tuning with a teacher is distillation.
         values["method"] = "distill"
@@ -187,7 +187,7 @@ def _check_methods(method: str, given: set[str]) -> None:
             raise UserError(f"{key}: a setting of the method {wanted}, and this recipe's method is {method}; {how}.")
 
 
-def _settle_validation(data: dict[str, Any], given: set[str]) -> None:
+def _settle_data(data: dict[str, Any], given: set[str]) -> None:
     """Change what follows from `data.path`: other data is read whole, and judged by itself, with no page's metric.
 
     A share of it is held out instead, unless the user has said otherwise; a stream cannot be split.

@@ -142,28 +142,14 @@ def distill(full: Recipe, settings: Distill, **changes: Any) -> Recipe:
     return _changed(full, changes, method="distill", distill=settings)
 
 
-def feedback(lora: Variant) -> tuple[Variant, Variant, Variant]:
+def feedback(lora: Variant) -> tuple[Variant, ...]:
     """Return `kto_lora`, `orpo_lora` and `simpo_lora` of a page, which are alike on all of them."""
-    return (
-        _of_page(
-            lora,
-            "kto_lora",
-            kto,
-            "Answers judged good or bad (KTO) with adapters: when there are labels and no pairs; after SFT.",
-        ),
-        _of_page(
-            lora,
-            "orpo_lora",
-            orpo,
-            "Preference pairs (ORPO) with adapters: imitates the better answers too, so it needs no SFT before it.",
-        ),
-        _of_page(
-            lora,
-            "simpo_lora",
-            simpo,
-            "Preference pairs (SimPO) with adapters: as `dpo_lora`, but no reference model is computed; after SFT.",
-        ),
-    )
+    about = {
+        kto: "Answers judged good or bad (KTO) with adapters: when there are labels and no pairs; after SFT.",
+        orpo: "Preference pairs (ORPO) with adapters: imitates the better answers too, so it needs no SFT before it.",
+        simpo: "Preference pairs (SimPO) with adapters: as `dpo_lora`, but no reference model is computed; after SFT.",
+    }
+    return tuple(_of_page(lora, f"{change.__name__}_lora", change, about[change]) for change in about)
 
 
 def dpo_full_of(full: Variant) -> Variant:
@@ -176,28 +162,14 @@ def _dpo_full(full: Recipe) -> Recipe:
     return dpo(full, learning_rate=RATES["dpo_full"])
 
 
-def heads(full: Variant) -> tuple[Variant, Variant, Variant]:
+def heads(full: Variant) -> tuple[Variant, ...]:
     """Return `reward`, `classify` and `embed` of a page, which are alike on all of them."""
-    return (
-        _of_page(
-            full,
-            "reward",
-            reward,
-            "A reward model from preference pairs, all weights: gives an answer a number, to rank or filter answers.",
-        ),
-        _of_page(
-            full,
-            "classify",
-            classify,
-            "A classifier from labelled texts, all weights: gives a text one of the classes that the data has.",
-        ),
-        _of_page(
-            full,
-            "embed",
-            embed,
-            "Embeddings from pairs of texts that belong together, all weights: for search and for finding duplicates.",
-        ),
-    )
+    about = {
+        reward: "A reward model from preference pairs, all weights: rates an answer by a number, to rank or filter.",
+        classify: "A classifier from labelled texts, all weights: gives a text one of the classes that the data has.",
+        embed: "Embeddings from pairs of texts that belong together, all weights: to search and to find duplicates.",
+    }
+    return tuple(_of_page(full, change.__name__, change, about[change]) for change in about)
 
 
 def grpo_of(full: Variant) -> Variant:

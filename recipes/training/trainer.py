@@ -217,6 +217,7 @@ class RunHooks(Hooked):
         upstream.remember_gradient_norm(engine)
         upstream.forget_kept_weights(engine)
         if context.checkpoint:
+            upstream.take_intervals(self.state, self.args)
             upstream.restore_parameter_groups(engine, context.checkpoint)
             upstream.reshard_small_parameters(engine)
         if expert.layers(self.model):

@@ -31,12 +31,7 @@ class Checkpoints(TrainerCallback):
         self.gathered = gathered
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take the recipe's intervals, and refuse to start if a checkpoint could not be saved.
-
-        A resumed Trainer keeps how often to log, evaluate and save from its checkpoint, whatever its arguments say
-        (transformers 5.22's `compare_trainer_and_checkpoint_args` only warns).
-        """
-        state.compute_steps(args, state.max_steps)
+        """Refuse to start if a checkpoint could not be saved."""
         if control.should_save or args.save_strategy != "no":
             self._check_space()
 
