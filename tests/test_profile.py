@@ -24,11 +24,11 @@ STEPS = Profile(steps="3:4")
 def profiled(ranks, tmp_path_factory, model_folder, conversations):
     """Return a function that trains four steps, of which the last two are recorded, and gives the run's folder."""
 
-    def train(deepspeed, world_size=2, layout=None, mistake=None, evaluated=False, **changes):
+    def train(deepspeed, world_size=2, layout=None, mistake=None, evaluated=False, model=model_folder, **changes):
         folder = tmp_path_factory.mktemp("profiled")
         settings = {"max_steps": 4, "micro_batch_size": 2, "profile": STEPS, "layout": layout or Layout()}
         run = RunFolder(folder / "run")
-        recipe = small(model_folder, conversations, deepspeed, **(settings | changes))
+        recipe = small(model, conversations, deepspeed, **(settings | changes))
         held_out = recipe.data.path if evaluated else None
         write_recipe(run, replace(recipe, data=replace(recipe.data, validation=held_out)))
         worker, arguments = (slow_runs.of_a_run, (mistake,)) if mistake else (training_run.main, ())
@@ -95,14 +95,30 @@ def test_a_zero_3_run_sends_what_the_planner_counts(sharded):
 
 
 @pytest.mark.every
-def test_zero_3_gathers_twice_what_it_does_not_keep(profiled, tmp_path):
-    """As of models above half a billion parameters; a second copy on each host would save the second time."""
-    run = profiled(with_zero(tmp_path, "zero3.json", stage3_max_reuse_distance=0))
+def test_zero_3_gathers_twice_what_it_does_not_keep(profiled, teacher_folder, tmp_path):
+    """As of models above a billion parameters; a second copy on each host would save the second time."""
+    limits = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    run = profiled(with_zero(tmp_path, "zero3.json", **limits), model=teacher_folder)
     check_traffic(run)
     about = traces(run)[0].about
     once = about["held"]["total"] * 4 * about["micro_batches"]
     assert zero_traffic.of_run(about)["all-gather", (0, 1)] == 2 * once
     assert verdict._gathers_again(verdict.of_trace(traces(run)[0]), about)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("reuse", "live"), [(0, 200_000), (400_000, 1000)])
+def test_zero_3_keeps_what_it_has_gathered_ahead(profiled, teacher_folder, tmp_path, reuse, live):
+    """Up to the live parameters, or half the distance of reuse, whichever is more; to one matrix or bucket."""
+    limits = {"stage3_max_reuse_distance": reuse, "stage3_max_live_parameters": live}
+    run = profiled(with_zero(tmp_path, "zero3.json", **limits), model=teacher_folder)
+    about = traces(run)[0].about
+    rank = verdict.of_trace(traces(run)[0])
+    passes = len(rank.steps) * about["micro_batches"]
+    gathered = sum(one.bytes for one in rank.collectives if one.kind == "all-gather")
+    total = about["held"]["total"]
+    assert about["kept_weights"] == 200_000 < total / 1.5
+    assert gathered / 4 / passes == pytest.approx(2 * total - 200_000, abs=0.9 * 96**2 + 96 * 128)
 
 
 @pytest.mark.every
@@ -179,7 +195,7 @@ def test_the_time_that_a_profile_takes_is_not_in_the_logged_speed(sharded):
     ),
 )
 def test_shares_and_bytes(profiled, deepspeed, world_size, layout):
-    run = profiled(deepspeed, world_size, layout, global_batch_size=16 if deepspeed == "zero3_hpz.json" else 8)
+    run = profiled(deepspeed, world_size, layout, micro_batch_size=1 if deepspeed == "zero3_hpz.json" else 2)
     check_sums(run, world_size)
     found = conclude.conclude(run.profile, zero_traffic.of_run)
     replicas = [

@@ -198,7 +198,7 @@ SENT = {"stage": 3, "held": {"total": 100, "trained": 100}, "weight_bytes": 2, "
             {"partition_size": 2, "rank": 3},
             {("all-gather", (0, 1, 2, 3)): 200, ("all-gather", (2, 3)): 600, ("reduce-scatter", (0, 1, 2, 3)): 800},
         ),
-        ({"reuse_distance": 0}, {("all-gather", (0, 1, 2, 3)): 1600, ("reduce-scatter", (0, 1, 2, 3)): 800}),
+        ({"kept_weights": 0}, {("all-gather", (0, 1, 2, 3)): 1600, ("reduce-scatter", (0, 1, 2, 3)): 800}),
         ({"layout": {"tensor": 2}, "stage": 1, "rank": 1}, {("all-reduce", (1, 3)): 200, ("all-gather", (1, 3)): 200}),
         ({"layout": {"tensor": 4}}, {}),
         ({"layout": {"pipeline": 2}}, {}),

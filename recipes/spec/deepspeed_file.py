@@ -14,6 +14,10 @@ from .run_folder import read_json
 Device = Literal["none", "cpu", "nvme"]
 
 
+KEPT_WEIGHTS = 1_000_000_000
+"""What `DeepSpeedFile.kept_weights` is by DeepSpeed's defaults."""
+
+
 @dataclass(frozen=True)
 class DeepSpeedFile:
     """What a DeepSpeed configuration says, with DeepSpeed's defaults where it says nothing or `auto`."""
@@ -26,6 +30,8 @@ class DeepSpeedFile:
     """Of ZeRO."""
     partition_size: int = 1
     """`zero_hpz_partition_size`: ranks that hold a second copy of the parameters between them (stage 3)."""
+    kept_weights: int = KEPT_WEIGHTS
+    """Weights that ZeRO-3 has whole at most when the forward pass ends, and need not gather for the backward pass."""
     offload_optimizer: Device = "none"
     """Stages 2 and 3."""
     offload_parameters: Device = "none"
@@ -60,6 +66,7 @@ def parse(content: Mapping[str, Any], name: str = "") -> DeepSpeedFile:
         content=content,
         stage=stage,
         partition_size=_number(zero.get("zero_hpz_partition_size"), 1) if stage == 3 else 1,
+        kept_weights=_kept_weights(zero),
         offload_optimizer=_device(zero, "offload_optimizer") if stage >= 2 else "none",
         offload_parameters=_device(zero, "offload_param") if stage == 3 else "none",
         tensor_size=_number(tensor.get("autotp_size"), 1),
@@ -97,6 +104,20 @@ def _number(value: Any, default: int) -> int:
         return int(value)
     except (TypeError, ValueError):
         return default
+
+
+def _kept_weights(zero: Mapping[str, Any]) -> int:
+    """Return how many weights are whole between the two passes, of which the second meets the last weights first.
+
+    A weight is kept that is used again within `stage3_max_reuse_distance` elements, half of which are passed on the way
+    to the model's end. Besides, DeepSpeed gathers ahead, at least one matrix at each module, up to
+    `stage3_max_live_parameters`; a layer has more modules than matrices, so it gets that far, and what is still whole
+    when it meets it again, it keeps (deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py; measured in
+    tests/test_profile.py).
+    """
+    reuse = _number(zero.get("stage3_max_reuse_distance"), KEPT_WEIGHTS)
+    live = _number(zero.get("stage3_max_live_parameters"), KEPT_WEIGHTS)
+    return max(reuse // 2, live if zero.get("stage3_prefetch_bucket_size") != 0 else 0)
 
 
 def _device(zero: Mapping[str, Any], key: str) -> Device:

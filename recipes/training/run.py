@@ -231,7 +231,7 @@ def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -
         "offload_optimizer": file.offload_optimizer,
         "stage": file.stage,
         "partition_size": file.partition_size,
-        "reuse_distance": file.zero.get("stage3_max_reuse_distance"),
+        "kept_weights": file.kept_weights,
         "layout": asdict(recipe.layout),
         "micro_batches": gradient_accumulation_steps(recipe, dist.get_world_size()),
     }

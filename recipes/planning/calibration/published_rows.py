@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ...spec.deepspeed_file import KEPT_WEIGHTS
 from ...spec.errors import UserError
 from ...spec.recipe import Layout, Lora
 from ..cost.training_setup import TrainingSetup
@@ -207,6 +208,7 @@ class PublishedRow:
             frozen_fp32=self.frozen_fp32,
             quantized_experts=self.quantized_experts,
             sharded_loading=self.sharding == "fsdp",
+            kept_weights=0 if self.sharding == "fsdp" else KEPT_WEIGHTS,
             logit_bytes=self.logit_bytes,
             reduce_bucket_size=self.reduce_bucket_size,
             tiled_mlp=self.tiled_mlp,

@@ -248,22 +248,11 @@ def _gathered(shard: StageShard, setup: TrainingSetup) -> float:
 
 
 def _gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of weights that are whole between the forward and the backward pass.
-
-    ZeRO-3 keeps a weight gathered that is used again within `stage3_max_reuse_distance` parameters; with checkpointing
-    a layer's weights are used once more in between (deepspeed, runtime/zero/partitioned_param_coordinator.py).
-    """
+    """Return the bytes of weights that are whole between the forward and the backward pass."""
     gathered = _gathered(shard, setup)
     if setup.zero_stage < 3:
         return gathered
-    uses = 3 if setup.gradient_checkpointing else 2
-    passed, kept = 2.0 * shard.head_parameters, float(shard.head_parameters)
-    for layer in reversed(shard.layers):
-        if passed >= setup.max_reuse_distance:
-            break
-        kept += layer.parameters
-        passed += uses * layer.parameters
-    return max(gathered, WIDTH[setup.precision] * kept)
+    return max(gathered, min(WIDTH[setup.precision] * setup.kept_weights, loaded_bytes(shard, setup)))
 
 
 def _gathered_for_answers(shard: StageShard, setup: TrainingSetup) -> float:

@@ -256,9 +256,8 @@ def _zero_seconds(stage: _StageTime, setup: TrainingSetup, cluster: Cluster, kno
 
 
 def _gathered_again(parameters: float, setup: TrainingSetup) -> float:
-    """Return the share of a rank's weights that ZeRO-3 gathers for the backward pass too; FSDP gathers all again."""
-    reuse = 0 if setup.sharded_loading else setup.max_reuse_distance
-    sent = zero_traffic(3, int(parameters), 0, 1, 1, reuse)["all-gather"]
+    """Return the share of a rank's weights that ZeRO-3 gathers for the backward pass too."""
+    sent = zero_traffic(3, int(parameters), 0, 1, 1, setup.kept_weights)["all-gather"]
     return sent / parameters - 1 if parameters else 0.0
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...spec import loss_tiles
-from ...spec.deepspeed_file import DeepSpeedFile, Device
+from ...spec.deepspeed_file import KEPT_WEIGHTS, DeepSpeedFile, Device
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
 from ...spec.optimization.optimizers import Optimizer
 from ...spec.recipe import Layout, Lora, Precision, Recipe
@@ -96,9 +96,8 @@ class TrainingSetup:
     """Elements, stage 3; None: 0.9 of the hidden size squared."""
     persistence_threshold: int | None = None
     """Elements; parameters below it are never sharded (stage 3). None: ten times the hidden size."""
-    max_live_parameters: int = 10**9
-    max_reuse_distance: int = 10**9
-    """Parameters; a weight that is used again within so many stays gathered (stage 3)."""
+    kept_weights: int = KEPT_WEIGHTS
+    """Elements that are whole at most between the forward and the backward pass (stage 3); 0: FSDP frees each layer."""
     sub_group_size: int = 10**9
 
     @property
@@ -186,8 +185,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         reduce_bucket_size=_elements(zero, "reduce_bucket_size", 5 * 10**8),
         prefetch_bucket_size=_elements(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
         persistence_threshold=_elements(zero, "stage3_param_persistence_threshold", 10**5),
-        max_live_parameters=_elements(zero, "stage3_max_live_parameters", 10**9) or 10**9,
-        max_reuse_distance=_elements(zero, "stage3_max_reuse_distance", 10**9) or 10**9,
+        kept_weights=file.kept_weights,
         sub_group_size=_elements(zero, "sub_group_size", 10**9) or 10**9,
     )
 

@@ -4,18 +4,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from ...spec.deepspeed_file import KEPT_WEIGHTS
 from ...spec.layout import rank_position
 from ...spec.recipe import Layout
-
-REUSE_DISTANCE = 1_000_000_000
-"""`stage3_max_reuse_distance`, DeepSpeed's default: weights that are needed again within so many elements are kept."""
 
 Group: TypeAlias = tuple[int, ...]
 """The ranks that communicate, in order."""
 
 
 def zero_traffic(
-    stage: int, total: int, trained: int, weight_bytes: int, micro_batches: int, reuse: int = REUSE_DISTANCE
+    stage: int, total: int, trained: int, weight_bytes: int, micro_batches: int, kept: int = KEPT_WEIGHTS
 ) -> dict[str, int]:
     """Return the bytes of a step's messages, whole, by kind; each counts what an all-gather leaves on each rank.
 
@@ -25,7 +23,7 @@ def zero_traffic(
         trained: of these.
         weight_bytes: of one in the training precision, in which gradients travel too.
         micro_batches: per step and rank.
-        reuse: `stage3_max_reuse_distance`.
+        kept: weights that ZeRO-3 keeps whole from the forward to the backward pass, `DeepSpeedFile.kept_weights`.
 
     Small weights that ZeRO-3 keeps on every rank, and norms, are not in it: below 1 %.
     """
@@ -35,17 +33,8 @@ def zero_traffic(
     if stage < 3:
         # Gradients are averaged by all-reduces; at stage 1 once, after the last micro-batch.
         return {"all-reduce": gradients * (micro_batches if stage == 2 else 1), "all-gather": gradients}
-    gathered = sum(_gathered(total, reuse)) * weight_bytes * micro_batches
+    gathered = (total + max(0, total - kept)) * weight_bytes * micro_batches
     return {"all-gather": gathered, "reduce-scatter": gradients * micro_batches}
-
-
-def _gathered(total: int, reuse: int) -> tuple[int, int]:
-    """Return how many weights ZeRO-3 gathers in a micro-batch's forward and backward passes.
-
-    The backward pass meets the last weights of the forward pass first: those half a reuse distance from the end are
-    still there, and only the others are gathered again.
-    """
-    return total, max(0, total - reuse // 2)
 
 
 def of_run(about: Mapping[str, Any]) -> dict[tuple[str, Group], int]:
@@ -59,10 +48,15 @@ def of_run(about: Mapping[str, Any]) -> dict[tuple[str, Group], int]:
     group = _replicas(layout, rank, world_size)
     if len(group) == 1 or layout.pipeline > 1 or layout.expert > 1:
         return {}
-    given = about.get("reuse_distance")
-    reuse = int(given) if isinstance(given, int | float) else REUSE_DISTANCE
     held, weight_bytes, micro_batches = about["held"], about["weight_bytes"], about["micro_batches"]
-    sent = zero_traffic(about["stage"], held["total"], held["trained"], weight_bytes, micro_batches, reuse)
+    sent = zero_traffic(
+        about["stage"],
+        held["total"],
+        held["trained"],
+        weight_bytes,
+        micro_batches,
+        about.get("kept_weights", KEPT_WEIGHTS),
+    )
     found = {(kind, group): size for kind, size in sent.items()}
     near = about.get("partition_size", 1)
     if about["stage"] == 3 and 1 < near < len(group):
