@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import signal
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +28,14 @@ from recipes.spec.run_folder import (
     write_recipe,
 )
 from recipes.training import run as training_run
-from recipes.training.tracking import afterwards, offline_records
+from recipes.training.tracking import afterwards, offline_records, other_nodes
 from recipes.training.tracking.trackers import Trackers
 from recipes.training.tracking.writer import opened
 from tests.nan_data import write_nan_data, write_nan_model
 from tests.ranks import read_logs
 from tests.small import small
 from tests.tiers import tiered
+from tests.workers import system_log
 
 KILLED = "rank 1 on this host was killed by SIGKILL"
 BAD = 5
@@ -98,6 +100,36 @@ def wait(processes, run, until, log):
     for process in processes:
         process.join()
     return True
+
+
+def test_trackers_get_what_the_other_nodes_do(ranks, tmp_path, model_folder, conversations):
+    run = RunFolder(tmp_path / "run")
+    recipe = small(model_folder, conversations, "zero2.json", max_steps=40, wandb=Wandb("offline"))
+    write_recipe(run, recipe)
+    ranks.check(system_log.on_two_nodes, str(run.path), log=tmp_path / "log")
+    names = {name for row in recorded(run, "history") for name in values(row) if name.startswith("nodes/")}
+    assert {"nodes/node-1/cpu_utilization", "nodes/node-1/rank-1/gpu_utilization"} < names
+    assert not any(name.startswith("nodes/node-0") for name in names), "W&B samples that one"
+    load = [
+        float(found["nodes/node-1/rank-1/gpu_utilization"])
+        for found in map(values, recorded(run, "history"))
+        if found.keys() & names
+    ]
+    assert set(load) == {91}
+
+
+def test_half_a_sample_of_another_node_is_left_out(tmp_path):
+    run = RunFolder(tmp_path)
+    run.ranks.mkdir()
+    for rank, node in ((1, socket.gethostname()), (8, "worker-1"), (9, "worker-1")):
+        append_jsonl(run.system_of(rank), {"time": 1.0, "node": node, "rank": rank, "step": 3, "gpu_power_watts": rank})
+    with run.system_of(9).open("a") as file:
+        file.write('{"time": 2.0, "no')
+    wanted = {f"nodes/worker-1/rank-{rank}/gpu_power_watts": rank for rank in (8, 9)}
+    assert other_nodes.readings(run) == wanted
+    with run.system_of(9).open("a") as file:
+        file.write("x" * other_nodes.TAIL)
+    assert other_nodes.readings(run).keys() == {"nodes/worker-1/rank-8/gpu_power_watts"}
 
 
 @pytest.mark.every

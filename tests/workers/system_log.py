@@ -1,6 +1,7 @@
 """Trains as if each rank had a GPU that NVML knows; the module that answers for NVML is `tests/nvml/pynvml.py`."""
 
 import os
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,3 +17,11 @@ def main(folder: str, failing: str) -> None:
     distributed.gpu_uuid = partial(f"GPU-{os.environ['RANK']}".format)
     system_log.SECONDS = 0.1
     run.main(folder)
+
+
+def on_two_nodes(folder: str) -> None:
+    """Train as if each rank had a node of its own, which all rank processes can tell by name only."""
+    os.environ["LOCAL_RANK"] = "0"
+    own = f"node-{os.environ['RANK']}"
+    socket.gethostname = lambda: own
+    main(folder, "")

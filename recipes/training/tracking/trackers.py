@@ -12,6 +12,7 @@ from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder, read_json, read_jsonl, write_json
 from .. import distributed
 from ..console import say
+from . import other_nodes
 from .writer import Writer, numbers_of, opened
 
 
@@ -53,7 +54,7 @@ class Trackers:
     def record(self, row: dict[str, Any]) -> None:
         """Send one object of metrics.jsonl, or of evaluations.jsonl with its keys under `held_out/`."""
         self.tokens = row.get("tokens", self.tokens)
-        numbers = numbers_of(row) | {"tokens": self.tokens}
+        numbers = numbers_of(row) | {"tokens": self.tokens} | other_nodes.readings(self.run)
         for name, writer in list(self.writers.items()):
             if row["step"] > writer.last:
                 self._attempt(name, partial(writer.record, row["step"], numbers))
