@@ -24,7 +24,7 @@ Measure = Literal["memory", "time"]
 KINDS: Mapping[str, Callable[[PublishedRow], str]] = {
     "all": lambda row: "all rows",
     "method": lambda row: row.method,
-    "stack": lambda row: "Hugging Face" if row.stack.startswith("Hugging Face") else row.stack,
+    "stack": lambda row: stack(row),
     "layout": lambda row: layout(row),
     "table": lambda row: row.table,
 }
@@ -43,6 +43,13 @@ class Comparison:
     def error(self) -> float:
         """Predicted over measured, less one: above 0 the planner said too much."""
         return self.predicted / self.measured - 1
+
+
+def stack(row: PublishedRow) -> str:
+    """Return the software; with transformers' layers, whether DeepSpeed shards them, as here, or FSDP."""
+    if not row.is_same_stack:
+        return row.stack
+    return "Hugging Face with FSDP" if row.sharding == "fsdp" else "Hugging Face with DeepSpeed, or on one GPU"
 
 
 def layout(row: PublishedRow) -> str:
