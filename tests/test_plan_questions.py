@@ -325,8 +325,20 @@ MISTAKES = {
     ("llama3-8b", "--which-gpu", "--price", "3"): "--price 3: of which instance?",
     ("llama3-8b", *EIGHT, "--longest", "sequence_length=99"): "--longest looks for the sequence length",
     ("llama3-8b", *EIGHT, "--method", "dpo_lorra"): "unknown variant of llama3 'dpo_lorra'; did you mean 'dpo_lora'",
-    ("llama3-8b", *EIGHT, "dpo_lora"): "dpo_lora: the method is an option here: --method dpo_lora",
+    ("llama3-8b", "dpo_lorra", *EIGHT): "unknown variant of llama3 'dpo_lorra'; did you mean 'dpo_lora'",
 }
+
+
+def test_the_variant_may_be_the_second_word_as_in_launch(capsys):
+    answers = []
+    for words in (
+        ["llama3-8b", "dpo_lora", *EIGHT],
+        ["llama3-8b", *EIGHT, "--method", "dpo_lora"],
+        ["llama3-8b", *EIGHT],
+    ):
+        assert main.run("plan", words) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
 
 
 @pytest.mark.parametrize("words", MISTAKES, ids=lambda words: " ".join(words))

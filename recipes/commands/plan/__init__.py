@@ -41,7 +41,7 @@ from ...planning.show import table
 from ...spec.errors import UserError
 from ...spec.project import as_typed, program
 from . import files, which_gpu, workload
-from .options import parser, recipe_of, request_of
+from .options import parser, recipe_of, request_of, with_method
 
 WIDTH = 160
 """Characters of the widest table, with hours and dollars."""
@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
     Raises:
         UserError: a mistake on the command line, or a file that cannot be read or written.
     """
-    arguments = parser(__doc__).parse_intermixed_args(words)
+    arguments = with_method(parser(__doc__).parse_intermixed_args(words))
     if arguments.which_gpu:
         return which_gpu.answer(arguments, console())
     request = request_of(arguments)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...planning.hardware.cluster import Cluster, cluster
 from ...planning.search import model_recipe, strategies
 from ...planning.search.plans import PlanRequest
-from ...spec import limits, overrides, pages
+from ...spec import limits, overrides
 from ...spec.errors import UserError
 from ...spec.recipe import Layout, Recipe
 from ..main import Parser
@@ -25,9 +25,13 @@ def parser(about: str | None) -> argparse.ArgumentParser:
         "model", help="RECIPE[-SIZE] (also a page's path), a Hub id, or the path to a config.json or its folder"
     )
     result.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="change the recipe, as in launch.py"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="[VARIANT] key=value",
+        help="full (default), lora, qlora or another variant, and changes of the recipe, as in launch.py",
     )
-    result.add_argument("--method", default="full", help="full (default), lora, qlora or another variant")
+    result.add_argument("--method", metavar="VARIANT", help="another way to name the variant")
     result.add_argument("--gpus", type=int, metavar="N", help="GPUs of one node")
     result.add_argument("--nodes", type=int, default=1, metavar="M", help="nodes (default 1)")
     result.add_argument("--gpu", metavar="NAME", help="H100, A100-80GB, p5.48xlarge ... (default: this machine)")
@@ -55,6 +59,20 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     result.add_argument("--write", type=Path, metavar="DIR", help="write the best plan's DeepSpeed JSON and launch.sh")
     result.add_argument("--figure", type=Path, metavar="FILE", help="draw each plan's memory as a PNG")
     return result
+
+
+def with_method(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the command line with the variant as its `method`, whether it was named as launch.py's second word or not.
+
+    Raises:
+        UserError: two variants are named.
+    """
+    words = [word for word in arguments.overrides if "=" not in word]
+    names = [*words, *([arguments.method] if arguments.method else [])]
+    if len(set(names)) > 1:
+        raise UserError(f"{' and '.join(names)}: name one variant; settings are written key=value.")
+    changes = [change for change in arguments.overrides if change not in words]
+    return argparse.Namespace(**vars(arguments) | {"overrides": changes, "method": names[0] if names else "full"})
 
 
 def request_of(arguments: argparse.Namespace) -> PlanRequest:
@@ -103,10 +121,6 @@ def recipe_of(arguments: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:
         UserError: names the setting and what to write instead.
     """
     page = model_recipe.find(arguments.model, arguments.method)
-    words = [word for word in arguments.overrides if "=" not in word]
-    variant = next((word for word in words if word in pages.variants(pages.page_of(page))), None)
-    if variant:
-        raise UserError(f"{variant}: the method is an option here: --method {variant}.")
     changes = [change for change in arguments.overrides if change != "deepspeed=auto"]  # planning does that anyway
     keys = [change.partition("=")[0] for change in changes]
     if arguments.sequence_length is not None:
