@@ -32,6 +32,7 @@ class Ranks:
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world_size),
+                "CROSS_RANK": "0",  # as DeepSpeed's launcher sets it
                 "LOCAL_SIZE": "1",  # siblings are the launcher's business, and there is none
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),

@@ -17,7 +17,7 @@ from recipes.launching.ssh.pdsh_environment import write_environment
 from recipes.spec import pages
 from recipes.spec.errors import is_secret, redact
 from recipes.spec.run_folder import RunFolder
-from recipes.training.rank_log import Tee
+from recipes.training.start.rank_log import Tee
 from tests.launching import LAUNCH
 
 # Put together here, so that no file holds what looks like a real one.

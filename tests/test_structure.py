@@ -21,7 +21,7 @@ LAYERS = {
     "planning": {"spec"},
     "model_folder": {"spec"},
     "profiling": {"spec"},
-    "training": {"spec", "machine", "model_folder", "profiling"},
+    "training": {"spec", "machine", "model_folder", "profiling", "report"},
     "evaluation": {"spec", "model_folder", "training"},
     "serving": {"spec", "model_folder", "training", "evaluation"},
     "report": {"spec"},

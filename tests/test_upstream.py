@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from bitsandbytes.nn import Linear4bit
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -207,3 +209,18 @@ def test_torch_waits_for_the_lock_of_a_killed_build(tmp_path):
     done = subprocess.run(mended, env=environment, timeout=120, capture_output=True, text=True)
     assert "loaded" in done.stdout, done.stderr
     assert built.stat().st_mtime_ns == written
+
+
+def test_torchrun_keeps_the_addresses_of_an_earlier_attempt(monkeypatch):
+    """`meet_apart_from_earlier_attempts` in training/upstream.py can go when a restarted rank finds an empty store."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    found = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=10)))
+        found.append(store.check(["address of rank 0"]))
+        store.set("address of rank 0", "a port")
+    assert found == [False, True]

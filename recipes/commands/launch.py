@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ..docs import keys
-from ..launching import paths, preflight, restarts, scheduler
+from ..launching import other_launchers, paths, preflight, restarts, scheduler
 from ..launching.attempts import HostAttempts, LocalAttempts
-from ..launching.command import compile_ops, deepspeed_command, rank_count, visible_gpus
+from ..launching.command import compile_ops, deepspeed_command, rank_count, record, visible_gpus
 from ..launching.kubernetes import manifests
 from ..launching.ssh import hostfile
 from ..launching.ssh.hostfile import HostPool
@@ -80,8 +80,11 @@ def run(options: argparse.Namespace) -> int:
     pool = pool_of(options)
     allocation = scheduler.allocation_of(options, recipe)
     reserved = pool or allocation
-    ranks = reserved.ranks if reserved else rank_count(options.gpus, gpus)
-    hardware = hardware_of(pool, ranks) if gpus and not allocation else None
+    if reserved:
+        ranks = reserved.ranks
+    else:  # prepared ranks start on other machines
+        ranks = rank_count(options.gpus, 0 if options.prepare else gpus) * (options.nodes or 1)
+    hardware = hardware_of(pool, ranks) if gpus and not allocation and not options.prepare else None
     if recipe.deepspeed == forecast.AUTO:
         recipe = with_best_plan(recipe, page, options.overrides, hardware)
 
@@ -121,6 +124,8 @@ def run(options: argparse.Namespace) -> int:
         watcher = nsys.command(folder) if recipe.profile.nsys else []
         print(shlex.join([*watcher, *deepspeed_command(folder, ranks, pool, options.master_addr)]))
         return 0
+    if options.prepare:
+        return prepare(recipe, folder, per_host(options, pool, ranks), options.nodes or 1)
     require("deepspeed")
     if not pool:  # with several hosts, the preflight says what each of them lacks
         compile_ops(recipe, ranks, gpus)
@@ -142,6 +147,17 @@ def run(options: argparse.Namespace) -> int:
             # Leave nothing after a mistake that only the ranks could find.
             shutil.rmtree(folder.path, ignore_errors=True)
         return status
+
+
+def prepare(recipe: Recipe, folder: RunFolder, ranks: int, nodes: int) -> int:
+    """Write the run folder, print how other launchers start `ranks` on each node, and return 0."""
+    with run_lock.hold(folder.path):
+        run_folder.write_recipe(folder, recipe)
+        record(folder)
+    print(f"{folder.path} is prepared for {nodes * ranks} ranks, which any of these starts, and restarts:")
+    for name, command in other_launchers.commands(folder, ranks, nodes).items():
+        print(f"{name:12} {command}")
+    return 0
 
 
 def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
@@ -193,7 +209,7 @@ def pool_of(options: argparse.Namespace) -> HostPool | None:
     Raises:
         UserError: the hostfile or the selection is wrong, or options contradict each other.
     """
-    used = [flag for flag in ("hostfile", "slurm", "kubernetes") if getattr(options, flag)]
+    used = [flag for flag in ("hostfile", "slurm", "kubernetes", "prepare") if getattr(options, flag)]
     if len(used) > 1:
         raise UserError(f"--{used[0]} and --{used[1]}: give one of them, not both.")
     for flag, needs in NEEDS.items():
@@ -205,7 +221,7 @@ def pool_of(options: argparse.Namespace) -> HostPool | None:
 
 
 NEEDS = {
-    "nodes": ("hostfile", "slurm", "kubernetes"),
+    "nodes": ("hostfile", "slurm", "kubernetes", "prepare"),
     **dict.fromkeys(("include", "exclude", "master_addr"), ("hostfile",)),
     **dict.fromkeys(("partition", "time"), ("slurm",)),
     **dict.fromkeys(("image", "volume"), ("kubernetes",)),
@@ -306,6 +322,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     several.add_argument("--time", metavar="T", help="with --slurm: time limit; the job saves before it and requeues")
     several.add_argument(
         "--kubernetes", action="store_true", help="write manifests: Job, JobSet and Kubeflow's TrainJob"
+    )
+    several.add_argument(
+        "--prepare",
+        action="store_true",
+        help="write the run folder; print how torchrun, mpirun or srun starts its ranks",
     )
     several.add_argument("--image", metavar="I", help=f"with --kubernetes (default: {manifests.IMAGE})")
     several.add_argument(

@@ -97,8 +97,6 @@ def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": threads(ranks),
-        # torch warns about the names of collectives that DeepSpeed calls, once per rank.
-        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore::FutureWarning:torch.distributed.c10d_logger"),
         # PyTorch's profiler announces each start and stop on stderr.
         "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99"),
         **ops.environment(),

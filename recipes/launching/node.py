@@ -18,10 +18,9 @@ from pathlib import Path
 from ..machine import run_lock
 from ..profiling import conclude
 from ..report import write
-from ..spec import run_folder
 from ..spec.errors import UserError, cannot_write
 from ..spec.run_folder import RunFolder
-from ..training.checkpoint import digests
+from ..training.start import unsupervised
 from ..training.tracking import afterwards
 from .command import threads
 from .supervise import RANK_MODULE, supervise
@@ -44,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--master-port", required=True, type=int, metavar="P", help="port on the first node")
     options = parser.parse_args(words)
     run = RunFolder(options.folder)
-    if is_finished(run):
+    if unsupervised.is_finished(run):
         print(f"{run.path}: this run has already finished", flush=True)
         return 0
     # One node's lock is the run's; a pod or a job that was moved waits until its predecessor is known to be dead.
@@ -56,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def start(run: RunFolder, options: argparse.Namespace) -> int:
     """Run this node's ranks and return the exit status."""
     if options.node_rank == 0:
-        prepare(run, options.recipe)
+        prepare(run, options.recipe, options.nodes * options.gpus)
     with tempfile.TemporaryDirectory() as folder:
         hostfile = Path(folder, "hosts")
         hostfile.write_text("".join(f"node-{node} slots={options.gpus}\n" for node in range(options.nodes)))
@@ -70,7 +69,7 @@ def start(run: RunFolder, options: argparse.Namespace) -> int:
         conclude.at_end(run)
         write.at_end(run)
         afterwards.upload(run)
-    return UNFINISHED if outcome.status == 0 and not is_finished(run) else outcome.status
+    return UNFINISHED if outcome.status == 0 and not unsupervised.is_finished(run) else outcome.status
 
 
 def node_rank() -> int:
@@ -78,24 +77,12 @@ def node_rank() -> int:
     return int(os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX") or 0)
 
 
-def is_finished(run: RunFolder) -> bool:
-    """Return whether the run has finished, and was not just stopped."""
-    return run.summary.exists() and not run_folder.read_json(run.summary)["stopped"]
-
-
-def prepare(run: RunFolder, recipe: Path | None) -> None:
+def prepare(run: RunFolder, recipe: Path | None, world_size: int) -> None:
     """Prepare the folder for the first start, or for a restart after steps were lost; on the first node only."""
     if recipe and not run.recipe.exists():
         run.path.mkdir(parents=True, exist_ok=True)
         shutil.copy(recipe, run.recipe)
-    checkpoint = digests.newest_intact(run)
-    if checkpoint:
-        print(f"resuming from {checkpoint}", flush=True)
-        run_folder.forget_after(run, checkpoint)
-        return
-    for lost in (run.metrics, run.evaluations, run.answers, run.rollouts, run.summary):
-        lost.unlink(missing_ok=True)
-    shutil.rmtree(run.checkpoints, ignore_errors=True)
+    unsupervised.prepare(run, world_size)
 
 
 def command(run: RunFolder, options: argparse.Namespace, hostfile: Path) -> list[str]:

@@ -27,6 +27,7 @@ NOISE = {
 """Beginnings of messages that a user cannot act on, by the logger that prints them."""
 
 WARNINGS = {
+    "torch": ["`torch.distributed."],  # collectives have new names, and DeepSpeed calls the old ones
     "peft": ["fan_in_fan_out is set to False"],  # of GPT-2
     "trl": ["You are importing from 'trl.experimental'"],  # parity with it is tested, and its version pinned
 }

@@ -25,6 +25,7 @@ def start() -> None:
     """Join the other ranks (NCCL on GPUs, gloo on CPU) and claim this rank's device."""
     if on_gpu():
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    upstream.meet_apart_from_earlier_attempts(COLLECTIVE_TIMEOUT)
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed announces its shared-memory op on every rank
         deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT, verbose=False)
     upstream.release_shared_memory()

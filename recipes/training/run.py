@@ -32,7 +32,7 @@ from ..spec.run_folder import (
     write_json,
 )
 from ..spec.samples import TINY_TEACHER
-from . import distributed, export, holdings, rank_log, summary, upstream
+from . import distributed, export, holdings, summary, upstream
 from .arguments import DTYPE_BYTES, common_arguments
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.evaluation import Evaluation
@@ -53,6 +53,7 @@ from .model.flops import training_flops
 from .optimization import create
 from .parallel import implementation, sequence_check
 from ..machine.capacity import gathered_bytes
+from .start import rank_log, rendezvous, unsupervised
 from .tracking.trackers import Trackers
 from .trainer import RunContext
 
@@ -62,12 +63,15 @@ def main(folder: str) -> None:
     run = RunFolder(Path(folder))
     trackers = Trackers(run)
     try:
-        rank_log.keep(run)
-        leave_out_noise()
-        upstream.compile_ops_once(run.ranks / f"rank-{os.environ.get('RANK', os.getpid())}.stack")
-        distributed.start()
-        pickles.load_only_data()
-        execute(read_recipe(run), run, trackers)
+        rendezvous.complete(os.environ)
+        with unsupervised.kept(run):
+            rank_log.keep(run)
+            leave_out_noise()
+            upstream.compile_ops_once(run.ranks / f"rank-{os.environ['RANK']}.stack")
+            distributed.start()
+            pickles.load_only_data()
+            execute(read_recipe(run), run, trackers)
+            distributed.stop()
     except UserError as error:
         fail(error, 2, trackers)
     except Rewind as error:
@@ -77,7 +81,6 @@ def main(folder: str) -> None:
         if full is None:
             raise
         fail(full, 2, trackers)
-    distributed.stop()
 
 
 def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:

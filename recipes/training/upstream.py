@@ -10,6 +10,7 @@ import faulthandler
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,24 @@ def remember_gradient_norm(engine: Any) -> None:
         )
 
     engine.clip_fp32_gradients = clip_and_remember
+
+
+def meet_apart_from_earlier_attempts(timeout: timedelta) -> None:
+    """Where torchrun has restarted the ranks, join them under a name of this attempt.
+
+    torch 2.13.0 keeps one store for all attempts (elastic/rendezvous/dynamic_rendezvous.py), without a prefix since
+    "we create a new TCPStore for every retry" (distributed/rendezvous.py). A rank that reads an address before the
+    other one has replaced it connects to a dead process, `Gloo connectFullMesh failed`: in one of two trials with three
+    groups. `test_torchrun_keeps_the_addresses_of_an_earlier_attempt` fails once this can be removed.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        return
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    backend = get_accelerator().communication_backend_name()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" else None
+    apart = dist.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group(backend, store=apart, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
 
 
 def forget_kept_weights(engine: Any) -> None:

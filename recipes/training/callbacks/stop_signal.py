@@ -67,9 +67,9 @@ class StopOnSignal(TrainerCallback):
 
 
 def _live_siblings() -> int:
-    """Return how many ranks of this machine are alive: the children of the DeepSpeed launcher, ourselves included."""
+    """Return how many ranks of this machine are alive: the launcher's children with our command, ourselves included."""
     try:
-        children = psutil.Process(os.getppid()).children()
-        return sum(child.status() != psutil.STATUS_ZOMBIE for child in children)
+        command, children = psutil.Process().cmdline(), psutil.Process(os.getppid()).children()
+        return sum(child.status() != psutil.STATUS_ZOMBIE and child.cmdline() == command for child in children)
     except psutil.NoSuchProcess:
         return 0

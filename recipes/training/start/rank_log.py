@@ -6,8 +6,8 @@ import os
 import sys
 from typing import Any, TextIO
 
-from ..spec.errors import redact
-from ..spec.run_folder import RunFolder
+from ...spec.errors import redact
+from ...spec.run_folder import RunFolder
 
 
 def keep(run: RunFolder) -> None:
@@ -16,8 +16,7 @@ def keep(run: RunFolder) -> None:
     What native libraries print is not copied: a pipe would buffer it, and lose it when the process is killed.
     """
     run.ranks.mkdir(parents=True, exist_ok=True)
-    name = os.environ.get("RANK", f"of-process-{os.getpid()}")  # mpirun's ranks learn it only when they connect
-    log = (run.ranks / f"rank-{name}.log").open("a", encoding="utf-8", errors="replace", buffering=1)
+    log = (run.ranks / f"rank-{os.environ['RANK']}.log").open("a", encoding="utf-8", errors="replace", buffering=1)
     sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
     faulthandler.enable(log)
 

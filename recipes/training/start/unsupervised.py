@@ -1,0 +1,73 @@
+"""A run whose ranks another launcher has started, such as torchrun or mpirun: what launch.py does around the ranks.
+
+Rank 0 does it: it keeps other writers out of the run folder, discards what steps after the newest checkpoint have left
+and, at the end, writes the verdict on recorded steps and the report. Restarts are the other launcher's.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+
+from ...machine import ops, run_lock
+from ...profiling import conclude
+from ...report import write
+from ...spec import run_folder
+from ...spec.errors import UserError
+from ...spec.run_folder import RunFolder
+from .. import universal_checkpoint
+from ..checkpoint import digests
+from . import rendezvous
+
+
+@contextlib.contextmanager
+def kept(run: RunFolder) -> Iterator[None]:
+    """Keep the run's folder in order during a `with` block in every rank; ranks that launch.py watches need nothing.
+
+    Raises:
+        UserError: the run has finished, another process writes to it, or its checkpoint cannot be resumed.
+    """
+    if rendezvous.is_watched(os.environ):
+        yield
+        return
+    if is_finished(run):
+        raise UserError(f"{run.path}: this run has already finished.")
+    for name, value in ops.environment().items():
+        os.environ.setdefault(name, value)
+    if os.environ["RANK"] != "0":
+        yield
+        return
+    # A rank 0 that was moved to another host waits until its predecessor is known to be dead.
+    with run_lock.hold(run.path, wait=2 * run_lock.SILENT):
+        prepare(run, int(os.environ["WORLD_SIZE"]))
+        try:
+            yield
+        finally:
+            conclude.at_end(run)
+            write.at_end(run)
+
+
+def is_finished(run: RunFolder) -> bool:
+    """Return whether the run has finished, and was not just stopped."""
+    try:
+        return not run_folder.read_json(run.summary)["stopped"]
+    except UserError:  # it is not there; or rank 0 has just removed that of a run that was stopped
+        return False
+
+
+def prepare(run: RunFolder, world_size: int) -> None:
+    """Prepare the folder for the first start, or for a restart after steps were lost; before any rank reads it.
+
+    Raises:
+        UserError: the newest checkpoint cannot be converted for so many ranks.
+    """
+    checkpoint = digests.newest_intact(run)
+    if checkpoint:
+        print(f"resuming from {checkpoint}", flush=True)
+        if universal_checkpoint.is_needed(run_folder.read_recipe(run).layout, run, world_size):
+            universal_checkpoint.convert(checkpoint)
+        run_folder.forget_after(run, checkpoint)
+        return
+    for lost in (run.metrics, run.evaluations, run.answers, run.rollouts, run.summary):
+        lost.unlink(missing_ok=True)
+    shutil.rmtree(run.checkpoints, ignore_errors=True)
