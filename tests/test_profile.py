@@ -89,7 +89,7 @@ def test_a_zero_3_run_sends_what_the_planner_counts(sharded):
     assert check_traffic(sharded) == {("all-gather", (0, 1)), ("reduce-scatter", (0, 1))}
     about = dict(traces(sharded)[0].about)
     assert zero_traffic.zero_traffic(2, 1000, 1000, 4, 2) == {"all-reduce": 8000, "all-gather": 4000}
-    assert zero_traffic.zero_traffic(3, 3 * 10**9, 10, 1, 2)["all-gather"] == 2 * (3 + 2.5) * 10**9
+    assert zero_traffic.zero_traffic(3, 3 * 10**9, 10, 1, 2)["all-gather"] == 2 * (3 + 2) * 10**9
     assert zero_traffic.of_run(about | {"layout": {"tensor": 2}}) == {}, "no two ranks hold the same"
     assert zero_traffic.of_run(about | {"layout": {"expert": 2}}) == {}
 
