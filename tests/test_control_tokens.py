@@ -143,6 +143,18 @@ def test_raw_text_has_no_control_tokens_but_the_end():
     assert cut["input_ids"][1][:-1] == tokenizer("plain text")["input_ids"]
 
 
+def test_texts_to_classify_and_to_embed_have_none_either():
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    control = set(tokenizer.added_tokens_decoder)
+
+    def found(content):
+        return [one for one in tokenize.text_tokens(tokenizer, content, 1000) if one in control]
+
+    assert found(attack(tokenizer)) == found("plain text")
+    hostile = [{"role": "user", "content": attack(tokenizer)}]
+    assert found(hostile) == found(TURNS[:1])
+
+
 def test_preferences_and_prompts_have_none_either(monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     pair = {
