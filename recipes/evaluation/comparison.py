@@ -42,9 +42,7 @@ def of_tasks(found: Sequence[tuple[str, Sequence[Found]]]) -> list[dict[str, Any
     ]
 
 
-def _compared(
-    metric: str, data: str, higher_is_better: bool, found: Sequence[tuple[str, Scores]]
-) -> dict[str, Any]:
+def _compared(metric: str, data: str, higher_is_better: bool, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
     return {
         "metric": metric,
         "data": data,

@@ -1,6 +1,6 @@
 """What `evaluate.py` has measured last: the run beside other models."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..document import Cell, Note, Section, Table, number
@@ -20,7 +20,7 @@ def sections(run: RunData) -> Iterator[Section]:
         yield Section("Evaluation", tuple(blocks))
 
 
-def _blocks(found: dict[str, Any], place: str) -> Iterator[Any]:
+def _blocks(found: Mapping[str, Any], place: str) -> Iterator[Any]:
     """Yield one comparison; `place` is where its numbers are."""
     models = [one for one in found.get("models") or () if isinstance(one, dict)]
     if not models:
