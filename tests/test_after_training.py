@@ -1,4 +1,4 @@
-"""The six commands of scripts/README.md from data to an endpoint, on what `make demo` trains; only test-all runs them."""
+"""What `make demo` trains, by the six commands of scripts/README.md that lead to an endpoint, and in other formats."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from recipes.commands.main import run as run_command
 from recipes.evaluation import server
 from recipes.model_folder import card, record
 from recipes.serving import environment
+from recipes.serving.gguf import write
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import RunFolder, read_json
 from tests.launching import run
@@ -99,6 +100,19 @@ def test_six_commands_lead_from_data_to_an_endpoint(kind, engine, folder):
     assert result["before"] > 0.9 and result["after"] >= result["before"] - 0.02, said
     assert result["same_token"] > 0.9 and result["bytes_after"] < 0.6 * result["bytes_before"]
     assert f"({kind})" in (folder / small / card.FILE).read_text()
+
+
+@pytest.mark.skipif(not environment.has_llama_cpp(), reason="needs `make gguf`")
+@pytest.mark.parametrize("kind", write.KINDS)
+def test_llama_cpp_answers_as_trained(kind, folder, tmp_path):
+    words = [str(folder / RUN), "--gguf", kind, "--limit", str(PROMPTS), "--output", str(tmp_path / "file")]
+    assert run_command("export", words) == 0
+    result = record.read(tmp_path / "file").results["quantization"]
+    assert result["before"] > 0.9 and result["after"] >= result["before"] - 0.02
+    assert result["same_answer"] >= (1.0 if kind == "f16" else 0.95)
+    assert result["bytes_after"] < {"f16": 0.6, "q8_0": 0.4, "q4_k_m": 0.35}[kind] * result["bytes_before"]
+    assert f'Llama("model-{kind}.gguf"' in (tmp_path / "file" / card.FILE).read_text()
+    assert run_command("publish", [str(tmp_path / "file"), "OWNER/NAME", "--dry-run"]) == 0
 
 
 @pytest.mark.skipif(environment.python("llmcompressor") is None, reason="needs the environment of `make serving`")
