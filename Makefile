@@ -59,10 +59,10 @@ gguf: $(SERVING)/llama.cpp/.installed
 $(SERVING)/llama.cpp/.installed: | $(SERVING)/.installed
 	@echo "compiling llama.cpp: about four minutes on two idle cores"
 	mkdir -p $(@D)
-	$(SERVING)/bin/python -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: -d $(@D) $(LLAMA)
+	$(SERVING)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -d $(@D) $(LLAMA)
 	tar -xzf $(@D)/*.tar.gz -C $(@D) --strip-components=3 --wildcards '*/vendor/llama.cpp/convert_hf_to_gguf.py' \
 	    '*/vendor/llama.cpp/conversion' '*/vendor/llama.cpp/gguf-py'
-	$(SERVING)/bin/python -m pip install --quiet --no-compile diskcache $(@D)/*.tar.gz
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(SERVING)/bin/python -m pip install --quiet --no-compile --no-deps diskcache $(@D)/*.tar.gz
 	rm $(@D)/*.tar.gz
 	touch $@
 

@@ -11,8 +11,8 @@ The folder holds a whole model, or the adapter if the run trained one; --merge w
 merged into it. --add adds other adapters of the same base model, each times its weight. --quantize writes a smaller
 model: int8, int4 and fp8 for vLLM (by llm-compressor, which `make serving` installs), nf4 and int8-bitsandbytes for
 transformers. It is measured beside the original on the run's held-out examples, and refused if it lost more than two
-points. --gguf writes one file for llama.cpp and Ollama (f16, q8_0, q4_k_m; `make gguf` installs what it needs), measured
-in the same way. Only safetensors are read, never pickles.
+points. --gguf writes one file for llama.cpp and Ollama (f16, q8_0 or q4_k_m; `make gguf` installs what it needs), which
+is measured in the same way. Only safetensors are read, never pickles.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python answer.py MODEL.gguf QUESTIONS.json ANSWERS.json
 
-QUESTIONS has `texts` (whole prompts), `ends` (tokens that end an answer) and `max_new_tokens`; ANSWERS gets the tokens of
-each prompt, as `prompts`, and those of each answer, as `answers`.
+QUESTIONS has `texts` (whole prompts), `ends` (tokens that end an answer) and `max_new_tokens`; ANSWERS gets the tokens
+of each prompt, as `prompts`, and those of each answer, as `answers`.
 """
 
 import json
