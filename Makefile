@@ -1,4 +1,4 @@
-# make install | demo | quick | test | test-all | serving | durations | check | docs | notebooks | lock | wheel.   VENV=DIR: another environment.
+# make install | demo | quick | test | test-all | serving | gguf | durations | check | docs | notebooks | lock | wheel.   VENV=DIR: another environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -14,7 +14,7 @@ ARGS =
 # Images often switch bytecode off; every rank would compile the whole stack again, for seconds.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install demo quick test test-all serving durations check docs notebooks lock wheel
+.PHONY: help install demo quick test test-all serving gguf durations check docs notebooks lock wheel
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
@@ -22,6 +22,7 @@ help:
 	@echo "make test      the test suite, with a choice from the large matrices"
 	@echo "make test-all  every test: all variants, all templates, all layouts"
 	@echo "make serving   make .serving, a second environment with vLLM (for CPUs), llm-compressor and lm-evaluation-harness"
+	@echo "make gguf      add llama.cpp and its converter to .serving (compiled)"
 	@echo "make durations run the test suite and write what each test costs to tests/durations.txt"
 	@echo "make check     lint, format and types: ruff and mypy"
 	@echo "make docs      update the generated parts of the documents"
@@ -52,6 +53,19 @@ $(SERVING)/.installed: constraints-serving.txt constraints.txt
 	$(SERVING)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -r constraints-serving.txt
 	touch $@
 
+# llama.cpp, compiled, and its converter, which only the package's source has.
+LLAMA = llama-cpp-python==0.3.36
+gguf: $(SERVING)/llama.cpp/.installed
+$(SERVING)/llama.cpp/.installed: | $(SERVING)/.installed
+	@echo "compiling llama.cpp: about four minutes on two idle cores"
+	mkdir -p $(@D)
+	$(SERVING)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -d $(@D) $(LLAMA)
+	tar -xzf $(@D)/*.tar.gz -C $(@D) --strip-components=3 --wildcards '*/vendor/llama.cpp/convert_hf_to_gguf.py' \
+	    '*/vendor/llama.cpp/conversion' '*/vendor/llama.cpp/gguf-py'
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(SERVING)/bin/python -m pip install --quiet --no-compile --no-deps diskcache $(@D)/*.tar.gz
+	rm $(@D)/*.tar.gz
+	touch $@
+
 TWO = from recipes.launching.command import visible_gpus as found; print(min(2, found() or 2))
 demo: install
 	@$(PYTHON) scripts/launch.py tiny full --gpus $$($(PYTHON) -c "$(TWO)")
@@ -62,7 +76,7 @@ quick: install
 test: install
 	$(PYTEST) $(ARGS)
 
-test-all: install
+test-all: install serving
 	$(PYTEST) -m "" $(ARGS)
 
 durations: install

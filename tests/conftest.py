@@ -71,6 +71,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
             buffer.unlink(missing_ok=True)
 
 
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what was left out because it needs the serving environment."""
+    from recipes.serving import environment
+
+    missing = [] if environment.python("vllm") else ["make serving"]
+    missing += [] if environment.has_llama_cpp() else ["make gguf"]
+    if missing:
+        how = f"{' and '.join(missing)}, then make test-all"
+    elif config.option.markexpr:
+        how = "make test-all"
+    else:
+        return
+    terminalreporter.write_line(f"left out: tests with vLLM, llm-compressor, lm-eval or llama.cpp ({how})")
+
+
 def shared_buffers() -> set[Path]:
     """Return what DeepSpeed's ranks have put in /dev/shm."""
     return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))

@@ -5,6 +5,7 @@ import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import comb
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from recipes.evaluation import comparison, harness, intervals, score
 from recipes.evaluation.held_out import alone, read
 from recipes.evaluation.server import Server
 from recipes.report import run_data, text, write
+from recipes.serving import environment
 from recipes.spec import overrides, pages
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import RunFolder, append_jsonl, read_json, write_recipe
@@ -190,6 +192,7 @@ def test_a_server_is_one_of_the_models(run, server, data, capsys):
 
 def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypatch):
     address, handler = server
+    monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "nowhere"))
     asked = [
         ([tmp_path / "nowhere"], "no such folder"),
         ([tmp_path], "holds neither a model nor an adapter"),
@@ -198,7 +201,7 @@ def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypa
         ([run.path, "--limit", "0"], "--limit 0: must be at least 1"),
         (["http://127.0.0.1:9", "--data", "x"], "is a server running there?"),
         ([address, "--metric", "loss", "--data", run.recipe], "a server is measured by exact_match only"),
-        ([run.path, "--tasks", "gsm8k"], 'pip install "lm-eval[api,hf]==0.4.13"'),
+        ([run.path, "--tasks", "gsm8k"], "--tasks needs lm_eval, in an environment of its own: make serving"),
     ]
     handler.names = ("one",)
     asked[6] = ([address, "--metric", "loss", "--data", tmp_path / "some.jsonl"], asked[6][1])
@@ -215,15 +218,65 @@ def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypa
 
 
 def test_the_harness_gets_the_model_as_it_is(tmp_path, run):
-    """Its command alone: the harness itself is not installed here."""
-    words = harness.command(run.export, "gsm8k,mine", tmp_path, 5)
+    words = harness.command(Path("python"), run.export, "gsm8k,mine", tmp_path, 5)
     assert words[words.index("--model_args") + 1] == f"pretrained={run.export}" and words[-2:] == ["--limit", "5"]
-    words = harness.command(Server("http://localhost:8000", "mine"), "gsm8k", None, None)
+    assert "--apply_chat_template" in words
+    words = harness.command(Path("python"), Server("http://localhost:8000", "mine"), "gsm8k", None, None)
     assert "base_url=http://localhost:8000/v1/chat/completions" in words[words.index("--model_args") + 1]
+    (run.export / "chat_template.jinja").unlink()
+    assert "--apply_chat_template" not in harness.command(Path("python"), run.export, "gsm8k", None, None)
+
+
+TASK = """
+task: invoices
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{messages[0].content}}}}"
+doc_to_target: "{{{{messages[-1].content}}}}"
+generation_kwargs: {{until: [], do_sample: false, max_gen_toks: 12}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.mark.skipif(environment.python("lm_eval") is None, reason="needs the environment of `make serving`")
+@pytest.mark.every
+def test_the_harness_agrees_with_our_exact_match_on_every_example(run, data, tmp_path, capsys):
+    (tmp_path / "invoices.yaml").write_text(TASK.format(data=data))
+    assert run_command("evaluate", [str(run.path)]) == 0
+    words = ["--tasks", "invoices", "--include", str(tmp_path)]
+    assert run_command("evaluate", [str(run.path), TINY_MODEL, *words]) == 0
+    assert "exact match on 6 held-out examples of the task invoices" in capsys.readouterr().out
+    found = read_json(run.evaluation)
+    (task,) = found["tasks"]
+    assert task["models"][0]["values"] == found["models"][0]["values"] == [1, 1, 1, 0, 0, 0]
+    ours, theirs = (one["models"][0] for one in (found, task))
+    assert [theirs[key] for key in ("score", "low", "high")] == [ours[key] for key in ("score", "low", "high")]
+    assert [answer.strip() for answer in theirs["answers"]] == ours["answers"]
+    assert (task["pairs"][0]["better"], task["pairs"][0]["worse"]) == (0, 0)
+    assert "the task invoices" in run.report_page.read_text()
+
+    assert run_command("evaluate", [TINY_MODEL, "--tasks", "no_such_task"]) == 2
+    printed = capsys.readouterr().err
+    assert "Tasks not found: no_such_task" in printed and len(printed.splitlines()) <= 2, printed
+
+
+def test_tasks_are_compared_as_our_own_metric_is():
+    def measured(rouge, perplexity):
+        scores = (score.Scores([value] * 6, [1] * 6, [], 0.0) for value in (rouge, perplexity))
+        metrics = (("rouge", True), ("perplexity", False))
+        return [harness.Found("mine", name, one, higher) for (name, higher), one in zip(metrics, scores, strict=True)]
+
+    first, second = comparison.of_tasks([("a", measured(0.25, 9.0)), ("b", measured(0.5, 8.0))])
+    assert (first["metric"], first["models"][1]["score"], first["pairs"][0]["better"]) == ("rouge", 0.5, 6)
+    assert second["pairs"][0]["better"] == 6 and second["models"][0]["low"] == pytest.approx(9.0)
+    assert "rouge on 6 held-out examples of the task mine" in next(comparison.lines(first))
+    assert "sign test" in list(comparison.lines(first))[-1] and "0.2500" in list(comparison.lines(first))[3]
 
 
 def test_a_loss_that_falls_is_better():
     lower, higher = (score.Scores([value] * 8, [2] * 8, [], 0.0) for value in (1.0, 2.0))
-    assert comparison.pair("loss", ("a", higher), ("b", lower))["better"] == 8
-    assert comparison.pair("exact_match", ("a", higher), ("b", lower))["worse"] == 8
+    assert comparison.pair(False, ("a", higher), ("b", lower))["better"] == 8
+    assert comparison.pair(True, ("a", higher), ("b", lower))["worse"] == 8
     assert evaluate.parse(["x"]).limit is None

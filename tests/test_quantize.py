@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from recipes.commands.main import run as run_command
-from recipes.model_folder import card, record
 from recipes.serving import environment
 from recipes.serving.quantize import compared, kinds, write
 from recipes.serving.quantize.compared import Comparison
@@ -14,7 +13,6 @@ from recipes.spec.errors import UserError
 from recipes.spec.run_folder import CHECK_FAILED, read_json, write_json
 from recipes.spec.samples import CHAT, TINY_MODEL
 from recipes.training import export
-from tests.launching import run
 from tests.tiers import tiered
 
 HELD_OUT = CHAT.validation
@@ -109,24 +107,3 @@ def test_without_examples_what_is_calibrated_says_so(model):
 
 def test_the_kinds_that_are_calibrated_are_llm_compressors():
     assert all(kind.quantizer == "llm-compressor" for kind in kinds.KINDS.values() if kind.calibrated)
-
-
-@pytest.fixture(scope="module")
-def trained(launcher, tmp_path_factory):
-    """Train the tiny recipe as `make demo` does; only `make test-all` asks for it."""
-    folder = tmp_path_factory.mktemp("trained")
-    run([*launcher, "tiny", "full", "--gpus", "2", "--output-dir", str(folder / "run"), "wandb.mode=disabled"], folder)
-    return folder / "run"
-
-
-@pytest.mark.skipif(environment.python("llmcompressor") is None, reason="needs the environment of `make serving`")
-@pytest.mark.parametrize("kind", tiered(["int8", "int4", "fp8"], []))
-def test_llm_compressors_models_answer_as_trained(kind, trained, tmp_path, capsys):
-    output = tmp_path / "small"
-    assert quantize(trained, kind, output, "--limit", "50") == 0
-    said = capsys.readouterr().out
-    result = record.read(output).results["quantization"]
-    assert result["before"] > 0.9 and result["after"] >= result["before"] - 0.02, said
-    assert result["same_token"] > 0.9 and result["bytes_after"] < 0.5 * result["bytes_before"]
-    assert f"({kind})" in (output / card.FILE).read_text()
-    assert read_json(output / "config.json")["quantization_config"]["quant_method"] == "compressed-tensors"

@@ -1,10 +1,8 @@
 """serve.py: real servers answer with the tokens of plain transformers; what cannot be served is refused."""
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,14 +20,13 @@ from recipes.evaluation import server as client
 from recipes.model_folder import base_model
 from recipes.serving import engines, environment, process, served
 from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT
 from recipes.spec.run_folder import read_json, write_json
 from recipes.spec.samples import CHAT, TINY_MODEL
 from recipes.training import export
 from recipes.training.model.generate import generate
 from tests.ranks import free_port
+from tests.servers import NO_SERVING, serving
 
-NO_SERVING = pytest.mark.skipif(environment.python("vllm") is None, reason="needs the environment of `make serving`")
 LENGTH = 48
 
 
@@ -51,29 +48,6 @@ def models(tmp_path_factory):
         config = folder / name / base_model.ADAPTER
         write_json(config, read_json(config) | {base_model.KEY: "../whole"})
     return folder
-
-
-@contextlib.contextmanager
-def serving(*words):
-    """Start serve.py, yield its address once it is ready, and end it as Ctrl-C does."""
-    port = free_port()
-    command = [sys.executable, str(CHECKOUT / "scripts" / "serve.py"), *map(str, words), "--port", str(port)]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        said = []
-        for line in running.stdout:
-            said.append(line)
-            if line.startswith("ready:"):
-                break
-        else:
-            raise AssertionError("".join(said))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        running.send_signal(signal.SIGINT)
-        assert running.wait(60) == 0
-        running.stdout.close()
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0, "the server outlives the command"
 
 
 def prompts(count):

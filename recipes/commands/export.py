@@ -5,24 +5,31 @@
     python scripts/export.py runs/tiny-3m-lora/20261121-103000/checkpoints/checkpoint-100 --output my-adapter
     python scripts/export.py runs/tiny-3m-lora/20261121-103000 --add runs/tiny-3m-lora/20261121-110000=0.5 --output both
     python scripts/export.py runs/tiny-3m-full/20261121-101500 --quantize int8 --output my-model-int8
+    python scripts/export.py runs/tiny-3m-full/20261121-101500 --gguf q4_k_m --output my-model-gguf
 
 The folder holds a whole model, or the adapter if the run trained one; --merge writes the base model with the adapter
 merged into it. --add adds other adapters of the same base model, each times its weight. --quantize writes a smaller
 model: int8, int4 and fp8 for vLLM (by llm-compressor, which `make serving` installs), nf4 and int8-bitsandbytes for
 transformers. It is measured beside the original on the run's held-out examples, and refused if it lost more than two
-points. Only safetensors are read and written, never pickles.
+points. --gguf writes one file for llama.cpp and Ollama (f16, q8_0 or q4_k_m; `make gguf` installs what it needs), which
+is measured in the same way. Only safetensors are read, never pickles.
 """
 
 import argparse
+import contextlib
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..serving.quantize.kinds import DROP
 from ..spec.errors import UserError
 from ..spec.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
 from .main import Parser
+
+if TYPE_CHECKING:
+    from ..evaluation.held_out import HeldOut
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--weight", type=float, metavar="W", help="with --add: the first adapter's weight (default: 1)")
     parser.add_argument("--quantize", metavar="KIND", help="int8, int4, fp8, nf4 or int8-bitsandbytes; merges adapters")
+    parser.add_argument("--gguf", metavar="KIND", help="one file for llama.cpp and Ollama: f16, q8_0 or q4_k_m")
     parser.add_argument("--data", type=Path, metavar="FILE", help="with --quantize: examples, if the run's are gone")
     parser.add_argument("--limit", type=int, default=200, metavar="N", help="examples to measure on (default: 200)")
     parser.add_argument(
@@ -51,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     source = find_model(options.source)
-    if options.quantize:
-        return quantize(options, source)
+    if options.quantize or options.gguf:
+        return smaller(options, source)
     if options.add:
         return add(options.source, source, options.weight, options.add, options.output.resolve(), options.merge)
     if options.weight is not None:
@@ -64,30 +72,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def quantize(options: argparse.Namespace, source: Path) -> int:
-    """Write a quantised copy, print what it has lost, and return 0.
+def smaller(options: argparse.Namespace, source: Path) -> int:
+    """Write a quantised copy or a GGUF file, print what it has lost, and return 0.
 
     Raises:
-        UserError: an unknown kind, a model that cannot be quantised, or one that lost too much.
+        UserError: an unknown kind, a model that cannot be written so, or one that lost too much.
     """
+    if options.add:
+        raise UserError("--quantize, --gguf and --add: write the sum first, then name that folder.")
+    if options.quantize and options.gguf:
+        raise UserError("--quantize and --gguf: two formats; write one after the other.")
+    if options.limit < 1:
+        raise UserError(f"--limit {options.limit}: must be at least 1.")
+    lines = gguf(options, source) if options.gguf else quantize(options, source)
+    print("\n".join(lines))
+    return 0
+
+
+def quantize(options: argparse.Namespace, source: Path) -> list[str]:
+    """Write a quantised copy, and return what to print of it."""
     from ..serving.quantize import write
 
-    if options.add:
-        raise UserError("--quantize and --add: write the sum first, then quantise that folder.")
     kind, output = write.kind_of(options.quantize), options.output.resolve()
     write.check(source, output, kind)
+    from ..serving.quantize.compared import Original
+
+    with known_examples(options, source) as known:
+        written = write.write(source, output, kind, Original(known, options.allow_drop), print)
+    return [f"{options.output}: {kind.title}, from {source}", *write.describe(written)]
+
+
+def gguf(options: argparse.Namespace, source: Path) -> list[str]:
+    """Write a GGUF file, and return what to print of it."""
+    from ..serving.gguf import write
+
+    output = options.output.resolve()
+    write.check(source, output, options.gguf)
+    with known_examples(options, source) as known:
+        written = write.write(source, output, options.gguf, known, options.allow_drop, print)
+    return [f"{options.output}: GGUF, {write.KINDS[options.gguf]}, from {source}", *written.lines()]
+
+
+@contextlib.contextmanager
+def known_examples(options: argparse.Namespace, source: Path) -> Iterator["HeldOut | None"]:
+    """Yield the held-out examples that a model is measured on, for as long as they are needed; None: unknown."""
     from transformers import utils
 
     from ..evaluation import candidates, held_out
-    from ..serving.quantize.compared import Original
 
     utils.logging.disable_progress_bar()
     recipe = candidates.find(str(source), None).recipe
     with held_out.alone():
-        known = held_out.read(recipe, options.data, None, options.limit) if recipe or options.data else None
-        written = write.write(source, output, kind, Original(known, options.allow_drop), print)
-    print("\n".join([f"{options.output}: {kind.title}, from {source}", *write.describe(written)]))
-    return 0
+        yield held_out.read(recipe, options.data, None, options.limit) if recipe or options.data else None
 
 
 def find_model(source: Path) -> Path:

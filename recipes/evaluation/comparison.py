@@ -5,10 +5,12 @@ from itertools import pairwise
 from typing import Any
 
 from . import intervals
+from .harness import Found
 from .held_out import METRICS, HeldOut
 from .score import Scores
 
-HIGHER_IS_BETTER = {name: name != "loss" for name in METRICS}
+SHARES = ({*METRICS} - {"loss"}) | {"acc", "acc_norm"}
+"""Metrics that are shown as percentages; the last two are lm-evaluation-harness's."""
 
 
 def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
@@ -18,36 +20,60 @@ def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]
         held_out: the examples.
         found: each model's name and scores.
     """
+    return _compared(held_out.metric, held_out.source, held_out.metric != "loss", found)
+
+
+def of_tasks(found: Sequence[tuple[str, Sequence[Found]]]) -> list[dict[str, Any]]:
+    """Return a comparison, of the same form, for each metric of each of lm-evaluation-harness's tasks.
+
+    Args:
+        found: each model's name and what the harness has measured of it.
+    """
+    first = found[0][1]
+    measured = [(name, {(one.task, one.metric): one.scores for one in of_model}) for name, of_model in found]
+    return [
+        _compared(
+            one.metric,
+            f"the task {one.task}",
+            one.higher_is_better,
+            [(name, scores[one.task, one.metric]) for name, scores in measured],
+        )
+        for one in first
+    ]
+
+
+def _compared(metric: str, data: str, higher_is_better: bool, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
     return {
-        "metric": held_out.metric,
-        "data": held_out.source,
-        "examples": len(held_out.examples),
+        "metric": metric,
+        "data": data,
+        "examples": len(found[0][1].sums),
         "level": intervals.LEVEL,
-        "models": [model(held_out.metric, name, scores) for name, scores in found],
+        "models": [model(name, scores) for name, scores in found],
         "pairs": [
-            pair(held_out.metric, first, second)
+            pair(higher_is_better, first, second)
             for first, second in pairwise(found)
             if len(first[1].sums) == len(second[1].sums)
         ],
     }
 
 
-def model(metric: str, name: str, scores: Scores) -> dict[str, Any]:
+def model(name: str, scores: Scores) -> dict[str, Any]:
     """Return one model's row: `score` with the interval from `low` to `high`, and every example's value."""
-    if metric == "loss":
-        low, high = intervals.bootstrap(scores.sums, scores.counts)
-        values: list[float] = [total / count for total, count in zip(scores.sums, scores.counts, strict=True)]
-    else:
+    values: list[float]
+    if set(scores.sums) <= {0, 1} and set(scores.counts) == {1}:
         low, high = intervals.wilson(round(sum(scores.sums)), len(scores.sums))
         values = [int(value) for value in scores.sums]
+    else:
+        low, high = intervals.bootstrap(scores.sums, scores.counts)
+        values = [total / count for total, count in zip(scores.sums, scores.counts, strict=True)]
     interval = {"score": scores.value, "low": low, "high": high}
     answers = {"answers": scores.answers} if scores.answers else {}
     return {"name": name, **interval, "seconds": round(scores.seconds, 1), "values": values, **answers}
 
 
-def pair(metric: str, first: tuple[str, Scores], second: tuple[str, Scores]) -> dict[str, Any]:
+def pair(higher_is_better: bool, first: tuple[str, Scores], second: tuple[str, Scores]) -> dict[str, Any]:
     """Return on how many examples the second model is better or worse than the first, and how likely that is."""
-    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    sign = 1 if higher_is_better else -1
     values = [
         [sign * total / count for total, count in zip(one.sums, one.counts, strict=True)] for _, one in (first, second)
     ]
@@ -74,7 +100,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 def sentence(found: dict[str, Any], one: dict[str, Any]) -> str:
     """Return in words how two models differ."""
-    test = "sign test" if found["metric"] == "loss" else "McNemar's test, exact"
+    shares = all(value in (0, 1) for model in found["models"] for value in model["values"])
+    test = "McNemar's test, exact" if shares else "sign test"
     p = f"p = {one['p']:.4f}" if one["p"] >= 1e-4 else f"p = {one['p']:.0e}"
     return (
         f"{one['second']}: better than {one['first']} on {one['better']} examples and worse on {one['worse']} "
@@ -84,4 +111,4 @@ def sentence(found: dict[str, Any], one: dict[str, Any]) -> str:
 
 def shown(metric: str, value: float) -> str:
     """Return a score as a person reads it."""
-    return f"{value:.4f}" if metric == "loss" else f"{value:.1%}"
+    return f"{value:.1%}" if metric.partition(" ")[0] in SHARES else f"{value:.4f}"

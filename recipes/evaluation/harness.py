@@ -1,50 +1,111 @@
-"""lm-evaluation-harness's tasks: its own command, in this environment, on the same models."""
+"""lm-evaluation-harness's tasks: its own command, and each example's value out of the files that it writes."""
 
-import importlib.util
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..model_folder import base_model
+from ..model_folder import base_model, card
 from ..spec.errors import UserError
+from ..spec.run_folder import read_json, read_jsonl
+from .score import Scores
 from .server import Server
 
-VERSION = "0.4.13"
-INSTALL = f'pip install "lm-eval[api,hf]=={VERSION}"'
+
+@dataclass(frozen=True)
+class Found:
+    """One metric of one task, of one model."""
+
+    task: str
+    metric: str
+    """With the filter that has read the answer, where the task has several: `exact_match (strict-match)`."""
+    scores: Scores
+    higher_is_better: bool
 
 
-def check() -> None:
-    """Refuse where the harness is not installed.
-
-    Raises:
-        UserError: says how to install it.
-    """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(f"--tasks needs lm-evaluation-harness: {INSTALL}")
-
-
-def command(model: Path | Server, tasks: str, folder: Path | None, limit: int | None) -> list[str]:
+def command(python: Path, model: Path | Server, tasks: str, folder: Path | None, limit: int | None) -> list[str]:
     """Return the harness's command for one model.
 
     Args:
+        python: has the harness.
         model: a whole model or an adapter, or a server.
         tasks: names with commas.
         folder: holds tasks of one's own, as YAML.
         limit: how many examples of each task; None: all.
     """
+    chat = True
     if isinstance(model, Server):
         arguments = f"model={model.model},base_url={model.address}/v1/chat/completions,tokenizer_backend=None"
         kind = "local-chat-completions"
     else:
         kind, arguments = "hf", f"pretrained={model}"
+        chat = not model.is_dir() or card.look(model).chat
         if (model / base_model.ADAPTER).exists():
             arguments = f"pretrained={base_model.find(model)},peft={model},tokenizer={model}"
-    words = [sys.executable, "-m", "lm_eval", "--model", kind, "--model_args", arguments, "--tasks", tasks]
-    words += ["--apply_chat_template"]
+    words = [str(python), "-m", "lm_eval", "--model", kind, "--model_args", arguments, "--tasks", tasks]
+    words += ["--apply_chat_template"] if chat else []
     words += ["--include_path", str(folder)] if folder else []
     return [*words, *(["--limit", str(limit)] if limit else [])]
 
 
-def run(model: Path | Server, tasks: str, folder: Path | None, limit: int | None) -> int:
-    """Run the harness on one model and return its exit status."""
-    return subprocess.call(command(model, tasks, folder, limit))
+def run(words: Sequence[str], variables: Mapping[str, str]) -> list[Found]:
+    """Run the harness on one model, with its progress on the terminal, and return what it has measured.
+
+    Args:
+        words: as `command` returns them.
+        variables: of its process.
+
+    Raises:
+        UserError: it failed, for instance because there is no such task.
+    """
+    with tempfile.TemporaryDirectory(prefix="dsr-tasks-") as place:
+        more = ["--output_path", place, "--log_samples"]
+        with subprocess.Popen(
+            [*words, *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(variables), text=True
+        ) as running:
+            said = [line for line in running.stdout or () if not _shown(line)]
+        if running.returncode:
+            raise UserError(f"--tasks: lm-evaluation-harness says: {_reason(said)}")
+        return read(Path(place))
+
+
+def _shown(line: str) -> bool:
+    """Print a line on the terminal if it is of a progress bar, and return whether it is one."""
+    bar = "%|" in line
+    if bar and sys.stderr.isatty():
+        print(f"\r{line.rstrip()}", end="\n" if "100%" in line else "", file=sys.stderr, flush=True)
+    return bar
+
+
+def _reason(said: Sequence[str]) -> str:
+    """Return the last line that says what is wrong."""
+    lines = [line.strip() for line in said if line.strip()] or ["it printed nothing"]
+    told = [line for line in lines if "Error" in line or "not found" in line] or lines
+    return told[-1][:300]
+
+
+def read(place: Path) -> list[Found]:
+    """Return what the harness has written: every metric that has a number for each example."""
+    (file,) = place.rglob("results_*.json")
+    results = read_json(file)
+    found = []
+    for task in sorted(results["configs"]):
+        rows = [row for samples in place.rglob(f"samples_{task}_*.jsonl") for row in read_jsonl(samples)]
+        filters = sorted({row["filter"] for row in rows})
+        for kept in filters:
+            chosen = sorted((row for row in rows if row["filter"] == kept), key=lambda row: row["doc_id"])
+            for metric in chosen[0]["metrics"]:
+                if all(isinstance(row[metric], int | float) for row in chosen):
+                    name = f"{metric} ({kept})" if len(filters) > 1 else metric
+                    better = results["higher_is_better"][task].get(metric, True)
+                    found.append(Found(task, name, _scores(chosen, metric, results), better))
+    return found
+
+
+def _scores(rows: Sequence[Mapping[str, Any]], metric: str, results: Mapping[str, Any]) -> Scores:
+    values = [float(row[metric]) for row in rows]
+    answers = [str(row["filtered_resps"][0]) for row in rows]
+    return Scores(values, [1] * len(values), answers, float(results["total_evaluation_time_seconds"]))

@@ -37,6 +37,8 @@ class Contents:
     """The adapter's base is loaded in 4 bits."""
     chat: bool
     """The tokenizer has a chat template."""
+    gguf: str | None = None
+    """The name of a GGUF file, which holds all of the model."""
 
 
 def write(folder: Path, name: str = UNPUBLISHED) -> bool:
@@ -93,6 +95,7 @@ def look(folder: Path) -> Contents:
         embeds=head.of_folder(folder) == "none",
         quantized=(folder / QUANTIZATION).exists(),
         chat=(folder / "chat_template.jinja").exists() or bool(tokenizer.get("chat_template")),
+        gguf=next((file.name for file in folder.glob("*.gguf")), None),
     )
 
 
@@ -108,7 +111,7 @@ def metadata(held: Record, contents: Contents) -> ModelCardData:
         **relation,
         **licences.metadata(licences.of_base(recipe)),
         datasets=[name for name in names(recipe.data.path) if is_hub_id(name)] or None,
-        library_name="sentence-transformers" if contents.embeds else "peft" if contents.adapter else "transformers",
+        library_name=library(contents),
         pipeline_tag=task(contents),
         tags=["deepspeed", "deepspeed-recipes", recipe.method, *adapters],
         model_name=recipe.name,
@@ -132,6 +135,13 @@ def evaluations(held: Record, contents: Contents) -> list[EvalResult] | None:
             metric_value=after,
         )
     ]
+
+
+def library(contents: Contents) -> str:
+    """Return what the Hub calls the library that loads the model."""
+    if contents.gguf:
+        return "gguf"
+    return "sentence-transformers" if contents.embeds else "peft" if contents.adapter else "transformers"
 
 
 def task(contents: Contents) -> str:

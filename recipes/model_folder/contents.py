@@ -12,7 +12,7 @@ from .base_model import ADAPTER, KEY, QUANTIZATION, is_hub_id
 from .portable import portable
 
 CARD = "README.md"
-_WEIGHTS = re.compile(r"(?:model|adapter_model)(?:-\d+-of-\d+)?\.safetensors")
+_WEIGHTS = re.compile(r"(?:model|adapter_model)(?:-\d+-of-\d+)?\.safetensors|model-\w+\.gguf")
 _CONFIGURATION = {
     "config.json",
     "generation_config.json",
@@ -28,7 +28,7 @@ _CONFIGURATION = {
 }
 _VOCABULARY = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"}
 """Too many words, any of which may look like a credential."""
-_TEXT = {CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "chat_template.jinja"}
+_TEXT = {CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "chat_template.jinja", "Modelfile"}
 _RECORD = {f"{record.FOLDER}/{name}" for name in (record.RECIPE, record.DEEPSPEED, record.RESULTS)}
 _KNOWN = {*_CONFIGURATION, *_VOCABULARY, *_TEXT, *_RECORD, *sentence_transformers.FILES}
 _SHOWN = 4
@@ -61,7 +61,9 @@ def files(folder: Path) -> list[File]:
     }
     if CHECK_FAILED in found:
         raise UserError(f"{folder}: this export failed its check: it computes other logits than the trained model.")
-    if not {"config.json", ADAPTER} & set(found) or not any(_WEIGHTS.fullmatch(name) for name in found):
+    weights = [name for name in found if _WEIGHTS.fullmatch(name)]
+    described = {"config.json", ADAPTER} & set(found) or any(name.endswith(".gguf") for name in weights)
+    if not weights or not described:
         raise UserError(f"{folder}: not a model folder: name a run's export/, or what export.py wrote.")
     others = [name for name, path in found.items() if path.is_symlink() or not _is_model(name)]
     if others:

@@ -43,6 +43,27 @@ def require(package: str, purpose: str) -> Path:
     return found
 
 
+def require_llama_cpp(purpose: str) -> tuple[Path, Path]:
+    """Return the interpreter that has llama.cpp, and the folder with its converter, which `make gguf` puts beside it.
+
+    Raises:
+        UserError: one of them is not installed; says how to install both.
+    """
+    place = folder()
+    converter = place and place / "llama.cpp"
+    if not place or not converter or not (converter / "convert_hf_to_gguf.py").exists() or not python("llama_cpp"):
+        raise UserError(f"{purpose} needs llama.cpp in the serving environment: make gguf (it is compiled: minutes).")
+    return place / "bin" / "python", converter
+
+
+def has_llama_cpp() -> bool:
+    """Return whether `make gguf` was run."""
+    try:
+        return bool(require_llama_cpp(""))
+    except UserError:
+        return False
+
+
 def how() -> str:
     """Return how the serving environment is made."""
     if CHECKOUT:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..spec.errors import UserError
 from .engines import Engine
 
-START = 600
+START = 1800
 """Seconds in which a server must answer: vLLM compiles, and reads large weights from slow disks."""
 GRACE = 20
 """Seconds between asking a server to end and ending it."""

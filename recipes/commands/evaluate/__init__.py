@@ -10,11 +10,12 @@ score has its 95 % interval (Wilson's; of a loss by bootstrap), and neighbours i
 examples by an exact paired test (McNemar's; of a loss the sign test). Results go to evaluation.json in the folder of
 each run that is named, and into its report. A server is any that speaks OpenAI's protocol; OPENAI_API_KEY is its key.
 
---tasks runs tasks of lm-evaluation-harness instead, where that is installed.
+--tasks measures tasks of lm-evaluation-harness instead (`make serving` installs it), with the same table and test.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,28 +23,26 @@ from typing import Any
 from ...evaluation import candidates, harness
 from ...evaluation.candidates import Candidate
 from ...report import write
+from ...serving import environment
 from ...spec.errors import UserError
-from ...spec.run_folder import write_json
+from ...spec.run_folder import read_json, write_json
 from ..main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the comparison, write it into the run folders, and return 0, or the harness's exit status.
+    """Print the comparison, write it into the run folders, and return 0.
 
     Raises:
-        UserError: no such model, no held-out examples, or a metric that cannot be measured.
+        UserError: no such model or task, no held-out examples, or a metric that cannot be measured.
     """
     options = parse(arguments)
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit {options.limit}: must be at least 1.")
-    if options.tasks:
-        harness.check()
+    python = environment.require("lm_eval", "--tasks") if options.tasks else None
     found = [candidates.find(name, options.model) for name in options.models]
     if options.base:
         found = [candidates.base_of(found[0]), *found]
-    if options.tasks:
-        return max(harness.run(one.model, options.tasks, options.include, options.limit) for one in found)
-    compared = measure(found, options)
+    compared = {"tasks": measure_tasks(python, found, options)} if python else measure(found, options)
     for one in found:
         keep(one, compared)
     return 0
@@ -83,9 +82,35 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> dict[str
     return compared
 
 
+def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Have lm-evaluation-harness measure every model, print the comparisons and return them.
+
+    Raises:
+        UserError: no such task, or the harness failed.
+    """
+    from ...evaluation import comparison
+
+    measured = []
+    for one in found:
+        print(f"lm-evaluation-harness: {options.tasks} of {one.name}", file=sys.stderr, flush=True)
+        words = harness.command(python, one.model, options.tasks, options.include, options.limit)
+        measured.append((one.name, harness.run(words, environment.variables())))
+    compared = comparison.of_tasks(measured)
+    if options.json:
+        print(json.dumps(compared, indent=2))
+    else:
+        print("\n\n".join("\n".join(comparison.lines(task)) for task in compared))
+    return compared
+
+
 def keep(one: Candidate, compared: dict[str, Any]) -> None:
-    """Write the comparison into the folder of the run that a model is of, and renew the run's report."""
+    """Write the comparison into the folder of the run that a model is of, and renew the run's report.
+
+    What was measured by the run's own metric and by tasks stands beside each other.
+    """
     if one.run is None:
         return
-    write_json(one.run.evaluation, compared)
+    before = read_json(one.run.evaluation) if one.run.evaluation.exists() else {}
+    kept = before if "tasks" in compared else {key: before[key] for key in before.keys() & {"tasks"}}
+    write_json(one.run.evaluation, kept | compared)
     write.at_end(one.run)

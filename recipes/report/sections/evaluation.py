@@ -1,6 +1,6 @@
 """What `evaluate.py` has measured last: the run beside other models."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..document import Cell, Note, Section, Table, number
@@ -12,27 +12,35 @@ FILE = "evaluation.json"
 
 def sections(run: RunData) -> Iterator[Section]:
     """Yield the section, where there is something to show."""
-    found = run.evaluation
+    tasks = run.evaluation.get("tasks") or ()
+    blocks = [*_blocks(run.evaluation, f"{FILE}:")]
+    for at, task in enumerate(tasks):
+        blocks += _blocks(task, f"{FILE}:tasks.{at}.")
+    if blocks:
+        yield Section("Evaluation", tuple(blocks))
+
+
+def _blocks(found: Mapping[str, Any], place: str) -> Iterator[Any]:
+    """Yield one comparison; `place` is where its numbers are."""
     models = [one for one in found.get("models") or () if isinstance(one, dict)]
     if not models:
         return
     metric = str(found.get("metric"))
-    about = Note(f"{metric.replace('_', ' ').capitalize()} on {found.get('examples')} examples of {found.get('data')}:")
-    rows = tuple(_row(metric, at, one) for at, one in enumerate(models))
-    blocks: list[Any] = [about, Table(("model", "score", "from", "to (95 % interval)"), rows)]
+    yield Note(f"{metric.replace('_', ' ').capitalize()} on {found.get('examples')} examples of {found.get('data')}:")
+    rows = tuple(_row(metric, f"{place}models.{at}", one) for at, one in enumerate(models))
+    yield Table(("model", "score", "from", "to (95 % interval)"), rows)
     pairs = [one for one in found.get("pairs") or () if isinstance(one, dict)]
     if pairs:
         head = ("model", "compared with", "better on", "worse on", "p (exact paired test)")
-        blocks.append(Table(head, tuple(_pair(at, one) for at, one in enumerate(pairs))))
-    yield Section("Evaluation", tuple(blocks))
+        yield Table(head, tuple(_pair(f"{place}pairs.{at}", one) for at, one in enumerate(pairs)))
 
 
-def _row(metric: str, at: int, one: dict[str, Any]) -> tuple[Cell, ...]:
+def _row(metric: str, place: str, one: dict[str, Any]) -> tuple[Cell, ...]:
     form, unit = FORMS.get(metric, (".4g", ""))
     keys = ("score", "low", "high")
-    return str(one.get("name")), *(number(one.get(key), form, f"{FILE}:models.{at}.{key}", unit) for key in keys)
+    return str(one.get("name")), *(number(one.get(key), form, f"{place}.{key}", unit) for key in keys)
 
 
-def _pair(at: int, one: dict[str, Any]) -> tuple[Cell, ...]:
-    counts = (number(one.get(key), ",d", f"{FILE}:pairs.{at}.{key}") for key in ("better", "worse"))
-    return str(one.get("second")), str(one.get("first")), *counts, number(one.get("p"), ".2g", f"{FILE}:pairs.{at}.p")
+def _pair(place: str, one: dict[str, Any]) -> tuple[Cell, ...]:
+    counts = (number(one.get(key), ",d", f"{place}.{key}") for key in ("better", "worse"))
+    return str(one.get("second")), str(one.get("first")), *counts, number(one.get("p"), ".2g", f"{place}.p")

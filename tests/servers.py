@@ -1,0 +1,39 @@
+"""serve.py as a user starts it, and what needs the second environment."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes.serving import environment
+from recipes.spec.project import CHECKOUT
+from tests.ranks import free_port
+
+NO_SERVING = pytest.mark.skipif(environment.python("vllm") is None, reason="needs the environment of `make serving`")
+
+
+@contextlib.contextmanager
+def serving(*words: object, folder: Path | None = None) -> Iterator[str]:
+    """Start serve.py in `folder`, yield its address once it is ready, and end it as Ctrl-C does."""
+    port = free_port()
+    command = [sys.executable, str(CHECKOUT / "scripts" / "serve.py"), *map(str, words), "--port", str(port)]
+    running = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said: list[str] = []
+    try:
+        for line in running.stdout or ():
+            said.append(line)
+            if line.startswith("ready:"):
+                yield f"http://127.0.0.1:{port}"
+                break
+    finally:
+        running.send_signal(signal.SIGINT)
+        status = running.wait(60)
+        running.stdout.close()
+    assert said[-1:] and said[-1].startswith("ready:") and status == 0, "".join(said)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "the server outlives the command"
