@@ -20,7 +20,7 @@ from recipes.report import run_data, text, write
 from recipes.serving import environment
 from recipes.spec import overrides, pages
 from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import RunFolder, append_jsonl, read_json, write_recipe
+from recipes.spec.run_folder import RunFolder, append_jsonl, read_json, write_json, write_recipe
 from recipes.spec.samples import PREFERENCES, TINY_MODEL
 from recipes.training import export
 from recipes.training.data.collate import Collator
@@ -236,6 +236,7 @@ output_type: generate_until
 doc_to_text: "{{{{messages[0].content}}}}"
 doc_to_target: "{{{{messages[-1].content}}}}"
 generation_kwargs: {{until: [], do_sample: false, max_gen_toks: 12}}
+filter_list: [{{name: strip, filter: [{{function: regex, regex_pattern: '(?s)^\\s*(.*?)\\s*$'}}, {{function: take_first}}]}}]
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 """
 
@@ -244,9 +245,13 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 @pytest.mark.every
 def test_the_harness_agrees_with_our_exact_match_on_every_example(run, data, tmp_path, capsys):
     (tmp_path / "invoices.yaml").write_text(TASK.format(data=data))
+    base = shutil.copytree(TINY_MODEL, tmp_path / "base")
+    for model in (run.export, base):  # a model's own limit would count, and not the task's
+        settings = read_json(model / "generation_config.json")
+        write_json(model / "generation_config.json", settings | {"max_new_tokens": None})
     assert run_command("evaluate", [str(run.path)]) == 0
     words = ["--tasks", "invoices", "--include", str(tmp_path)]
-    assert run_command("evaluate", [str(run.path), TINY_MODEL, *words]) == 0
+    assert run_command("evaluate", [str(run.path), str(base), *words]) == 0
     assert "exact match on 6 held-out examples of the task invoices" in capsys.readouterr().out
     found = read_json(run.evaluation)
     (task,) = found["tasks"]

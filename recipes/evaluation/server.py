@@ -46,9 +46,10 @@ def connect(address: str, model: str | None = None) -> Server:
     if model:
         return Server(address, model)
     names = [str(one["id"]) for one in json.loads(_request(address, "/v1/models", None).read())["data"]]
-    if len(names) != 1:
-        raise UserError(f"{address}: has {', '.join(names) or 'no models'}; name one with --model NAME.")
-    return Server(address, names[0])
+    if len(names) > 1:
+        raise UserError(f"{address}: has {', '.join(names)}; name one with --model NAME.")
+    # `transformers serve MODEL` lists the Hub's cache only, and answers a request without a name with its model.
+    return Server(address, names[0] if names else "")
 
 
 def answers(server: Server, conversations: Sequence[Turns], options: Mapping[str, Any]) -> list[str]:
@@ -63,7 +64,8 @@ def stream(server: Server, turns: Turns, options: Mapping[str, Any], whole: bool
     Raises:
         UserError: the server cannot be reached, or refuses.
     """
-    asked = {"model": server.model, "messages": [dict(turn) for turn in turns], "stream": not whole, **options}
+    named = {"model": server.model} if server.model else {}
+    asked = {**named, "messages": [dict(turn) for turn in turns], "stream": not whole, **options}
     answer = _request(server.address, "/v1/chat/completions", asked)
     try:
         if whole:
