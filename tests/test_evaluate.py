@@ -236,7 +236,9 @@ output_type: generate_until
 doc_to_text: "{{{{messages[0].content}}}}"
 doc_to_target: "{{{{messages[-1].content}}}}"
 generation_kwargs: {{until: [], do_sample: false, max_gen_toks: 12}}
-filter_list: [{{name: strip, filter: [{{function: regex, regex_pattern: '(?s)^\\s*(.*?)\\s*$'}}, {{function: take_first}}]}}]
+filter_list:
+  - name: strip
+    filter: [{{function: regex, regex_pattern: '(?s)^\\s*(.*?)\\s*$'}}, {{function: take_first}}]
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 """
 
