@@ -299,7 +299,8 @@ def patched(path: Path) -> set[str]:
 
 def test_only_upstream_replaces_what_others_define():
     files = [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]
-    assert {file.name for file in files if patched(file)} == {"upstream.py"}
+    # convert.py runs beside llama.cpp's converter in the serving environment, which cannot import the project.
+    assert {file.name for file in files if patched(file)} == {"upstream.py", "convert.py"}
 
 
 def test_a_replaced_function_is_noticed(tmp_path):

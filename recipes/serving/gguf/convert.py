@@ -31,6 +31,7 @@ def main(converter: str, model: str, output: str, kind: str, pre_tokenizer: str 
                 raise
             return pre_tokenizer
 
+    # llama.cpp knows a pre-tokenizer by a digest of what it makes of a text, and has no option for one of one's own.
     base.TextModel.get_vocab_base_pre = of
     direct = kind in CONVERTED
     written = output if direct else f"{output}.f32"
