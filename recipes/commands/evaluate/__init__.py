@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...evaluation import candidates, harness
+from ...evaluation import candidates
 from ...evaluation.candidates import Candidate
 from ...report import write
 from ...serving import environment
@@ -88,7 +88,7 @@ def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Na
     Raises:
         UserError: no such task, or the harness failed.
     """
-    from ...evaluation import comparison
+    from ...evaluation import comparison, harness
 
     measured = []
     for one in found:
