@@ -5,4 +5,5 @@ import sys
 sys.path.insert(0, __file__.rpartition("/")[0] or ".")  # python -I and PYTHONSAFEPATH leave this folder out
 from _checkout import run
 
-run("doctor")
+if __name__ == "__main__":  # the ranks of --prove import this file too
+    run("doctor")

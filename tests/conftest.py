@@ -27,9 +27,11 @@ from typing import Any
 import hypothesis
 import pytest
 
+from recipes.proof import samples
+from recipes.proof.samples import conversation, random_qwen3
 from tests import durations
 from tests.launching import LAUNCH, train_with
-from tests.ranks import Ranks
+from tests.ranks import PRELOADED, Ranks
 
 # Hypothesis fails an example that takes 200 ms; on a loaded machine any of them can.
 hypothesis.settings.register_profile("any-load", deadline=None)
@@ -39,6 +41,8 @@ STARTS = dict.fromkeys(("ranks", "launcher", "accelerate", "execute", "happened"
 STARTS |= dict.fromkeys(("hosts", "cluster"), "server")
 """The mark of a test that uses a fixture, itself or through another one: `make quick` leaves these tests out."""
 
+
+__all__ = ["conversation", "random_qwen3", "write_rows"]
 
 BUFFERS = pytest.StashKey[set[Path]]()
 
@@ -94,7 +98,7 @@ def shared_buffers() -> set[Path]:
 @pytest.fixture(scope="session")
 def ranks(caches):
     """Start ranks as forks of a process that has imported the stack once."""
-    with Ranks() as started:
+    with Ranks(PRELOADED) as started:
         yield started
 
 
@@ -124,32 +128,6 @@ def teacher_folder(tmp_path_factory) -> Path:
     return random_qwen3(tmp_path_factory.mktemp("teacher"), seed=1, padding=16, **sizes)
 
 
-def random_qwen3(folder: Path, seed: int = 0, padding: int = 0, **changes: Any) -> Path:
-    """Write a random Qwen3 with the tokenizer of `tiny`, and return its folder."""
-    import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-
-    from recipes.training.model.draft import TINY_MODEL
-
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "initializer_range": 0.2, "tie_word_embeddings": True}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer) + padding,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        **sizes | changes,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def write_rows(path: Path, rows: Iterable[dict]) -> Path:
     """Write examples as JSON lines, and return the file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -159,9 +137,7 @@ def write_rows(path: Path, rows: Iterable[dict]) -> Path:
 @pytest.fixture(scope="session")
 def conversations(tmp_path_factory) -> Path:
     """Write eight conversations whose answers differ in length, so that a wrong weighting shows."""
-    path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    rows = [conversation(f"Count to {n}, please.", " ".join(str(i) for i in range(n))) for n in range(1, 24, 3)]
-    return write_rows(path, rows)
+    return samples.conversations(tmp_path_factory.mktemp("data") / "train.jsonl")
 
 
 @pytest.fixture(scope="session")
@@ -208,11 +184,6 @@ def matching(tmp_path_factory) -> Path:
         rows.append(texts | {"negative": " ".join(map(str, range(n + n % 5, 0, -1)))})
     path = tmp_path_factory.mktemp("matching") / "train.jsonl"
     return write_rows(path, rows)
-
-
-def conversation(question: str, answer: str) -> dict:
-    """Return one conversation in the messages form."""
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 @pytest.fixture

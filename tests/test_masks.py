@@ -19,7 +19,7 @@ from recipes.training.model.draft import TINY_MODEL
 from tests.small import small
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
-FAMILIES = ("llama3*", "qwen3*", "gemma*", "phi3*", "gptoss", "deepseekv3", "glm4moe")
+FAMILIES = ("llama3*", "qwen2_5", "qwen3*", "gemma*", "phi3*", "gptoss", "deepseekv3", "glm4moe")
 SHIPPED = sorted(
     {file.stem for family in FAMILIES for file in FOLDER.glob(f"{family}.jinja") if not file.stem.endswith("_training")}
 )
@@ -38,6 +38,7 @@ AROUND = {
     "gptoss": ("<|start|>assistant<|channel|>final<|message|>", "<|return|>"),
     "llama3": ("", "<|eot_id|>"),
     "phi3": ("", "<|end|>\n"),
+    "qwen2_5": ("\n", "<|im_end|>\n"),
     "qwen3": (THINKING, "<|im_end|>\n"),
     "qwen3_instruct_2507": ("", "<|im_end|>\n"),
     "qwen3_vl": ("", "<|im_end|>\n"),

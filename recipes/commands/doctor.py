@@ -2,8 +2,12 @@
 
     python scripts/doctor.py            # about 5 s; with --build it also compiles DeepSpeed's ops, which takes minutes
     python scripts/doctor.py --nvme /local_nvme --hostfile hosts --checkpoint-gib 120
+    python scripts/doctor.py --prove    # does this stack train what it should? about 2 minutes
 
-Exit status: 1 if something would stop a run, else 0.
+--prove trains a small model with every technique beside a plain PyTorch loop, and looks for the known defects of
+DeepSpeed and transformers, on the versions and devices that are here.
+
+Exit status: 1 if something would stop a run, or a technique trains something else; else 0.
 """
 
 import argparse
@@ -12,9 +16,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..machine import ops, software, system
 from ..machine.checks import Check
+from ..proof import command
+from ..spec.errors import UserError
+from ..spec.run_folder import write_json
 from .main import Parser
 
 
@@ -22,7 +30,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the checks, print them, and return the exit status."""
     os.environ |= ops.environment()  # look for compiled ops where runs do
     parser = Parser("doctor", __doc__)
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="print the result as JSON, or write it to FILE"
+    )
     parser.add_argument("--build", action="store_true", help="also compile DeepSpeed's ops, one after another")
     parser.add_argument("--output-dir", type=Path, default=Path("runs"), help="where checkpoints go (default: runs)")
     parser.add_argument("--checkpoint-gib", type=float, metavar="GIB", help="size of one checkpoint")
@@ -30,13 +40,31 @@ def main(words: Sequence[str] | None = None) -> int:
         "--nvme", type=Path, metavar="DIR", help="measure this folder's speed with direct I/O (256 MiB)"
     )
     parser.add_argument("--hostfile", type=Path, metavar="F", help="log in to each host over ssh")
+    group = parser.add_argument_group("does this stack train what it should?")
+    group.add_argument("--prove", action="store_true", help="train with every technique beside a plain loop")
+    group.add_argument("--gpus", type=int, metavar="N", help="ranks (default: all GPUs; without GPUs 2 CPU ranks)")
+    group.add_argument("--only", metavar="NAME,...", help="these techniques and known defects, e.g. zero3,tensor")
+    group.add_argument("--reports", type=Path, metavar="DIR", help="write a report for upstream for each defect found")
     arguments = parser.parse_args(words)
+    if arguments.prove:
+        return command.run(arguments)
+    for name in ("gpus", "only", "reports"):
+        if getattr(arguments, name) is not None:
+            raise UserError(f"--{name}: only with --prove.")
     checks = list(examine(arguments))
     if arguments.json:
-        print(json.dumps([check.as_json() for check in checks], indent=2))
+        write([check.as_json() for check in checks], arguments.json)
     else:
         show(checks)
     return int(any(check.state == "error" for check in checks))
+
+
+def write(result: Any, file: str) -> None:
+    """Print a result as JSON, or write it to a file unless that is `-`."""
+    if file == "-":
+        print(json.dumps(result, indent=2))
+    else:
+        write_json(Path(file), result)
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Check]:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes.spec.recipe import Recipe
+from recipes.proof.small import of_settings as recipe_for
 from recipes.spec.run_folder import RunFolder, forget_after, read_jsonl
 from recipes.training import run as training_run
 from tests.parity import plain
-from tests.small import small
+
+__all__ = ["recipe_for"]
 
 LOSS = 1e-5
 """fp32 sums in another order differ by less."""
 NORM = 1e-4
 """PyTorch's own norm of a gradient as large as an embedding's, in fp32, is 8e-6 off that in fp64."""
-
-
-def recipe_for(settings: plain.Settings, model: Path, data: Path, deepspeed: str, **changes: Any) -> Recipe:
-    """Return the recipe of the settings on a dataset of eight examples, all of them in every step."""
-    recipe = small(
-        model,
-        data,
-        deepspeed,
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        adam_epsilon=settings.epsilon,
-        max_grad_norm=settings.clip,
-        max_steps=settings.steps,
-        global_batch_size=8,
-    )
-    return replace(recipe, **changes)
 
 
 def train_with_a_break(

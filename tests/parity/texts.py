@@ -9,9 +9,9 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from recipes.proof.plain import Settings
 from recipes.spec.recipe import Lora
 from recipes.training.model import adapters, heads
-from tests.parity.plain import Settings
 
 SEED = 42
 SETTINGS = Settings(learning_rate=1e-3)

@@ -11,9 +11,9 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from recipes.proof.plain import Settings
 from recipes.spec.recipe import Lora
 from recipes.training.model import adapters, heads
-from tests.parity.plain import Settings
 
 SEED = 42
 SETTINGS = Settings(learning_rate=1e-3)

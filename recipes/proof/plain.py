@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,9 @@ import torch
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from .settings import Settings
 
-@dataclass(frozen=True)
-class Settings:
-    """What the reference and the run under test have in common, and the mistakes that a test must notice."""
-
-    steps: int = 6
-    learning_rate: float = 1e-2
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    epsilon: float = 1e-5
-    """Adam's. It divides each gradient by its own size plus this: where a gradient is of the size of epsilon, its
-    rounding error moves the weight like a gradient of size one. At 1e-8 plain PyTorch in fp32 disagrees with itself in
-    fp64 (`test_the_reference_is_exact_enough`), so nothing could be compared to it; at 1e-5 it agrees."""
-    router_aux_loss_coef: float = 0.0
-    """Of a mixture's load-balancing loss: the mean of each conversation's own, its padding included."""
-    mean_of_means: bool = False
-    """Mistake: every conversation weighs the same, however long its answer is."""
-    decay_everything: bool = False
-    """Mistake: norms are decayed like matrices."""
-    learn_prompts: bool = False
-    """Mistake: the user's words are in the loss."""
-    scaled_experts: float = 1.0
-    """Mistake, unless 1: the gradients of a mixture's experts are this much too large."""
+__all__ = ["Settings", "train"]
 
 
 def train(
@@ -44,15 +23,17 @@ def train(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
     optimize: Callable[[torch.nn.Module, Settings], Any] | None = None,
+    device: str = "cpu",
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Return per step the loss, the gradient norm before clipping and numbers by layer, and the final weights.
 
     `prepare` adds what is trained besides or instead, such as adapters; `optimize` gives another optimizer than AdamW.
+    The weights are returned on the CPU.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+    model = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)).to(device)
     optimizer = (optimize or adamw)(model, settings)
-    conversations = examples(data, tokenizer, settings)
+    conversations = [(tokens.to(device), learned.to(device)) for tokens, learned in examples(data, tokenizer, settings)]
     records = []
     for _ in range(settings.steps):
         sums = [_summed_loss(model, *example, settings) for example in conversations]
@@ -73,7 +54,7 @@ def train(
         optimizer.step()
         records.append({"loss": loss.item(), "grad_norm": norm.item()})
         records[-1]["layers"] = by_layer(gradients, before, {name: one.detach() for name, one in trained.items()})
-    return records, model.state_dict()
+    return records, {name: weight.cpu() for name, weight in model.state_dict().items()}
 
 
 def by_layer(
@@ -95,7 +76,8 @@ def by_layer(
 
 def groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
     """Return what is decayed and what is not."""
-    plain, exempt = [], []
+    plain: list[torch.nn.Parameter] = []
+    exempt: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (exempt if "norm" in name and not settings.decay_everything else plain).append(parameter)

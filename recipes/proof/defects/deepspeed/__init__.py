@@ -1,0 +1,1 @@
+"""Defects that show in DeepSpeed alone."""

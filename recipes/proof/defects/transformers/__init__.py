@@ -1,0 +1,1 @@
+"""Defects that show in transformers, or between it and DeepSpeed."""
