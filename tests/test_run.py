@@ -69,6 +69,21 @@ def logits(folder, text="Ada Brandt paid 51 euros."):
         return model(**tokens).logits
 
 
+def test_the_metric_is_measured_on_a_sample_during_training(ranks, tmp_path, samples):
+    run, screen = train(ranks, tmp_path, samples, "full", eval_steps=1, eval_examples=3, max_steps=3, save_steps=2)
+    rows = read_jsonl(run.evaluations)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [set(row) - {"step", "loss"} for row in rows] == [
+        {"exact_match"},
+        {"sampled_exact_match"},
+        {"sampled_exact_match"},
+        {"exact_match"},
+    ]
+    answered = [row["step"] for row in read_jsonl(run.answers)]
+    assert [answered.count(step) for step in range(4)] == [5, 2, 2, 5]  # rank 0 asks two of the three
+    assert "held-out, step 1: loss" in screen and "sampled exact match" in screen
+
+
 def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, samples):
     run, screen = train(ranks, tmp_path, samples, "full", wandb=Wandb(mode="online", project="checks"))
     assert not re.findall(r"You are adding a .*", "".join(read_logs(tmp_path / "log"))), "two callbacks of one class"

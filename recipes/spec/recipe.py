@@ -237,6 +237,8 @@ class Recipe:
     and 3."""
     eval_steps: int | None = None
     """Evaluate the held-out loss every so many steps; None: only before and after training."""
+    eval_examples: int | None = None
+    """Then also the metric, on the first so many held-out examples; None: the loss alone."""
     save_steps: int = 500
     """Write a checkpoint every so many steps; 0: only the final export."""
     keep_checkpoints: int = 2
@@ -263,6 +265,8 @@ class Recipe:
         for key, usual in _ABOVE_0.items():
             if (value := _get(self, key)) <= 0:
                 raise UserError(f"{key}={value}: must be above 0, for instance {usual}.")
+        if self.eval_examples and not self.eval_steps:
+            raise UserError(f"eval_examples={self.eval_examples}: measured during training; add eval_steps=100.")
         _check_adapters(self)
         _check_optimizer(self)
         trackers.check(names(self.tracking))
@@ -362,6 +366,7 @@ _LEAST = {
     "sequence_length": 8,
     "logging_steps": 1,
     "eval_steps": 1,
+    "eval_examples": 1,
     "save_steps": 0,
     "hang_minutes": 0,
     "keep_checkpoints": 2,

@@ -14,7 +14,7 @@ from ..data.load import Datasets
 
 
 class Evaluation(TrainerCallback):
-    """Measures loss and metric at the start and the end, and the loss every `eval_steps`."""
+    """Measures loss and metric at the start and the end; every `eval_steps` the loss, and the metric on a sample."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Evaluation(TrainerCallback):
         Args:
             trainer: whose model is measured.
             with_metric: also compute a metric that needs more than the loss's forward passes, such as generated
-                answers.
+                answers; otherwise on `eval_examples` only, as `sampled_METRIC`.
         """
         record = {"step": trainer.state.global_step, **self._measured(trainer, with_metric)}
         if distributed.is_first():
@@ -94,5 +94,9 @@ class Evaluation(TrainerCallback):
         measured = {name: value for name, value in measured.items() if name in ("loss", self.metric)}
         if self.metric not in measured and (with_metric or sequences is None):
             measured |= self.method.metric(trainer, self.datasets.held_out)
+        elif self.metric not in measured and self.recipe.eval_examples:
+            held_out = self.datasets.held_out
+            sample = held_out.select(range(min(self.recipe.eval_examples, len(held_out))))
+            measured[f"sampled_{self.metric}"] = self.method.metric(trainer, sample)[self.metric]
         trainer.model.train(training)
         return measured
