@@ -4,6 +4,7 @@
     python scripts/launch.py tiny full
     python scripts/launch.py tiny lora learning_rate=2e-3 lora.rank=8
     python scripts/launch.py tiny full --resume
+    python scripts/launch.py auto MODEL          # a folder or Hub id without a recipe borrows the nearest one
 
 The launcher checks everything that can be checked beforehand, writes the run folder, prints the `deepspeed` command,
 starts it and returns its exit status. On Ctrl-C or SIGTERM the run writes a checkpoint and ends; `--resume` continues
@@ -28,7 +29,7 @@ from ..launching.kubernetes import manifests
 from ..launching.ssh import hostfile
 from ..launching.ssh.hostfile import HostPool
 from ..machine import run_lock
-from ..page_checks import borrowed
+from ..page_checks import auto, borrowed
 from ..planning.cost import zero_traffic
 from ..planning.hardware.cluster import Cluster
 from ..planning.search import forecast, model_recipe
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not options.recipe:
         raise UserError("name a recipe and a variant, e.g. `launch.py tiny full`; `launch.py --list` lists all.")
+    if options.recipe == auto.AUTO:
+        options.model, options.variant, options.overrides = auto.words([options.variant, *options.overrides])
     if not options.variant:
         raise UserError(pages.choices(options.recipe))
     try:
@@ -169,12 +172,18 @@ def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     Raises:
         UserError: no such recipe, or nothing to resume.
     """
-    page = pages.find(options.recipe, options.variant)
+    if options.recipe == auto.AUTO:
+        page = auto.borrow(options.model, options.variant)
+        print(as_typed(auto.said(page)), flush=True)
+    else:
+        page = pages.find(options.recipe, options.variant)
     if not options.resume:
         return page, None
     folder = run_folder.to_resume(page, options.output_dir)
     run_lock.check(folder.path)
     held = run_folder.read_recipe(folder)
+    if options.recipe == auto.AUTO and held.model.path != paths.locate(page).model.path:
+        raise UserError(f"{folder.path} has a run of {held.model.path}, not of {options.model}; add --output-dir.")
     if held.traits.rollouts and held.reward != page.reward and "reward" not in overrides.keys_of(options.overrides):
         raise UserError(
             f"reward={held.reward}: a run folder's word is not enough to run that code; if it is yours, repeat "

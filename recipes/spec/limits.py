@@ -37,6 +37,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
 """By the layout's field and `model_type`: why that kind of parallelism does not train that architecture correctly."""
 
 TENSOR_PARALLEL_TYPES = (
+    "gemma2",
     "gemma3_text",
     "glm4",
     "gpt_neox",
@@ -45,8 +46,10 @@ TENSOR_PARALLEL_TYPES = (
     "mistral",
     "olmo3",
     "phi3",
+    "qwen2",
     "qwen3",
     "qwen3_5_text",
+    "seed_oss",
     "smollm3",
 )
 """Model types that transformers' plan splits correctly (`tests/test_tensor.py` checks this against every recipe); for

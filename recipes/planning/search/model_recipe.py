@@ -13,6 +13,7 @@ from ...spec.limits import positions
 from ...spec.recipe import Recipe
 from ...spec.run_folder import read_json
 from ..model_profile.lookup import profile_of
+from .nearest import nearest
 
 METHODS = ("full", "lora", "qlora")
 """From the one that needs most memory to the one that needs least."""
@@ -53,6 +54,7 @@ def find(name: str, method: str) -> Recipe:
         if known:
             return pages.find(known, method)
         config = _download(name)
+    config = _with_floats(config)
     check(config, name)
     return borrowed_recipe(name, config, method)
 
@@ -106,6 +108,15 @@ def _download(hub_id: str) -> dict[str, Any]:
             f"{hub_id}: cannot read its config.json ({first_line(error)[:120].rstrip(' .')}).\n"
             "Without a network, get that one small file in any way and give its path: plan.py path/to/config.json"
         ) from None
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a configuration with infinity where transformers has written `{"__float__": "Infinity"}`, as for Mamba."""
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"]) if set(value) == {"__float__"} else {k: _with_floats(v) for k, v in value.items()}
+        )
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def _unknown(name: str) -> str:
@@ -166,14 +177,16 @@ def _check_heads(config: Mapping[str, Any], name: str) -> None:
 
 
 def borrowed_recipe(name: str, config: Mapping[str, Any], method: str) -> Recipe:
-    """Return a recipe for a model without a page: that of the model nearest in size, of its architecture if possible.
+    """Return a recipe for a model without a page: that of the nearest architecture and size (`nearest.py`).
 
-    Data, rates and batch are a starting point; `model.path` and the dimensions are the model's own.
+    Data, rates and batch are a starting point; `model.path` and the dimensions are the model's own and, where the
+    architecture is another, so are how its attention is computed and its chats are written.
+
+    Raises:
+        UserError: no page has the method, or a path to a file that no model folder has.
     """
     inner = config.get("text_config") or config
-    parameters = profile_of(inner).parameters
-    chosen = [pages.find(f"{family}-{size}", method) for family, size in _pages_for(inner["model_type"], method)]
-    recipe = min(chosen, key=lambda recipe: abs(recipe.model.parameters - parameters))
+    recipe = nearest(inner, method)
     path = Path(name).expanduser()
     if path.is_file() and path.name != "config.json":
         raise UserError(
@@ -181,16 +194,8 @@ def borrowed_recipe(name: str, config: Mapping[str, Any], method: str) -> Recipe
         )
     folder = path.parent if path.is_file() else path
     where = str(folder) if path.exists() else name
-    model = replace(recipe.model, path=where, parameters=parameters, config=dict(inner))
+    own = {"path": where, "parameters": profile_of(inner).parameters, "config": dict(inner)}
+    if inner["model_type"] != recipe.model.config["model_type"]:
+        own |= {"attention": "auto", "chat_template": "auto"}
+    model = replace(recipe.model, **own)
     return replace(recipe, model=model, sequence_length=int(min(recipe.sequence_length, positions(inner))))
-
-
-def _pages_for(model_type: str, method: str) -> list[tuple[str, str]]:
-    sizes = [
-        (family, size, model.config.get("model_type"))
-        for family in pages.families()
-        for size, model in pages.page(family).SIZES.items()
-        if family != "tiny" and method in pages.variants(pages.page(family))
-    ]
-    same = [(family, size) for family, size, kind in sizes if kind == model_type]
-    return same or [(family, size) for family, size, _ in sizes if family == "llama3"]

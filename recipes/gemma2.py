@@ -1,0 +1,160 @@
+"""gemma2: Google's Gemma 2, instruction-tuned; every other layer attends to the last 4,096 tokens only.
+
+    size  layers  hidden  heads  parameters  context  licence  weights
+    2b    26      2304    8      2.61B       8,192    Gemma    google/gemma-2-2b-it
+    9b    42      3584    16     9.24B       8,192    Gemma    google/gemma-2-9b-it
+    27b   46      4608    32     27.23B      8,192    Gemma    google/gemma-2-27b-it
+
+    variant       method    trains           DeepSpeed
+    full          SFT       all weights      ZeRO-2 (2b), ZeRO-3
+    lora          SFT       adapters         ZeRO-2
+    qlora         SFT       adapters on NF4  ZeRO-2
+    dora          SFT       adapters         ZeRO-2
+    full_offload  SFT       all weights      ZeRO-2 (2b), ZeRO-3
+    dpo_lora      DPO       adapters         ZeRO-2
+    kto_lora      KTO       adapters         ZeRO-2
+    orpo_lora     ORPO      adapters         ZeRO-2
+    simpo_lora    SimPO     adapters         ZeRO-2
+    dpo_full      DPO       all weights      ZeRO-2 (2b), ZeRO-3
+    reward        reward    all weights      ZeRO-2 (2b), ZeRO-3
+    classify      classes   all weights      ZeRO-2 (2b), ZeRO-3
+    embed         pairs     all weights      ZeRO-2 (2b), ZeRO-3
+    grpo          GRPO      all weights      ZeRO-2 (2b), ZeRO-3
+    pretrain      raw text  all weights      ZeRO-2 (2b), ZeRO-3
+
+    python scripts/launch.py gemma2-9b lora
+    python scripts/launch.py gemma2-27b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
+
+All weights: 2e-5 for 2b from torchtune (gemma2/2B_full.yaml), 1e-5 at batch 64 for 9b from NVIDIA-NeMo/Automodel
+(llm_finetune/gemma/gemma_2_9b_it_squad.yaml), half of it at 27b. Adapters: rank 32, alpha 16 and 2e-4 from axolotl
+(gemma2/qlora.yml), 1e-4 at 27b as in QLoRA (arXiv:2305.14314), DoRA at half the rank (arXiv:2402.09353); DPO 5e-6 from
+alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
+Attention caps its scores, which SDPA cannot: it is computed eagerly, and its memory grows with the square of the
+length. Where flash-attn is installed, add model.attention=flash_attention_2. The chat template refuses system turns.
+"""
+
+from dataclasses import replace
+
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
+
+SHARED = {
+    "model_type": "gemma2",
+    "vocab_size": 256000,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+}
+
+SIZES = {
+    "2b": Model(
+        path="google/gemma-2-2b-it",
+        parameters=2_614_341_888,
+        config={
+            **SHARED,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+        },
+        attention="eager",  # SDPA has no soft caps
+    ),
+    "9b": Model(
+        path="google/gemma-2-9b-it",
+        parameters=9_241_705_984,
+        config={
+            **SHARED,
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+        },
+        attention="eager",  # SDPA has no soft caps
+    ),
+    "27b": Model(
+        path="google/gemma-2-27b-it",
+        parameters=27_227_128_320,
+        config={
+            **SHARED,
+            "hidden_size": 4608,
+            "intermediate_size": 36864,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "query_pre_attn_scalar": 144,
+        },
+        attention="eager",  # SDPA has no soft caps
+    ),
+}
+
+WHOLE = ("2b",)
+"""Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""
+
+
+def full(size: str) -> Recipe:
+    """All weights: for plenty of data, or a task far from what the model knows."""
+    return Recipe(
+        method="sft",
+        model=SIZES[size],
+        data=CHAT,
+        deepspeed="zero2.json" if size in WHOLE else "zero3.json",
+        learning_rate={"2b": 2e-5, "9b": 1e-5, "27b": 5e-6}[size],
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=64,
+        sequence_length=4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
+    return replace(
+        full(size),
+        deepspeed="zero2.json",
+        lora=Lora(rank=32, alpha=16),
+        learning_rate=1e-4 if size == "27b" else 2e-4,
+        global_batch_size=32,
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
+
+
+def dora(size: str) -> Recipe:
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+dpo_full = variants.dpo_full_of(full)
+reward, classify, embed = variants.heads(full)
+grpo = variants.grpo_of(full)
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size))

@@ -1,0 +1,149 @@
+"""llama2: Llama 2 Chat, Meta's decoders of July 2023, which many others have been fine-tuned from.
+
+    size  layers  hidden  heads  parameters  context  licence  weights
+    7b    32      4096    32     6.74B       4,096    Llama-2  meta-llama/Llama-2-7b-chat-hf
+    13b   40      5120    40     13.02B      4,096    Llama-2  meta-llama/Llama-2-13b-chat-hf
+    70b   80      8192    64     68.98B      4,096    Llama-2  meta-llama/Llama-2-70b-chat-hf
+
+    variant       method    trains           DeepSpeed
+    full          SFT       all weights      ZeRO-3
+    lora          SFT       adapters         ZeRO-3 (70b), ZeRO-2
+    qlora         SFT       adapters on NF4  ZeRO-2
+    dora          SFT       adapters         ZeRO-3 (70b), ZeRO-2
+    full_offload  SFT       all weights      ZeRO-3
+    dpo_lora      DPO       adapters         ZeRO-3 (70b), ZeRO-2
+    kto_lora      KTO       adapters         ZeRO-3 (70b), ZeRO-2
+    orpo_lora     ORPO      adapters         ZeRO-3 (70b), ZeRO-2
+    simpo_lora    SimPO     adapters         ZeRO-3 (70b), ZeRO-2
+    dpo_full      DPO       all weights      ZeRO-3
+    reward        reward    all weights      ZeRO-3
+    classify      classes   all weights      ZeRO-3
+    embed         pairs     all weights      ZeRO-3
+    grpo          GRPO      all weights      ZeRO-3
+    pretrain      raw text  all weights      ZeRO-3
+
+    python scripts/launch.py llama2-13b lora
+    python scripts/launch.py llama2-70b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
+
+All weights: rate, decay, batch and length are those of Meta's own SFT (arXiv:2307.09288, section 3.1), betas of its
+pre-training. Adapters: rank 32, alpha 16 and 2e-4 from axolotl (llama-2/lora.yml), 1e-4 for 70b as in QLoRA
+(arXiv:2305.14314), DoRA at half the rank (arXiv:2402.09353); DPO 5e-6 from alignment-handbook
+(zephyr-7b-beta/dpo/config_qlora.yaml).
+Its chat template has no control token around the user's turns but `[INST]` in plain text, and no tools.
+"""
+
+from dataclasses import replace
+
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
+
+SHARED = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+}
+
+SIZES = {
+    "7b": Model(
+        path="meta-llama/Llama-2-7b-chat-hf",
+        parameters=6_738_415_616,
+        config={
+            **SHARED,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        },
+    ),
+    "13b": Model(
+        path="meta-llama/Llama-2-13b-chat-hf",
+        parameters=13_015_864_320,
+        config={
+            **SHARED,
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 40,
+        },
+    ),
+    "70b": Model(
+        path="meta-llama/Llama-2-70b-chat-hf",
+        parameters=68_976_648_192,
+        config={
+            **SHARED,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+        },
+    ),
+}
+
+
+def full(size: str) -> Recipe:
+    """All weights: for plenty of data, or a task far from what the model knows."""
+    return Recipe(
+        method="sft",
+        model=SIZES[size],
+        data=CHAT,
+        deepspeed="zero3.json",
+        learning_rate=2e-5,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=64,
+        sequence_length=4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
+    return replace(
+        full(size),
+        deepspeed="zero3_adapters.json" if size == "70b" else "zero2.json",
+        lora=Lora(rank=32, alpha=16),
+        learning_rate=1e-4 if size == "70b" else 2e-4,
+        weight_decay=0.0,
+        global_batch_size=32,
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
+
+
+def dora(size: str) -> Recipe:
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+dpo_full = variants.dpo_full_of(full)
+reward, classify, embed = variants.heads(full)
+grpo = variants.grpo_of(full)
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
+
+    Usually from base weights: model.path=meta-llama/Llama-2-7b-hf.
+    """
+    return variants.pretrain(full(size))

@@ -1,0 +1,163 @@
+"""`launch.py auto MODEL`: a model without a page borrows the nearest one's recipe, says so, and trains with it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from recipes.commands import launch, plan
+from recipes.commands.main import run as run_command
+from recipes.page_checks import auto
+from recipes.planning.search.nearest import nearest
+from recipes.spec import pages
+from recipes.spec.errors import UserError
+from recipes.spec.project import SAMPLES
+from recipes.spec.recipe import Draft
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl
+from recipes.training.model import draft
+from tests import launching
+
+WIDTHS = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4}
+
+
+def dimensions(kind, **sizes):
+    """Return a configuration of an architecture, as a config.json has it."""
+    return json.loads(AutoConfig.for_model(kind, **sizes).to_json_string(use_diff=False))
+
+
+def drafted(folder, kind, **sizes):
+    """Write a small random model of an architecture with a tokenizer, and return its folder."""
+    page = pages.find("llama3-1b", "full")
+    config = {"model_type": kind, **sizes}
+    draft.write(replace(page, model=replace(page.model, config=config), draft=Draft(True)), folder, torch.float32)
+    return folder
+
+
+NO_PAGE = {
+    "cohere": "neither experts nor linear attention",
+    "flex_olmo": "experts",
+    "helium": "neither experts nor linear attention",
+    "olmo2": "neither experts nor linear attention",
+    "qwen3_next": "experts",
+}
+"""Architectures of transformers that no page has, and what they consist of."""
+
+
+def test_no_page_has_them():
+    kinds = {recipe.model.config.get("model_type") for recipe in pages.listing()}
+    assert not kinds & set(NO_PAGE)
+
+
+@pytest.mark.parametrize("kind", NO_PAGE)
+def test_experts_borrow_from_experts_and_others_from_others(kind):
+    found = nearest(
+        dimensions(kind, **WIDTHS, num_experts=16) if NO_PAGE[kind] == "experts" else dimensions(kind), "lora"
+    )
+    mixture = bool(found.lora.target_parameters)
+    assert mixture == (NO_PAGE[kind] == "experts"), found.name
+
+
+def test_size_counts_within_an_architecture_and_architecture_within_ten_times_the_size():
+    small, large = (pages.find(f"qwen3-{size}", "full").model.config for size in ("0.6b", "32b"))
+    assert nearest({**small, "num_hidden_layers": 20}, "full").name == "qwen3-0.6b-full"
+    assert nearest({**large, "num_hidden_layers": 50}, "full").name == "qwen3-32b-full"
+    neox = dict(pages.find("gpt_neox-20b", "full").model.config)
+    assert nearest({**neox, "num_hidden_layers": 20}, "full").family == "gpt_neox"
+    far = nearest({**neox, "num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 2048}, "full")
+    assert far.family != "gpt_neox" and far.model.parameters < 10**9
+
+
+def test_another_architecture_has_its_own_attention_and_template(tmp_path):
+    folder = drafted(tmp_path, "olmo2")
+    recipe = auto.borrow(str(folder), "full")
+    assert (recipe.model.attention, recipe.model.chat_template) == ("auto", "auto")
+    assert recipe.model.path == str(folder) and recipe.model.config["model_type"] == "olmo2"
+    page = pages.find(pages.typed(recipe), "full")
+    assert (recipe.learning_rate, recipe.global_batch_size) == (page.learning_rate, page.global_batch_size)
+    text = auto.said(recipe)
+    assert f"{folder}, olmo2 with " in text and f"trained as {pages.typed(page)} full" in text
+    assert f"learning_rate={page.learning_rate}" in text and f"deepspeed={page.deepspeed}" in text
+    assert "other variants: lora" in text and "its own" not in text, "nothing but the model differs"
+
+
+def test_documents_are_packed_only_where_they_stay_apart(tmp_path):
+    """Falcon-H1's state runs on from one document to the next; OLMo 2 tells them apart."""
+    (tmp_path / "config.json").write_text(json.dumps(dimensions("falcon_h1")))
+    recipe = auto.borrow(str(tmp_path), "lora")
+    assert not recipe.packing and "packing=false" in auto.said(recipe)
+    assert auto.borrow(str(drafted(tmp_path / "other", "olmo2")), "lora").packing
+
+
+@pytest.mark.parametrize(("kind", "words"), [("olmo2", []), ("flex_olmo", ["full"])])
+def test_a_model_without_a_page_trains_at_the_first_try(launcher, tmp_path, kind, words):
+    folder = drafted(tmp_path / "model", kind)
+    data = SAMPLES / "extract" / "train.jsonl"
+    changes = [f"data.path={data}", "data.max_examples=64", "max_steps=6", "global_batch_size=8", "sequence_length=256"]
+    changes.append("learning_rate=1e-2")  # random weights learn nothing in six steps at a page's
+    command = [*launcher, "auto", str(folder), *words, *changes, "wandb.mode=disabled", "logging_steps=1"]
+    output = launching.run([*command, "--gpus", "2", "--output-dir", str(tmp_path / "run")], tmp_path)
+    assert f"auto: {folder}, {kind} with " in output and "taken over: learning_rate=" in output
+    run = RunFolder(tmp_path / "run")
+    losses = [row["loss"] for row in read_jsonl(run.metrics)]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert read_json(run.summary)["logit_difference"] <= 3e-2
+    assert read_json(run.recipe)["lora"] is None if words else read_json(run.recipe)["lora"]["rank"]
+
+
+def test_a_model_that_a_page_has_takes_its_recipe_as_it_is(capsys):
+    assert auto.borrow("Qwen/Qwen3-8B", "lora") == pages.find("qwen3-8b", "lora")
+    assert launch.main(["auto", "Qwen/Qwen3-8B", "learning_rate=1e-5", "--draft", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "is trained as qwen3-8b lora" in said and "its own" not in said and '"learning_rate": 1e-05' in said
+
+
+def test_plans_borrow_the_same_page(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(dimensions("olmo2")))
+    assert plan.main([str(tmp_path), "--method", "lora", "--gpu", "H100", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (
+        answer["plans"][0]["fits"]
+        and answer["model"]["parameters"] == auto.borrow(str(tmp_path), "lora").model.parameters
+    )
+
+
+def test_a_run_of_another_model_is_not_resumed(tmp_path, monkeypatch):
+    one, other = (drafted(tmp_path / name, "olmo2") for name in ("one", "other"))
+    run = RunFolder(tmp_path / "run")
+    monkeypatch.setattr(launch.run_folder, "to_resume", lambda *_: run)
+    launch.run_folder.write_recipe(run, launch.paths.locate(auto.borrow(str(one), "lora")))
+    with pytest.raises(UserError, match=f"has a run of {one}, not of {other}"):
+        launch.main(["auto", str(other), "--resume"])
+    with pytest.raises(UserError, match="has a run of"):
+        launch.main(["auto", "Qwen/Qwen3-0.6B", "--resume"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "auto: name a model, a folder or a Hub id; launch.py auto MODEL"),
+        (["learning_rate=1e-5"], "auto: name a model"),
+        (["somewhere/model", "lora", "full"], "auto: too many words: full"),
+        (["no/such/folder"], "no/such/folder: no such file or folder"),
+        (["us/nowhere"], "us/nowhere: cannot read its config.json"),
+        ([str(SAMPLES / "tiny_model"), "loraa"], "loraa: no page of a decoder has this variant; there are: full, lora"),
+        ([str(SAMPLES / "tiny_model"), "lora", "model.path=x"], "with auto the model is the first word"),
+    ],
+)
+def test_a_mistake_is_answered_in_a_line(capsys, words, said):
+    assert run_command("launch", ["auto", *words, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) <= 2
+
+
+def test_what_is_not_a_decoder_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(dimensions("t5")))
+    assert run_command("launch", ["auto", str(tmp_path), "--dry-run"]) == 2
+    assert "t5 is an encoder-decoder; plans are for decoders only" in capsys.readouterr().err
+    mixture = dimensions("flex_olmo", **WIDTHS, num_experts=16)
+    with pytest.raises(
+        UserError, match="qlora: no page of a mixture of experts has this variant; there are: full, lora"
+    ):
+        nearest(mixture, "qlora")
