@@ -18,8 +18,9 @@ def said(recipe, variant, *words):
 def test_a_recipe_of_a_tiny_model_is_not_lent_to_a_large_one():
     text = said("tiny", "lora", "model.path=Qwen/Qwen2.5-7B-Instruct")
     assert "learning_rate=0.004 precision=fp32 sequence_length=256 are those of tiny-3m" in text
-    assert "qwen3 with 3.05M parameters; Qwen/Qwen2.5-7B-Instruct is about 7.00B parameters" in text
-    assert text.endswith("\nWhat fits: launch.py qwen3-8b lora model.path=Qwen/Qwen2.5-7B-Instruct")
+    assert "qwen3 with 3.05M parameters; Qwen/Qwen2.5-7B-Instruct is qwen2 with 7.62B parameters" in text
+    assert text.endswith("\nWhat fits: launch.py qwen2_5-7b lora model.path=Qwen/Qwen2.5-7B-Instruct")
+    assert "; Qwen/Qwen1.5-7B is about 7.00B parameters" in said("tiny", "lora", "model.path=Qwen/Qwen1.5-7B")
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def test_a_recipe_of_a_tiny_model_is_not_lent_to_a_large_one():
         ("tiny", "meta-llama/Llama-3.1-70B", "llama3-70b full"),
         ("llama3-8b", pages.find("mistral-7b", "full").model.path, "mistral-7b full"),
         ("llama3-70b", "unsloth/Llama-3.2-1B", "llama3-1b full"),
+        ("tiny", "Qwen/Qwen1.5-7B", "qwen2_5-7b full"),
         ("gpt2-124m", "facebook/opt-30b", "Set these for your model"),
     ],
 )
@@ -58,6 +60,6 @@ def test_a_folder_is_counted_and_a_damaged_one_is_left_to_the_ranks(tmp_path):
 
 def test_the_launcher_says_it(capsys):
     assert launch.main(["tiny", "lora", "model.path=Qwen/Qwen2.5-7B-Instruct", "--dry-run"]) == 0
-    assert "What fits: launch.py qwen3-8b lora" in capsys.readouterr().out
+    assert "What fits: launch.py qwen2_5-7b lora" in capsys.readouterr().out
     assert launch.main(["tiny", "lora", "--draft", "model.path=Qwen/Qwen2.5-7B-Instruct", "--dry-run"]) == 0
     assert "borrowed" not in capsys.readouterr().out

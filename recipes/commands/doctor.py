@@ -20,7 +20,6 @@ from typing import Any
 
 from ..machine import ops, software, system
 from ..machine.checks import Check
-from ..proof import command
 from ..spec.errors import UserError
 from ..spec.run_folder import write_json
 from .main import Parser
@@ -47,6 +46,8 @@ def main(words: Sequence[str] | None = None) -> int:
     group.add_argument("--reports", type=Path, metavar="DIR", help="write a report for upstream for each defect found")
     arguments = parser.parse_args(words)
     if arguments.prove:
+        from ..proof import command  # a machine that is not ready yet has none of its packages
+
         return command.run(arguments)
     for name in ("gpus", "only", "reports"):
         if getattr(arguments, name) is not None:

@@ -11,6 +11,7 @@ _HUB_NAMES = {
     "apache-2.0": "apache-2.0",
     "mit": "mit",
     "gemma": "gemma",
+    "llama-2": "llama2",
     "llama-3.1": "llama3.1",
     "llama-3.2": "llama3.2",
     "llama-3.3": "llama3.3",

@@ -194,8 +194,7 @@ def borrowed_recipe(name: str, config: Mapping[str, Any], method: str) -> Recipe
         )
     folder = path.parent if path.is_file() else path
     where = str(folder) if path.exists() else name
-    own = {"path": where, "parameters": profile_of(inner).parameters, "config": dict(inner)}
+    model = replace(recipe.model, path=where, parameters=profile_of(inner).parameters, config=dict(inner))
     if inner["model_type"] != recipe.model.config["model_type"]:
-        own |= {"attention": "auto", "chat_template": "auto"}
-    model = replace(recipe.model, **own)
+        model = replace(model, attention="auto", chat_template="auto")
     return replace(recipe, model=model, sequence_length=int(min(recipe.sequence_length, positions(inner))))

@@ -94,8 +94,7 @@ class Evaluation(TrainerCallback):
         measured = {name: value for name, value in measured.items() if name in ("loss", self.metric)}
         if self.metric not in measured and (with_metric or sequences is None):
             measured |= self.method.metric(trainer, self.datasets.held_out)
-        elif self.metric not in measured and self.recipe.eval_examples:
-            held_out = self.datasets.held_out
+        elif self.metric not in measured and self.recipe.eval_examples and (held_out := self.datasets.held_out):
             sample = held_out.select(range(min(self.recipe.eval_examples, len(held_out))))
             measured[f"sampled_{self.metric}"] = self.method.metric(trainer, sample)[self.metric]
         trainer.model.train(training)
