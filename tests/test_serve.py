@@ -155,13 +155,60 @@ def test_a_port_in_use_is_refused_before_anything_starts(models, capsys):
     assert "choose another with --port" in capsys.readouterr().err
 
 
+BROKEN = """
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        for line in ('WARNING OSError: not this', 'NotImplementedError: no such kernel', 'EngineError: dead'):
+            print(line, flush=True)
+        self.send_response(400 if b'"plain"' in asked else 500)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_healthy_server_whose_model_cannot_answer_is_not_ready(tmp_path):
+    port = free_port()
+    engine = engines.Engine("vLLM", (sys.executable, "-c", BROKEN, str(port)), dict(os.environ))
+    log = tmp_path / "log"
+    with (
+        pytest.raises(UserError, match="fails at its first answer: NotImplementedError: no such kernel; --log"),
+        process.running(engine, "one", "127.0.0.1", port, log),
+    ):
+        pass
+    with process.running(engine, "plain", "127.0.0.1", port, log):
+        pass  # a model without a chat template refuses a chat, and answers completions
+
+
+def test_four_bit_weights_are_computed_in_a_type_that_has_kernels(tmp_path):
+    """As vLLM 0.32 says: "cpu_gemm_wna16" not implemented for 'Float'; its GPU kernels (Marlin) have no fp32 either."""
+
+    def computed_in(bits, dtype):
+        weights = {"config_groups": {"group_0": {"weights": {"num_bits": bits}}}}
+        (tmp_path / "config.json").write_text(json.dumps({"dtype": dtype, "quantization_config": weights}))
+        return engines._dtype(tmp_path)
+
+    assert [computed_in(4, "float32"), computed_in(4, "float16"), computed_in(8, "float32")] == [
+        "bfloat16",
+        "float16",
+        "float32",
+    ]
+
+
 def test_a_server_that_fails_says_why_and_leaves_nothing(tmp_path):
     broken = "import subprocess, sys; subprocess.Popen(['sleep', '97']); sys.exit('ValueError: no such weights')"
     engine = engines.Engine("vLLM", (sys.executable, "-c", broken), dict(os.environ))
     start = time.monotonic()
     with (
         pytest.raises(UserError, match="status 1: ValueError: no such weights"),
-        process.running(engine, "127.0.0.1", free_port(), tmp_path / "log"),
+        process.running(engine, "one", "127.0.0.1", free_port(), tmp_path / "log"),
     ):
         pass
     assert time.monotonic() - start < process.GRACE

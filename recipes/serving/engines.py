@@ -98,8 +98,12 @@ def _variables(found: dict[str, str]) -> dict[str, str]:
 
 
 def _dtype(model: Path) -> str | None:
+    """Return what a model computes in: what it was trained in, but for 4-bit weights, whose kernels have no fp32."""
     config = read_json(model / "config.json") if (model / "config.json").exists() else {}
-    return config.get("dtype") or config.get("torch_dtype")
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    groups = (config.get("quantization_config") or {}).get("config_groups") or {}
+    packed = any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values())
+    return "bfloat16" if packed and dtype == "float32" else dtype
 
 
 def _on_gpu() -> bool:

@@ -1,7 +1,9 @@
 """A server as a process: started, waited for until it answers, and ended with everything that it has started."""
 
 import contextlib
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -38,17 +40,18 @@ def check_port(host: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def running(engine: Engine, host: str, port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start a server and yield once it answers; end it, and the processes that it has started, at the end.
+def running(engine: Engine, model: str, host: str, port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a server and yield once its model answers; end it, and the processes that it has started, at the end.
 
     Args:
         engine: what to start.
+        model: what requests call the model.
         host: where it listens.
         port: where it listens.
         log: gets what it prints.
 
     Raises:
-        UserError: it ends, or does not answer within `START` seconds.
+        UserError: it ends, does not answer within `START` seconds, or its model cannot answer.
     """
     with tempfile.TemporaryDirectory(prefix="dsr-serve-") as scratch, log.open("wb") as out:
         variables = {**engine.variables, "TMPDIR": scratch}  # vLLM leaves sockets behind
@@ -62,6 +65,7 @@ def running(engine: Engine, host: str, port: int, log: Path) -> Iterator["subpro
         )
         try:
             _wait(process, engine, address(host, port), log)
+            _ask(model, engine, address(host, port), log)
             yield process
         finally:
             end(process)
@@ -95,8 +99,25 @@ def _wait(process: "subprocess.Popen[bytes]", engine: Engine, url: str, log: Pat
     raise UserError(f"{engine.title} does not answer after {START} s; --log FILE keeps what it prints.")
 
 
+def _ask(model: str, engine: Engine, url: str, log: Path) -> None:
+    """Have the model write one token: a server can be healthy while none of its kernels fits the weights."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        urllib.request.urlopen(request, timeout=START).close()
+    except urllib.error.HTTPError as error:
+        if error.code >= 500:
+            why = f"{engine.title} fails at its first answer: {_reason(log)}"
+            raise UserError(f"{why}; --log FILE keeps what it prints.") from None
+    except OSError as error:
+        raise UserError(f"{engine.title} gives no first answer ({error}): {_reason(log)}.") from None
+
+
 def _reason(log: Path) -> str:
-    """Return the last line of a log that says what is wrong."""
+    """Return the line of a log that says what is wrong: the first error, since what follows it are its consequences."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    told = [line for line in lines if "Error" in line] or lines or ["it printed nothing"]
-    return told[-1][:300]
+    errors = (re.search(r"\b\w*Error: .+", line) for line in lines if "WARNING" not in line)
+    told = next((found[0] for found in errors if found), None) or (lines or ["it printed nothing"])[-1]
+    return told[:300]

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             server = _transformers(found, options, Path(place))
         try:
-            with process.running(server, options.host, options.port, log) as running:
+            with process.running(server, found.asked, options.host, options.port, log) as running:
                 print("\n".join(ready(found, server.title, process.address(options.host, options.port))), flush=True)
                 running.wait()
                 raise UserError(
