@@ -1,6 +1,6 @@
 """A report in a real browser, Chromium without a window; as a command, takes its picture.
 
-python -m tests.browser RUN/report.html .github/report.png
+python -m tests.browser RUN .github/report.png
 """
 
 import html

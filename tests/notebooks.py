@@ -25,6 +25,8 @@ HIDDEN = ("PYTEST_CURRENT_TEST", "PYTHONPATH", "MPLBACKEND")
 """Under pytest a kernel leaves out what subprocesses print; and without the path, the notebook finds the project."""
 SIZE = 300_000
 """Bytes that a notebook with its outputs may have."""
+QUIET = {"PYTHONWARNINGS": "ignore:IProgress not found"}
+"""Without ipywidgets, which draws progress bars, nothing is lost."""
 ENVIRONMENT = {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
@@ -45,7 +47,7 @@ class Kernel(AsyncKernelManager):
 
 def execute(notebook: NotebookNode, folder: Path, timeout: int = 240) -> None:
     """Execute a notebook from top to bottom, as if Jupyter were started in `folder`."""
-    environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
+    environment = {name: value for name, value in os.environ.items() if name not in HIDDEN} | QUIET
     resources = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=timeout, kernel_manager_class=Kernel, resources=resources).execute(env=environment)
 
@@ -89,7 +91,13 @@ def neutral(text: str) -> str:
     """Return text as another machine would have printed it."""
     lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     text = "\n".join(line.rstrip() for line in lines)
-    for private, general in ((sys.executable, "python"), (f"{ROOT}/", ""), (str(ROOT), "."), (str(Path.home()), "~")):
+    for private, general in (
+        (sys.executable, "python"),
+        (f"{sys.prefix}/bin/", ""),
+        (f"{ROOT}/", ""),
+        (str(ROOT), "."),
+        (str(Path.home()), "~"),
+    ):
         text = text.replace(private, general)
     return re.sub(rf"\bon {re.escape(socket.gethostname())}\b", "on localhost", text)
 

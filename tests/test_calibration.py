@@ -170,10 +170,10 @@ def test_coverage_counts_what_is_inside():
 
 def test_a_run_has_the_range_of_its_narrowest_kind():
     one, many = TrainingSetup(1, lora=Lora()), TrainingSetup(8, Layout(tensor=2), zero_stage=0)
-    assert kinds_of(one) == ("lora, one GPU", "lora", "all")
+    assert kinds_of(one) == ("lora, one GPU", "lora, on GPUs", "lora", "all")
     assert kinds_of(replace(one, quantized=True, offload_optimizer="cpu"))[0] == "qlora, one GPU, offloaded"
     assert kinds_of(many)[0] == "full, tensor" and kinds_of(replace(many, layout=Layout()))[0] == "full, copies"
     known = json.loads(FILE.read_text())["ranges"]["memory"]
     found = memory_range(one)
     assert (found.low, found.high) == (min(1, known[found.kind][0]), max(1, known[found.kind][1]))
-    assert memory_range(TrainingSetup(4, Layout(expert=4), lora=Lora())).kind == "lora"
+    assert memory_range(TrainingSetup(4, Layout(expert=4), lora=Lora())).kind == "lora, on GPUs"

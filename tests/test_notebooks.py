@@ -27,9 +27,6 @@ OWN |= {"why_is_my_run_slow": ("RUNS",)}
 """The paths that a test replaces."""
 FOLDERS = {name: ROOT / "notebooks" for name in SMALLER} | {"experiment": ROOT}
 """Where Jupyter was started: both have to work."""
-CLEAN = ("experiment", "first_finetune", "why_is_my_run_slow")
-"""Notebooks that are committed without outputs; `make notebooks`, on an idle machine, measures them."""
-SHOWN = [path for path in NOTEBOOKS if path.stem not in CLEAN]
 EXACT = ("choose_a_config", "read_the_memory")
 """Notebooks whose text is the same on every machine: they measure nothing."""
 
@@ -52,8 +49,7 @@ def execute(tmp_path):
         notebooks.execute(notebook, FOLDERS[name])
         notebooks.clean(notebook)
         found = notebooks.outputs(notebook)
-        if name not in CLEAN:
-            agree(found, committed(name), exactly=name in EXACT)
+        agree(found, committed(name), exactly=name in EXACT)
         return found
 
     yield run
@@ -107,16 +103,13 @@ def test_notebooks_are_committed_with_their_outputs_and_leave_training_to_the_pr
     assert notebook.metadata.kernelspec.name == "python3" and notebook.cells[0].cell_type == "markdown"
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     executed = [cell.execution_count for cell in code]
-    if path in SHOWN:
-        assert executed == list(range(1, len(code) + 1)), "once, in order"
-        assert images(notebooks.outputs(notebook)) >= 1 and path.stat().st_size < notebooks.SIZE
-    else:
-        assert not any(executed) and not any(cell.outputs for cell in code)
+    assert executed == list(range(1, len(code) + 1)), "once, in order"
+    assert images(notebooks.outputs(notebook)) >= 1 and path.stat().st_size < notebooks.SIZE
     assert all(re.fullmatch(r"[a-z-]+", cell.id) for cell in notebook.cells), "ids that an edit would not change"
     assert not re.search(r"\.backward\(|optimizer\.step|Trainer\(", "\n".join(cell.source for cell in code))
 
 
-@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_committed_outputs_name_no_place_of_the_machine_that_wrote_them(path):
     shown = nbformat.writes(nbformat.read(path, as_version=4))
     assert not [private for private in notebooks.private() if private in shown]
@@ -124,8 +117,9 @@ def test_committed_outputs_name_no_place_of_the_machine_that_wrote_them(path):
 
 
 def test_outputs_are_those_of_any_machine():
-    here = f"{sys.executable} {ROOT}/scripts/launch.py\n10 %\r100 %\nin {ROOT}, {Path.home()}/x"
-    assert notebooks.neutral(here) == "python scripts/launch.py\n100 %\nin ., ~/x"
+    here = f"{sys.executable} {ROOT}/scripts/launch.py\n{sys.prefix}/bin/deepspeed\n"
+    here += f"10 %\r100 %\nin {ROOT}, {Path.home()}/x"
+    assert notebooks.neutral(here) == "python scripts/launch.py\ndeepspeed\n100 %\nin ., ~/x"
 
 
 @pytest.mark.parametrize("mistake", ["a lost picture", "another text"])
@@ -213,7 +207,7 @@ def check_memory(cells):
     assert needs("lengths")[0] < needs("lengths")[1] < needs("lengths")[2] > needs("lengths")[3]
 
 
-@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_committed_outputs_are_what_is_promised(path):
     cells = committed(path.stem)
     checks = {

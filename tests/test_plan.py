@@ -90,7 +90,10 @@ def test_the_table_names_the_best_first_and_its_command(capsys):
     [
         (["llama3-8b", *EIGHT], {}),
         (["llama3-70b", "--method", "lora", *EIGHT], {}),
-        (["llama3-70b", *EIGHT, "--nodes", "4", "deepspeed=pipeline.json", "layout.pipeline=4"], {"pipeline": 4}),
+        (
+            ["llama3-70b", *EIGHT, "--nodes", "8", "deepspeed=pipeline.json", "layout.pipeline=4", "layout.sequence=1"],
+            {"pipeline": 4},
+        ),
         (["llama3-8b", *EIGHT, "--nodes", "2", "deepspeed=zero3_hpz.json"], {}),
         (["qwen3-8b", *EIGHT, "layout.tensor=4"], {}),
         (["mixtral-8x7b", *EIGHT, "--nodes", "8", "layout.expert=8"], {}),

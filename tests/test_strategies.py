@@ -54,7 +54,7 @@ def test_every_plan_can_be_launched_and_fits(wanted):
     for plan in found.plans:
         recipe, setup = plan.recipe, plan.setup
         assert limits.limit(recipe, setup.world_size, plan.file) is None
-        assert plan.fits and plan.share <= 0.95 and plan.tight == (plan.share > 0.80)
+        assert plan.fits and not plan.tight and plan.share <= 0.95 and plan.gpu_gib_range[1] <= gpu
         assert recipe.layout.tensor <= question.cluster.gpus_per_node
         assert (
             recipe.global_batch_size
@@ -67,7 +67,10 @@ def test_every_plan_can_be_launched_and_fits(wanted):
         # The plan's numbers are those of the recipe as it would be launched.
         again = evaluate(question, recipe)
         assert (again.gpu_gib, again.speed) == (pytest.approx(plan.gpu_gib), pytest.approx(plan.speed))
-    assert all(not plan.fits and plan.gpu_gib > 0.95 * gpu for plan in found.rejected)
+    for plan in found.tight:
+        assert plan.tight and not plan.fits and plan.share <= 0.95 and plan.gpu_gib_range[1] > gpu
+        assert not is_dominated(plan, found.plans) and why(question, plan).endswith(f" of {gpu:,.1f}.")
+    assert all(plan.shortfalls and not plan.fits and plan.gpu_gib > 0.95 * gpu for plan in found.rejected)
 
 
 def test_every_file_of_the_search_exists_once():
@@ -121,23 +124,38 @@ def test_the_order_is_by_speed_apart_from_simplicity(plan):
     assert [one.recipe.layout.tensor for one in ranked(plans)] == [4, 8, 2]
 
 
-def test_spare_memory_is_worth_more_than_a_lower_stage(plan):
-    tight, room = like(plan, 1.0, "zero1.json"), like(plan, 0.97, "zero2.json")
-    assert ranked([replace(tight, tight=True), replace(room, tight=False)])[0].recipe.deepspeed == "zero2.json"
-    assert ranked([replace(tight, tight=False), replace(room, tight=False)])[0].recipe.deepspeed == "zero1.json"
+def test_what_may_run_out_of_memory_is_shown_and_not_recommended():
+    """LoRA on one GPU has taken up to 1.22 times the prediction (`ranges` of the constants)."""
+    question = asked("llama3-8b", "lora", gpu="RTX 4090", gpus=1, fixed=["deepspeed"], deepspeed="zero2.json")
+    found = search(question)
+    (tight,) = found.tight
+    likely, (_, most), have = tight.gpu_gib, tight.gpu_gib_range, question.cluster.gpu.memory_gib
+    assert found.best is None and likely < 0.95 * have < have < most < 1.3 * likely
+    said = suggestions.sentence(question, found)
+    assert f"nothing fits for sure; zero2.json is tight: likely {likely:.1f} GiB, but runs of its kind took" in said
+    assert "\nWhat would: --method qlora; " in said
+    answer = table.as_json(question, found)
+    assert answer["best"] is None and answer["plans"][0]["tight"] and not answer["plans"][0]["fits"]
+    # Among all files, one that offloads fits for sure, and the faster ones that are tight stand after it.
+    free = search(replace(question, fixed=frozenset()))
+    assert free.best.tier > 0 and free.best.gpu_gib_range[1] < have
+    assert "zero2.json" in {plan.recipe.deepspeed for plan in free.tight if plan.speed > free.best.speed}
+    # A larger micro-batch that is tight is not taken where a smaller one fits.
+    room = search(asked("llama3-8b", "lora", gpu="L40S", gpus=1, fixed=["deepspeed"], deepspeed="zero2.json"))
+    larger = replace(room.best.recipe, micro_batch_size=2 * room.best.recipe.micro_batch_size)
+    assert room.best.fits and not evaluate(question, larger).fits
 
 
-def test_the_limits_are_95_and_80_percent():
+def test_the_limit_is_95_percent():
     hardware = cluster("H100", 8, 1, host_memory=100)
 
     def with_gpu(share):
         return shortfalls(memory(gpu=share * hardware.gpu.memory_gib), hardware)
 
-    assert with_gpu(0.79) == ((), False) and with_gpu(0.81) == ((), True)
-    assert with_gpu(0.94) == ((), True) and with_gpu(0.96)[0] == ("75.9 GiB of 75.1 usable (95% of 79.1) on a GPU",)
-    assert shortfalls(memory(host=96), hardware)[0]
-    assert not shortfalls(memory(host=96), cluster("H100", 8))[0], "unknown: not checked"
-    assert shortfalls(memory(nvme=1), hardware)[0], "without NVMe there is no room on it"
+    assert with_gpu(0.94) == () and with_gpu(0.96) == ("75.9 GiB of 75.1 usable (95% of 79.1) on a GPU",)
+    assert shortfalls(memory(host=96), hardware)
+    assert not shortfalls(memory(host=96), cluster("H100", 8)), "unknown: not checked"
+    assert shortfalls(memory(nvme=1), hardware), "without NVMe there is no room on it"
 
 
 def memory(gpu=0, host=0, nvme=0):
@@ -147,7 +165,7 @@ def memory(gpu=0, host=0, nvme=0):
 
 
 def test_the_best_plan_of_every_tier_is_kept_unless_another_is_as_fast_and_as_lean():
-    both = search(asked("llama3-8b", gpu="L40S", gpus=5, nvme=3000)).plans
+    both = search(asked("llama3-8b", gpu="L40S", gpus=6, nvme=3000)).plans
     assert {plan.tier for plan in both} >= {0, 1} and LAST_RESORT[0] not in {plan.recipe.deepspeed for plan in both}
     for tier in range(1, len(TIERS)):
         assert sum(plan.tier == tier for plan in both) <= 1
@@ -258,9 +276,12 @@ def test_seventy_billion_at_32k_on_512_gpus():
     whole_documents = replace(question.recipe, packing=False)
     slow = replace(question, recipe=whole_documents, cluster=replace(question.cluster, network_gbs=25))
     found = search(slow)
-    best = next(plan for plan in found.plans if plan.recipe.layout.pipeline > 1)
+    best = next(plan for plan in found.plans if plan.recipe.layout.pipeline > 1 and plan.recipe.layout.tensor > 1)
     assert best.speed >= found.best.speed  # a simpler layout may be hardly slower
-    assert 4 <= best.recipe.layout.tensor <= 8 and best.recipe.layout.pipeline > 1 and best.recipe.layout.sequence > 1
+    assert best.recipe.layout.tensor <= 8 and best.recipe.layout.sequence > 1
+    # Half as many ranks per sequence would fit too, only tightly or slower.
+    half = replace(best.recipe, layout=replace(best.recipe.layout, sequence=best.recipe.layout.sequence // 2))
+    assert not (other := evaluate(slow, half)).fits or other.speed < best.speed
     reasons = why(slow, best).lower()
     assert f"tensor {best.recipe.layout.tensor} stays inside the node because its all-reduces run per layer" in reasons
     assert f"pipeline {best.recipe.layout.pipeline} goes across nodes because only activations pass" in reasons

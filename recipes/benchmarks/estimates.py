@@ -59,7 +59,7 @@ class Row:
     @property
     def ran_out_of_memory(self) -> bool:
         """Whether it ran out of memory although it was predicted to fit."""
-        return self.plan.fits and (self.run or {}).get("error") == "out of memory"
+        return not self.plan.shortfalls and (self.run or {}).get("error") == "out of memory"
 
 
 def rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
@@ -104,7 +104,7 @@ def render(found: list[Row]) -> str:
 
 
 def _cells(one: Row) -> list[str]:
-    planner = f"{one.plan.gpu_gib:.1f}{'' if one.plan.fits else ', does not fit'}"
+    planner = f"{one.plan.gpu_gib:.1f}{', does not fit' if one.plan.shortfalls else ''}"
     memory = speed = "-"
     if one.measured:
         memory, speed = f"{one.measured['peak_allocated_gib']:.1f}", f"{one.measured['tokens_per_second']:,.0f}"

@@ -11,10 +11,11 @@
     python scripts/plan.py qwen3-8b --method qlora --gpu 4090 --longest
 
 A plan is a file in configs/, a layout, a micro-batch size and whether to checkpoint. Plans that cannot run are left
-out, those that need more than 95 % of a GPU's memory do not fit, and those above 80 % are marked as tight. Plans are
-ranked by predicted tokens per second and GPU; a simpler plan is preferred if it reaches 95 % of a more complex one's
-speed. `micro-batch` is the sequences of a forward pass x passes per optimizer step. Planning needs neither a GPU nor
-the weights, and for a recipe not even a network.
+out, those that are likely to need more than 95 % of a GPU's memory do not fit, and those of whose kind published runs
+needed up to more than there is are tight: they may run out of memory, and are not recommended. Plans are ranked by
+predicted tokens per second and GPU; a simpler plan is preferred if it reaches 95 % of a more complex one's speed.
+`micro-batch` is the sequences of a forward pass x passes per optimizer step. Planning needs neither a GPU nor the
+weights, and for a recipe not even a network.
 
 --tokens, or data.path and epochs, gives every plan's hours, and dollars where the price is known: list prices of a date
 for the clouds' instances, or --price. --deadline finds how many such GPUs end in time, --which-gpu the cheapest and the
@@ -23,8 +24,8 @@ smallest hardware, --longest the longest sequence. A method is any variant of th
 key=value changes the recipe as in launch.py. The planner keeps what you set there (deepspeed=zero3.json,
 layout.tensor=8, micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128).
 
-Exit status: 0; 1 if nothing fits (the table shows what comes nearest); 2 for a mistake on the command line, or a
-deadline that nothing meets.
+Exit status: 0; 1 if nothing fits for sure (the table shows what comes nearest); 2 for a mistake on the command line,
+or a deadline that nothing meets.
 """
 
 import argparse

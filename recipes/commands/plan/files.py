@@ -109,4 +109,4 @@ def draw(result: SearchResult, file: Path) -> None:
         raise UserError(f"--figure {file}: needs matplotlib: pip install 'deepspeed-recipes[train]'") from None
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(figure.png(figure.labels(result.plans[:PLANS_DRAWN])))
+    file.write_bytes(figure.png(figure.labels([*result.plans, *result.tight][:PLANS_DRAWN])))

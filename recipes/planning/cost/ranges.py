@@ -22,9 +22,10 @@ class Range:
 
 
 def kinds_of(setup: TrainingSetup) -> tuple[str, ...]:
-    """Return the kinds that a run belongs to, the narrowest first: method and layout, method, all."""
+    """Return the kinds that a run belongs to, the narrowest first: method and layout, method and place, method, all."""
     method = "full" if setup.lora is None else "qlora" if setup.quantized else "lora"
-    return f"{method}, {_place(setup)}", method, ALL
+    states = "on GPUs" if setup.offload_optimizer == "none" else "offloaded"
+    return f"{method}, {_place(setup)}", f"{method}, {states}", method, ALL
 
 
 def _place(setup: TrainingSetup) -> str:

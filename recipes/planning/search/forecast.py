@@ -26,7 +26,7 @@ def machines(gpus: int, nodes: int = 1) -> Cluster | None:
 
 
 def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster) -> Recipe:
-    """Return the recipe with the settings of the best plan.
+    """Return the recipe with the settings of the best plan, or of a tight one, of which `line` warns.
 
     Args:
         recipe: with its model's dimensions.
@@ -40,9 +40,9 @@ def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster) -> Recipe:
     sizes = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in fixed}
     request = plan_request(replace(recipe, layout=Layout(**sizes)), cluster, fixed)
     result = search(request)
-    if result.best is None:
-        raise UserError(f"deepspeed={AUTO}: {suggestions.sentence(request, result)}")
-    return result.best.recipe
+    for plan in (*result.plans, *result.tight):
+        return plan.recipe
+    raise UserError(f"deepspeed={AUTO}: {suggestions.sentence(request, result)}")
 
 
 def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
@@ -64,7 +64,7 @@ def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
     except UserError:  # the model's own code, for instance: what cannot be planned may still run
         return None
     plan = evaluate(request, recipe)
-    if plan.fits:
+    if not plan.shortfalls:
         return plan
     result = search(request)
     if result.best:
@@ -76,7 +76,7 @@ def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
 
 def line(plan: Plan) -> str:
     """Return the forecast as one line."""
-    tight = ", which is tight" if plan.tight else ""
+    tight = f", which is tight: up to {plan.gpu_gib_range[1]:.1f}" if plan.tight else ""
     return (
         f"forecast: {plan.gpu_gib:.1f} GiB per GPU ({plan.share:.0%}{tight}), "
         f"{plan.speed * plan.setup.world_size:,.0f} tokens/s"

@@ -14,9 +14,7 @@ from ..model_profile.profile import ModelProfile
 
 GIB = 2**30
 REFUSE = 0.95
-"""Of the memory of a GPU or a node: a plan that needs more does not fit."""
-WARN = 0.80
-"""Of the same: above it a plan fits, but longer sequences or a fragmented allocator may run it out of memory."""
+"""Of the memory of a GPU or a node: a plan that is likely to need more does not fit."""
 FAST_ENOUGH = 0.95
 """A simpler plan is preferred if it has this share of a more complex one's speed."""
 
@@ -42,7 +40,7 @@ TIERS = (
 """Files of `configs/`, in each tier from the simplest: offloading comes late, to the CPU before NVMe. Of a tier after
 the first in which anything fits, only the best plan is kept."""
 LAST_RESORT = TIERS[-1]
-"""bf16 states, which round: tried only where nothing else fits."""
+"""bf16 states, which round: tried only where nothing else fits for sure."""
 SIMPLICITY = tuple(name for tier in TIERS for name in tier)
 
 
@@ -71,14 +69,17 @@ class Plan:
     memory: Memory
     time: StepTime
     shortfalls: tuple[str, ...]
-    """What it needs more of than there is, as parts of a sentence; empty where it fits."""
-    tight: bool
-    """It needs more than `WARN` of something."""
+    """What it is likely to need more of than there is, as parts of a sentence; empty where it fits or is tight."""
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough of everything."""
-        return not self.shortfalls
+        """Whether there is enough of everything, of a GPU's memory for the high value of the range too."""
+        return not self.shortfalls and not self.tight
+
+    @property
+    def tight(self) -> bool:
+        """Whether there is likely to be enough, but published runs of its kind needed up to more than there is."""
+        return not self.shortfalls and self.gpu_gib_range[1] > self.cluster.gpu.memory_gib
 
     @property
     def speed(self) -> float:
@@ -137,12 +138,12 @@ class Plan:
         """What decides between plans of about the same speed; smaller is simpler.
 
         In this order: nothing offloaded; a model that is not split, then one split by sequences, by matrices or by
-        experts, by layers; memory to spare; the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
+        experts, by layers; the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
         """
         layout = self.recipe.layout
         kinds = (layout.sequence > 1) + 2 * (layout.tensor > 1) + 2 * (layout.expert > 1) + 4 * (layout.pipeline > 1)
         order = SIMPLICITY.index(self.recipe.deepspeed) if self.recipe.deepspeed in SIMPLICITY else len(SIMPLICITY)
-        return self.tier > 0, kinds, self.tight, order, self.setup.model_parallel_size, self.gpu_gib
+        return self.tier > 0, kinds, order, self.setup.model_parallel_size, self.gpu_gib
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,14 @@ class SearchResult:
 
     plans: tuple[Plan, ...]
     """Those that fit: the best of each file and layout, best first."""
+    tight: tuple[Plan, ...]
+    """Those that are tight, of files and layouts in which none fits, unless one that fits is as fast and as lean."""
     rejected: tuple[Plan, ...]
-    """For each file that fits in no layout, the plan that comes nearest to fitting."""
+    """For each file that fits in no layout, not even tightly, the plan that comes nearest to fitting."""
 
     @property
     def best(self) -> Plan | None:
-        """The plan to take; None where nothing fits."""
+        """The plan to take; None where nothing fits for sure."""
         return self.plans[0] if self.plans else None
 
 
@@ -179,17 +182,16 @@ def is_dominated(plan: Plan, others: Sequence[Plan]) -> bool:
     )
 
 
-def shortfalls(memory: Memory, cluster: Cluster) -> tuple[tuple[str, ...], bool]:
-    """Return what a cluster has too little of, as parts of a sentence, and whether what fits is tight."""
+def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
+    """Return what a cluster is likely to have too little of, as parts of a sentence."""
     gpu, host, nvme = memory.worst.total / GIB, max(memory.host.values()) / GIB, memory.nvme / GIB
     loading = " while weights are loaded, whole on every rank" if memory.worst.moment == "loading" else ""
     needs = [(f"a GPU{loading}", gpu, cluster.gpu.memory_gib)]
     # Host memory counts only where it is known; where no NVMe is named, there is none.
     needs += [("a node's host memory", host, cluster.host_memory_gib)] if cluster.host_memory_gib else []
     needs += [("a node's NVMe", nvme, cluster.nvme_gib)] if nvme else []
-    short = tuple(
+    return tuple(
         f"{need:,.1f} GiB of {REFUSE * have:,.1f} usable ({REFUSE:.0%} of {have:,.1f}) on {what}"
         for what, need, have in needs
         if need > REFUSE * have
     )
-    return short, any(need > WARN * have for _, need, have in needs)

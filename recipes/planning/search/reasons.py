@@ -8,18 +8,24 @@ from ...spec.layout import bubble
 from ...spec.recipe import Layout
 from ..cost.memory import peak_memory
 from ..cost.training_setup import TrainingSetup
-from .plans import GIB, REFUSE, WARN, Plan, PlanRequest
+from .plans import GIB, REFUSE, Plan, PlanRequest
 
 
 def why(request: PlanRequest, plan: Plan) -> str:
     """Return the reasons for a plan, or what it needs more of than there is."""
-    if not plan.fits:
+    if plan.shortfalls:
         return f"Does not fit: {' and '.join(plan.shortfalls)}."
     parts = [*_states(request, plan), *_layout(request, plan), *_activations(request, plan)]
     if plan.tight:
-        parts.append(f"tight: above {WARN:.0%} of the memory, so longer sequences may run out of it")
+        parts.append(tightness(plan))
     sentence = "; ".join(parts)
     return sentence[0].upper() + sentence[1:] + "."
+
+
+def tightness(plan: Plan) -> str:
+    """Return what makes a plan tight."""
+    most, have = plan.gpu_gib_range[1], plan.cluster.gpu.memory_gib
+    return f"tight: likely {plan.gpu_gib:,.1f} GiB, but runs of its kind took up to {most:,.1f} of {have:,.1f}"
 
 
 def _gpu_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:

@@ -40,7 +40,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = ()) ->
 
 
 def search(request: PlanRequest) -> SearchResult:
-    """Return the plans that fit, and for each file that does not the one that comes nearest.
+    """Return the plans that fit, those that are tight, and for each other file the one that comes nearest.
 
     Of the tiers after the first in which anything fits, the best plan is kept where no other is as fast and as lean.
 
@@ -50,33 +50,47 @@ def search(request: PlanRequest) -> SearchResult:
     request = replace(request, recipe=_with_divisible_batch(request))
     request = replace(request, recipe=_with_supported_precision(request))
     fitting: list[Plan] = []
+    tight: list[Plan] = []
     rejected: dict[str, Plan] = {}
     for tier in ((request.recipe.deepspeed,),) if "deepspeed" in request.fixed else TIERS:
         if fitting and tier == LAST_RESORT:
             break
-        found, too_large = _fitting(request, tier)
+        found, narrow, too_large = _fitting(request, tier)
         if fitting:
             fitting += [plan for plan in ranked(found)[:1] if not is_dominated(plan, fitting)]
         else:
             fitting, rejected = found, rejected | too_large
-    used = {plan.recipe.deepspeed for plan in fitting}
-    return SearchResult(tuple(ranked(fitting)), tuple(plan for name, plan in rejected.items() if name not in used))
+            tight += narrow if tier != LAST_RESORT or not tight else []
+    tight = [plan for plan in tight if not is_dominated(plan, fitting)]
+    used = {plan.recipe.deepspeed for plan in (*fitting, *tight)}
+    return SearchResult(
+        tuple(ranked(fitting)),
+        tuple(ranked(tight)),
+        tuple(plan for name, plan in rejected.items() if name not in used),
+    )
 
 
-def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], dict[str, Plan]]:
-    """Return the best plan of each file and layout of a tier that fits, and by file what comes nearest to fitting."""
+def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], list[Plan], dict[str, Plan]]:
+    """Return the best plan of each file and layout of a tier: those that fit, the tight, and by file the nearest."""
     fitting: list[Plan] = []
+    tight: list[Plan] = []
     rejected: dict[str, Plan] = {}
     for name, recipes in _candidates(request, tier):
+        wide: list[Plan] = []
+        narrow: list[Plan] = []
         for recipe in recipes:
             plans = list(_sized(request, recipe))
-            if fits := [plan for plan in plans if plan.fits]:
-                fitting.append(ranked(fits)[0])
-                break  # the longest parts of a sequence that fit: it is split over no more ranks than necessary
+            if fits := ranked([plan for plan in plans if plan.fits]):
+                if wide and fits[0].speed <= wide[-1].speed:
+                    break  # splitting sequences further has stopped making it faster
+                wide.append(fits[0])
+            narrow += [plan for plan in plans if plan.tight]
             for plan in plans:
-                if name not in rejected or plan.gpu_gib < rejected[name].gpu_gib:
+                if plan.shortfalls and (name not in rejected or plan.gpu_gib < rejected[name].gpu_gib):
                     rejected[name] = plan
-    return fitting, rejected
+        fitting += wide
+        tight += ranked(narrow)[:1] if not wide else []
+    return fitting, tight, rejected
 
 
 def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:
@@ -220,9 +234,9 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
                 selective=setup.selective and checkpointing == "selective",
             )
             plan = _plan(request, sized, file, sized_setup)
-            if plan.fits or size == 1:
+            if not plan.shortfalls or size == 1:
                 yield plan
-            if not plan.fits:
+            if plan.shortfalls:
                 if size == 1 and checkpointing:
                     return
                 break
@@ -236,6 +250,5 @@ def _micro_batches(request: PlanRequest, sequences: int) -> list[int]:
 
 def _plan(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile, setup: TrainingSetup) -> Plan:
     memory = peak_memory(request.profile, setup, request.cluster)
-    too_little, tight = shortfalls(memory, request.cluster)
     time = step_time(request.profile, setup, request.cluster)
-    return Plan(recipe, file, setup, request.cluster, memory, time, too_little, tight)
+    return Plan(recipe, file, setup, request.cluster, memory, time, shortfalls(memory, request.cluster))

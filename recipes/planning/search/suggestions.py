@@ -10,6 +10,7 @@ from ...spec.errors import UserError
 from ...spec.recipe import Recipe
 from .model_recipe import METHODS, method_of, pinned
 from .plans import REFUSE, PlanRequest, SearchResult
+from .reasons import tightness
 from .strategies import plan_request, search
 
 MOST_NODES = 128
@@ -22,6 +23,9 @@ SHORTEST = 512
 
 def sentence(request: PlanRequest, result: SearchResult) -> str:
     """Return which plan comes nearest to fitting, and what would make one fit."""
+    if result.tight:
+        plan = result.tight[0]
+        return f"nothing fits for sure; {plan.recipe.deepspeed} is {tightness(plan)}.\n{_what_would(request)}"
     if not result.rejected:
         batch, gpus = request.recipe.global_batch_size, request.cluster.gpus
         fixed = [key for key in sorted(request.fixed) if key == "deepspeed" or key.startswith("layout.")]
@@ -33,11 +37,15 @@ def sentence(request: PlanRequest, result: SearchResult) -> str:
             f"size of any; try global_batch_size={math.ceil(batch / gpus) * gpus}."
         )
     nearest = min(result.rejected, key=lambda plan: plan.gpu_gib)
+    short = nearest.shortfalls[0]
+    return f"nothing fits; {nearest.recipe.deepspeed} comes nearest, with {short}.\n{_what_would(request)}"
+
+
+def _what_would(request: PlanRequest) -> str:
     found = list(suggestions(request))
-    fits = (
-        f"What would: {'; '.join(found)}." if found else "Take a smaller model, or let --which-gpu find the hardware."
-    )
-    return f"nothing fits; {nearest.recipe.deepspeed} comes nearest, with {nearest.shortfalls[0]}.\n{fits}"
+    if not found:
+        return "Take a smaller model, or let --which-gpu find the hardware."
+    return f"What would: {'; '.join(found)}."
 
 
 def suggestions(request: PlanRequest) -> Iterator[str]:

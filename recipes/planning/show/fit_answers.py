@@ -1,6 +1,7 @@
 """Does it fit? What the planner answers where others know: `python -m recipes.planning.show.fit_answers`.
 
-Public questions and published rows are planned with exactly their settings; a plan fits where it has no shortfall.
+Public questions and published rows are planned with exactly their settings; a plan
+runs where it has no shortfall, tightly or not.
 """
 
 import sys
@@ -35,8 +36,8 @@ def answers(rows: Iterable[PublishedRow]) -> list[FitAnswer]:
     for row in rows:
         if row.why_memory_is_not_planned is None:
             memory, cluster = planned_memory(row), row.cluster
-            short, _ = shortfalls(memory, cluster)
-            found.append(FitAnswer(row, not short, memory.worst.total / 2**30, cluster.gpu.memory_gib))
+            fits = not shortfalls(memory, cluster)
+            found.append(FitAnswer(row, fits, memory.worst.total / 2**30, cluster.gpu.memory_gib))
     return found
 
 

@@ -38,7 +38,6 @@ def table(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> 
             f"{plan.speed * plan.setup.world_size:,.0f}",
             "-" if hourly is None else f"{hourly:,.2f}",
             *cost(plan, workload),
-            style="yellow" if plan.tight else None,
         )
     return result
 

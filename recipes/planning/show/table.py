@@ -40,12 +40,12 @@ HOSTS = "HOSTS"
 
 
 def as_json(request: PlanRequest, result: SearchResult, workload: Workload | None = None) -> dict[str, Any]:
-    """Return the answer as `plan.py --json` prints it: the plans that fit, then those that do not.
+    """Return the answer as `plan.py --json` prints it: the plans that fit, the tight, then those that do not.
 
     With a workload, each plan has `hours`, and `dollars` where the price of the hardware is known.
     """
     cluster, recipe = request.cluster, request.recipe
-    plans = [*result.plans, *result.rejected]
+    plans = [*result.plans, *result.tight, *result.rejected]
     return {
         "model": {
             "recipe": pages.typed(recipe),
@@ -109,7 +109,8 @@ def show(
 ) -> None:
     """Print the answer: the table, the best plan's memory as a bar, its reasons and its command."""
     console.print(f"{asked(request)}, on {hardware_in_words(request.cluster)}")
-    plans = [*shown(result.plans), *(result.rejected if explain or not result.plans else ())]
+    possible = [*result.plans, *result.tight]
+    plans = [*shown(possible), *(result.rejected if explain or not possible else ())]
     console.print(_table(plans, workload))
     if result.best is None:
         return
@@ -207,9 +208,9 @@ def _table(plans: list[Plan], workload: Workload | None) -> Table:
             f"{plan.share:.0%}",
             _size(plan.host_gib),
             _size(plan.nvme_gib),
-            f"{plan.speed:,.0f}" if plan.fits else "does not fit",
-            *(cost(plan, workload) if workload and plan.fits else ()),
-            style=None if plan.fits and not plan.tight else "yellow" if plan.fits else "red",
+            "does not fit" if plan.shortfalls else f"{'tight: ' if plan.tight else ''}{plan.speed:,.0f}",
+            *(cost(plan, workload) if workload and not plan.shortfalls else ()),
+            style=None if plan.fits else "yellow" if plan.tight else "red",
         )
     return table
 

@@ -16,7 +16,10 @@ FORMS |= {"reward": (".3f", "")}
 
 def section(run: RunData) -> Section:
     """Return the first section: one sentence, then the numbers."""
-    return Section("Verdict", (Note(sentence(run)), Table(("", "measured", "predicted"), tuple(rows(run)))))
+    found = tuple(rows(run))
+    shown = 3 if any(predicted is not None for _, _, predicted in found) else 2  # nothing is predicted for CPUs
+    table = Table(("", "measured", "predicted")[:shown], tuple(row[:shown] for row in found))
+    return Section("Verdict", (Note(sentence(run)), table))
 
 
 def sentence(run: RunData) -> str:
