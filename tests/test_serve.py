@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,13 @@ from recipes.commands.main import run as run_command
 from recipes.evaluation import server as client
 from recipes.model_folder import base_model
 from recipes.serving import engines, environment, process, served
+from recipes.spec import pages
 from recipes.spec.errors import UserError
+from recipes.spec.recipe import Draft
 from recipes.spec.run_folder import read_json, write_json
 from recipes.spec.samples import CHAT, TINY_MODEL
 from recipes.training import export
+from recipes.training.model import draft
 from recipes.training.model.generate import generate
 from tests.ranks import free_port
 from tests.servers import NO_SERVING, serving
@@ -91,6 +95,28 @@ def test_vllm_answers_as_plain_transformers_does_with_adapters_side_by_side(mode
     with serving(models / "one", "--engine", "vllm", "--adapter", f"other={models / 'other'}") as url:
         for name, answers in expected.items():
             assert asked(url, {"whole": "base"}.get(name, name), conversations) == answers
+
+
+@NO_SERVING
+@pytest.mark.every
+def test_vllm_answers_as_plain_transformers_does_with_a_merged_adapter(models, tmp_path):
+    export.write(models / "one", tmp_path / "merged", merge=True)
+    conversations = prompts(50)
+    with serving(tmp_path / "merged", "--engine", "vllm") as url:
+        assert asked(url, "merged", conversations) == plain(tmp_path / "merged", conversations)
+
+
+@NO_SERVING
+@pytest.mark.every
+@pytest.mark.parametrize("recipe", ["llama3-1b", "qwen3-0.6b", "gemma3-1b"])
+def test_vllm_loads_drafts_of_other_families(recipe, tmp_path):
+    """With heads of 32, the smallest that its kernels know."""
+    found = pages.find(recipe, "full")
+    found = replace(found, draft=Draft(enabled=True, layers=2, hidden_size=128))
+    draft.write(found, tmp_path / "draft", torch.float32)
+    conversations = prompts(5)
+    with serving(tmp_path / "draft", "--engine", "vllm") as url:
+        assert asked(url, "draft", conversations) == plain(tmp_path / "draft", conversations)
 
 
 def test_vllm_is_told_what_the_model_was_trained_with(models, tmp_path, monkeypatch):
