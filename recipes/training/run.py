@@ -131,6 +131,9 @@ def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) ->
         return
     steps = updates.in_all(recipe, datasets.size.sequences) if datasets.size else recipe.max_steps
     before, kind = read_json(checkpoint / "trainer_state.json")["max_steps"], recipe.schedule.kind
+    if steps is not None and step_of(checkpoint) >= steps:
+        say(f"all {steps} steps are trained: only measuring and exporting")
+        return
     say(f"resuming from step {step_of(checkpoint) + 1} of {steps}")
     if steps != before and not kind.startswith("constant"):
         say(f"the run had {before} steps: from here on the learning rate follows the {kind} schedule of {steps}")

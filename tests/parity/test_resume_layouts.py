@@ -32,7 +32,8 @@ from tests.ranks import read_logs
 from tests.small import in_sub_groups, small
 from tests.tiers import tiered
 
-STEPS = 6
+STEPS = 5
+"""Two and a half epochs: a run that ends within an epoch could go on in it."""
 LORA = Lora(rank=4, alpha=8)
 CASES = {
     "zero0": ("zero0.json", {}),
@@ -69,7 +70,7 @@ def recipe_of(case, model_folder, conversations, folder):
     config, changes = CASES[case]
     config = config(folder) if callable(config) else config
     recipe = small(model_folder, conversations, config, max_steps=STEPS, save_steps=3, **changes)
-    # An epoch and a half, in batches that differ, at rates that differ: a wrong order of the data would show.
+    # In batches that differ, at rates that differ: a wrong order of the data would show.
     return replace(recipe, global_batch_size=4, micro_batch_size=1, schedule=Schedule("cosine", 0.1))
 
 
@@ -246,6 +247,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_only_finished(ranks, tmp_p
     shutil.rmtree(run.export)
     run.summary.unlink()
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    assert f"all {STEPS} steps are trained" in read_logs(tmp_path / "log")[0]
     assert run.metrics.read_text() == done.metrics.read_text()
     assert read_json(run.summary)["steps"] == STEPS
     written = exported(done)
