@@ -4,13 +4,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+from ..spec.methods.metrics import higher_is_better, shown, title
 from . import intervals
 from .harness import Found
-from .held_out import METRICS, HeldOut
+from .held_out import HeldOut
 from .score import Scores
-
-SHARES = ({*METRICS} - {"loss"}) | {"acc", "acc_norm"}
-"""Metrics that are shown as percentages; the last two are lm-evaluation-harness's."""
 
 
 def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
@@ -20,7 +18,7 @@ def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]
         held_out: the examples.
         found: each model's name and scores.
     """
-    return _compared(held_out.metric, held_out.source, held_out.metric != "loss", found)
+    return _compared(held_out.metric, held_out.source, higher_is_better(held_out.metric), found)
 
 
 def of_tasks(found: Sequence[tuple[str, Sequence[Found]]]) -> list[dict[str, Any]]:
@@ -86,7 +84,7 @@ def pair(higher_is_better: bool, first: tuple[str, Scores], second: tuple[str, S
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """Yield a comparison as it is printed."""
     metric, examples = found["metric"], found["examples"]
-    yield f"{metric.replace('_', ' ')} on {examples} held-out examples of {found['data']}"
+    yield f"{title(metric)} on {examples} held-out examples of {found['data']}"
     yield ""
     width = max(len(one["name"]) for one in found["models"])
     yield f"{'model':<{width}}  {'score':>7}  {'95 % interval':>16}  {'seconds':>7}"
@@ -107,8 +105,3 @@ def sentence(found: dict[str, Any], one: dict[str, Any]) -> str:
         f"{one['second']}: better than {one['first']} on {one['better']} examples and worse on {one['worse']} "
         f"({p}, {test})"
     )
-
-
-def shown(metric: str, value: float) -> str:
-    """Return a score as a person reads it."""
-    return f"{value:.1%}" if metric.partition(" ")[0] in SHARES else f"{value:.4f}"

@@ -8,6 +8,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..spec import deepspeed_file
 from ..spec.errors import redact
+from ..spec.methods import metrics
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
 from . import head, licences, record, reproduce
@@ -131,7 +132,7 @@ def evaluations(held: Record, contents: Contents) -> list[EvalResult] | None:
             dataset_type=redact(names(source)[0]),
             dataset_name="held-out examples",
             metric_type=metric,
-            metric_name=metric.replace("_", " "),
+            metric_name=metrics.title(metric),
             metric_value=after,
         )
     ]
@@ -166,4 +167,4 @@ def score(metric: str | None, value: Any) -> str:
     """Return a score as a person reads it; a dash where there is none."""
     if not isinstance(value, int | float):
         return "-"
-    return f"{value:.4f}" if metric == "loss" else f"{value:.1%}"
+    return metrics.shown(str(metric), value)

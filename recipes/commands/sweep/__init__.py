@@ -27,6 +27,7 @@ from rich.console import Console
 
 from ...spec import overrides, pages
 from ...spec.errors import UserError
+from ...spec.methods import metrics
 from ...spec.project import command, display, runs
 from ...spec.run_folder import write_json
 from ..main import Parser
@@ -120,7 +121,7 @@ def run(sweep: Sweep, folder: Path, keys: Sequence[str], as_json: bool) -> int:
 
 def line(one: Result, count: int) -> str:
     """Return what a trial came to, in a line."""
-    end = f"status {one.status}: {one.reason}" if one.status else f"{one.metric.replace('_', ' ')} {table.score(one)}"
+    end = f"status {one.status}: {one.reason}" if one.status else f"{metrics.title(one.metric)} {table.score(one)}"
     return f"trial {one.trial}/{count}  {' '.join(one.overrides)}  {end}"
 
 

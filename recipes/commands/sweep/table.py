@@ -5,7 +5,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from .trials import Result, better, ranked
+from ...spec.methods import metrics
+from .trials import Result, ranked
 
 
 def table(results: Sequence[Result], keys: Sequence[str]) -> Table:
@@ -13,7 +14,7 @@ def table(results: Sequence[Result], keys: Sequence[str]) -> Table:
     shown = Table("trial", *keys, highlight=False)
     found = ranked(results)
     metric = found[0].metric
-    for name in (metric.replace("_", " "), *HEADS):
+    for name in (metrics.title(metric), *HEADS):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("")
     for at, one in enumerate(found):
@@ -31,7 +32,7 @@ HEADS = ("held-out loss", "training loss", "tokens/s", "seconds")
 
 def score(one: Result) -> str:
     """Return a result's score as it is shown."""
-    return "-" if one.score is None else f"{one.score:.4f}" if one.metric == "loss" else f"{one.score:.1%}"
+    return "-" if one.score is None else metrics.shown(one.metric, one.score)
 
 
 def numbers(one: Result) -> list[str]:
@@ -67,8 +68,8 @@ def draw(results: Sequence[Result], keys: Sequence[str], file: Path) -> bool:
         axis.plot(places[done.index(best)], best.score, "*", markersize=14, label=f"best: trial {best.trial}")
         axis.set_xlabel(key)
         axis.grid(alpha=0.3)
-    direction = "higher" if better(best.metric) > 0 else "lower"
-    axes[0, 0].set_ylabel(f"{best.metric.replace('_', ' ')} ({direction} is better)")
+    direction = "higher" if metrics.higher_is_better(best.metric) else "lower"
+    axes[0, 0].set_ylabel(f"{metrics.title(best.metric)} ({direction} is better)")
     axes[0, 0].legend()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)

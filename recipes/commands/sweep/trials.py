@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...spec.errors import UserError, redact
+from ...spec.methods.metrics import higher_is_better
 from ...spec.project import IMPORT_ROOT, NAME
 from ...spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_json
 
@@ -139,16 +140,11 @@ def reason(place: RunFolder, log: Path) -> str:
     return redact(last[0].partition(": ")[2] if said else last[0]) if last else "it said nothing"
 
 
-def better(metric: str) -> int:
-    """Return 1 where a higher score is better, and -1 of a loss."""
-    return -1 if metric == "loss" else 1
-
-
 def ranked(results: Sequence[Result]) -> list[Result]:
     """Return the results, best first: by score, then by held-out loss; failed ones last, in their order."""
 
     def key(one: Result) -> tuple[bool, float, float, int]:
-        score = math.inf if one.score is None else -better(one.metric) * one.score
+        score = math.inf if one.score is None else -one.score if higher_is_better(one.metric) else one.score
         loss = math.inf if one.held_out_loss is None else one.held_out_loss
         return one.status != 0, score, loss, one.trial
 

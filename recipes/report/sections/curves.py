@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Any, TypeGuard
 
+from ...spec.methods import metrics
 from ..document import Block, Cell, Chart, Curve, Note, Section, Table, number
 from ..run_data import Row, RunData
 
@@ -32,10 +33,15 @@ def _charts(run: RunData) -> Iterator[Chart]:
     loss = points(run.metrics, "loss")
     held_out = Curve("held out", points(run.evaluations, "loss"), dotted=True)
     yield Chart(run.recipe.traits.loss, STEP, (*with_smoothed(loss), held_out), log=not of_pairs, marks=restarts)
-    for key in (*SHARES, "reward"):
-        measured = points(run.evaluations, key)
-        if len(measured) > 2:
-            yield Chart(f"{key.replace('_', ' ').capitalize()}, held out", STEP, (Curve(key, measured, dotted=True),))
+    for key in (*metrics.SHARES, "reward"):
+        measured = (points(run.evaluations, key), points(run.evaluations, f"sampled_{key}"))
+        if len(measured[0]) + len(measured[1]) > 2:
+            drawn = [
+                Curve(name, line, dotted=True)
+                for name, line in zip((key, "of a sample"), measured, strict=True)
+                if line
+            ]
+            yield Chart(f"{metrics.title(key).capitalize()}, held out", STEP, tuple(drawn))
     for key, title in TITLES.items():
         yield Chart(title, STEP, with_smoothed(points(run.metrics, key)), marks=restarts)
     yield Chart(WAITED, STEP, (Curve("waiting for data", tuple(waits(run.metrics))),), marks=restarts)
@@ -43,11 +49,6 @@ def _charts(run: RunData) -> Iterator[Chart]:
         yield Chart(key, STEP, with_smoothed(points(run.metrics, key)), marks=restarts)
 
 
-SHARES = (
-    *("preference_accuracy", "judgement_accuracy", "exact_match"),
-    *("accuracy", "macro_f1", "recall_at_1", "recall_at_10"),
-)
-"""Held-out metrics that are shares."""
 STEP = "step"
 WAITED = "Share of the time spent waiting for data"
 TITLES = {

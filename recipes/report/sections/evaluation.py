@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...spec.methods.metrics import form, title
 from ..document import Cell, Note, Section, Table, number
 from ..run_data import RunData
-from .verdict import FORMS
+from .verdict import UNITS
 
 FILE = "evaluation.json"
 
@@ -26,7 +27,7 @@ def _blocks(found: Mapping[str, Any], place: str) -> Iterator[Any]:
     if not models:
         return
     metric = str(found.get("metric"))
-    yield Note(f"{metric.replace('_', ' ').capitalize()} on {found.get('examples')} examples of {found.get('data')}:")
+    yield Note(f"{title(metric).capitalize()} on {found.get('examples')} examples of {found.get('data')}:")
     rows = tuple(_row(metric, f"{place}models.{at}", one) for at, one in enumerate(models))
     yield Table(("model", "score", "from", "to (95 % interval)"), rows)
     pairs = [one for one in found.get("pairs") or () if isinstance(one, dict)]
@@ -36,9 +37,8 @@ def _blocks(found: Mapping[str, Any], place: str) -> Iterator[Any]:
 
 
 def _row(metric: str, place: str, one: dict[str, Any]) -> tuple[Cell, ...]:
-    form, unit = FORMS.get(metric, (".4g", ""))
-    keys = ("score", "low", "high")
-    return str(one.get("name")), *(number(one.get(key), form, f"{place}.{key}", unit) for key in keys)
+    keys, unit = ("score", "low", "high"), UNITS.get(metric, "")
+    return str(one.get("name")), *(number(one.get(key), form(metric), f"{place}.{key}", unit) for key in keys)
 
 
 def _pair(place: str, one: dict[str, Any]) -> tuple[Cell, ...]:

@@ -4,14 +4,12 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
+from ...spec.methods import metrics
 from ..document import Cell, Note, Number, Section, Table, number
 from ..run_data import RunData
 
-SHARE = (".1%", "")
-FORMS = {"loss": (".4f", " nats"), "exact_match": SHARE, "preference_accuracy": SHARE}
-FORMS |= dict.fromkeys(("accuracy", "recall_at_1"), SHARE)
-FORMS |= {"reward": (".3f", "")}
-"""How a metric is shown, by its name."""
+UNITS = {"loss": " nats"}
+"""What follows a metric's value, by its name."""
 
 
 def section(run: RunData) -> Section:
@@ -42,9 +40,9 @@ def sentence(run: RunData) -> str:
 def score(run: RunData) -> tuple[str, Number | None, Number | None]:
     """Return the name of the metric that the run is judged by, and its value before and after."""
     metric = str(run.summary.get("metric") or run.recipe.data.metric)
-    form, unit = FORMS.get(metric, (".4g", ""))
+    form, unit = metrics.form(metric), UNITS.get(metric, "")
     before, after = (number(run.summary.get(key), form, f"summary.json:{key}", unit) for key in ("before", "after"))
-    return metric.replace("_", " ").capitalize(), before, after
+    return metrics.title(metric).capitalize(), before, after
 
 
 def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:

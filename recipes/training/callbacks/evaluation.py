@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
+from ...spec.methods.metrics import shown, title
 from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder, append_jsonl, read_jsonl
 from .. import distributed
@@ -48,9 +49,8 @@ class Evaluation(TrainerCallback):
 
     def last_line(self, after: float) -> str:
         """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
-        form = {"loss": ".4f", "reward": ".3f"}.get(self.metric, ".1%")
-        what = f"{self.metric.replace('_', ' ')} on {len(self.datasets.held_out or [])} held-out examples"
-        return f"{what}: {self.before():{form}} -> {after:{form}}{self._beside()}"
+        what = f"{title(self.metric)} on {len(self.datasets.held_out or [])} held-out examples"
+        return f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}{self._beside()}"
 
     def _beside(self) -> str:
         """Return what the last line adds: the margin of preferences, or the method's second number."""
@@ -60,7 +60,7 @@ class Evaluation(TrainerCallback):
         if not found:
             return ""
         if traits.beside:
-            return f", {key.replace('_', ' ')} {found[0]:.1%} -> {found[-1]:.1%}"
+            return f", {title(key)} {shown(key, found[0])} -> {shown(key, found[-1])}"
         return f", margin {found[0]:.2f} -> {found[-1]:.2f} {traits.unit}"
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
