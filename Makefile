@@ -1,4 +1,4 @@
-# make install | demo | quick | test | test-all | serving | gguf | durations | check | docs | notebooks | lock | wheel.   VENV=DIR: another environment.
+# make install | demo | quick | test | test-all | serving | gguf | durations | gpu-check | check | docs | notebooks | lock | wheel.   VENV=DIR: another environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -14,7 +14,7 @@ ARGS =
 # Images often switch bytecode off; every rank would compile the whole stack again, for seconds.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install demo quick test test-all serving gguf durations check docs notebooks lock wheel
+.PHONY: help install demo quick test test-all serving gguf durations gpu-check check docs notebooks lock wheel
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
@@ -24,6 +24,7 @@ help:
 	@echo "make serving   make .serving, a second environment with vLLM (for CPUs), llm-compressor and lm-evaluation-harness"
 	@echo "make gguf      add llama.cpp and its converter to .serving (compiled)"
 	@echo "make durations run the test suite and write what each test costs to tests/durations.txt"
+	@echo "make gpu-check techniques and kernels beside plain PyTorch on this machine's GPUs, then the launcher on them"
 	@echo "make check     lint, format and types: ruff and mypy"
 	@echo "make docs      update the generated parts of the documents"
 	@echo "make notebooks execute the notebooks on an idle machine and keep their outputs"
@@ -84,6 +85,13 @@ durations: install
 
 docs: $(PREPARE)
 	$(PYTHON) -m recipes.docs
+
+# What to run first on a machine with GPUs; on one without it is rehearsed on CPU ranks. `benchmark.py all` measures.
+gpu-check: install
+	@$(PYTHON) scripts/doctor.py --prove
+	@$(PYTHON) scripts/launch.py tiny full
+	@$(PYTHON) scripts/launch.py tiny lora max_steps=40 precision=bf16
+	@$(PYTHON) scripts/launch.py llama3-8b qlora --draft max_steps=10
 
 notebooks: install
 	$(PYTHON) -m tests.notebooks

@@ -97,6 +97,7 @@ TECHNIQUES = (
     Technique("zero1", "zero1.json", accumulates=True),
     Technique("zero2", "zero2.json", changes={"gradient_checkpointing": True}),
     Technique("zero3", "zero3.json", accumulates=True),
+    Technique("selective", "zero3.json", changes={"gradient_checkpointing": "selective"}),
     Technique("offload", "zero2_offload.json"),
     Technique("tensor", "zero1.json", Layout(tensor=2), accumulates=True),
     Technique("sequence", "zero2.json", Layout(sequence=2), accumulates=True),
@@ -112,6 +113,11 @@ TECHNIQUES = (
     Technique(
         "flash2", "zero1.json", kind="bf16", packing=True, attention="flash_attention_2",
         device="gpu", needs_package="flash_attn",
+    ),
+    Technique("compiled", "zero1.json", kind="bf16", packing=True, changes={"compile": "regional"}, device="gpu"),
+    Technique(
+        "liger", "zero1.json", kind="bf16", packing=True, changes={"liger_kernel": True},
+        device="gpu", needs_package="liger_kernel",
     ),
 )  # fmt: skip
 """`packing` computes attention with SDPA. `varlen_boundaries` computes one document at a time, where varlen's kernel
