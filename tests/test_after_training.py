@@ -14,7 +14,7 @@ import pytest
 from recipes.commands.main import run as run_command
 from recipes.evaluation import server
 from recipes.model_folder import card, record
-from recipes.serving import environment
+from recipes.serving import engines, environment
 from recipes.serving.gguf import write
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import RunFolder, read_json
@@ -24,6 +24,9 @@ from tests.servers import NO_SERVING, serving
 pytestmark = [pytest.mark.every, pytest.mark.timeout(7200)]
 SECTION = "From data to endpoint"
 PROMPTS = 50
+NO_PACKED_KERNELS = pytest.mark.skipif(
+    not engines.has_packed_kernels(), reason="vLLM's 4-bit kernels need AVX-512; serve.py says so (test_serve.py)"
+)
 RUN, SMALL, ADDRESS = "runs/first", "my-int8", "http://localhost:8000"
 """What the page calls them."""
 
@@ -59,7 +62,8 @@ def typed(place: Path, words: list[str]) -> str:
     [
         pytest.param("", "vllm", marks=NO_SERVING),
         pytest.param("int8", "vllm", marks=NO_SERVING),
-        pytest.param("int4", "vllm", marks=NO_SERVING),
+        pytest.param("int4", "vllm", marks=[NO_SERVING, NO_PACKED_KERNELS]),
+        pytest.param("int4", "transformers", marks=NO_SERVING),
         ("", "transformers"),
         ("nf4", "transformers"),
     ],

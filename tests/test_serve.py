@@ -228,6 +228,21 @@ def test_four_bit_weights_are_computed_in_a_type_that_has_kernels(tmp_path):
     ]
 
 
+def test_four_bit_weights_are_served_where_there_are_kernels_for_them(tmp_path, monkeypatch):
+    """As vLLM 0.32 says on AVX2: '_C' object has no attribute 'cpu_gemm_wna16'."""
+    weights = {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": weights}))
+    model = served.Served("small", tmp_path, tmp_path)
+    monkeypatch.setattr(environment, "python", lambda package: Path(sys.executable))
+    for known, engine in ((True, "vllm"), (False, "transformers")):
+        monkeypatch.setattr(engines, "has_packed_kernels", lambda known=known: known)
+        assert engines.choose("auto", model) == engine
+    with pytest.raises(UserError, match="need a GPU or a processor with AVX-512; use --engine transformers"):
+        engines.choose("vllm", model)
+    (tmp_path / "config.json").write_text("{}")
+    assert engines.choose("vllm", model) == "vllm"
+
+
 def test_a_server_that_fails_says_why_and_leaves_nothing(tmp_path):
     broken = "import subprocess, sys; subprocess.Popen(['sleep', '97']); sys.exit('ValueError: no such weights')"
     engine = engines.Engine("vLLM", (sys.executable, "-c", broken), dict(os.environ))

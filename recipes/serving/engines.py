@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,15 +34,21 @@ class Engine:
 
 
 def choose(engine: str, served: Served) -> str:
-    """Return the engine for `auto`: vLLM where it is installed.
+    """Return the engine for `auto`: vLLM where it is installed and has kernels for the model.
 
     Raises:
         UserError: none is installed, or the one that is cannot serve this.
     """
+    runs = not is_packed(served.model) or has_packed_kernels()
     if engine == "auto":
-        engine = "vllm" if environment.python("vllm") else "transformers"
+        engine = "vllm" if environment.python("vllm") and runs else "transformers"
     if engine == "vllm":
         environment.require("vllm", "--engine vllm")
+        if not runs:
+            raise UserError(
+                f"{served.model}: vLLM's kernels for 4-bit weights need a GPU or a processor with AVX-512; use "
+                "--engine transformers, or export with --quantize int8."
+            )
         return engine
     missing = [package for package in WEB if importlib.util.find_spec(package) is None]
     if missing:
@@ -101,9 +108,21 @@ def _dtype(model: Path) -> str | None:
     """Return what a model computes in: what it was trained in, but for 4-bit weights, whose kernels have no fp32."""
     config = read_json(model / "config.json") if (model / "config.json").exists() else {}
     dtype = config.get("dtype") or config.get("torch_dtype")
+    return "bfloat16" if dtype == "float32" and is_packed(model) else dtype
+
+
+def is_packed(model: Path) -> bool:
+    """Return whether a model's weights have 4 bits each, in compressed-tensors' format."""
+    config = read_json(model / "config.json") if (model / "config.json").exists() else {}
     groups = (config.get("quantization_config") or {}).get("config_groups") or {}
-    packed = any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values())
-    return "bfloat16" if packed and dtype == "float32" else dtype
+    return any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values())
+
+
+def has_packed_kernels() -> bool:
+    """Return whether vLLM computes with 4-bit weights here: 0.32 has `cpu_gemm_wna16` for AVX-512, not for AVX2."""
+    if _on_gpu() or platform.machine() != "x86_64":
+        return True
+    return "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
 def _on_gpu() -> bool:
