@@ -85,7 +85,7 @@ def be_launcher(size: str, port: str, folder: str) -> int:
 
 def be_rank(rank: int, size: str, port: str, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CROSS_RANK": "0"}  # as launch.py's ranks have
     try:
         training_run.main(folder)
     except BaseException:
