@@ -3,7 +3,7 @@
     size       layers  hidden  heads  parameters  context  licence     weights
     35b-a3b    40      2048    16     34.66B      262,144  Apache-2.0  Qwen/Qwen3.5-35B-A3B
     122b-a10b  48      3072    32     122.11B     262,144  Apache-2.0  Qwen/Qwen3.5-122B-A10B
-    397b-a17b  60      4096    32     396.00B     262,144  Apache-2.0  Qwen/Qwen3.5-397B-A17B
+    397b-a17b  60      4096    32     396.35B     262,144  Apache-2.0  Qwen/Qwen3.5-397B-A17B
 
     variant       method    trains                             DeepSpeed
     full          SFT       all weights                        ZeRO-3

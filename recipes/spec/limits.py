@@ -51,6 +51,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
     "expert": {
         "ernie4_5_moe": "DeepSpeed's AutoEP fails on the shape of its routers' corrections",
         "gpt_oss": "its experts have biases, and those of DeepSpeed's AutoEP have none",
+        "nemotron_h": "its experts have no gate projection, and those of DeepSpeed's AutoEP have one",
     },
 }
 """By the layout's field and `model_type`: why that kind of parallelism does not train that architecture correctly."""
@@ -82,7 +83,6 @@ EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 
 NO_CLASSIFIER = (
     "falcon_h1",
-    "gemma4_text",
     "glm4_moe",
     "granite",
     "lfm2",
