@@ -1,24 +1,23 @@
 """falcon_h1: TII's Falcon-H1, hybrids whose every layer has attention and a Mamba-2 mixer side by side.
 
     size  layers  hidden  heads  parameters  context  licence     weights
-    0.5b  36      1024    8      521.41M     16,384   Falcon-LLM  tiiuae/Falcon-H1-0.5B-Instruct
     3b    32      2560    10     3.15B       131,072  Falcon-LLM  tiiuae/Falcon-H1-3B-Instruct
     7b    44      3072    12     7.59B       262,144  Falcon-LLM  tiiuae/Falcon-H1-7B-Instruct
     34b   72      5120    20     33.64B      262,144  Falcon-LLM  tiiuae/Falcon-H1-34B-Instruct
 
     variant       method    trains           DeepSpeed
-    full          SFT       all weights      ZeRO-2 (0.5b, 3b), ZeRO-3
+    full          SFT       all weights      ZeRO-2 (3b), ZeRO-3
     lora          SFT       adapters         ZeRO-3 (34b), ZeRO-2
     qlora         SFT       adapters on NF4  ZeRO-2
     dora          SFT       adapters         ZeRO-3 (34b), ZeRO-2
-    full_offload  SFT       all weights      ZeRO-2 (0.5b, 3b), ZeRO-3
+    full_offload  SFT       all weights      ZeRO-2 (3b), ZeRO-3
     dpo_lora      DPO       adapters         ZeRO-3 (34b), ZeRO-2
     kto_lora      KTO       adapters         ZeRO-3 (34b), ZeRO-2
     orpo_lora     ORPO      adapters         ZeRO-3 (34b), ZeRO-2
     simpo_lora    SimPO     adapters         ZeRO-3 (34b), ZeRO-2
-    dpo_full      DPO       all weights      ZeRO-2 (0.5b, 3b), ZeRO-3
-    grpo          GRPO      all weights      ZeRO-2 (0.5b, 3b), ZeRO-3
-    pretrain      raw text  all weights      ZeRO-2 (0.5b, 3b), ZeRO-3
+    dpo_full      DPO       all weights      ZeRO-2 (3b), ZeRO-3
+    grpo          GRPO      all weights      ZeRO-2 (3b), ZeRO-3
+    pretrain      raw text  all weights      ZeRO-2 (3b), ZeRO-3
 
     python scripts/launch.py falcon_h1-7b lora
     python scripts/launch.py falcon_h1-34b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
@@ -51,26 +50,6 @@ SHARED = {
 }
 
 SIZES = {
-    "0.5b": Model(
-        path="tiiuae/Falcon-H1-0.5B-Instruct",
-        parameters=521_411_104,
-        config={
-            **SHARED,
-            "vocab_size": 32784,
-            "hidden_size": 1024,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "mamba_d_ssm": 1536,
-            "mamba_n_heads": 24,
-            "mamba_d_head": 64,
-            "mamba_d_state": 128,
-            "mamba_chunk_size": 128,
-            "max_position_embeddings": 16384,
-        },
-    ),
     "3b": Model(
         path="tiiuae/Falcon-H1-3B-Instruct",
         parameters=3_149_256_192,
@@ -134,7 +113,7 @@ SIZES = {
     ),
 }
 
-WHOLE = ("0.5b", "3b")
+WHOLE = ("3b",)
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""
 
 LINEAR = f"{variants.ATTENTION},in_proj,gate_proj,up_proj,down_proj"
