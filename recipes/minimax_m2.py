@@ -18,7 +18,7 @@
     expert        SFT       all weights, spread                ZeRO-1
 
     python scripts/launch.py minimax_m2-229b lora
-    python scripts/launch.py minimax_m2-229b lora model.path=MiniMaxAI/MiniMax-M2 data.path=FILE.jsonl epochs=2
+    python scripts/launch.py minimax_m2-229b lora model.path=BF16_FOLDER data.path=FILE.jsonl epochs=2
 
 All weights: 1e-5 from NVIDIA-NeMo/Automodel (llm_finetune/minimax_m2/minimax_m2.5_hellaswag_pp.yaml). Adapters: rank 16
 and alpha 32 from axolotl (minimax/m2-qlora.yaml), which takes 2e-4; here 1e-4, as QLoRA does at this size
