@@ -10,6 +10,8 @@ from transformers import AutoConfig
 from recipes.commands import launch, plan
 from recipes.commands.main import run as run_command
 from recipes.page_checks import auto
+from recipes.planning.model_profile.lookup import profile_of
+from recipes.planning.search import nearest as nearest_module
 from recipes.planning.search.nearest import nearest
 from recipes.spec import pages
 from recipes.spec.errors import UserError
@@ -59,6 +61,18 @@ def test_experts_borrow_from_experts_and_others_from_others(kind):
     assert mixture == (NO_PAGE[kind] == "experts"), found.name
 
 
+def test_what_mixes_tokens_beside_attention_is_borrowed_from_its_like():
+    """Else a decoder of 7.6B would take over Falcon-H1's adapters, and train without packing."""
+    assert nearest_module._mixers(pages.find("falcon_h1-7b", "full").model.config) == {"mamba"}
+    assert nearest_module._mixers(pages.find("lfm2-1.2b", "full").model.config) == {"conv_L"}
+    falcon = profile_of(pages.find("falcon_h1-7b", "full").model.config).parameters
+    plain = {"hidden_size": 4096, "intermediate_size": 14592, "num_hidden_layers": 32, "vocab_size": 100_000}
+    decoder = dimensions("helium", **plain, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    found = nearest(decoder, "lora")
+    assert abs(profile_of(decoder).parameters / falcon - 1) < 0.2
+    assert found.packing and found.family != "falcon_h1"
+
+
 def test_size_counts_within_an_architecture_and_architecture_within_ten_times_the_size():
     small, large = (pages.find(f"qwen3-{size}", "full").model.config for size in ("0.6b", "32b"))
     assert nearest({**small, "num_hidden_layers": 20}, "full").name == "qwen3-0.6b-full"
@@ -83,10 +97,10 @@ def test_another_architecture_has_its_own_attention_and_template(tmp_path):
 
 
 def test_documents_are_packed_only_where_they_stay_apart(tmp_path):
-    """Falcon-H1's state runs on from one document to the next; OLMo 2 tells them apart."""
-    (tmp_path / "config.json").write_text(json.dumps(dimensions("falcon_h1")))
+    """Bamba's state runs on from one document to the next; OLMo 2 tells them apart."""
+    (tmp_path / "config.json").write_text(json.dumps(dimensions("bamba")))
     recipe = auto.borrow(str(tmp_path), "lora")
-    assert not recipe.packing and "packing=false" in auto.said(recipe)
+    assert not recipe.packing and not auto._keeps_documents_apart(recipe)
     assert auto.borrow(str(drafted(tmp_path / "other", "olmo2")), "lora").packing
 
 

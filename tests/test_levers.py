@@ -222,9 +222,13 @@ SEQUENCES = [
 ]
 REFUSED = {
     "bloom": "attend to each other",
+    "falcon_h1": "packed sequences",
     "gemma2": "softcap",
     "gpt_oss": "s_aux",
+    "lfm2": "packed sequences",
+    "nemotron_h": "packed sequences",
     "qwen3_5": "packed sequences",
+    "qwen3_5_moe": "packed sequences",
 }
 
 

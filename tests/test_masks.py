@@ -19,11 +19,17 @@ from recipes.training.model.draft import TINY_MODEL
 from tests.small import small
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
-FAMILIES = ("llama3*", "qwen2_5", "qwen3*", "gemma*", "phi3*", "gptoss", "deepseekv3", "glm4moe")
+FAMILIES = (
+    *("llama3*", "qwen2_5", "qwen3*", "gemma*", "phi3*", "gptoss", "deepseekv3", "glm4moe"),
+    *("lfm2*", "nemotron_3_*", "cohere", "cohere2"),
+)
 SHIPPED = sorted(
     {file.stem for family in FAMILIES for file in FOLDER.glob(f"{family}.jinja") if not file.stem.endswith("_training")}
 )
-WITHOUT_TWIN = {"gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "llama3_1", "llama3_2"}
+WITHOUT_TWIN = {
+    *("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "llama3_1", "llama3_2"),
+    *("lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"),
+}
 """TRL 1.16 has no twin of these that marks the assistant's tokens; they are rendered turn by turn."""
 MARKED = [*SHIPPED, "chatml"]
 
@@ -31,12 +37,16 @@ THINKING = "<think>\n\n</think>\n\n"
 """Qwen's empty think block is in the loss, as in TRL: without it the model would have to think before it answers."""
 AROUND = {
     "chatml": ("", "<|im_end|><|end|>"),
+    "cohere": ("", "<|END_OF_TURN_TOKEN|>"),
+    "cohere2": ("", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
     "deepseekv3": ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     "gemma": ("", "<end_of_turn>\n"),
     "gemma4": ("", "<turn|>\n"),
     "glm4moe": ("\n<think></think>\n", "<|user|>"),
     "gptoss": ("<|start|>assistant<|channel|>final<|message|>", "<|return|>"),
+    "lfm2": ("", "<|im_end|>\n"),
     "llama3": ("", "<|eot_id|>"),
+    "nemotron_3": ("<think></think>", "<|im_end|>\n"),
     "phi3": ("", "<|end|>\n"),
     "qwen2_5": ("\n", "<|im_end|>\n"),
     "qwen3": (THINKING, "<|im_end|>\n"),
@@ -99,7 +109,7 @@ def expected(name, *answers):
 
 
 def test_every_template_of_the_families_is_known_here():
-    assert len(SHIPPED) == 23 and len(MARKED) == 24
+    assert len(SHIPPED) == 34 and len(MARKED) == 35
     assert {name for name in SHIPPED if not (FOLDER / f"{name}_training.jinja").exists()} == WITHOUT_TWIN
 
 
@@ -111,7 +121,7 @@ def test_exactly_the_assistants_turns_are_learned(name):
 
 
 WITHOUT_SYSTEM = {"gemma"}
-WITHOUT_TOOLS = {"gemma", "gemma3", "llama3", "phi3", "phi3_5"}
+WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5"}
 
 
 @pytest.mark.parametrize("name", MARKED)

@@ -13,7 +13,7 @@ from recipes.training.model import attention_bounds, draft, packing_check
 from tests.small import small
 
 SIZES = [(family, size) for family in pages.families() for size in pages.page(family).SIZES]
-CROSSING = {"bloom", "gpt_oss", "qwen3_5"}
+CROSSING = {"bloom", "falcon_h1", "gpt_oss", "lfm2", "nemotron_h", "qwen3_5", "qwen3_5_moe"}
 """Families whose code does not tell documents apart by their position ids; the pages of these do not pack."""
 
 

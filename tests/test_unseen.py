@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from deepspeed.module_inject import auto_ep
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 
 from recipes.spec import deepspeed_file, limits
 from recipes.spec.errors import UserError
@@ -13,7 +20,7 @@ from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Draft, Layout, Model
 from recipes.training import run
 from recipes.training.arguments import deepspeed_config
-from recipes.training.model import draft, packing_check
+from recipes.training.model import draft, load, packing_check
 from recipes.training.parallel import expert_check, sequence_check, stages
 from tests.small import small
 
@@ -80,7 +87,7 @@ def test_stages_need_a_language_model(tmp_path, tokenizer):
 
 
 EXPERT_FILE = deepspeed_file.read(ROOT / "configs" / "expert_parallel.json")
-WITHOUT_PRESET = {"glm4_moe": True, "minimax": False, "olmoe": False, "qwen3_next": False}
+WITHOUT_PRESET = {"glm4_moe": True, "minimax": False, "minimax_m2": False, "olmoe": False, "qwen3_next": False}
 """Mixtures that DeepSpeed has no preset for, and whether their routers compute in fp32."""
 
 
@@ -117,7 +124,45 @@ def test_autoep_is_refused_where_it_computes_something_else(kind, why):
         expert_check.find(AutoConfig.for_model(kind))
 
 
+def test_corrections_that_are_the_blocks_own_count(tokenizer, monkeypatch):
+    """MiniMax M2 corrects its router by a buffer beside it; AutoEP without that computes another model."""
+    keys = expert_check.find(AutoConfig.for_model("minimax_m2")).keys
+    whole = packing_check.draft_of(AutoConfig.for_model("minimax_m2"), tokenizer, "eager", torch.float32)
+    found = expert_check.blocks(whole)
+    for name, parts in found.items():
+        block = whole.get_submodule(name)
+        expert_check._correct(block, block.get_submodule(parts["router_pattern"]))
+        assert block.e_score_correction_bias.abs().max() > 0.01
+    assert expert_check.difference(whole, keys, len(found)) < 1e-5
+    monkeypatch.setattr(auto_ep, "_resolve_e_score_correction_bias_path", lambda module, name: None)
+    assert expert_check.difference(whole, keys, len(found)) > 1e-2
+
+
 def test_autoep_without_a_preset_has_no_balancing_loss(tmp_path):
     recipe = recipe_for(tmp_path, "olmoe", layout=Layout(expert=2), router_aux_loss_coef=0.01)
     with pytest.raises(UserError, match=r"router_aux_loss_coef=0\.01: .* set it to 0"):
         expert_check.mixture(recipe)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_part_of_a_checkpoint_that_also_sees_is_loaded_alone(tmp_path, tokenizer, tied):
+    """Mistral 3's checkpoints, of which Ministral 3's are some: transformers has a class for their text part alone."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    text = AutoConfig.for_model(
+        "ministral3", **sizes, num_key_value_heads=1, vocab_size=len(tokenizer), tie_word_embeddings=tied
+    )
+    seeing = AutoConfig.for_model("pixtral", **sizes, image_size=28, patch_size=14)
+    config = Mistral3Config(text_config=text, vision_config=seeing, tie_word_embeddings=tied)
+    whole = Mistral3ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    loaded = load.load_base(replace(small(tmp_path, "unread"), model=Model(str(tmp_path)))).eval()
+    assert type(loaded).__name__ == "Ministral3ForCausalLM" and loaded.config.model_type == "ministral3"
+    tokens = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, whole(input_ids=tokens).logits)

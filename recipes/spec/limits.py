@@ -19,19 +19,39 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
     "tensor": {
         **dict.fromkeys(("bloom", "gpt2"), "its queries, keys and values are one matrix, not cut by heads"),
         **dict.fromkeys(
-            ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"),
+            (
+                "deepseek_v2",
+                "deepseek_v3",
+                "glm4_moe",
+                "gpt_oss",
+                "minimax_m2",
+                "mixtral",
+                "nemotron_h",
+                "olmoe",
+                "qwen3_5_moe",
+                "qwen3_5_moe_text",
+                "qwen3_moe",
+            ),
             "its experts, most of its weights, are not split",
         ),
     },
     "sequence": {
         "bloom": "its ALiBi attention measures distances within the part of a sequence that a rank holds",
-        "qwen3_5_text": "its linear attention carries a state along the sequence, of which each rank holds only a part",
-        "qwen3_5": "its linear attention carries a state along the sequence, of which each rank holds only a part",
+        "lfm2": "its convolutions read the tokens before a part of a sequence, which another rank holds",
+        **dict.fromkeys(
+            ("falcon_h1", "nemotron_h"),
+            "its Mamba layers carry a state along the sequence, of which each rank holds only a part",
+        ),
+        **dict.fromkeys(
+            ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+            "its linear attention carries a state along the sequence, of which each rank holds only a part",
+        ),
     },
     "pipeline": {},
     "expert": {
         "ernie4_5_moe": "DeepSpeed's AutoEP fails on the shape of its routers' corrections",
         "gpt_oss": "its experts have biases, and those of DeepSpeed's AutoEP have none",
+        "nemotron_h": "its experts have no gate projection, and those of DeepSpeed's AutoEP have one",
     },
 }
 """By the layout's field and `model_type`: why that kind of parallelism does not train that architecture correctly."""
@@ -43,6 +63,7 @@ TENSOR_PARALLEL_TYPES = (
     "gpt_neox",
     "granite",
     "llama",
+    "ministral3",
     "mistral",
     "olmo3",
     "phi3",
@@ -60,7 +81,16 @@ EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 """Model types that DeepSpeed has a preset for, with which expert parallelism trains like plain PyTorch
 (`tests/parity/test_expert.py`); for others `training/parallel/expert_check.py` makes one, or refuses the run."""
 
-NO_CLASSIFIER = ("granite",)
+NO_CLASSIFIER = (
+    "falcon_h1",
+    "glm4_moe",
+    "granite",
+    "lfm2",
+    "minimax_m2",
+    "nemotron_h",
+    "olmoe",
+    "qwen3_5_moe_text",
+)
 """Model types of the pages without a class for sequence classification (`tests/test_reward.py` compares)."""
 
 

@@ -71,6 +71,10 @@ class Data:
         "query_positive",
     ] = "auto"
     """The form of an example; `auto` detects it by its fields, and the run says which it found."""
+    thinking: Literal["learn", "read", "strip"] = "learn"
+    """Of reasoning in the assistant's turns (`reasoning_content`, or `<think>...</think>` before the answer), as far as
+    the chat template renders it. `learn`: it is in the loss; `read`: it is in the sequence and not in the loss;
+    `strip`: it is taken out of the examples."""
     max_examples: int | None = None
     """Train on so many of the examples, drawn with the run's seed; None: on all. To try a recipe out, or to see what
     more data would bring."""
@@ -271,6 +275,11 @@ class Recipe:
         _check_optimizer(self)
         trackers.check(names(self.tracking))
         self.dpo.check()
+        if self.data.thinking != "learn" and self.traits.examples != "conversations":
+            raise UserError(
+                f"data.thinking={self.data.thinking}: {self.traits.title} reads no conversations; leave data.thinking "
+                "out, and change the data's reasoning itself."
+            )
         if self.traits.teacher:
             self.distill.check(self.data.streaming, self.packs, self.sequence_length)
         if self.traits.rollouts:

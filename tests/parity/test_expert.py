@@ -1,6 +1,6 @@
 """Expert parallelism (AutoEP) trains exactly the mixture that plain PyTorch trains in one process.
 
-DeepSpeed has no preset for the last two families; `expert_check` makes theirs.
+DeepSpeed has no preset for the last five families; `expert_check` makes theirs.
 """
 
 import shutil
@@ -74,6 +74,22 @@ FAMILIES = {
         "shared_expert_intermediate_size": 16,
         "layer_types": ["full_attention"] * 2,
     },
+    "qwen3_5_moe_text": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True,
+        },
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48},
 }
 BALANCED = 0.5
 """A coefficient of the load-balancing loss at which it shows: its gradients are of the size of the others."""

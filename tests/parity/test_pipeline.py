@@ -52,6 +52,10 @@ MORE = [
     Case(Layout(pipeline=4), 8, family="gemma3-1b"),
     Case(Layout(pipeline=2, tensor=2), 8, checkpointing=True, family="qwen3-0.6b"),
     Case(Layout(pipeline=3), 3, stage=0, family="qwen3_moe-30b-a3b"),
+    *(Case(Layout(pipeline=2), 2, family=family) for family in ("lfm2-1.2b", "falcon_h1-3b", "nemotron_h-30b-a3b")),
+    Case(Layout(pipeline=2, tensor=2), 4, family="ministral3-8b"),
+    Case(Layout(pipeline=2, sequence=2), 4, family="hunyuan-7b"),
+    Case(Layout(pipeline=2), 2, checkpointing=True, family="glm4_5-air"),
 ]
 
 

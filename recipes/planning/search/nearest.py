@@ -11,6 +11,9 @@ from ...spec.recipe import Recipe
 from ..model_profile.lookup import profile_of
 from ..model_profile.profile import ModelProfile
 
+MIXERS = ("mamba", "linear_", "conv_L")
+"""What the names of a configuration's dimensions begin with, or hold, where layers mix tokens otherwise than by
+attention: their adapters have names of their own, and documents cannot be packed."""
 FAR = 10
 """Times as many parameters, or as few, from which on size says more about a model's settings than architecture."""
 
@@ -19,8 +22,8 @@ def nearest(config: Mapping[str, Any], variant: str) -> Recipe:
     """Return the page's recipe that suits a model best.
 
     A mixture of experts borrows from mixtures only, and others never do, since adapters and layouts name the experts.
-    Then count, in this order: a size within ten times the model's, its `model_type`, linear attention or none, and the
-    nearest size.
+    Then count, in this order: a size within ten times the model's, its `model_type`, the same mixers beside attention
+    (state-space layers, linear attention, convolutions, or none), and the nearest size.
 
     Args:
         config: a decoder's, as in a `config.json`.
@@ -42,7 +45,7 @@ def nearest(config: Mapping[str, Any], variant: str) -> Recipe:
         known = dict.fromkeys(name for module in alike for name in pages.variants(module))
         kind = "mixture of experts" if _is_mixture(own) else "decoder"
         raise UserError(f"{variant}: no page of a {kind} has this variant; there are: {', '.join(known)}.")
-    return min(recipes, key=lambda recipe: _distance(profile_of(recipe.model.config), own))
+    return min(recipes, key=lambda recipe: _distance(recipe.model.config, config))
 
 
 def _first_profile(module: ModuleType) -> ModelProfile:
@@ -57,7 +60,13 @@ def _has_linear_attention(profile: ModelProfile) -> bool:
     return any(not kind.attention_width for kind in profile.layer_kinds)
 
 
-def _distance(theirs: ModelProfile, own: ModelProfile) -> tuple[bool, bool, bool, float]:
-    size = abs(math.log(theirs.parameters / own.parameters))
-    linear = _has_linear_attention(theirs) != _has_linear_attention(own)
-    return size > math.log(FAR), theirs.model_type != own.model_type, linear, size
+def _mixers(config: Mapping[str, Any]) -> set[str]:
+    return {mixer for mixer in MIXERS if any(mixer in name for name in config)}
+
+
+def _distance(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[bool, bool, bool, bool, float]:
+    one, other = profile_of(theirs), profile_of(own)
+    size = abs(math.log(one.parameters / other.parameters))
+    linear = _has_linear_attention(one) != _has_linear_attention(other)
+    mixers = _mixers(theirs) != _mixers(own)
+    return size > math.log(FAR), one.model_type != other.model_type, mixers, linear, size

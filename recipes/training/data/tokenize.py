@@ -14,7 +14,7 @@ from trl import pack_dataset
 from ...spec.errors import UserError
 from ...spec.recipe import Recipe
 from ..model.control_tokens import Turns, conversation_tokens
-from . import chat_templates, sources
+from . import chat_templates, sources, thinking
 from .collate import IGNORED
 from .report import Pieces, Report, histogram, pieces
 from .stream import Stream
@@ -157,6 +157,8 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
 
     def tokenize(example: dict[str, Any]) -> dict[str, Any]:
         turns, tools, given = example["messages"], example["tools"], example["given"]
+        if recipe.data.thinking == "strip":
+            turns = thinking.stripped(turns)
         if not with_tools and (tools or any("tool_calls" in turn for turn in turns)):
             raise UserError(
                 f"model.path={recipe.model.path}: its chat template drops tool calls, and the data has some; "
@@ -165,6 +167,8 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
         try:
             with chat_templates.bounded(f"model.path={recipe.model.path}"):
                 tokens, assistant = mark(turns, tools)
+                if recipe.data.thinking == "read":
+                    assistant = thinking.unlearned(tokenizer, turns, tokens, assistant)
                 before = conversation_tokens(tokenizer, turns[:given], tools, chat_template=template) if given else [0]
         except (TemplateError, TypeError, ValueError, UserError) as error:
             raise UserError(

@@ -100,6 +100,15 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         "linear_key_head_dim": head,
         "linear_value_head_dim": head,
         "sliding_window": WINDOW,
+        "mamba_d_ssm": 2 * HEADS * head,
+        "mamba_n_heads": HEADS,
+        "mamba_num_heads": HEADS,
+        "mamba_d_head": 2 * head,
+        "mamba_head_dim": 2 * head,
+        "mamba_d_state": head,
+        "ssm_state_size": head,
+        "n_groups": 2,  # of a state-space model's heads
+        "moe_shared_expert_intermediate_size": scaled("moe_shared_expert_intermediate_size"),
     }
 
 

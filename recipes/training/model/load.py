@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...spec.errors import UserError, errors_only, first_line
@@ -23,6 +24,12 @@ from ...spec.recipe import Recipe
 from .. import upstream
 from . import adapters, attention, heads, kernels, tiling
 
+TEXT_PART = {
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head": "lm_head",
+    r"^model\.language_model\.": "model.",
+}
+"""What a language model's weights are called in a checkpoint that also sees -> what they are called in it alone."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -102,6 +109,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
                 trust_remote_code=recipe.model.trust_remote_code,
                 use_safetensors=True,  # a pickle from a stranger can run code
                 output_loading_info=True,
+                **text_part(config),
                 **options,
             )
     except (OSError, ValueError, ArithmeticError, AssertionError, SafetensorError, MemoryError) as error:
@@ -118,6 +126,29 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
     if missing:
         raise UserError(missing_weights(recipe, sorted(missing)))
     return model
+
+
+def text_part(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what `from_pretrained` has to be told to load the language model alone from a checkpoint that also sees.
+
+    Nothing where transformers knows by itself what to load: a language model, or all of a model that it has a class
+    for. Mistral 3's checkpoints (Ministral 3 is one) are neither: their text part has a class, the whole has none.
+    """
+    text = config.get_text_config()
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return {}
+    text.tie_word_embeddings = config.tie_word_embeddings  # the whole decides whether the files hold a head
+    return {"config": text, "key_mapping": TEXT_PART}
+
+
+def language_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration that a language model loaded from this one has: the text part's where it is that alone.
+
+    transformers loads Qwen3.5's checkpoints, which also see, as language models; Gemma 3's keep their tower.
+    """
+    text = config.get_text_config()
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return text if kind is not None and kind.config_class is type(text) else config
 
 
 def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfigMixin | None:

@@ -37,6 +37,7 @@ def whole_state(model: PreTrainedModel, keys: Mapping[str, Any]) -> dict[str, to
     router = keys.get("router_pattern", "gate")
     experts = keys.get("expert_pattern", "experts")
     outwards, back = keys.get("expert_w1", "gate_up_proj"), keys.get("expert_w2", "down_proj")
+    ordinary = _ordinary_names(model)
     state: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         layer = next((layer for layer in spread if name.startswith(f"{layer}.")), None)
@@ -51,8 +52,17 @@ def whole_state(model: PreTrainedModel, keys: Mapping[str, Any]) -> dict[str, to
         _keep(state, f"{name}.{experts}.{outwards}", torch.cat([gate, up], dim=1))
         _keep(state, f"{name}.{experts}.{back}", down)
         for key, value in layer.router.state_dict(keep_vars=True).items():
-            _keep(state, f"{name}.{router}.{key.removeprefix('gate.')}", _unsharded(value))
+            own = key.removeprefix("gate.")
+            # AutoEP's router takes over the corrections that are the block's own in MiniMax M2.
+            place = f"{name}.{own}" if f"{name}.{own}" in ordinary else f"{name}.{router}.{own}"
+            _keep(state, place, _unsharded(value))
     return state
+
+
+def _ordinary_names(model: PreTrainedModel) -> set[str]:
+    """Return the names in the state of the same model without AutoEP's layers."""
+    with torch.device("meta"):
+        return set(type(model)(model.config).state_dict())
 
 
 def _keep(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from ...spec.errors import UserError, first_line
 from ...spec.limits import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES
 from ...spec.recipe import Recipe
-from ..model import draft, packing_check
+from ..model import draft, load, packing_check
 
 LENGTH = 48
 """Tokens of each sequence that is compared."""
@@ -57,7 +57,7 @@ def mixture(recipe: Recipe) -> Mixture:
 
 @cache
 def _mixture(path: str, trust_remote_code: bool) -> Mixture:
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = load.language_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
     return Mixture() if config.model_type in EXPERT_PARALLEL_TYPES else find(config)
 
 
@@ -81,8 +81,9 @@ def find(config: PreTrainedConfig) -> Mixture:
             f"layout.expert: AutoEP finds no layers of experts in {config.model_type}; use layout.expert=1."
         )
     name, parts = next(iter(found.items()))
-    router = whole.get_submodule(name).get_submodule(parts["router_pattern"])
-    _correct(router)
+    block = whole.get_submodule(name)
+    router = block.get_submodule(parts["router_pattern"])
+    _correct(block, router)
     reason = ""
     for score, norm in itertools.product(("softmax", "sigmoid"), (True, False)):
         keys = {
@@ -98,7 +99,7 @@ def find(config: PreTrainedConfig) -> Mixture:
             reason = first_line(error).partition(". ")[0]
             continue
         if off < packing_check.LEAK[torch.float32]:
-            return Mixture(keys, _in_fp32(router, whole.config.hidden_size))
+            return Mixture(keys, _in_fp32(block, router, whole.config.hidden_size))
         reason = f"a shrunken model differs by {off:.0e}"
     raise UserError(
         f"layout.expert: DeepSpeed's AutoEP does not compute {config.model_type}'s experts as transformers does "
@@ -142,19 +143,27 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _correct(router: nn.Module) -> None:
-    """Make a router's corrections of its choice, zero in a fresh model, something that shows."""
+def _correct(block: nn.Module, router: nn.Module) -> None:
+    """Make the corrections of a router's choice, zero in a fresh model, something that shows.
+
+    They are the router's, or, in MiniMax M2, the block's.
+    """
     generator = torch.Generator().manual_seed(0)
-    for name, value in itertools.chain(router.named_parameters(), router.named_buffers()):
+    own = itertools.chain(block.named_buffers(recurse=False), block.named_parameters(recurse=False))
+    for name, value in itertools.chain(router.named_parameters(), router.named_buffers(), own):
         if name != "weight" and value.is_floating_point():
             value.copy_(0.1 * torch.randn(value.shape, generator=generator))
 
 
 @torch.no_grad()
-def _in_fp32(router: nn.Module, width: int) -> bool:
-    """Return whether the logits of a router in bf16 are in fp32."""
-    logits = copy.deepcopy(router).bfloat16()(torch.ones(1, 1, width, dtype=torch.bfloat16))[0]
-    return logits.dtype == torch.float32
+def _in_fp32(block: nn.Module, router: nn.Module, width: int) -> bool:
+    """Return whether the logits of a router in bf16 are in fp32; its block knows what it is called with."""
+    copied = copy.deepcopy(block).bfloat16()
+    (name,) = (name for name, module in block.named_modules() if module is router)
+    seen: list[torch.dtype] = []
+    copied.get_submodule(name).register_forward_hook(lambda module, given, output: seen.append(output[0].dtype))
+    copied(torch.ones(1, 1, width, dtype=torch.bfloat16))
+    return seen == [torch.float32]
 
 
 def difference(whole: PreTrainedModel, keys: Mapping[str, Any], count: int) -> float:

@@ -166,8 +166,9 @@ def cut(whole: PreTrainedModel, layers: range) -> None:
     for name in [name for name in held._modules if int(name) not in layers]:
         del held._modules[name]
     config = decoder.config
+    count = config.num_hidden_layers  # in Nemotron-H it is the length of a list that is cut here
     for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":
+        if isinstance(value, list) and len(value) == count and name != "architectures":
             setattr(config, name, [value[index] for index in layers])
     config.num_hidden_layers = len(layers)
     embedding = whole.get_input_embeddings()

@@ -1,0 +1,150 @@
+"""glm4_5: Z.ai's GLM-4.5, mixtures of experts that think or answer at once; 4.6 and 4.7 have the same dimensions.
+
+    size  layers  hidden  heads  parameters  context  licence  weights
+    air   46      4096    96     106.85B     131,072  MIT      zai-org/GLM-4.5-Air
+    355b  92      5120    96     352.80B     131,072  MIT      zai-org/GLM-4.5
+
+    variant       method    trains                             DeepSpeed
+    full          SFT       all weights                        ZeRO-3
+    lora          SFT       adapters on attention and experts  ZeRO-3
+    full_offload  SFT       all weights                        ZeRO-3
+    long_context  SFT       all weights                        ZeRO-3
+    dpo_lora      DPO       adapters on attention and experts  ZeRO-3
+    kto_lora      KTO       adapters on attention and experts  ZeRO-3
+    orpo_lora     ORPO      adapters on attention and experts  ZeRO-3
+    simpo_lora    SimPO     adapters on attention and experts  ZeRO-3
+    dpo_full      DPO       all weights                        ZeRO-3
+    grpo          GRPO      all weights                        ZeRO-3
+    pretrain      raw text  all weights                        ZeRO-3
+    expert        SFT       all weights, spread                ZeRO-1
+
+    python scripts/launch.py glm4_5-air lora
+    python scripts/launch.py glm4_5-355b lora model.path=zai-org/GLM-4.7 data.path=FILE.jsonl epochs=2
+
+All weights: 1e-5 from NVIDIA-NeMo/Automodel (llm_finetune/glm/glm_4.7_te_deepep.yaml). Adapters: rank 16, alpha 8 and
+2e-4 from axolotl (glm45/glm-45-air-qlora.yaml), 1e-4 at 355b as QLoRA (arXiv:2305.14314); DPO 5e-6 from
+alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
+The checkpoints hold a layer that predicts a second token too: it is neither loaded, counted nor exported. DeepSpeed has
+no preset for these experts: the project tells AutoEP how they are routed, and checks it on a draft before a run.
+"""
+
+from dataclasses import replace
+
+from .spec import variants
+from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
+
+SHARED = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "tie_word_embeddings": False,
+}
+
+SIZES = {
+    "air": Model(
+        path="zai-org/GLM-4.5-Air",
+        parameters=106_852_245_504,
+        config={
+            **SHARED,
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 46,
+            "n_routed_experts": 128,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": False,
+        },
+    ),
+    "355b": Model(
+        path="zai-org/GLM-4.5",
+        parameters=352_797_814_784,
+        config={
+            **SHARED,
+            "hidden_size": 5120,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 92,
+            "n_routed_experts": 160,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
+    ),
+}
+
+
+def full(size: str) -> Recipe:
+    """All weights, routers included: for plenty of data; the model states are 1.7 TB (355b: 5.6 TB)."""
+    return Recipe(
+        method="sft",
+        model=SIZES[size],
+        data=CHAT,
+        deepspeed="zero3_moe.json",
+        learning_rate=1e-5,
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=64,
+        sequence_length=4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on attention and on every expert: try this first; a small file to ship."""
+    return replace(
+        full(size),
+        lora=Lora(rank=16, alpha=8, target_modules=variants.ATTENTION, target_parameters=variants.EXPERTS),
+        learning_rate=1e-4 if size == "355b" else 2e-4,
+        global_batch_size=32,
+    )
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
+
+
+def long_context(size: str) -> Recipe:
+    """All weights on sequences of 32,768 tokens: for long documents, tools and long reasoning."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=64)
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+dpo_full = variants.dpo_full_of(full)
+grpo = variants.grpo_of(full)
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
+
+    Usually from base weights: model.path=zai-org/GLM-4.5-Air-Base.
+    """
+    return variants.pretrain(full(size))
+
+
+def expert(size: str) -> Recipe:
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+
+    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
+    """
+    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))

@@ -1,0 +1,118 @@
+"""minimax_m2: MiniMax-M2.5, a mixture of 256 experts with 10B of 229B active, for code and agents.
+
+    size  layers  hidden  heads  parameters  context  licence       weights
+    229b  62      3072    48     228.69B     196,608  Modified-MIT  MiniMaxAI/MiniMax-M2.5
+
+    variant       method    trains                             DeepSpeed
+    full          SFT       all weights                        ZeRO-3
+    lora          SFT       adapters on attention and experts  ZeRO-3
+    full_offload  SFT       all weights                        ZeRO-3
+    long_context  SFT       all weights                        ZeRO-3
+    dpo_lora      DPO       adapters on attention and experts  ZeRO-3
+    kto_lora      KTO       adapters on attention and experts  ZeRO-3
+    orpo_lora     ORPO      adapters on attention and experts  ZeRO-3
+    simpo_lora    SimPO     adapters on attention and experts  ZeRO-3
+    dpo_full      DPO       all weights                        ZeRO-3
+    grpo          GRPO      all weights                        ZeRO-3
+    pretrain      raw text  all weights                        ZeRO-3
+    expert        SFT       all weights, spread                ZeRO-1
+
+    python scripts/launch.py minimax_m2-229b lora
+    python scripts/launch.py minimax_m2-229b lora model.path=BF16_FOLDER data.path=FILE.jsonl epochs=2
+
+All weights: 1e-5 from NVIDIA-NeMo/Automodel (llm_finetune/minimax_m2/minimax_m2.5_hellaswag_pp.yaml). Adapters: rank 16
+and alpha 32 from axolotl (minimax/m2-qlora.yaml), which takes 2e-4; here 1e-4, as QLoRA does at this size
+(arXiv:2305.14314); DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
+The weights are published in FP8, which cannot be trained: model.path has to name a folder with a bf16 copy of them. Its
+layers that predict more tokens are neither loaded, counted nor exported.
+"""
+
+from dataclasses import replace
+
+from .spec import variants
+from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
+
+SIZES = {
+    "229b": Model(
+        path="MiniMaxAI/MiniMax-M2.5",
+        parameters=228_689_748_992,
+        config={
+            "model_type": "minimax_m2",
+            "vocab_size": 200064,
+            "hidden_size": 3072,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 196608,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+
+def full(size: str) -> Recipe:
+    """All weights, routers included: for plenty of data; the model states are 3.7 TB."""
+    return Recipe(
+        method="sft",
+        model=SIZES[size],
+        data=CHAT,
+        deepspeed="zero3_moe.json",
+        learning_rate=1e-5,
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=64,
+        sequence_length=4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on attention and on every expert: try this first; a small file to ship."""
+    return replace(
+        full(size),
+        lora=Lora(rank=16, alpha=32, target_modules=variants.ATTENTION, target_parameters=variants.EXPERTS),
+        learning_rate=1e-4,
+        global_batch_size=32,
+    )
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
+
+
+def long_context(size: str) -> Recipe:
+    """All weights on sequences of 32,768 tokens: for long documents, tools and long reasoning."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=64)
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+dpo_full = variants.dpo_full_of(full)
+grpo = variants.grpo_of(full)
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
+    return variants.pretrain(full(size))
+
+
+def expert(size: str) -> Recipe:
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+
+    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
+    """
+    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))

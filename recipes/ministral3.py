@@ -1,0 +1,166 @@
+"""ministral3: the language models of Mistral's Ministral 3, dense, for text: 3B, 8B and 14B of December 2025.
+
+    size  layers  hidden  heads  parameters  context  licence     weights
+    3b    26      3072    32     3.43B       262,144  Apache-2.0  mistralai/Ministral-3-3B-Instruct-2512-BF16
+    8b    34      4096    32     8.49B       262,144  Apache-2.0  mistralai/Ministral-3-8B-Instruct-2512-BF16
+    14b   40      5120    32     13.51B      262,144  Apache-2.0  mistralai/Ministral-3-14B-Instruct-2512-BF16
+
+    variant       method    trains           DeepSpeed
+    full          SFT       all weights      ZeRO-2 (3b), ZeRO-3
+    lora          SFT       adapters         ZeRO-2
+    qlora         SFT       adapters on NF4  ZeRO-2
+    dora          SFT       adapters         ZeRO-2
+    full_offload  SFT       all weights      ZeRO-2 (3b), ZeRO-3
+    long_context  SFT       all weights      ZeRO-3
+    dpo_lora      DPO       adapters         ZeRO-2
+    kto_lora      KTO       adapters         ZeRO-2
+    orpo_lora     ORPO      adapters         ZeRO-2
+    simpo_lora    SimPO     adapters         ZeRO-2
+    dpo_full      DPO       all weights      ZeRO-2 (3b), ZeRO-3
+    reward        reward    all weights      ZeRO-2 (3b), ZeRO-3
+    classify      classes   all weights      ZeRO-2 (3b), ZeRO-3
+    embed         pairs     all weights      ZeRO-2 (3b), ZeRO-3
+    grpo          GRPO      all weights      ZeRO-2 (3b), ZeRO-3
+    pretrain      raw text  all weights      ZeRO-2 (3b), ZeRO-3
+
+    python scripts/launch.py ministral3-8b lora
+    python scripts/launch.py ministral3-14b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
+
+All weights: 1e-5 at batch 64 from NVIDIA-NeMo/Automodel (llm_finetune/mistral/ministral3_3b_squad.yaml). Adapters: rank
+32, alpha 16 and 2e-4 from axolotl (ministral3/ministral3-3b-qlora.yaml), DoRA at half the rank (arXiv:2402.09353); DPO
+5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
+The checkpoints hold a vision tower of 0.4B parameters too: it is neither loaded, counted nor exported. Instruct is
+published in FP8, which cannot be trained; this is Mistral's bf16 copy. Beyond 16,384 positions queries are scaled.
+"""
+
+from dataclasses import replace
+
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
+
+SHARED = {
+    "model_type": "ministral3",
+    "vocab_size": 131072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "max_position_embeddings": 262144,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+SIZES = {
+    "3b": Model(
+        path="mistralai/Ministral-3-3B-Instruct-2512-BF16",
+        parameters=3_429_006_336,
+        config={
+            **SHARED,
+            "hidden_size": 3072,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "8b": Model(
+        path="mistralai/Ministral-3-8B-Instruct-2512-BF16",
+        parameters=8_489_553_920,
+        config={
+            **SHARED,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 34,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "14b": Model(
+        path="mistralai/Ministral-3-14B-Instruct-2512-BF16",
+        parameters=13_506_073_600,
+        config={
+            **SHARED,
+            "hidden_size": 5120,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 40,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+WHOLE = ("3b",)
+"""Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""
+
+
+def full(size: str) -> Recipe:
+    """All weights: for plenty of data, or a task far from what the model knows."""
+    return Recipe(
+        method="sft",
+        model=SIZES[size],
+        data=CHAT,
+        deepspeed="zero2.json" if size in WHOLE else "zero3.json",
+        learning_rate=1e-5,
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=64,
+        sequence_length=4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
+    return replace(
+        full(size),
+        deepspeed="zero2.json",
+        lora=Lora(rank=32, alpha=16),
+        learning_rate=2e-4,
+        global_batch_size=32,
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
+
+
+def dora(size: str) -> Recipe:
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
+    return variants.dora(lora(size))
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
+
+
+def long_context(size: str) -> Recipe:
+    """All weights on sequences of 32,768 tokens: for long documents and conversations with tools."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=16)
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+dpo_full = variants.dpo_full_of(full)
+reward, classify, embed = variants.heads(full)
+grpo = variants.grpo_of(full)
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
+
+    Usually from base weights: model.path=mistralai/Ministral-3-8B-Base-2512.
+    """
+    return variants.pretrain(full(size))

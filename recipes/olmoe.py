@@ -1,0 +1,118 @@
+"""olmoe: Ai2's OLMoE, a small and fully open mixture of experts: 1.3B of 6.9B active, data and code published.
+
+    size   layers  hidden  heads  parameters  context  licence     weights
+    1b-7b  16      2048    16     6.92B       4,096    Apache-2.0  allenai/OLMoE-1B-7B-0125-Instruct
+
+    variant       method    trains                             DeepSpeed
+    full          SFT       all weights                        ZeRO-3
+    lora          SFT       adapters on attention and experts  ZeRO-3
+    full_offload  SFT       all weights                        ZeRO-3
+    dpo_lora      DPO       adapters on attention and experts  ZeRO-3
+    kto_lora      KTO       adapters on attention and experts  ZeRO-3
+    orpo_lora     ORPO      adapters on attention and experts  ZeRO-3
+    simpo_lora    SimPO     adapters on attention and experts  ZeRO-3
+    dpo_full      DPO       all weights                        ZeRO-3
+    grpo          GRPO      all weights                        ZeRO-3
+    pretrain      raw text  all weights                        ZeRO-3
+    expert        SFT       all weights, spread                ZeRO-1
+
+    python scripts/launch.py olmoe-1b-7b lora
+    python scripts/launch.py olmoe-1b-7b full data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=2
+
+All weights: 2e-5 at batch 128 and length 4,096, and DPO 5e-7, from the model's report (arXiv:2409.02060).
+Adapters: rank 16, alpha 32 and 2e-4 as QLoRA at this size (arXiv:2305.14314); DPO with adapters 5e-6 from
+alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
+64 experts per layer, 8 for a token. DeepSpeed has no preset for them: the project tells AutoEP how they are routed, and
+checks it on a draft before a run. The loss that balances them is off; router_aux_loss_coef=0.01 is pre-training's.
+"""
+
+from dataclasses import replace
+
+from .spec import variants
+from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
+
+SIZES = {
+    "1b-7b": Model(
+        path="allenai/OLMoE-1B-7B-0125-Instruct",
+        parameters=6_919_161_856,
+        config={
+            "model_type": "olmoe",
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+            "output_router_logits": False,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-05,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+            },
+            "clip_qkv": None,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+
+def full(size: str) -> Recipe:
+    """All weights, routers included: for plenty of data, or a task far from what the model knows."""
+    return Recipe(
+        method="sft",
+        model=SIZES[size],
+        data=CHAT,
+        deepspeed="zero3_moe.json",
+        learning_rate=2e-5,
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=128,
+        sequence_length=4096,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on attention and on every expert: try this first; a small file to ship."""
+    return replace(
+        full(size),
+        lora=Lora(rank=16, alpha=32, target_modules=variants.ATTENTION, target_parameters=variants.EXPERTS),
+        learning_rate=2e-4,
+        global_batch_size=32,
+    )
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+dpo_full = variants.dpo_full_of(full)
+grpo = variants.grpo_of(full)
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
+
+    Usually from base weights: model.path=allenai/OLMoE-1B-7B-0924.
+    """
+    return variants.pretrain(full(size))
+
+
+def expert(size: str) -> Recipe:
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+
+    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
+    """
+    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))

@@ -1,0 +1,176 @@
+"""qwen3_5_moe: the mixtures of Qwen3.5, three layers of linear attention for one of full attention, for text.
+
+    size       layers  hidden  heads  parameters  context  licence     weights
+    35b-a3b    40      2048    16     34.66B      262,144  Apache-2.0  Qwen/Qwen3.5-35B-A3B
+    122b-a10b  48      3072    32     122.11B     262,144  Apache-2.0  Qwen/Qwen3.5-122B-A10B
+    397b-a17b  60      4096    32     396.35B     262,144  Apache-2.0  Qwen/Qwen3.5-397B-A17B
+
+    variant       method    trains                             DeepSpeed
+    full          SFT       all weights                        ZeRO-3
+    lora          SFT       adapters on attention and experts  ZeRO-3
+    full_offload  SFT       all weights                        ZeRO-3
+    long_context  SFT       all weights                        ZeRO-3
+    dpo_lora      DPO       adapters on attention and experts  ZeRO-3
+    kto_lora      KTO       adapters on attention and experts  ZeRO-3
+    orpo_lora     ORPO      adapters on attention and experts  ZeRO-3
+    simpo_lora    SimPO     adapters on attention and experts  ZeRO-3
+    dpo_full      DPO       all weights                        ZeRO-3
+    grpo          GRPO      all weights                        ZeRO-3
+    pretrain      raw text  all weights                        ZeRO-3
+    expert        SFT       all weights, spread                ZeRO-1
+
+    python scripts/launch.py qwen3_5_moe-35b-a3b lora
+    python scripts/launch.py qwen3_5_moe-35b-a3b lora model.path=Qwen/Qwen3.6-35B-A3B data.path=FILE.jsonl epochs=2
+
+All weights: 5e-6, decay and beta2 from NVIDIA-NeMo/Automodel (vlm_finetune/qwen3_5_moe/qwen3_6_35b.yaml). Adapters:
+rank 16, alpha 32 and 2e-4 from axolotl (qwen3.5/35b-a3b-moe-qlora.yaml), 1e-4 above as QLoRA (arXiv:2305.14314); DPO
+5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
+The checkpoints hold a vision tower and a layer that predicts a second token too: neither is loaded, counted or
+exported. No variant packs documents. Install flash-linear-attention and causal-conv1d: without them it is slow.
+"""
+
+from dataclasses import replace
+
+from .spec import variants
+from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
+from .spec.samples import CHAT
+
+SHARED = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 248320,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "layer_types": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-06,
+    "router_aux_loss_coef": 0.001,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+
+SIZES = {
+    "35b-a3b": Model(
+        path="Qwen/Qwen3.5-35B-A3B",
+        parameters=34_660_610_688,
+        config={
+            **SHARED,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "linear_num_value_heads": 32,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "122b-a10b": Model(
+        path="Qwen/Qwen3.5-122B-A10B",
+        parameters=122_111_526_912,
+        config={
+            **SHARED,
+            "hidden_size": 3072,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "linear_num_value_heads": 64,
+            "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "397b-a17b": Model(
+        path="Qwen/Qwen3.5-397B-A17B",
+        parameters=396_346_350_336,
+        config={
+            **SHARED,
+            "hidden_size": 4096,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "linear_num_value_heads": 64,
+            "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+        },
+    ),
+}
+
+LINEAR = f"{variants.ATTENTION},in_proj_qkv,in_proj_z,out_proj"
+"""The large projections of both kinds of attention."""
+
+
+def full(size: str) -> Recipe:
+    """All weights, routers included: for plenty of data; the model states are 555 GB (397b-a17b: 6.3 TB)."""
+    return Recipe(
+        method="sft",
+        model=SIZES[size],
+        data=CHAT,
+        deepspeed="zero3_moe.json",
+        learning_rate=5e-6,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        schedule=Schedule("cosine", warmup=0.03),
+        global_batch_size=64,
+        sequence_length=4096,
+        # Linear attention reads no position ids: its state would carry over from one packed document into the next.
+        packing=False,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on attention and on every expert: try this first; a small file to ship."""
+    return replace(
+        full(size),
+        lora=Lora(rank=16, alpha=32, target_modules=LINEAR, target_parameters=variants.EXPERTS),
+        learning_rate=2e-4 if size == "35b-a3b" else 1e-4,
+        weight_decay=0.0,
+        global_batch_size=32,
+    )
+
+
+def full_offload(size: str) -> Recipe:
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
+    return variants.full_offload(full(size))
+
+
+def long_context(size: str) -> Recipe:
+    """All weights on sequences of 32,768 tokens: for long documents and long reasoning."""
+    return variants.long_context(full(size), sequence_length=32768, global_batch_size=64)
+
+
+def dpo_lora(size: str) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
+
+
+kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
+dpo_full = variants.dpo_full_of(full)
+grpo = variants.grpo_of(full)
+
+
+def pretrain(size: str) -> Recipe:
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
+
+    Usually from base weights: model.path=Qwen/Qwen3.5-35B-A3B-Base.
+    """
+    return variants.pretrain(full(size))
+
+
+def expert(size: str) -> Recipe:
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+
+    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
+    """
+    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))

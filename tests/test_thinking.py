@@ -1,0 +1,89 @@
+"""`data.thinking`: reasoning is learned, read without being learned, or taken out, template by template."""
+
+from dataclasses import replace
+
+import pytest
+
+from recipes.spec import pages
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Data
+from recipes.training.data import thinking, tokenize
+from recipes.training.model.draft import TINY_MODEL
+from tests.small import small
+from tests.test_masks import tokenizer_with
+
+REASON = "First I add."
+FIRST, SECOND = {"role": "user", "content": "Hi?"}, {"role": "user", "content": "So?"}
+TEMPLATES = ["chatml", "gemma4_v5", "glm4moe", "nemotron_3_nano", "qwen3", "qwen3_5_think"]
+
+
+def answer(text, reasoning=REASON):
+    """Return a turn with reasoning under every name that a template may read."""
+    return {"role": "assistant", "content": text, "reasoning_content": reasoning, "reasoning": reasoning}
+
+
+def tokens_and_learned(name, turns, how):
+    """Return the whole text of a conversation, and the text of what is in the loss."""
+    tokenizer = tokenizer_with(name)
+    recipe = replace(small(TINY_MODEL, "unread"), data=Data("unread", thinking=how))
+    row = tokenize._conversation(recipe, tokenizer)({"messages": turns, "tools": None, "given": 0})
+    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+    return tokenizer.decode(row["input_ids"]), tokenizer.decode(learned)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_reasoning_is_learned_read_or_taken_out(name):
+    turns = [FIRST, answer("Yes.")]
+    whole, learned = tokens_and_learned(name, turns, "learn")
+    assert REASON in whole and REASON in learned and "Yes." in learned
+    same, learned = tokens_and_learned(name, turns, "read")
+    assert same == whole and REASON not in learned and "Yes." in learned and "think" not in learned.partition("Yes.")[0]
+    whole, learned = tokens_and_learned(name, turns, "strip")
+    assert REASON not in whole and "Yes." in learned
+    assert (whole, learned) == tokens_and_learned(name, [FIRST, {"role": "assistant", "content": "Yes."}], "learn")
+
+
+@pytest.mark.parametrize("name", ["chatml", "glm4moe", "qwen3"])
+def test_every_turn_is_treated_alike(name):
+    turns = [FIRST, answer("Yes."), SECOND, answer("No.", "Then I subtract.")]
+    whole, learned = tokens_and_learned(name, turns, "read")
+    assert "Then I subtract." in whole and "Then I" not in learned and REASON not in learned
+    assert "Yes." in learned and "No." in learned and "So?" not in learned
+    whole, _ = tokens_and_learned(name, turns, "strip")
+    assert "Then I" not in whole and REASON not in whole
+
+
+def test_a_block_in_the_content_counts_too():
+    turns = [FIRST, {"role": "assistant", "content": f"<think>\n{REASON}\n</think>\n\nYes."}]
+    whole, learned = tokens_and_learned("chatml", turns, "read")
+    assert REASON in whole and REASON not in learned and learned.strip().startswith("Yes.")
+    whole, learned = tokens_and_learned("chatml", turns, "strip")
+    assert "think" not in whole and learned.startswith("Yes.")
+
+
+def test_an_empty_block_stays_in_the_loss():
+    whole, learned = tokens_and_learned("qwen3", [FIRST, {"role": "assistant", "content": "Yes."}], "read")
+    assert "<think>\n\n</think>\n\nYes." in whole and "<think>\n\n</think>\n\nYes." in learned
+
+
+def test_a_mask_that_is_one_token_short_is_noticed(monkeypatch):
+    found = thinking._block
+
+    def short(tokenizer, tokens):
+        block = found(tokenizer, tokens)
+        return range(block.start, block.stop - 4)
+
+    monkeypatch.setattr(thinking, "_block", short)
+    _, learned = tokens_and_learned("chatml", [FIRST, answer("Yes.")], "read")
+    assert not learned.strip().startswith("Yes.")
+
+
+def test_a_template_without_blocks_is_refused_where_the_data_reasons():
+    with pytest.raises(UserError, match=r"no reasoning block that is known, so data\.thinking=read has nothing"):
+        tokens_and_learned("llama3", [FIRST, answer("Yes.")], "read")
+
+
+def test_methods_without_conversations_refuse_the_key():
+    recipe = pages.find("tiny-3m", "dpo_lora")
+    with pytest.raises(UserError, match=r"data\.thinking=strip: DPO reads no conversations; leave"):
+        replace(recipe, data=replace(recipe.data, thinking="strip"))
