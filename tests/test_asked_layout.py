@@ -28,7 +28,7 @@ ON_1024 = ("--gpu", "H100", "--gpus", "8", "--nodes", "128")
         ),
         (["qwen3_moe-30b-a3b", *ON_16, "layout.expert=16"], 0, ["data 16 x expert 16", "for all-to-alls of expert"]),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=["512", "64", "405b", "experts"],
 )
 def test_a_layout_that_is_asked_for_is_listed_and_its_rank_explained(words, status, said, capsys):
     assert main.run("plan", words) == status

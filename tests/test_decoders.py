@@ -26,7 +26,7 @@ CONFIGS = {
         "rope_scaling": {"type": "dynamic", "factor": 2.0},
         "auto_map": {"AutoConfig": "a.B"},
     },
-    "flat qwen2_5_vl": LLAMA_LIKE
+    "qwen2_5_vl": LLAMA_LIKE
     | {
         "model_type": "qwen2_5_vl",
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -63,7 +63,7 @@ CONFIGS = {
         "max_position_embeddings": 8192,
     },
 }
-KNOWN = {"internlm2": "llama", "flat qwen2_5_vl": "qwen2", "mllama": "llama", "kimi_k2": "deepseek_v3"}
+KNOWN = {"internlm2": "llama", "qwen2_5_vl": "qwen2", "mllama": "llama", "kimi_k2": "deepseek_v3"}
 
 
 @pytest.fixture(autouse=True)

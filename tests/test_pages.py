@@ -74,8 +74,8 @@ def test_a_size_that_does_not_exist_is_answered_with_the_nearest():
         UserError, match=r"unknown size of llama3 '7b'; did you mean '70b'.* There are: 1b, 3b, 8b, 70b"
     ):
         pages.find("llama3-7b", "lora")
-    with pytest.raises(UserError, match="unknown variant of mixtral 'qlora'; did you mean 'lora'"):
-        pages.find("mixtral-8x7b", "qlora")
+    with pytest.raises(UserError, match="unknown variant of mixtral 'dora'; did you mean 'lora'"):
+        pages.find("mixtral-8x7b", "dora")
     for wrong, right in (("dpo", "dpo_lora"), ("LoRA", "lora"), ("offload", "full_offload")):
         with pytest.raises(UserError, match=f"'{wrong}'; did you mean '{right}'"):
             pages.find("llama3-8b", wrong)
