@@ -1,23 +1,24 @@
-"""llama3: Meta's Llama 3.1 (8b), 3.2 (1b, 3b) and 3.3 (70b), text only, the instruct models.
+"""llama3: Meta's Llama 3.1 (8b, 405b), 3.2 (1b, 3b) and 3.3 (70b), text only, the instruct models.
 
     size  layers  hidden  heads  parameters  context  licence    weights
     1b    16      2048    32     1.24B       131,072  Llama-3.2  meta-llama/Llama-3.2-1B-Instruct
     3b    28      3072    24     3.21B       131,072  Llama-3.2  meta-llama/Llama-3.2-3B-Instruct
     8b    32      4096    32     8.03B       131,072  Llama-3.1  meta-llama/Llama-3.1-8B-Instruct
     70b   80      8192    64     70.55B      131,072  Llama-3.3  meta-llama/Llama-3.3-70B-Instruct
+    405b  126     16384   128    405.85B     131,072  Llama-3.1  meta-llama/Llama-3.1-405B-Instruct
 
     variant       method    trains       DeepSpeed
     full          SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3
-    lora          SFT       adapters     ZeRO-2, ZeRO-3 (70b)
+    lora          SFT       adapters     ZeRO-2, ZeRO-3 (70b, 405b)
     qlora         SFT       adapters     ZeRO-2
     qlora_zero3   SFT       adapters     ZeRO-3
-    dora          SFT       adapters     ZeRO-2, ZeRO-3 (70b)
+    dora          SFT       adapters     ZeRO-2, ZeRO-3 (70b, 405b)
     full_offload  SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3; optimizer on the CPU
     long_context  SFT       all weights  ZeRO-3
-    dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (70b)
-    kto_lora      KTO       adapters     ZeRO-2, ZeRO-3 (70b)
-    orpo_lora     ORPO      adapters     ZeRO-2, ZeRO-3 (70b)
-    simpo_lora    SimPO     adapters     ZeRO-2, ZeRO-3 (70b)
+    dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (70b, 405b)
+    kto_lora      KTO       adapters     ZeRO-2, ZeRO-3 (70b, 405b)
+    orpo_lora     ORPO      adapters     ZeRO-2, ZeRO-3 (70b, 405b)
+    simpo_lora    SimPO     adapters     ZeRO-2, ZeRO-3 (70b, 405b)
     dpo_full      DPO       all weights  ZeRO-2 (1b, 3b), ZeRO-3
     reward        reward    all weights  ZeRO-2 (1b, 3b), ZeRO-3
     classify      classes   all weights  ZeRO-2 (1b, 3b), ZeRO-3
@@ -26,17 +27,18 @@
     pretrain      raw text  all weights  ZeRO-2 (1b, 3b), ZeRO-3
     tensor        SFT       all weights  ZeRO-1; every matrix over 8 GPUs
     sequence      SFT       all weights  ZeRO-3; every sequence over 8 GPUs
-    pipeline      SFT       all weights  ZeRO-1; the layers over 4 GPUs (70b: 16)
+    pipeline      SFT       all weights  ZeRO-1; the layers over 4 GPUs (70b, 405b: 16)
     three_d       SFT       all weights  ZeRO-1; matrices over 8, layers over 4
 
     python scripts/launch.py llama3-8b lora
     python scripts/launch.py llama3-8b lora data.path=FILE learning_rate=2e-4 lora.rank=32 lora.alpha=64 epochs=2
 
 Rates of `full`: torchtune recipes/configs/llama3_2/1B_full.yaml (1b, 3b: 2e-5), LLaMA-Factory llama3_full_sft.yaml
-(8b: 1e-5), Tulu 3 in open-instruct docs/tulu3.md (70b: 2e-6; linear, 3 % warm-up, 4,096 tokens). Adapters: axolotl
-examples/llama-3/lora-1b.yml (rank 16, alpha 32, 2e-4), LLaMA-Factory llama3_lora_sft.yaml (1e-4) and
-llama3_lora_dpo.yaml (5e-6, 10 % warm-up), QLoRA (arXiv:2305.14314: 2e-4 up to 13B, 1e-4 above). `pretrain`: smollm
-finemath-4plus.yaml, which continues Llama 3.2 3B (5e-5, beta2 0.95, weight decay 0.01); 8b and 70b scaled as in `full`.
+(8b: 1e-5), Tulu 3 in open-instruct docs/tulu3.md (70b: 2e-6; linear, 3 % warm-up, 4,096 tokens; 405b as 70b, which have
+one rate in its DPO). Adapters: axolotl examples/llama-3/lora-1b.yml (rank 16, alpha 32, 2e-4), LLaMA-Factory
+llama3_lora_sft.yaml (1e-4) and llama3_lora_dpo.yaml (5e-6, 10 % warm-up), QLoRA (arXiv:2305.14314: 2e-4 up to 13B, 1e-4
+above). `pretrain`: smollm finemath-4plus.yaml, which continues Llama 3.2 3B (5e-5, beta2 0.95, weight decay 0.01); the
+larger ones scaled as in `full`.
 
 The weights are gated: accept the licence on the Hub first. The chat template opens every conversation with a system
 block that holds a date; for 1b and 3b it is the day of the run, so the same data tokenizes differently tomorrow.
@@ -124,10 +126,25 @@ SIZES = {
             "tie_word_embeddings": False,
         },
     ),
+    "405b": Model(
+        path="meta-llama/Llama-3.1-405B-Instruct",
+        parameters=405_853_388_800,
+        config=COMMON
+        | {
+            "hidden_size": 16384,
+            "intermediate_size": 53248,
+            "num_hidden_layers": 126,
+            "num_attention_heads": 128,
+            "head_dim": 128,
+            "rope_parameters": ROPE | {"factor": 8.0},
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 
 SMALL = ("1b", "3b")
-RATES = {"1b": 2e-5, "3b": 2e-5, "8b": 1e-5, "70b": 2e-6}
+RATES = {"1b": 2e-5, "3b": 2e-5, "8b": 1e-5, "70b": 2e-6, "405b": 2e-6}
+LARGE = ("70b", "405b")
 
 
 def full(size: str) -> Recipe:
@@ -148,7 +165,7 @@ def lora(size: str) -> Recipe:
     """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
     return replace(
         full(size),
-        deepspeed="zero3_adapters.json" if size == "70b" else "zero2.json",
+        deepspeed="zero3_adapters.json" if size in LARGE else "zero2.json",
         lora=Lora(rank=16, alpha=32),
         learning_rate=2e-4 if size in SMALL else 1e-4,
         schedule=Schedule("cosine", warmup=0.03),
@@ -157,12 +174,12 @@ def lora(size: str) -> Recipe:
 
 def qlora(size: str) -> Recipe:
     """Adapters on frozen 4-bit weights: where the bf16 weights do not fit, such as the 70b on one 80 GB GPU."""
-    return variants.qlora(lora(size), learning_rate=1e-4 if size == "70b" else 2e-4)
+    return variants.qlora(lora(size), learning_rate=1e-4 if size in LARGE else 2e-4)
 
 
 def qlora_zero3(size: str) -> Recipe:
     """Adapters on 4-bit weights that the GPUs share: where `qlora` loads on one but does not train, as 70b on 40 GB."""
-    return variants.qlora_zero3(lora(size), learning_rate=1e-4 if size == "70b" else 2e-4)
+    return variants.qlora_zero3(lora(size), learning_rate=1e-4 if size in LARGE else 2e-4)
 
 
 def dora(size: str) -> Recipe:
@@ -221,7 +238,7 @@ def pipeline(size: str) -> Recipe:
     The 70b on 8 nodes of 8 H100 80GB: 4.4B parameters per GPU at 8 + 12/4 bytes (ZeRO-1, fp32 accumulation) are 49 GB;
     with 64 micro-batches per step and copy, the stages wait for the time of 15 (19 %).
     """
-    large = size == "70b"
+    large = size in LARGE
     return replace(
         full(size),
         deepspeed="pipeline.json",

@@ -7,7 +7,7 @@ import pytest
 from recipes.planning.calibration import calibrate
 from recipes.planning.calibration.published_rows import published_rows
 from recipes.planning.cost.constants import constants
-from recipes.planning.cost.host_time import ADAPTER, EXPERT, KERNELS, hooked_modules, kernels
+from recipes.planning.cost.host_time import ADAPTER, EXPERT, KERNELS, hooked_modules, kernels, waiting_seconds
 from recipes.planning.cost.roofline import adapted_share, experts_on_rank, feed_forward_share, layer_seconds
 from recipes.planning.cost.step_time import step_time
 from recipes.planning.cost.training_setup import TrainingSetup
@@ -109,6 +109,21 @@ def test_unpacking_four_bits_does_not_depend_on_the_batch():
     assert added(8) == pytest.approx(added(1))
 
 
+def test_experts_that_are_modules_are_fetched_one_by_one_by_zero_3():
+    routed = mixture().layer_kinds[0]
+    alone = replace(BASE, grouped_experts=False)
+    assert hooked_modules(routed, alone, 8) == hooked_modules(routed, BASE, 8) + 3 * 8
+    assert hooked_modules(routed, replace(alone, kept_weights=0), 8) == hooked_modules(routed, BASE, 8)  # FSDP
+
+
+def test_without_a_kernel_for_it_grouped_experts_wait_for_each_others_launch():
+    a100, h100 = constants("A100 80GB"), constants("H100")
+    assert waiting_seconds(128, 0.0, BASE, a100) == pytest.approx(2 * 128 * a100.launch)
+    assert waiting_seconds(128, 1.0, BASE, a100) == 0  # the products take longer
+    assert waiting_seconds(128, 0.0, BASE, h100) == 0
+    assert waiting_seconds(128, 0.0, replace(BASE, precision="fp16"), h100) > 0
+
+
 def test_experts_one_by_one_are_launched_one_by_one():
     # As Qwen3-30B-A3B: 128 experts of 768 x 2048.
     wide, one = mixture().layer_kinds[0], 3 * 768 * 2048
@@ -127,6 +142,12 @@ def test_experts_one_by_one_are_launched_one_by_one():
     assert experts_on_rank(many.layer_kinds[0], replace(BASE, layout=Layout(expert=8))) == pytest.approx(16, rel=1e-3)
     assert experts_on_rank(llama().layer_kinds[0], BASE) == 0
     assert single.launch > grouped.launch
+    short, a100 = replace(BASE, sequence_length=512), constants("A100 80GB")
+    fused = replace(a100, kernels={**a100.kernels, "cudnn": (0.5, 0.5)})
+    waiting = step_time(many, short, A100).launch - step_time(many, short, A100, fused).launch
+    read = 2 * 128 * one / (2039e9 * a100.memory)
+    passes = 3 + BASE.gradient_checkpointing
+    assert waiting == pytest.approx(passes * len(many.layer_order) * (2 * 128 * a100.launch - read), rel=0.01)
     assert single.seconds > grouped.seconds
 
 

@@ -74,8 +74,8 @@ def test_a_size_that_does_not_exist_is_answered_with_the_nearest():
         UserError, match=r"unknown size of llama3 '7b'; did you mean '70b'.* There are: 1b, 3b, 8b, 70b"
     ):
         pages.find("llama3-7b", "lora")
-    with pytest.raises(UserError, match="unknown variant of mixtral 'qlora'; did you mean 'lora'"):
-        pages.find("mixtral-8x7b", "qlora")
+    with pytest.raises(UserError, match="unknown variant of mixtral 'dora'; did you mean 'lora'"):
+        pages.find("mixtral-8x7b", "dora")
     for wrong, right in (("dpo", "dpo_lora"), ("LoRA", "lora"), ("offload", "full_offload")):
         with pytest.raises(UserError, match=f"'{wrong}'; did you mean '{right}'"):
             pages.find("llama3-8b", wrong)
@@ -329,3 +329,10 @@ def test_a_draft_of_a_page_outside_trains_and_resumes(ranks, tmp_path):
     run_folder.forget_after(run, run.checkpoints / "checkpoint-1")
     ranks.check(training_run.main, str(run.path), log=tmp_path / "again.log")
     assert [row["step"] for row in run_folder.read_jsonl(run.metrics)] == [1, 2] and run.export.is_dir()
+
+
+@pytest.mark.parametrize("page", ["mixtral-8x7b", "qwen3_moe-30b-a3b"])
+def test_a_mixture_says_why_it_is_not_in_4_bits(page):
+    with pytest.raises(UserError, match=r"has no qlora: .* one 3-D weight,\nwhich bitsandbytes does not pack"):
+        pages.find(page, "qlora")
+    assert pages.find(page, "lora")

@@ -221,7 +221,7 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "--host-memory", "-3"): "--host-memory -3: must be at least 0",
     ("llama3-8b", *EIGHT, "--network", "0"): "--network 0: must be above 0",
     ("llama3-8b", *EIGHT, "--method", "qlorra"): "unknown variant of llama3 'qlorra'; did you mean 'qlora'",
-    ("mixtral-8x7b", *EIGHT, "--method", "qlora"): "unknown variant of mixtral 'qlora'; did you mean 'lora'",
+    ("mixtral-8x7b", *EIGHT, "--method", "qlora"): "mixtral has no qlora: transformers keeps all experts",
     ("llama3-8b", *EIGHT, "--sequence-length", "0"): "sequence_length=0: must be at least 8",
     ("llama3-8b", *EIGHT, "--sequence-length", "200000"): "the model has 131,072 positions",
     ("llama3-8b", *EIGHT, "--sequence-length", "4", "sequence_length=4"): "give one of them",

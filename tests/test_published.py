@@ -222,13 +222,14 @@ def test_every_question_is_answered():
     right = sum(one.is_right for one in given)
     assert f"| public questions | {len(given)} | {right} |" in fit_answers.report()
     spoiled = fit_answers.answers([replace(row, fits=not row.fits) for row in QUESTIONED])
-    assert sum(one.is_right for one in spoiled) == len(given) - right
+    tight = sum(one.says == "tight" for one in given)  # which may run or not
+    assert sum(one.is_right for one in spoiled) == len(given) - right + tight
 
 
 def test_a_verdict_is_the_plans():
     big = PublishedRow(**{**vars(QUESTIONED[0]), "model": "llama3-70b", "method": "full", "fits": False})
     (one,) = fit_answers.answers([big])
-    assert not one.fits and one.is_right and one.gib > one.memory_gib
+    assert one.says == "does not fit" and one.is_right and one.gib > one.memory_gib
 
 
 def test_rank_correlation_is_spearmans():

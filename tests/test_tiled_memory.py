@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
@@ -193,3 +193,47 @@ def test_ligers_kernels_save_less():
     plain = TrainingSetup(1, gradient_checkpointing=False, packing=False)
     less = activations.layer_bytes(kind, plain) - activations.layer_bytes(kind, replace(plain, liger_kernel=True))
     assert less / plain.sequence_length / SIZES["hidden_size"] == pytest.approx(8 + 7)
+
+
+def compiled_and_not(trained: bool) -> tuple[float, float]:
+    """Return the bytes per token that the second of two Llama layers saves: compiled, and as it is."""
+    config = AutoConfig.for_model(**LLAMA)
+    found = []
+    for compiled in (True, False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+        model.requires_grad_(trained)
+        model.enable_input_require_grads()
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile(backend="aot_eager_decomp_partition", dynamic=False)  # inductor's, without its kernels
+        found.append(saved_in_the_second_layer(model))
+    return found[0], found[1]
+
+
+def saved_in_the_second_layer(model) -> float:
+    """Return the bytes per token, weights not counted and each storage once."""
+    known = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    saved, inside = {}, []
+    model.model.layers[1].register_forward_pre_hook(lambda *_: inside.append(1))
+    model.model.norm.register_forward_pre_hook(lambda *_: inside.clear())
+
+    def save(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known and storage._cdata not in saved:
+            saved[storage._cdata] = (storage, storage.nbytes() if inside else 0)
+        return tensor
+
+    tokens = torch.zeros(2, 128, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        model(input_ids=tokens, labels=tokens, use_cache=False)
+    return sum(size for _, size in saved.values()) / tokens.numel()
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("lora", [None, Lora()], ids=["trained", "frozen"])
+def test_compiled_layers_save_what_the_planner_says_less(lora):
+    (kind,) = profile_of(LLAMA).layer_kinds
+    plain = TrainingSetup(1, gradient_checkpointing=False, packing=False, lora=lora)
+    less = activations.layer_bytes(kind, plain) - activations.layer_bytes(kind, replace(plain, compile=True))
+    compiled, eager = compiled_and_not(lora is None)
+    assert eager - compiled == pytest.approx(less / plain.sequence_length, rel=0.02)

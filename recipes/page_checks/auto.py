@@ -25,7 +25,7 @@ def borrow(model: str, variant: str) -> Recipe:
     Raises:
         UserError: there is no such model, it is not a decoder, or no page of a model like it has the variant.
     """
-    recipe = model_recipe.find(model, variant)
+    recipe = model_recipe.find(model, variant, to_launch=True)
     if recipe.packs and not _is_of_page(recipe) and not _keeps_documents_apart(recipe):
         return replace(recipe, packing=False)
     return recipe

@@ -42,10 +42,24 @@ def dataclass_in(hint: Any) -> type | None:
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
 
-def lora_options(lora: Lora, scores: bool = False, embeds: bool = False) -> dict[str, Any]:
-    """Return the arguments of `peft.LoraConfig`; where sequences are scored PEFT also trains and saves the head."""
+MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Model types of which PEFT refuses to adapt the modules below (peft, tuners_utils.py,
+`_check_lora_target_modules_mamba`): their fused kernels read these weights past the adapters."""
+NOT_IN_MAMBA = ("out_proj", "conv1d")
+
+
+def lora_options(lora: Lora, scores: bool = False, embeds: bool = False, kind: str = "") -> dict[str, Any]:
+    """Return the arguments of `peft.LoraConfig`; where sequences are scored PEFT also trains and saves the head.
+
+    Args:
+        lora: the adapters.
+        scores: the model scores sequences.
+        embeds: the model has no head.
+        kind: the model's `model_type`; of some, all linear layers are those that can be adapted.
+    """
     modules = names(lora.target_modules)
     return {
+        "exclude_modules": list(NOT_IN_MAMBA) if modules == ["all-linear"] and kind in MAMBA else None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,

@@ -170,6 +170,12 @@ def find(recipe: str, variant: str) -> Recipe:
     if size not in module.SIZES:
         raise UserError(_unknown(f"size of {name}", size, list(module.SIZES)))
     if variant not in variants(module):
+        if variant.startswith("qlora") and any("experts" in key for key in module.SIZES[size].config):
+            raise UserError(
+                f"{name} has no {variant}: transformers keeps all experts of a layer, most of the weights, in one 3-D "
+                "weight,\nwhich bitsandbytes does not pack in 4 bits. Take lora with deepspeed=zero3_moe.json, which "
+                "shards it over the GPUs."
+            )
         raise UserError(_unknown(f"variant of {name}", variant, variants(module)))
     return build(module, size, variant)
 

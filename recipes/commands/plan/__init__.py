@@ -35,10 +35,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from ...planning.search import deadline, longest, strategies, suggestions
+from ...planning.search import asked_layout, deadline, longest, model_recipe, strategies, suggestions
 from ...planning.search.plans import PlanRequest, SearchResult
 from ...planning.search.run_cost import Workload
 from ...planning.show import table
+from ...spec import overrides
 from ...spec.errors import UserError
 from ...spec.project import as_typed, program
 from . import files, which_gpu, workload
@@ -60,12 +61,19 @@ def main(words: Sequence[str] | None = None) -> int:
     request = request_of(arguments)
     work = workload.workload(arguments, *recipe_of(arguments))
     request, result = answer(arguments, request, work)
+    remark = model_recipe.remark(arguments.model)
     if arguments.json:
-        print(json.dumps(table.as_json(request, result, work), indent=2))
+        found = table.as_json(request, result, work)
+        print(json.dumps(found | {"model": found["model"] | {"remark": remark}}, indent=2))
     else:
+        if remark:
+            print(remark)
         table.show(request, result, console(), arguments.explain, work)
         if arguments.longest and result.best:
             print(f"\n{longest.sentence(request)}")
+        asked = any(asked_layout.is_pinned(key) for key in overrides.keys_of(arguments.overrides))
+        if asked and (rank := asked_layout.rank(request, result)):
+            print(f"\n{rank}")
     if result.best is None:
         print(f"{program('plan')}: {as_typed(suggestions.sentence(request, result))}", file=sys.stderr)
         return 1

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ...planning.hardware.cluster import Cluster, cluster
-from ...planning.search import model_recipe, strategies
+from ...planning.search import asked_layout, model_recipe, strategies
 from ...planning.search.plans import PlanRequest
 from ...spec import limits, overrides
 from ...spec.errors import UserError
@@ -89,7 +89,11 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     recipe, keys = recipe_of(arguments)
     hardware = hardware_of(arguments)
     if not arguments.deadline:  # which looks for as many GPUs as a layout needs
-        check_layout(recipe, hardware, keys)
+        try:
+            check_layout(recipe, hardware, keys)
+        except UserError as error:
+            lacking = asked_layout.beyond(strategies.plan_request(recipe, hardware), recipe.layout)
+            raise UserError(f"{error}\n{lacking}" if lacking else str(error)) from None
     return strategies.plan_request(recipe, hardware, keys)
 
 

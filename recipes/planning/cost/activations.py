@@ -30,10 +30,11 @@ NORM = 8
 """Bytes of the last norm per token and hidden unit in bf16: its input there and in fp32, and its output."""
 INNER = 4
 """Bytes per token and output of a feed-forward layer's inner matrices: itself and what follows it, in bf16."""
-INNER_LIGER = 3
-"""The same with Liger's kernels, which compute the activation function again (liger_kernel, ops/swiglu.py)."""
-NORM_LIGER = 4
-"""Bytes per token and width that Liger's norm saves less where its weight is trained, otherwise half of them: it keeps
+INNER_FUSED = 3
+"""The same with Liger's kernels, which compute the activation function again (liger_kernel, ops/swiglu.py), and with
+torch.compile, which does so with all that is element-wise (weighed in tests/test_tiled_memory.py)."""
+NORM_FUSED = 4
+"""Bytes per token and width that such a norm saves less where its weight is trained, otherwise half of them: it keeps
 its input in bf16, and not in fp32 and normalised (liger_kernel, ops/rms_norm.py; transformers' LlamaRMSNorm)."""
 NORMS = 2
 """Of a layer."""
@@ -78,13 +79,13 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 
 def _fused_bytes(kind: LayerProfile, setup: TrainingSetup, tokens: float) -> float:
-    """Return what Liger's kernels save less in a layer: norms, and activation functions with a gate."""
-    if not setup.liger_kernel:
+    """Return what is saved less in a layer whose norms, and activation functions with a gate, are one kernel each."""
+    if not setup.fuses:
         return 0.0
-    norms = NORMS * NORM_LIGER / (1 if setup.lora is None else 2) * kind.checkpoint_bytes / 2
+    norms = NORMS * NORM_FUSED / (1 if setup.lora is None else 2) * kind.checkpoint_bytes / 2
     inner = sum(outputs for _, outputs in kind.feed_forward[:-1]) if _is_gated(kind) else 0
     ranks = setup.layout.tensor if setup.tensor_splits_all else 1
-    return tokens * (norms / ranks + (INNER - INNER_LIGER) * inner / setup.layout.tensor)
+    return tokens * (norms / ranks + (INNER - INNER_FUSED) * inner / setup.layout.tensor)
 
 
 def _is_gated(kind: LayerProfile) -> bool:
@@ -103,7 +104,7 @@ def feed_forward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """
     inner = sum(outputs for _, outputs in kind.feed_forward[:-1])
     tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
-    each = INNER_LIGER if setup.liger_kernel and _is_gated(kind) else INNER
+    each = INNER_FUSED if setup.fuses and _is_gated(kind) else INNER
     return _in_precision(each * tokens * inner / setup.layout.tensor, setup)
 
 

@@ -18,17 +18,50 @@ FUSED = 0.5
 each norm, the rotary embedding, the activation function and the sums, with their copies."""
 
 
+ONE_BY_ONE = 2
+"""Products per expert and pass where torch groups them in one call and then computes one after the other: on GPUs
+without a kernel for it, after it has waited for the counts of their tokens (torch 2.13, `_grouped_mm_fallback`)."""
+EXPERT_MODULES = 3
+"""Whose weights ZeRO-3 fetches for each expert that is a module of its own."""
+
+
 def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
     """Return how many kernels a layer's forward pass launches on one rank, of its `experts` there."""
-    count = KERNELS * (FUSED if setup.liger_kernel or setup.compile else 1.0)
+    count = KERNELS * (FUSED if setup.fuses else 1.0)
     adapters = len(kind.linears) * ADAPTER if setup.lora else 0
     quantized = len(kind.linears) * DEQUANTIZE if setup.quantized else 0
     return count + adapters + quantized + (0 if setup.grouped_experts else EXPERT * experts)
 
 
-def hooked_modules(kind: LayerProfile, setup: TrainingSetup) -> int:
-    """Return the modules of a layer whose weights ZeRO-3 fetches and releases: matrices, adapters, and two norms."""
-    return len(kind.linears) * (3 if setup.lora else 1) + 2
+def hooked_modules(kind: LayerProfile, setup: TrainingSetup, experts: float = 0.0) -> float:
+    """Return the modules of a layer whose weights ZeRO-3 fetches and releases: matrices, adapters, and two norms.
+
+    FSDP, which keeps nothing between the passes, does it for a layer at once.
+    """
+    alone = 0.0 if setup.grouped_experts or not setup.kept_weights else EXPERT_MODULES * experts
+    return (len(kind.linears) + alone) * (3 if setup.lora else 1) + 2
+
+
+def groups_experts(setup: TrainingSetup, constants: Constants) -> bool:
+    """Return whether a GPU computes all experts of a layer in one kernel.
+
+    torch has one for compute capability 9 and 10 in bf16, the same GPUs for which it takes cuDNN's attention.
+    """
+    return setup.grouped_experts and setup.precision == "bf16" and "cudnn" in constants.kernels
+
+
+def waiting_seconds(experts: float, products: float, setup: TrainingSetup, constants: Constants) -> float:
+    """Return the seconds of a pass in which the GPU waits for the next expert's product to be launched.
+
+    Args:
+        experts: of the layer, on one rank.
+        products: seconds of their products in the pass.
+        setup: its experts, grouped or not.
+        constants: seconds per kernel.
+    """
+    if not setup.grouped_experts or groups_experts(setup, constants):
+        return 0.0
+    return max(0.0, ONE_BY_ONE * experts * constants.launch - products)
 
 
 def host_seconds(kind: LayerProfile, setup: TrainingSetup, constants: Constants, experts: float = 0.0) -> float:
@@ -40,5 +73,5 @@ def host_seconds(kind: LayerProfile, setup: TrainingSetup, constants: Constants,
         constants: seconds per kernel and per module that ZeRO-3 fetches.
         experts: of the layer, on one rank.
     """
-    hooks = hooked_modules(kind, setup) * constants.hook if setup.zero_stage == 3 else 0.0
+    hooks = hooked_modules(kind, setup, experts) * constants.hook if setup.zero_stage == 3 else 0.0
     return kernels(kind, setup, experts) * constants.launch + hooks

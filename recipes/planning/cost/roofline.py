@@ -8,7 +8,7 @@ from ..hardware.gpus import Gpu
 from ..model_profile.profile import LayerProfile, ModelProfile, training_mode
 from .attention_time import attention_seconds
 from .constants import Constants
-from .host_time import host_seconds
+from .host_time import host_seconds, waiting_seconds
 from .training_setup import TrainingSetup
 
 TILE = 128 * 256
@@ -95,13 +95,15 @@ def layer_seconds(
     feed_forward = feed_forward_share(kind) * (forward + moved) if setup.tiled_mlp or setup.selective else 0.0
     busy = matmul + attention + attention_backward + 3 * moved + 2 * weights + again * once + feed_forward
     passes = 3 + again
-    host = host_seconds(kind, setup, constants, experts_on_rank(kind, setup))
+    experts = experts_on_rank(kind, setup)
+    host = host_seconds(kind, setup, constants, experts)
+    waiting = waiting_seconds(experts, _expert_product(kind, tokens, setup, gpu, constants), setup, constants)
     return ComputeSeconds(
         matmul=matmul,
         attention=attention + attention_backward,
         elementwise=3 * moved + 2 * weights,
         recomputation=again * once + feed_forward,
-        launch=passes * constants.gap + max(0.0, passes * host - busy),
+        launch=passes * (constants.gap + waiting) + max(0.0, passes * host - busy),
     )
 
 
@@ -167,18 +169,22 @@ def _products(
             ((tokens, shape[1], shape[0]), (tokens, shape[0], shape[1]), (shape[1], shape[0], tokens))
         ):
             seconds[index] += _product(rows, columns, depth, gpu, constants)
-    # Fused experts are not linear layers, neither to adapters nor to torch.
     in_linears = sum(map(prod, kind.linears))
-    rest = max(0.0, kind.active_weights - in_linears)
-    rate = gpu.bf16_tflops * 1e12 * constants.matmul
-    others = 2 * tokens * rest / tensor / rate * _half_empty_tiles(kind, tokens, setup)
-    if rest:
-        others = max(
-            others, 2 * kind.expert_parameters / setup.layout.expert / (gpu.memory_gbs * 1e9 * constants.memory)
-        )
+    others = _expert_product(kind, tokens, setup, gpu, constants)
     share = min(1.0, kind.active_weights / in_linears) if in_linears else 0.0
     forward, to_input, to_weights = (share * each + others for each in seconds)
     return forward, to_input, to_weights
+
+
+def _expert_product(kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> float:
+    """Return the seconds of one pass's products with fused experts, which are no linear layers to torch and PEFT."""
+    rest = max(0.0, kind.active_weights - sum(map(prod, kind.linears)))
+    if not rest:
+        return 0.0
+    rate = gpu.bf16_tflops * 1e12 * constants.matmul
+    computed = 2 * tokens * rest / setup.layout.tensor / rate * _half_empty_tiles(kind, tokens, setup)
+    read = 2 * kind.expert_parameters / setup.layout.expert / (gpu.memory_gbs * 1e9 * constants.memory)
+    return max(computed, read)
 
 
 def _half_empty_tiles(kind: LayerProfile, tokens: float, setup: TrainingSetup) -> float:
@@ -196,8 +202,7 @@ def _moved_bytes(
     """Return the bytes that element-wise operations move in the forward pass."""
     tensor, hidden = setup.layout.tensor, profile.hidden_size
     # One side of each matrix has the model's width; the widths of the other sides are what the layer computes.
-    fused = setup.liger_kernel or setup.compile
-    passes = min(constants.passes, FUSED_PASSES) if fused else constants.passes
+    passes = min(constants.passes, FUSED_PASSES) if setup.fuses else constants.passes
     passes *= FP32_PASSES if setup.fp32_activations else 1.0
     moved = 2 * tokens * passes * (kind.active_weights / hidden / tensor + RESIDUAL * hidden)
     if setup.attention == "eager" and kind.attention_width:

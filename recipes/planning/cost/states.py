@@ -148,10 +148,11 @@ def mixture_bytes(
         stage: of ZeRO, 1 to 3.
         ranks: data-parallel ones.
         precision: as in `state_bytes`.
-        expert_ranks: over which a layer's experts are distributed; each share is sharded over `ranks / expert_ranks`.
+        expert_ranks: over which a layer's experts are distributed; each share is sharded over `ranks / expert_ranks`,
+            and by none where there are more of them, as no layout of DeepSpeed's has.
         options: of `state_bytes`.
     """
     own = routed / expert_ranks
     return state_bytes(dense, dense, stage, ranks, precision, **options) + state_bytes(
-        own, own, stage, ranks // expert_ranks, precision, **options
+        own, own, stage, max(1, ranks // expert_ranks), precision, **options
     )

@@ -101,6 +101,11 @@ class TrainingSetup:
     sub_group_size: int = 10**9
 
     @property
+    def fuses(self) -> bool:
+        """Whether element-wise operations are fused: by Liger's kernels, or by torch.compile."""
+        return self.liger_kernel or self.compile
+
+    @property
     def data_parallel_size(self) -> int:
         """Ranks that read different sequences."""
         return data_parallel_size(self.layout, self.world_size)

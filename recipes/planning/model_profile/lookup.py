@@ -49,7 +49,8 @@ def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProf
     require("transformers")
     from .meta_device import profile_model
 
-    profile = profile_model(config, [None, lora] if lora else [None])
+    # What all weights take is known of every profile that is stored.
+    profile = profile_model(config, [lora] if stored else [None, lora] if lora else [None])
     for other in stored:
         profile = merged(profile, other)
     _write(cached, {key(config): profile})

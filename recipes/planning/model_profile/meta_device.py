@@ -19,11 +19,13 @@ from transformers.pytorch_utils import Conv1D
 from ...spec.conversions import lora_options
 from ...spec.errors import UserError, errors_only, first_line
 from ...spec.recipe import Lora
-from .batch_fit import BatchFit, decoder_layers, fit, measure_batch
+from .batch_fit import BatchFit, decoder_layers, fit, fit_more, measure_batch
 from .profile import LayerProfile, ModelProfile, training_mode
 
 RANKS = (8, 64)
 """Of the adapters that are measured: what they take is linear in the rank."""
+VALUES_OF_POSITIONS = "dynamic"
+"""The type of rotary embedding that reads how long a sequence is off its positions, which have no values here."""
 NEVER = 2**30
 """A window wider than any sequence."""
 SPLIT = ("colwise", "rowwise")
@@ -96,6 +98,11 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
         UserError: not a decoder that transformers knows.
     """
     values = {name: value for name, value in config.items() if name != "quantization_config"}
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = values.get(name)
+        if isinstance(rope, Mapping) and VALUES_OF_POSITIONS in (rope.get("type"), rope.get("rope_type")):
+            theta = rope.get("rope_theta") or values.get("rope_theta")
+            values[name] = {"rope_type": "default"} | ({"rope_theta": theta} if theta else {})
     try:
         known = AutoConfig.for_model(**copy.deepcopy(values)).get_text_config()
         with torch.device("meta"):
@@ -221,8 +228,8 @@ def _modes(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int], d
     full = fit(model, device)
     modes = {mode: full}
     if model.config._attn_implementation == "sdpa":
-        modes["masked"] = fit(model, device, mask=True) + -1 * full
-        modes["eager"] = fit(_two_of_each_kind(build(config, "eager"), first), device) + -1 * full
+        modes["masked"] = fit_more(model, device, full, mask=True)
+        modes["eager"] = fit_more(_two_of_each_kind(build(config, "eager"), first), device, full)
     if tensor_plan(model.config) and not (model.config.num_attention_heads % 2 or _key_value_heads(model.config) % 2):
         modes["split"] = -2 * full.difference_to(measure_batch(_half(model), device))
     return modes
@@ -251,7 +258,7 @@ def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
 
     model.enable_input_require_grads()  # as checkpointing needs it; without, the first layer saves a little less
     try:
-        options = lora_options(replace(lora, init="zero"))  # there are no values to decompose
+        options = lora_options(replace(lora, init="zero"), kind=model.config.model_type)  # no values to decompose
         adapted = get_peft_model(model, LoraConfig(**options), autocast_adapter_dtype=False)
     except ValueError as error:
         raise UserError(f"lora.target_modules={lora.target_modules}: {first_line(error)}") from error

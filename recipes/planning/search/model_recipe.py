@@ -12,6 +12,7 @@ from ...spec.errors import UserError, first_line
 from ...spec.limits import positions
 from ...spec.recipe import Recipe
 from ...spec.run_folder import read_json
+from ..model_profile import decoders
 from ..model_profile.lookup import profile_of
 from .nearest import nearest
 
@@ -34,29 +35,48 @@ SIZES = {
 """Keys of a config.json: the name that GPT-2's and BLOOM's use, and a maximum that no model comes near."""
 
 
-def find(name: str, method: str) -> Recipe:
+def find(name: str, method: str, to_launch: bool = False) -> Recipe:
     """Return the recipe that trains a model with a method, with the model's dimensions.
 
     Args:
         name: `RECIPE[-SIZE]`, `PATH/TO/page.py[-SIZE]`, a Hub id, or a path to a config.json or to its folder.
         method: a variant of its page; for a model without one, of the page nearest to it.
+        to_launch: the model has to be one that transformers loads as a decoder, not only one like it.
 
     Raises:
         UserError: there is no such model, it cannot be read, it is not a decoder, or it does not support the method.
     """
+    config = config_of(name)
+    if config is None:
+        page = pages.split(name)[0].endswith(".py") or name.partition("-")[0] in pages.families()
+        return pages.find(name if page else _page_of(name) or name, method)
+    check(config, name)
+    if to_launch and decoders.is_stand_in(config):
+        kind = decoders.inner_of(config)["model_type"]
+        raise UserError(f"{name}: transformers has no decoder {kind}; plan.py plans for it, but it cannot be trained.")
+    return borrowed_recipe(name, config, method)
+
+
+def config_of(name: str) -> dict[str, Any] | None:
+    """Return the config.json of a model that is named by its path or its Hub id; None: a page describes it.
+
+    Raises:
+        UserError: there is no such model, or it cannot be read.
+    """
     path = Path(name).expanduser()
     if pages.split(name)[0].endswith(".py"):
-        return pages.find(name, method)
+        return None
     if path.exists() or name.endswith(".json"):
-        config = _read(path)
-    else:
-        known = name if name.partition("-")[0] in pages.families() else _page_of(name)
-        if known:
-            return pages.find(known, method)
-        config = _download(name)
-    config = _with_floats(config)
-    check(config, name)
-    return borrowed_recipe(name, config, method)
+        return _with_floats(_read(path))
+    if name.partition("-")[0] in pages.families() or _page_of(name):
+        return None
+    return _with_floats(_download(name))
+
+
+def remark(name: str) -> str | None:
+    """Return what a plan leaves out of a model, or takes for it; None for a page's, and where it is nothing."""
+    config = config_of(name)
+    return decoders.remark(config) if config else None
 
 
 def method_of(recipe: Recipe) -> str:
@@ -138,9 +158,10 @@ def check(config: Mapping[str, Any], name: str) -> None:
         raise UserError(f"{name}: {config['model_type']} is an encoder-decoder; plans are for decoders only.")
     classes = config.get("architectures") or []
     classes = [classes] if isinstance(classes, str) else classes
-    inner = config.get("text_config") or config
+    inner = decoders.inner_of(config)
     # A vision-language model has a decoder inside, and its class may end in another word.
-    ends = DECODERS if inner is config else (*DECODERS, "ForConditionalGeneration")
+    whole = inner is config and not decoders.is_stand_in(config)
+    ends = DECODERS if whole else (*DECODERS, "ForConditionalGeneration")
     if classes and not any(str(each).endswith(ends) for each in classes):
         raise UserError(
             f"{name}: {classes[0]} is not a decoder; plans are for causal language models (...ForCausalLM)."
@@ -185,7 +206,7 @@ def borrowed_recipe(name: str, config: Mapping[str, Any], method: str) -> Recipe
     Raises:
         UserError: no page has the method, or a path to a file that no model folder has.
     """
-    inner = config.get("text_config") or config
+    inner = decoders.decoder_of(config)
     recipe = nearest(inner, method)
     path = Path(name).expanduser()
     if path.is_file() and path.name != "config.json":
@@ -194,7 +215,7 @@ def borrowed_recipe(name: str, config: Mapping[str, Any], method: str) -> Recipe
         )
     folder = path.parent if path.is_file() else path
     where = str(folder) if path.exists() else name
-    model = replace(recipe.model, path=where, parameters=profile_of(inner).parameters, config=dict(inner))
+    model = replace(recipe.model, path=where, parameters=profile_of(inner).parameters, config=inner)
     if inner["model_type"] != recipe.model.config["model_type"]:
         model = replace(model, attention="auto", chat_template="auto")
     return replace(recipe, model=model, sequence_length=int(min(recipe.sequence_length, positions(inner))))

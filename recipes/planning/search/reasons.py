@@ -10,11 +10,50 @@ from ..cost.memory import peak_memory
 from ..cost.training_setup import TrainingSetup
 from .plans import GIB, REFUSE, Plan, PlanRequest
 
+LARGEST = 3
+"""Components that are named."""
+TIMES = {
+    "matmul": "products",
+    "attention": "attention",
+    "elementwise": "norms and other element-wise operations",
+    "recomputation": "recomputation",
+    "logits": "the output matrix and the loss",
+    "launch": "launching kernels",
+    "tensor": "all-reduces of tensor parallelism",
+    "sequence": "all-to-alls of sequence parallelism",
+    "expert": "all-to-alls of expert parallelism",
+    "zero": "collectives of ZeRO",
+    "pipeline": "sending activations between stages",
+    "bubble": "stages that wait for each other",
+    "optimizer": "the optimizer",
+    "offload": "transfers to the host",
+    "nvme": "transfers to the drives",
+}
+"""What the components of a step are, as parts of a sentence."""
+
+
+def behind(plan: Plan, first: Plan) -> str:
+    """Return what makes a plan slower than another, by the time of a token; or why it is behind although it is not."""
+    longer = first.speed / plan.speed - 1
+    if longer < SAME:
+        return "as fast as the first within 1 %, but less simple, or with more memory"
+    theirs = {name: seconds / first.time.tokens * first.time.gpus for name, seconds in first.time.components.items()}
+    own = {name: seconds / plan.time.tokens * plan.time.gpus for name, seconds in plan.time.components.items()}
+    more = sorted(((own[name] - theirs[name]) * first.speed, name) for name in own)[::-1][:LARGEST]
+    parts = ", ".join(f"+{share:.0%} for {TIMES[name]}" for share, name in more if share >= SAME)
+    return f"a token takes {longer:.0%} longer than with the first: {parts}"
+
+
+SAME = 0.01
+"""Of a token's time: less is no difference."""
+
 
 def why(request: PlanRequest, plan: Plan) -> str:
     """Return the reasons for a plan, or what it needs more of than there is."""
     if plan.shortfalls:
-        return f"Does not fit: {' and '.join(plan.shortfalls)}."
+        largest = sorted(plan.components.items(), key=lambda item: -item[1])[:LARGEST]
+        most = ", ".join(f"{name.replace('_', ' ')} {size:,.1f}" for name, size in largest)
+        return f"Does not fit: {' and '.join(plan.shortfalls)}. Most of a GPU's are {most}."
     parts = [*_states(request, plan), *_layout(request, plan), *_activations(request, plan)]
     if plan.tight:
         parts.append(tightness(plan))

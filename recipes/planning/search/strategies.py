@@ -234,10 +234,11 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
                 selective=setup.selective and checkpointing == "selective",
             )
             plan = _plan(request, sized, file, sized_setup)
-            if not plan.shortfalls or size == 1:
+            smallest = size == 1 or "micro_batch_size" in request.fixed
+            if not plan.shortfalls or smallest:
                 yield plan
             if plan.shortfalls:
-                if size == 1 and checkpointing:
+                if smallest and checkpointing:
                     return
                 break
 

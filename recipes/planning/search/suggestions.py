@@ -71,8 +71,14 @@ def _methods(request: PlanRequest) -> Iterator[str]:
 
 
 def _less_at_once(request: PlanRequest) -> Iterator[str]:
-    """Yield tiles and the longest half, quarter, ... of the sequence that fit."""
+    """Yield a smaller micro-batch where one is asked for, tiles, and the longest half, ... of the sequence that fit."""
     recipe = request.recipe
+    size = recipe.micro_batch_size // 2 if "micro_batch_size" in request.fixed else 0
+    while size:
+        if _fits(replace(request, recipe=replace(recipe, micro_batch_size=size))):
+            yield f"micro_batch_size={size}"
+            break
+        size //= 2
     if recipe.traits.whole_loss is None and not recipe.layout.pipeline > 1:
         with contextlib.suppress(UserError):  # what it does not go with
             if _fits(replace(request, recipe=overrides.apply(recipe, TILES))):

@@ -1,16 +1,20 @@
 """Does it fit? What the planner answers where others know: `python -m recipes.planning.show.fit_answers`.
 
-Public questions and published rows are planned with exactly their settings; a plan
-runs where it has no shortfall, tightly or not.
+Public questions and published rows are planned with exactly their settings. A plan fits if the high value of its range
+does, is tight if its likely value does, and does not fit otherwise, as in `search.plans`.
 """
 
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ..calibration.published_errors import planned_memory
 from ..calibration.published_rows import SHARES, PublishedRow, published_rows, questions
+from ..cost.ranges import memory_range
 from ..search.plans import shortfalls
+
+Says = Literal["fits", "tight", "does not fit"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class FitAnswer:
     """What the planner says of a run, and whether the run fitted."""
 
     row: PublishedRow
-    fits: bool
+    says: Says
     gib: float
     """Predicted, of the GPU."""
     memory_gib: float
@@ -26,8 +30,8 @@ class FitAnswer:
 
     @property
     def is_right(self) -> bool:
-        """Whether it says what was found."""
-        return self.fits == self.row.fits
+        """Whether it says what was found; a tight plan may run or not, and is not recommended."""
+        return self.says == "tight" or (self.says == "fits") == self.row.fits
 
 
 def answers(rows: Iterable[PublishedRow]) -> list[FitAnswer]:
@@ -36,24 +40,34 @@ def answers(rows: Iterable[PublishedRow]) -> list[FitAnswer]:
     for row in rows:
         if row.why_memory_is_not_planned is None:
             memory, cluster = planned_memory(row), row.cluster
-            fits = not shortfalls(memory, cluster)
-            found.append(FitAnswer(row, fits, memory.worst.total / 2**30, cluster.gpu.memory_gib))
+            gib = memory.worst.total / 2**30
+            found.append(FitAnswer(row, _says(row, shortfalls(memory, cluster), gib), gib, cluster.gpu.memory_gib))
     return found
 
 
+def _says(row: PublishedRow, lacking: Sequence[str], gib: float) -> Says:
+    if lacking:
+        return "does not fit"
+    return "tight" if memory_range(row.setup).high * gib > row.cluster.gpu.memory_gib else "fits"
+
+
 def summary(name: str, given: Sequence[FitAnswer]) -> str:
-    """Return the cells of a line: how many are right, and in which way the others are wrong."""
-    optimistic = sum(one.fits and not one.is_right for one in given)
-    cautious = sum(not one.fits and not one.is_right for one in given)
-    return f"| {name} | {len(given)} | {len(given) - optimistic - cautious} | {optimistic} | {cautious} |"
+    """Return the cells of a line: how many are right, how many of them tight, and in which way the others are wrong."""
+
+    def count(says: Says, ran: bool) -> int:
+        return sum(one.says == says and one.row.fits == ran for one in given)
+
+    tight = f"{count('tight', True)} ran, {count('tight', False)} did not"
+    right = sum(one.is_right for one in given)
+    return f"| {name} | {len(given)} | {right} | {tight} | {count('fits', False)} | {count('does not fit', True)} |"
 
 
 def report() -> str:
     """Return the answers to the public questions and to each share of the published rows, and the wrong ones."""
     asked = answers(questions())
     lines = [
-        "| runs | answered | right | fits, but ran out of memory | does not fit, but ran |",
-        "|---|---|---|---|---|",
+        "| runs | answered | right | of these tight | fits, but ran out of memory | does not fit, but ran |",
+        "|---|---|---|---|---|---|",
     ]
     lines.append(summary("public questions", asked))
     for share in SHARES:

@@ -13,7 +13,7 @@ from ...spec.recipe import Layout, Recipe
 from ..hardware.cluster import Cluster
 from ..search.model_recipe import method_of
 from ..search.plans import Plan, PlanRequest, SearchResult
-from ..search.reasons import why
+from ..search.reasons import behind, why
 from ..search.run_cost import RESTART, Workload
 
 SHOWN = 8
@@ -117,7 +117,8 @@ def show(
     for line in bar(result.best):
         console.print(line)
     for number, plan in enumerate(plans if explain else plans[:1], start=1):
-        console.print(f"\n{f'{number}. ' if explain else ''}{why(request, plan)}")
+        rank = f" Behind the first: {behind(plan, plans[0])}." if number > 1 and not plan.shortfalls else ""
+        console.print(f"\n{f'{number}. ' if explain else ''}{why(request, plan)}{rank}")
     for note in (*notes(result.best), *(cost_notes(result.best, workload) if workload else ())):
         console.print(f"\n{note}")
     console.print(f"\n{command(result.best.recipe, request.cluster)}", soft_wrap=True)

@@ -43,7 +43,7 @@ def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False,
         UserError: the targets are not in this model, or cannot be adapted in this way.
     """
     try:
-        options = LoraConfig(**lora_options(lora, scores, embeds))
+        options = LoraConfig(**lora_options(lora, scores, embeds, model.config.model_type))
         with pissa.drawing(seed):
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
