@@ -24,6 +24,7 @@ from typing import Any
 from ..docs import keys
 from ..launching import other_launchers, paths, preflight, restarts, scheduler
 from ..launching.attempts import HostAttempts, LocalAttempts
+from ..launching.cloud import jobs
 from ..launching.command import compile_ops, deepspeed_command, rank_count, record, visible_gpus
 from ..launching.kubernetes import manifests
 from ..launching.ray import cluster as ray_cluster
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     if recipe.deepspeed == forecast.AUTO:
         recipe = with_best_plan(recipe, page, options.overrides, hardware)
 
-    recipe = paths.locate(recipe, manifests.MOUNT if options.kubernetes else None)
+    recipe = paths.locate(recipe, jobs.mount(options))
     check_sizes(recipe)
     preflight.check_config(recipe, ranks)
     file = deepspeed_file.read(recipe.deepspeed)
@@ -243,14 +244,15 @@ def pool_of(options: argparse.Namespace) -> HostPool | None:
     return hostfile.read(options.hostfile, options.include, options.exclude, options.nodes, options.gpus)
 
 
-ENGINES = ("hostfile", "slurm", "kubernetes", "ray", "prepare")
+ENGINES = ("hostfile", "slurm", "kubernetes", "ray", "sagemaker", "skypilot", "prepare")
 """Options each of which says what starts the ranks."""
 NEEDS = {
     "nodes": ENGINES,
     **dict.fromkeys(("address", "submit"), ("ray",)),
     **dict.fromkeys(("include", "exclude", "master_addr"), ("hostfile",)),
     **dict.fromkeys(("partition", "time"), ("slurm",)),
-    **dict.fromkeys(("image", "volume"), ("kubernetes",)),
+    "image": ("kubernetes", "sagemaker", "skypilot"),
+    "volume": ("kubernetes", "skypilot"),
 }
 """Options for several machines, and which others they need one of."""
 
@@ -356,14 +358,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     several.add_argument(
         "--submit", action="store_true", help="with a dashboard's address: submit the job that is printed"
     )
+    several.add_argument("--sagemaker", action="store_true", help="write the script of a SageMaker training job")
+    several.add_argument(
+        "--skypilot", action="store_true", help="write a SkyPilot task, for machines of any cloud"
+    )
     several.add_argument(
         "--prepare",
         action="store_true",
         help="write the run folder; print how torchrun, mpirun or srun starts its ranks",
     )
-    several.add_argument("--image", metavar="I", help=f"with --kubernetes (default: {manifests.IMAGE})")
+    several.add_argument("--image", metavar="I", help=f"of jobs: the project's image (default: {manifests.IMAGE})")
     several.add_argument(
-        "--volume", metavar="V", help=f"with --kubernetes: shared volume claim (default: {manifests.VOLUME})"
+        "--volume", metavar="V", help=f"with --kubernetes, --skypilot: shared volume (default: {manifests.VOLUME})"
     )
     words = window.words(sys.argv[1:] if arguments is None else arguments)
     options, unknown = parser.parse_known_intermixed_args(words)
