@@ -22,6 +22,7 @@ os.environ |= ops.environment()
 import json
 from collections.abc import Iterable
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import hypothesis
@@ -81,13 +82,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
     missing = [] if environment.python("vllm") else ["make serving"]
     missing += [] if environment.has_llama_cpp() else ["make gguf"]
+    missing += [] if find_spec("ray") else ["make ray"]
     if missing:
         how = f"{' and '.join(missing)}, then make test-all"
     elif config.option.markexpr:
         how = "make test-all"
     else:
         return
-    terminalreporter.write_line(f"left out: tests with vLLM, llm-compressor, lm-eval or llama.cpp ({how})")
+    terminalreporter.write_line(f"left out: tests with vLLM, llm-compressor, lm-eval, llama.cpp or Ray ({how})")
 
 
 def shared_buffers() -> set[Path]:

@@ -359,9 +359,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--submit", action="store_true", help="with a dashboard's address: submit the job that is printed"
     )
     several.add_argument("--sagemaker", action="store_true", help="write the script of a SageMaker training job")
-    several.add_argument(
-        "--skypilot", action="store_true", help="write a SkyPilot task, for machines of any cloud"
-    )
+    several.add_argument("--skypilot", action="store_true", help="write a SkyPilot task, for machines of any cloud")
     several.add_argument(
         "--prepare",
         action="store_true",
