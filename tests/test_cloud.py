@@ -15,7 +15,6 @@ from recipes.launching import node
 from recipes.launching.cloud import sagemaker_node
 from recipes.spec.conversions import from_dict
 from recipes.spec.errors import UserError
-from recipes.spec.recipe import Recipe
 from recipes.spec.run_folder import RunFolder
 from tests.test_launch import launch
 
@@ -51,7 +50,7 @@ def test_a_skypilot_task_runs_the_node_of_each_machine(job):
         *("--recipe", "/recipe/recipe.json", "--nodes", "2", "--gpus", "8", "--node-rank", "1"),
         *("--master-addr", "10.0.0.1", "--master-port", "29500"),
     ]
-    recipe = from_dict(Recipe, json.loads((folder / "recipe.json").read_text()))
+    recipe = from_dict(json.loads((folder / "recipe.json").read_text()))
     assert recipe.deepspeed == "/recipe/deepspeed.json" and str(recipe.model.path).startswith("/workspace/")
 
 
@@ -76,7 +75,7 @@ def test_a_sagemaker_script_names_the_run_and_its_files(job):
     assert (values["NAME"], values["NODES"], values["GPUS"]) == ("tiny-3m-full-run", 2, 8)
     assert values["ENVIRONMENT"]["HF_HOME"] == "/opt/ml/input/data/runs/huggingface"
     assert "max_retry_attempts=2" in text and "ml.p5.48xlarge" in text
-    recipe = from_dict(Recipe, json.loads((folder / "recipe.json").read_text()))
+    recipe = from_dict(json.loads((folder / "recipe.json").read_text()))
     assert recipe.deepspeed == f"{sagemaker_node.RECIPE}/deepspeed.json"
     assert json.loads((folder / "deepspeed.json").read_text())["zero_optimization"]
 

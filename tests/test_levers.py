@@ -417,6 +417,7 @@ def test_an_engine_that_left_deepcompile_out_does_not_train_on():
     compile_config = SimpleNamespace(passes=["autosp"], deepcompile=True)
     engine._config = SimpleNamespace(compile_config=compile_config, zero_config=SimpleNamespace(stage=2))
     engine._config.zero_optimization_stage = 2
+    engine._deepcompile_active = False
     engine._set_deepcompile_active(engine.get_autosp_backend({}) is not None)
     with pytest.raises(UserError, match=r"deepspeed=my.json: .* would train as plain ZeRO-2"):
         kernels.check_active(engine, compiled)
