@@ -16,6 +16,8 @@ from tests.ranks import free_port
 
 QUIET = {"RAY_AUTH_MODE": "disabled"}
 """Ray would otherwise leave a token in the home folder."""
+TRIES = 10
+"""Ray waits half a minute for each of its parts to start, which on a loaded machine is too short (_private/node.py)."""
 
 
 def without_ray() -> str:
@@ -51,12 +53,22 @@ class RayNodes:
         where = where if head else ["--address", self.address]
         where += ["--node-ip-address", ip or self.host, "--object-store-memory", str(80 * 2**20)]
         command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", str(cpus)]
-        log = (self.folder / f"node{len(self.processes)}.log").open("w")
-        process = subprocess.Popen([*command, *where], env=variables(), stdout=log, stderr=log, start_new_session=True)
-        self.processes.append(process)
-        deadline = time.monotonic() + 300
-        while "Ray runtime started" not in Path(log.name).read_text() or (head and not answers(self.host, self.port)):
-            assert process.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
+        for _ in range(TRIES):
+            process = self._started([*command, *where], head)
+            if process:
+                self.processes.append(process)
+                return process
+        raise AssertionError("Ray did not start")
+
+    def _started(self, command: list[str], head: bool) -> subprocess.Popen | None:
+        """Start a node and wait until the cluster has it; None: Ray itself has given up waiting."""
+        log = self.folder / f"node{len(self.processes)}.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(command, env=variables(), stdout=file, stderr=file, start_new_session=True)
+        while "Ray runtime started" not in log.read_text() or (head and not answers(self.host, self.port)):
+            if process.poll() is not None:
+                assert "timed out during startup" in log.read_text(), log.read_text()
+                return None
             time.sleep(0.2)
         return process
 

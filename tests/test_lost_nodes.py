@@ -62,7 +62,7 @@ def inside(hosts, index):
     return ("ip", "netns", "exec", hosts.spaces[index])
 
 
-def start(command, run, more=None):
+def start(command, more=None):
     hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK"}
     own = {name: value for name, value in environment().items() if name not in hidden}
     given = own | ROOT_IS_ALLOWED | {"GLOO_SOCKET_IFNAME": "eth0"} | (more or {})
@@ -92,7 +92,7 @@ def mpirun(hosts, run):
     exported += ["-x", f"MASTER_ADDR={hosts.addresses[0]}", "-x", "OMP_NUM_THREADS", "-x", "TORCH_EXTENSIONS_DIR"]
     rank = [LAUNCH[0], "-m", "recipes.training.run", str(run.path)]
     path = {"PATH": hosts.environment()["PATH"]}
-    return [start([*inside(hosts, 0), shutil.which("mpirun"), *where, *network, *exported, *rank], run, path)]
+    return [start([*inside(hosts, 0), shutil.which("mpirun"), *where, *network, *exported, *rank], path)]
 
 
 def kill_all(processes):
