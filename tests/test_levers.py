@@ -415,10 +415,10 @@ def test_an_engine_that_left_deepcompile_out_does_not_train_on():
     engine = object.__new__(DeepSpeedEngine)
     torch.nn.Module.__init__(engine)
     compile_config = SimpleNamespace(passes=["autosp"], deepcompile=True)
-    engine._config = SimpleNamespace(compile_config=compile_config, zero_config=SimpleNamespace(stage=2))
-    engine._config.zero_optimization_stage = 2
+    zero = SimpleNamespace(stage=2)
+    engine._config = SimpleNamespace(compile_config=compile_config, zero_config=zero, zero_optimization_stage=2)
     engine._deepcompile_active = False
-    engine._set_deepcompile_active(engine.get_autosp_backend({}) is not None)
+    assert engine.get_autosp_backend({}) is None and not engine.is_deepcompile_active()
     with pytest.raises(UserError, match=r"deepspeed=my.json: .* would train as plain ZeRO-2"):
         kernels.check_active(engine, compiled)
     kernels.check_active(engine, deepspeed_file.parse({}, "plain.json"))
