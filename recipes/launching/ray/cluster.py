@@ -29,7 +29,7 @@ VERSION = "2.60.0"
 """That the tests use."""
 REACH = 5
 """Seconds in which the address has to answer."""
-ANSWER = 180
+ANSWER = 300
 """Seconds for all that is asked of a cluster at once."""
 
 

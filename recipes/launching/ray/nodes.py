@@ -17,7 +17,7 @@ from ...spec.errors import first_line
 from ...spec.project import IMPORT_ROOT
 from . import rank
 
-PATIENCE = 60
+PATIENCE = 180
 """Seconds that a node gets for an answer; a first start of Python from a network file system can take most of them."""
 
 
