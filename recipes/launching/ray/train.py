@@ -65,7 +65,11 @@ def attempt(run: RunFolder, options: argparse.Namespace) -> int:
     if options.address == LOCAL:
         counts = {"num_cpus": options.each, "num_gpus": options.each if options.gpus else 0}
         local = {**counts, "include_dashboard": False, "object_store_memory": OBJECTS}
-    nodes.connect(options.address, **local)
+    try:
+        nodes.connect(options.address, **local)
+    except Exception as error:  # the cluster is gone, or what it needs did not start
+        print(f"Ray: {first_line(error) or type(error).__name__}", file=sys.stderr, flush=True)
+        return 1
     chosen = options.nodes.split(",") if options.nodes else [node["id"] for node in nodes.alive()]
     error = fit(run, trainer(run, options, chosen), chosen)
     failed = failures(error, chosen)
