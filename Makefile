@@ -1,4 +1,4 @@
-# make install | demo | quick | test | test-all | serving | gguf | durations | gpu-check | check | docs | notebooks | lock | wheel.   VENV=DIR: another environment.
+# make install | demo | quick | test | test-all | serving | ray | gguf | durations | gpu-check | check | docs | notebooks | lock | wheel.   VENV=DIR: another environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -14,7 +14,7 @@ ARGS =
 # Images often switch bytecode off; every rank would compile the whole stack again, for seconds.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install demo quick test test-all serving gguf durations gpu-check check docs notebooks lock wheel
+.PHONY: help install demo quick test test-all serving ray gguf durations gpu-check check docs notebooks lock wheel
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
@@ -22,6 +22,7 @@ help:
 	@echo "make test      the test suite, with a choice from the large matrices"
 	@echo "make test-all  every test: all variants, all templates, all layouts"
 	@echo "make serving   make .serving, a second environment with vLLM (for CPUs), llm-compressor and lm-evaluation-harness"
+	@echo "make ray       add Ray to .venv, for launch.py --ray and its tests"
 	@echo "make gguf      add llama.cpp and its converter to .serving (compiled)"
 	@echo "make durations run the test suite and write what each test costs to tests/durations.txt"
 	@echo "make gpu-check techniques and kernels beside plain PyTorch on this machine's GPUs, then the launcher on them"
@@ -53,6 +54,10 @@ $(SERVING)/.installed: constraints-serving.txt constraints.txt
 	$(SERVING)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
 	$(SERVING)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -r constraints-serving.txt
 	touch $@
+
+# Into .venv: it changes none of its versions.
+ray: $(PREPARE)
+	$(PIP) -c constraints.txt -r constraints-ray.txt
 
 # llama.cpp, compiled, and its converter, which only the package's source has.
 LLAMA = llama-cpp-python==0.3.36

@@ -19,9 +19,12 @@ from recipes.machine import ops
 
 os.environ |= ops.environment()
 
+import contextlib
 import json
+import re
 from collections.abc import Iterable
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import hypothesis
@@ -71,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the buffers that scripts other than ours leave behind: 66 MB per rank, in memory."""
     if not hasattr(config, "workerinput"):  # another worker's ranks may still use theirs
-        for buffer in shared_buffers() - config.stash[BUFFERS]:
+        for buffer in shared_buffers() - config.stash[BUFFERS] - mapped_buffers():
             buffer.unlink(missing_ok=True)
 
 
@@ -81,18 +84,28 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
     missing = [] if environment.python("vllm") else ["make serving"]
     missing += [] if environment.has_llama_cpp() else ["make gguf"]
+    missing += [] if find_spec("ray") else ["make ray"]
     if missing:
         how = f"{' and '.join(missing)}, then make test-all"
     elif config.option.markexpr:
         how = "make test-all"
     else:
         return
-    terminalreporter.write_line(f"left out: tests with vLLM, llm-compressor, lm-eval or llama.cpp ({how})")
+    terminalreporter.write_line(f"left out: tests with vLLM, llm-compressor, lm-eval, llama.cpp or Ray ({how})")
 
 
 def shared_buffers() -> set[Path]:
     """Return what DeepSpeed's ranks have put in /dev/shm."""
     return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
+
+
+def mapped_buffers() -> set[Path]:
+    """Return those of living ranks, which may be another test run's: without its buffer one would spin for good."""
+    found: set[Path] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # the process has ended
+            found |= {Path(name) for name in re.findall(r"/dev/shm/deepspeed_allreduce_buffer_\S+", maps.read_text())}
+    return found
 
 
 @pytest.fixture(scope="session")

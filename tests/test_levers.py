@@ -5,10 +5,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -404,9 +406,26 @@ def test_unavailable_optimisations_are_refused(model_folder, conversations):
     kernels.check(recipe, file, on_gpu=True)
     with pytest.raises(UserError, match=r"deepspeed=deepcompile.json: .* use zero3.json"):
         kernels.check(recipe, file, on_gpu=False)
+    with pytest.raises(UserError, match=r"compile.passes has autosp, .* write layout.sequence=2"):
+        kernels.check(recipe, replace(file, compiled_passes=("autosp",)), on_gpu=True)
     mixture = AutoModelForCausalLM.from_config(draft.shrink(family_of("mixtral"), Draft(), load()))
     with pytest.raises(UserError, match="gradient_checkpointing=selective: not for mixtral"):
         tiling.recompute_feed_forward(mixture)
+
+
+def test_an_engine_that_left_deepcompile_out_does_not_train_on():
+    """DeepSpeed's own engine, told by its configuration alone, leaves AutoSP out at stage 2 and only logs it."""
+    compiled = deepspeed_file.parse({"compile": {"deepcompile": True}, "zero_optimization": {"stage": 2}}, "my.json")
+    engine = object.__new__(DeepSpeedEngine)
+    torch.nn.Module.__init__(engine)
+    compile_config = SimpleNamespace(passes=["autosp"], deepcompile=True)
+    zero = SimpleNamespace(stage=2)
+    engine._config = SimpleNamespace(compile_config=compile_config, zero_config=zero, zero_optimization_stage=2)
+    engine._deepcompile_active = False
+    assert engine.get_autosp_backend({}) is None and not engine.is_deepcompile_active()
+    with pytest.raises(UserError, match=r"deepspeed=my.json: .* would train as plain ZeRO-2"):
+        kernels.check_active(engine, compiled)
+    kernels.check_active(engine, deepspeed_file.parse({}, "plain.json"))
 
 
 def load() -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.launching.ray import cluster
 from recipes.spec.pages import families
 from recipes.spec.project import CHECKOUT as ROOT
 
@@ -224,7 +225,10 @@ def test_every_requirement_is_pinned_and_installed_at_its_pin():
     assert len(pins) > 80
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert set(extras) == {"train", "serve", "test", "dev"}
+    assert set(extras) == {"train", "serve", "ray", "test", "dev"}
+    assert extras.pop("ray") == ["ray[train]"]  # `make ray` adds it
+    beside = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints-ray.txt").read_text(), re.MULTILINE))
+    assert beside["ray"] == cluster.VERSION and not set(beside) & set(pins)
     wanted = [re.match(r"[\w.-]+", line)[0] for part in (project["dependencies"], *extras.values()) for line in part]
     assert set(wanted) <= set(pins)
     if Path(sys.prefix) == ROOT / ".venv":

@@ -38,7 +38,15 @@ from tests.launching import train_with
 from tests.parity import gate
 from tests.ranks import read_logs
 from tests.small import small
-from tests.workers import expert_norm, expert_routes, split_layers, staged_experts, universal_groups, zero_init
+from tests.workers import (
+    expert_norm,
+    expert_routes,
+    other_schedules,
+    split_layers,
+    staged_experts,
+    universal_groups,
+    zero_init,
+)
 
 
 def test_deepspeed_forgets_the_fp32_gradient_norm():
@@ -153,6 +161,23 @@ def test_deepspeed_distributes_no_experts_in_a_pipeline(ranks, tmp_path, convers
     write_recipe(run, replace(recipe, model=model, draft=Draft(enabled=True), micro_batch_size=1))
     ranks.check(staged_experts.main, str(run.path), world_size=4, log=tmp_path / "log")
     assert all("AutoEP's layers 0, experts in each of the others [4]" in said for said in read_logs(tmp_path / "log"))
+
+
+@pytest.mark.every
+def test_two_stages_per_rank_need_batches_of_one_length(ranks, tmp_path):
+    """configs/README.md, "Schedules and rings", can be shorter, and `pipeline.py` use it, when DualPipeV takes them."""
+    ranks.check(other_schedules.two_stages_per_rank, log=tmp_path / "log")
+    assert all(
+        "DualPipeV: " in said and "does not support dynamic_shape" in said for said in read_logs(tmp_path / "log")
+    )
+
+
+@pytest.mark.every
+def test_pytorch_has_no_ring_attention_on_cpus(ranks, tmp_path):
+    """Ring attention can be compared with Ulysses here, and offered, when its ring computes on CPU ranks."""
+    ranks.check(other_schedules.ring, log=tmp_path / "log")
+    said = read_logs(tmp_path / "log")
+    assert all("ring: " in one and "does not have a sharding strategy" in one for one in said), said
 
 
 @pytest.mark.every

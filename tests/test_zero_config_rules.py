@@ -292,6 +292,11 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {**zero(0), "compile": {"deepcompile": True}},
         {**zero(1), "compile": {"deepcompile": True}},
     ),
+    "compiled-pass-without-effect": (
+        HF,
+        {**zero(2), "compile": {"deepcompile": True, "passes": ["autosp"]}},
+        {**zero(1), "compile": {"deepcompile": True, "passes": ["autosp"]}},
+    ),
     "universal-at-stage-3": (
         HF,
         {**zero(3), "checkpoint": {"load_universal": True}},

@@ -1,6 +1,7 @@
-"""Lint DeepSpeed JSON: find what stops a run and what is silently ignored, and suggest a fix for each.
+"""Lint DeepSpeed JSON and accelerate's YAML: find what stops a run or is silently ignored, with a fix for each.
 
     python scripts/check_config.py configs/zero3.json my_config.json --world-size 8 --gpu-memory 80
+    python scripts/check_config.py configs/accelerate/fsdp2.yaml      # of accelerate launch, and the JSON that it names
 
 Exit status: 0 if no file has errors (there may be warnings); 1 if there are errors; 2 if a file cannot be read. Imports
 neither torch nor DeepSpeed unless --deepspeed also asks DeepSpeed itself.
@@ -10,9 +11,13 @@ import argparse
 import difflib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from ..spec.project import as_typed
 from ..zero_config import edits, formats
+from ..zero_config.accelerate import lint as accelerate
+from ..zero_config.accelerate import read as yaml
 from ..zero_config.formats import Report
 from ..zero_config.lint import ask_deepspeed, describe, judge
 from ..zero_config.model import hidden_size
@@ -30,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     arguments = parser().parse_args(words)
     facts = facts_of(arguments)
-    reports = [check(file, facts, arguments) for file in arguments.files]
+    reports = [report for file in arguments.files for report in check_all(file, facts, arguments)]
     if arguments.format == "json":
         print(json.dumps([report.as_json() for report in reports], indent=2, default=str))
     elif arguments.format == "sarif":
@@ -125,6 +130,25 @@ def facts_of(arguments: argparse.Namespace) -> Facts:
         pipeline_stages=arguments.pipeline,
         arguments=dict(arguments.argument),
     )
+
+
+def check_all(file: str, facts: Facts, arguments: argparse.Namespace) -> list[Report]:
+    """Check one file and, if it is accelerate's YAML, the DeepSpeed file that it names, for as many ranks."""
+    if Path(file).suffix not in yaml.SUFFIXES:
+        return [check(file, facts, arguments)]
+    try:
+        document = yaml.read(Path(file))
+    except Unreadable as error:
+        return [unreadable(file, error, arguments)]
+    findings, json_file = accelerate.judge(document, Path(file))
+    if arguments.format == "text":
+        show(file, findings, None)
+    reports = [Report(file, tuple(findings))]
+    if json_file:
+        ranks = document.value.get("num_processes")
+        known = ranks if isinstance(ranks, int) and ranks > 0 else None
+        reports.append(check(str(json_file), replace(facts, world_size=facts.world_size or known), arguments))
+    return reports
 
 
 def check(file: str, facts: Facts, arguments: argparse.Namespace) -> Report:

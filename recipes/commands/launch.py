@@ -24,8 +24,13 @@ from typing import Any
 from ..docs import keys
 from ..launching import other_launchers, paths, preflight, restarts, scheduler
 from ..launching.attempts import HostAttempts, LocalAttempts
+from ..launching.cloud import jobs
 from ..launching.command import compile_ops, deepspeed_command, rank_count, record, visible_gpus
 from ..launching.kubernetes import manifests
+from ..launching.ray import cluster as ray_cluster
+from ..launching.ray import submit
+from ..launching.ray.attempts import RayAttempts
+from ..launching.ray.cluster import RayCluster
 from ..launching.ssh import hostfile
 from ..launching.ssh.hostfile import HostPool
 from ..machine import run_lock
@@ -81,17 +86,22 @@ def run(options: argparse.Namespace) -> int:
 
     gpus = visible_gpus()
     pool = pool_of(options)
+    if submit.is_dashboard(options.address):
+        return submit.run(options.address, options.words, options.submit)
+    cluster = ray_cluster.of(options)
     allocation = scheduler.allocation_of(options, recipe)
-    reserved = pool or allocation
+    reserved = pool or cluster or allocation
+    elsewhere = bool(pool or allocation or (cluster and cluster.nodes))  # where this machine may have no ranks
     if reserved:
         ranks = reserved.ranks
     else:  # prepared ranks start on other machines
         ranks = rank_count(options.gpus, 0 if options.prepare else gpus) * (options.nodes or 1)
-    hardware = hardware_of(pool, ranks) if gpus and not allocation and not options.prepare else None
+    known = gpus and not options.prepare and (pool or not elsewhere)
+    hardware = hardware_of(pool, ranks) if known else None
     if recipe.deepspeed == forecast.AUTO:
         recipe = with_best_plan(recipe, page, options.overrides, hardware)
 
-    recipe = paths.locate(recipe, manifests.MOUNT if options.kubernetes else None)
+    recipe = paths.locate(recipe, jobs.mount(options))
     check_sizes(recipe)
     preflight.check_config(recipe, ranks)
     file = deepspeed_file.read(recipe.deepspeed)
@@ -113,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
         print(forecast.line(plan), flush=True)
 
     folder = folder or run_folder.new(recipe, options.output_dir)
-    recipe = with_profile(recipe, folder, ranks, per_host(options, pool, ranks))
+    recipe = with_profile(recipe, folder, ranks, per_host(options, pool or cluster, ranks))
     if recipe.profile.nsys and not options.dry_run:
         nsys.check(gpus, here=not reserved)
     if pool:
@@ -125,14 +135,19 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
         watcher = nsys.command(folder) if recipe.profile.nsys else []
-        print(shlex.join([*watcher, *deepspeed_command(folder, ranks, pool, options.master_addr)]))
+        command = deepspeed_command(folder, ranks, pool, options.master_addr)
+        print(shlex.join([*watcher, *(ray_cluster.command(cluster, folder, ranks) if cluster else command)]))
         return 0
     if options.prepare:
         return prepare(recipe, folder, per_host(options, pool, ranks), options.nodes or 1)
     require("deepspeed")
-    if not pool:  # with several hosts, the preflight says what each of them lacks
+    if not elsewhere:  # with several hosts, the preflight says what each of them lacks
         compile_ops(recipe, ranks, gpus)
-    attempts = HostAttempts(pool, folder, options.master_addr) if pool else LocalAttempts(folder, ranks, gpus)
+    attempts: HostAttempts | RayAttempts | LocalAttempts
+    if pool:
+        attempts = HostAttempts(pool, folder, options.master_addr)
+    else:
+        attempts = RayAttempts(cluster, folder) if cluster else LocalAttempts(folder, ranks, gpus)
     with run_lock.hold(folder.path):
         if options.resume:
             restarts.prepare(recipe, folder, ranks, restarts.intact_checkpoint(recipe, folder))
@@ -207,7 +222,7 @@ def with_profile(recipe: Recipe, folder: RunFolder, ranks: int, on_each: int) ->
     return replace(recipe, profile=found.profile)
 
 
-def per_host(options: argparse.Namespace, pool: HostPool | None, ranks: int) -> int:
+def per_host(options: argparse.Namespace, pool: HostPool | RayCluster | None, ranks: int) -> int:
     """Return how many ranks run on each machine."""
     return pool.most_ranks if pool else ranks // (options.nodes or 1)
 
@@ -218,7 +233,7 @@ def pool_of(options: argparse.Namespace) -> HostPool | None:
     Raises:
         UserError: the hostfile or the selection is wrong, or options contradict each other.
     """
-    used = [flag for flag in ("hostfile", "slurm", "kubernetes", "prepare") if getattr(options, flag)]
+    used = [flag for flag in ENGINES if getattr(options, flag)]
     if len(used) > 1:
         raise UserError(f"--{used[0]} and --{used[1]}: give one of them, not both.")
     for flag, needs in NEEDS.items():
@@ -229,11 +244,15 @@ def pool_of(options: argparse.Namespace) -> HostPool | None:
     return hostfile.read(options.hostfile, options.include, options.exclude, options.nodes, options.gpus)
 
 
+ENGINES = ("hostfile", "slurm", "kubernetes", "ray", "sagemaker", "skypilot", "prepare")
+"""Options each of which says what starts the ranks."""
 NEEDS = {
-    "nodes": ("hostfile", "slurm", "kubernetes", "prepare"),
+    "nodes": ENGINES,
+    **dict.fromkeys(("address", "submit"), ("ray",)),
     **dict.fromkeys(("include", "exclude", "master_addr"), ("hostfile",)),
     **dict.fromkeys(("partition", "time"), ("slurm",)),
-    **dict.fromkeys(("image", "volume"), ("kubernetes",)),
+    "image": ("kubernetes", "sagemaker", "skypilot"),
+    "volume": ("kubernetes", "skypilot"),
 }
 """Options for several machines, and which others they need one of."""
 
@@ -332,18 +351,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     several.add_argument(
         "--kubernetes", action="store_true", help="write manifests: Job, JobSet and Kubeflow's TrainJob"
     )
+    several.add_argument("--ray", action="store_true", help="on a Ray cluster; without --address on this machine")
+    several.add_argument(
+        "--address", metavar="A", help="with --ray: HOST:6379 of a cluster, auto, or http://HOST:8265, its dashboard"
+    )
+    several.add_argument(
+        "--submit", action="store_true", help="with a dashboard's address: submit the job that is printed"
+    )
+    several.add_argument("--sagemaker", action="store_true", help="write the script of a SageMaker training job")
+    several.add_argument("--skypilot", action="store_true", help="write a SkyPilot task, for machines of any cloud")
     several.add_argument(
         "--prepare",
         action="store_true",
         help="write the run folder; print how torchrun, mpirun or srun starts its ranks",
     )
-    several.add_argument("--image", metavar="I", help=f"with --kubernetes (default: {manifests.IMAGE})")
+    several.add_argument("--image", metavar="I", help=f"of jobs: the project's image (default: {manifests.IMAGE})")
     several.add_argument(
-        "--volume", metavar="V", help=f"with --kubernetes: shared volume claim (default: {manifests.VOLUME})"
+        "--volume", metavar="V", help=f"with --kubernetes, --skypilot: shared volume (default: {manifests.VOLUME})"
     )
-    options, unknown = parser.parse_known_intermixed_args(
-        window.words(sys.argv[1:] if arguments is None else arguments)
-    )
+    words = window.words(sys.argv[1:] if arguments is None else arguments)
+    options, unknown = parser.parse_known_intermixed_args(words)
+    options.words = words
     if unknown:  # without the value, which may be a credential
         name = unknown[0].partition("=")[0]
         hint = f"write a recipe's key as {name.lstrip('-')}=VALUE"

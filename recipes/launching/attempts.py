@@ -1,5 +1,7 @@
 """The attempts of one run: each starts DeepSpeed's launcher on this machine or on the hosts that still answer."""
 
+from pathlib import Path
+
 from ..profiling import nsys
 from ..spec.errors import UserError
 from ..spec.run_folder import RunFolder, read_recipe
@@ -42,7 +44,12 @@ class HostAttempts:
             UserError: a host cannot take part.
         """
         environment = rank_environment(pool.most_ranks, 0)
-        answers = host_checks.check(pool, run.path, master, environment["TORCH_EXTENSIONS_DIR"])
+        extensions, meeting = environment["TORCH_EXTENSIONS_DIR"], master or pool.hosts[0]
+
+        def ask(folder: Path, file: str) -> list[host_checks.Answer]:
+            return host_checks.ask_by_ssh(pool, folder, file, meeting, extensions)
+
+        answers = host_checks.check(pool, run.path, ask)
         environment = rank_environment(pool.most_ranks, len(answers[0]["gpus"]))
         self.environment = environment | host_checks.network_interfaces(answers, environment)
         self.addresses = {host: answer["address"] for host, answer in zip(pool.hosts, answers, strict=True)}

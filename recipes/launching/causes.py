@@ -40,7 +40,7 @@ def explain(run: RunFolder, failed: Sequence[FailedRank], status: int, ranks: in
         minutes = read_json(run.recipe)["hang_minutes"]
         return f"no step finished for {minutes:g} minutes; each rank's Python stack is in {run.ranks}{silent}"
     if not failed:
-        return f"the DeepSpeed launcher exited with status {status}"
+        return f"the launcher of the ranks exited with status {status}"
     first = failed[0]
     log = run.ranks / f"rank-{first.rank}.log"
     last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []

@@ -87,7 +87,12 @@ def threads(ranks: int) -> str:
 
     Each rank would otherwise use all of them, for Adam on the host too: 8 times as many threads as cores beside 8 GPUs.
     """
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    return os.environ.get("OMP_NUM_THREADS") or share_of_cores(ranks)
+
+
+def share_of_cores(ranks: int) -> str:
+    """Return the number of this machine's cores for each of its ranks."""
+    return str(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def rank_environment(ranks: int, gpus: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Give a run to a scheduler, SLURM or Kubernetes, which starts `node.py` on each node."""
+"""Give a run to a scheduler, SLURM, Kubernetes or a cloud's, which starts `node.py` on each node."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from . import restarts
 from .allocation import Allocation
+from .cloud import jobs
 from .command import rank_environment, record
 from .kubernetes import manifests
 from .slurm import batch_job, partitions
@@ -28,6 +29,10 @@ def allocation_of(options: argparse.Namespace, recipe: Recipe) -> Allocation | N
         if options.resume:
             raise UserError("--kubernetes --resume: just apply the run's manifests again; pods resume by themselves.")
         asked = manifests.allocation(recipe.name, options.nodes, options.gpus)
+    elif options.sagemaker or options.skypilot:
+        if options.resume:
+            raise UserError("--resume: just start the job again; a run in the same folder resumes by itself.")
+        asked = manifests.allocation(recipe.name, options.nodes, options.gpus)
     elif options.slurm:
         wanted = (options.nodes, options.gpus, options.partition, options.time)
         asked = partitions.allocation(recipe.name, *wanted, dry_run=options.dry_run)
@@ -37,7 +42,7 @@ def allocation_of(options: argparse.Namespace, recipe: Recipe) -> Allocation | N
 
 
 def submit(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folder: RunFolder) -> int:
-    """Submit a SLURM job and follow it, or write Kubernetes manifests; return the exit status.
+    """Submit a SLURM job and follow it, or write the files of another kind of job; return the exit status.
 
     Raises:
         UserError: a file that pods cannot see, or SLURM rejects the job.
@@ -48,6 +53,8 @@ def submit(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folde
     if options.slurm:
         script = batch_job.script(asked, folder, environment)
         texts = {str(batch_job.path(folder)): script}
+    elif not options.kubernetes:
+        texts = jobs.texts(options, asked, recipe, folder)
     else:
         given = {"image": options.image or manifests.IMAGE, "volume": options.volume or manifests.VOLUME}
         texts = manifests.manifests(asked, recipe, folder, given | {"environment": environment})
@@ -63,6 +70,10 @@ def submit(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folde
     record(folder)
     if options.kubernetes:
         print(manifests.how_to(manifests.write(folder, texts)))
+        return 0
+    if not options.slurm:
+        engine = "sagemaker" if options.sagemaker else "skypilot"
+        print(jobs.how_to(engine, jobs.write(folder, engine, texts)))
         return 0
     try:
         number = batch_job.submit(folder, script, environment)

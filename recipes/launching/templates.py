@@ -1,7 +1,7 @@
 """Fill the templates of job scripts and manifests; every value passes through a filter that quotes it.
 
-`shell` quotes for a POSIX shell, `yaml` writes a value as YAML, and `yaml_block` writes text of several lines as an
-indented block for people to read. `literal` keeps Kubernetes from replacing `$(NAME)`.
+`shell` quotes for a POSIX shell, `yaml` writes a value as YAML, `yaml_block` text of several lines as an indented block
+for people to read, and `python` a value as Python does. `literal` keeps Kubernetes from replacing `$(NAME)`.
 """
 
 import json
@@ -39,6 +39,7 @@ def _environment(folder: Path) -> "Environment":
         autoescape=False,  # the filters quote
     )
     environment.filters |= {"shell": shell, "yaml": yaml_scalar, "yaml_block": yaml_block, "literal": literal}
+    environment.filters["python"] = repr
     return environment
 
 

@@ -46,6 +46,8 @@ class DeepSpeedFile:
     has_zenflow: bool = False
     deepcompile: bool = False
     """`compile.deepcompile`, which does nothing until the engine compiles the model (the Trainer's `torch_compile`)."""
+    compiled_passes: tuple[str, ...] = ()
+    """`compile.passes`: what DeepCompile does to the graph, by name; empty: what the ZeRO stage asks for."""
     gathers_weights: bool = True
     """Whether checkpoints hold Hugging Face weights: under ZeRO-3, `stage3_gather_16bit_weights_on_model_save` is not
     false."""
@@ -75,8 +77,13 @@ def parse(content: Mapping[str, Any], name: str = "") -> DeepSpeedFile:
         optimizer=_block(content, "optimizer").get("type"),
         has_zenflow="zenflow" in zero,
         deepcompile=_block(content, "compile").get("deepcompile") is True,
+        compiled_passes=tuple(map(str, _list(_block(content, "compile").get("passes")))),
         gathers_weights=stage < 3 or bool(zero.get("stage3_gather_16bit_weights_on_model_save", True)),
     )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def with_zero(file: DeepSpeedFile, **changes: Any) -> DeepSpeedFile:

@@ -78,6 +78,10 @@ def main(folder: str) -> None:
         fail(error, REWIND, trackers)
     except Exception as error:
         full = cannot_write(error, run.path)
+        if full is None and not rendezvous.is_watched(os.environ) and (lost := unsupervised.lost_peer(error)):
+            print(lost, file=sys.stderr, flush=True)
+            trackers.failed(lost, 1)
+            os._exit(1)  # the group of ranks would wait for the one that is gone
         if full is None:
             raise
         fail(full, 2, trackers)

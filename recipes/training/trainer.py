@@ -37,7 +37,7 @@ from .callbacks.system_log import SystemLog
 from .callbacks.watchdog import Watchdog
 from .data import example_numbers
 from .environment import describe
-from .model import movement
+from .model import kernels, movement
 from .optimization import create
 from .optimization.noise import Noise
 from .parallel import expert, expert_check
@@ -214,6 +214,7 @@ class RunHooks(Hooked):
     def on_engine_ready(self) -> None:
         """Work around the engine's defects, and record its configuration and environment."""
         engine, context = self.deepspeed, self.context
+        kernels.check_active(engine, context.file)
         upstream.remember_gradient_norm(engine)
         upstream.forget_kept_weights(engine)
         if context.checkpoint:

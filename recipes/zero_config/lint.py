@@ -66,13 +66,13 @@ def judge(config: Document | dict, facts: Facts) -> list[Finding]:
 
 
 def _finding(rule: Rule, hit: Hit, config: Config, problems: dict) -> Finding:
-    line, column = problems.get((hit.path, hit.what)) or _place(config, hit)
+    line, column = problems.get((hit.path, hit.what)) or place(config, hit)
     severity = hit.severity or rule.severity
     fix = hit.fix or rule.fix
     return Finding(rule.id, severity, dotted(hit.path), line, column, hit.value, hit.what, fix, hit.edits)
 
 
-def _place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
+def place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
     """Return the line and column of a hit's key, or of the nearest enclosing key."""
     path = hit.path
     while path:

@@ -42,7 +42,10 @@ CASES = [
     Case(Layout(pipeline=2), 2, stage=0, micro_batch=2),
     Case(Layout(pipeline=2), 4, checkpointing=True),
 ]
+IN_ALL = Case(Layout(pipeline=2, tensor=2, sequence=2), 16, family="qwen3-0.6b")
+"""Data x tensor x pipeline x sequence, each 2."""
 MORE = [
+    IN_ALL,
     Case(Layout(pipeline=2, tensor=2, sequence=2), 8, family="qwen3-0.6b"),
     Case(Layout(pipeline=2), 2, checkpointing=True, family="gemma3-1b"),
     Case(Layout(pipeline=4), 4, stage=0, micro_batch=2, family="qwen3-0.6b"),
@@ -125,6 +128,10 @@ SPLIT = Case(Layout(pipeline=2, tensor=2), 4, stage=0, family="qwen3-0.6b")
             ("tied_weights_apart", TIED),
             ("norm_of_the_first_stage", TIED),
             ("own_heads_only", SPLIT),
+            ("every_copy_reads_the_first_ones_share", IN_ALL),
+            ("own_heads_only", IN_ALL),
+            ("tied_weights_apart", IN_ALL),
+            ("parts_at_position_zero", IN_ALL),
         ],
         {("tied_weights_apart", TIED)},
     ),

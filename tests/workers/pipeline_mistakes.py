@@ -2,8 +2,8 @@
 
 from deepspeed.pipe import PipelineModule
 
-from recipes.training import run
-from recipes.training.parallel import pipeline, tensor
+from recipes.training import run, trainer
+from recipes.training.parallel import pipeline, sequence, tensor
 
 
 def main(folder: str, mistake: str) -> None:
@@ -38,7 +38,27 @@ def own_heads_only() -> None:
     tensor._summed_over = lambda group: lambda gradient: gradient
 
 
+def every_copy_reads_the_first_ones_share() -> None:
+    """Give all data-parallel copies the same sequences."""
+    prepare = trainer.prepare_data_loader
+    trainer.prepare_data_loader = lambda *given, **options: prepare(*given, **options | {"process_index": 0})
+
+
+def parts_at_position_zero() -> None:
+    """Count positions from the start of each sequence-parallel part."""
+    cut = sequence.cut
+
+    def again(batch, place, layout):
+        part = cut(batch, place, layout)
+        return part | {"position_ids": part["position_ids"] - part["position_ids"][:, :1]}
+
+    sequence.cut = again
+    run.sequence_check.check = lambda recipe, tokenizer: None  # the probe that would notice it before the run
+
+
 MISTAKES = {
+    "every_copy_reads_the_first_ones_share": every_copy_reads_the_first_ones_share,
+    "parts_at_position_zero": parts_at_position_zero,
     "every_stage_counted": every_stage_counted,
     "tied_weights_apart": tied_weights_apart,
     "norm_of_the_first_stage": norm_of_the_first_stage,

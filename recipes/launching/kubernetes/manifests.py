@@ -68,10 +68,7 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Map
     Raises:
         UserError: the recipe uses a file that pods cannot see, or the image or the volume has an invalid name.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", options["image"], re.ASCII):
-        raise UserError(f"--image {options['image']!r}: not an image; write for instance registry/name:tag.")
-    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", options["volume"]):
-        raise UserError(f"--volume {options['volume']!r}: not a claim's name (small letters, digits, dots and dashes).")
+    check_names(options["image"], options["volume"])
     values = {
         "name": object_name(f"{recipe.name}-{folder.path.name}"),
         "files": files(recipe),
@@ -93,37 +90,56 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Map
     return {file: fill(Path(__file__).with_name(f"{file}.jinja"), **values) for file in FILES}
 
 
+def check_names(image: str, volume: str) -> None:
+    """Refuse what no image or no volume claim can be called.
+
+    Raises:
+        UserError: names the option.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", image, re.ASCII):
+        raise UserError(f"--image {image!r}: not an image; write for instance registry/name:tag.")
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", volume):
+        raise UserError(f"--volume {volume!r}: not a claim's name (small letters, digits, dots and dashes).")
+
+
 def object_name(text: str) -> str:
     """Return a valid name for Kubernetes objects: a DNS label, short enough for what controllers append."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:44].strip("-")
 
 
-def files(recipe: Recipe) -> dict[str, str]:
+def files(recipe: Recipe, mount: str = MOUNT, recipe_mount: str = RECIPE_MOUNT) -> dict[str, str]:
     """Return the recipe and its DeepSpeed configuration, with their paths as pods see them.
+
+    Args:
+        recipe: with absolute local paths.
+        mount: where pods have the shared volume.
+        recipe_mount: where they have these files.
 
     Raises:
         UserError: a file is neither in this checkout nor on the volume.
     """
     config = Path(recipe.deepspeed).read_text(encoding="utf-8")
-    fields = to_dict(recipe) | {"deepspeed": f"{RECIPE_MOUNT}/deepspeed.json"}
-    fields["model"] = fields["model"] | {"path": _in_pod("model.path", recipe.model.path)}
-    fields["model"]["chat_template"] = _in_pod("model.chat_template", recipe.model.chat_template)
-    fields["data"] = fields["data"] | {"path": _each_in_pod("data.path", recipe.data.path)}
-    fields["data"]["validation"] = recipe.data.validation and _each_in_pod("data.validation", recipe.data.validation)
+    fields = to_dict(recipe) | {"deepspeed": f"{recipe_mount}/deepspeed.json"}
+    fields["model"] = fields["model"] | {"path": _in_pod("model.path", recipe.model.path, mount)}
+    fields["model"]["chat_template"] = _in_pod("model.chat_template", recipe.model.chat_template, mount)
+    fields["data"] = fields["data"] | {"path": _each_in_pod("data.path", recipe.data.path, mount)}
+    fields["data"]["validation"] = recipe.data.validation and _each_in_pod(
+        "data.validation", recipe.data.validation, mount
+    )
     return {"recipe.json": json.dumps(fields, indent=2), "deepspeed.json": config}
 
 
-def _each_in_pod(key: str, paths: str) -> str:
-    return ",".join(_in_pod(key, path) for path in names(paths))
+def _each_in_pod(key: str, paths: str, mount: str) -> str:
+    return ",".join(_in_pod(key, path, mount) for path in names(paths))
 
 
-def _in_pod(key: str, path: str) -> str:
-    if not path.startswith("/") or path.startswith(f"{MOUNT}/"):
+def _in_pod(key: str, path: str, mount: str) -> str:
+    if not path.startswith("/") or path.startswith(f"{mount}/"):
         return path
     for here, there in ((PACKAGE, f"{PROJECT}/recipes"), (CHECKOUT, PROJECT)):
         if here and Path(path).is_relative_to(here):
             return f"{there}/{Path(path).relative_to(here)}"
-    inside = f"{MOUNT}/{Path(path).name}"
+    inside = f"{mount}/{Path(path).name}"
     raise UserError(f"{key}={path}: pods cannot see this file; copy it to the volume and set {key}={inside}.")
 
 

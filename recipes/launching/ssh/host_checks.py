@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,13 @@ Answer = Mapping[str, Any]
 """What `host_info` says about a host, or `{"failed": why}`."""
 
 
-def check(pool: HostPool, folder: Path, master: str | None, extensions: str) -> list[Answer]:
+def check(pool: HostPool, folder: Path, ask: Callable[[Path, str], list[Answer]]) -> list[Answer]:
     """Ask every host, print the table, and return the answers.
 
     Args:
         pool: the hosts; the others are compared with the first.
         folder: the run's folder; the existing part of its path has to be the same folder on every host.
-        master: the address where ranks meet, if it is not the first host's name.
-        extensions: the folder of built ops, on every host.
+        ask: returns what each host says about itself, given that part and the name of a file that was written there.
 
     Raises:
         UserError: a host cannot be reached, or differs from the first.
@@ -41,7 +40,7 @@ def check(pool: HostPool, folder: Path, master: str | None, extensions: str) -> 
     except OSError as error:
         raise UserError(f"{existing}: {error.strerror}; choose another --output-dir.") from None
     try:
-        answers = ask(pool, existing, token.name, master or pool.hosts[0], extensions)
+        answers = ask(existing, token.name)
     finally:
         token.unlink(missing_ok=True)
     named = list(zip(pool.hosts, answers, strict=True))
@@ -53,8 +52,16 @@ def check(pool: HostPool, folder: Path, master: str | None, extensions: str) -> 
     return answers
 
 
-def ask(pool: HostPool, folder: Path, file: str, meeting: str, extensions: str) -> list[Answer]:
-    """Return what each host says about itself, or `{"failed": why}`."""
+def ask_by_ssh(pool: HostPool, folder: Path, file: str, meeting: str, extensions: str) -> list[Answer]:
+    """Return what each host says about itself over ssh, or `{"failed": why}`.
+
+    Args:
+        pool: the hosts.
+        folder: where `file` was written.
+        file: its name.
+        meeting: the address where ranks meet.
+        extensions: the folder of built ops, on every host.
+    """
 
     def command(host: str) -> str:
         variable = f"export TORCH_EXTENSIONS_DIR={shlex.quote(extensions)}; "

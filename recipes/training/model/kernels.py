@@ -1,6 +1,7 @@
 """Fused and compiled layers, where a recipe asks for them."""
 
 import importlib.util
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
@@ -33,10 +34,30 @@ def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
             f"deepspeed={file.name}: DeepCompile's kernels are CUDA's, and these ranks are on CPUs; use "
             f"zero{file.stage}.json."
         )
+    split = sorted({"autosp", "autotp"} & set(file.compiled_passes))
+    if split:
+        key = {"autosp": "sequence", "autotp": "tensor"}[split[0]]
+        raise UserError(
+            f"deepspeed={file.name}: compile.passes has {split[0]}, for which a program has to mark its inputs; in a "
+            f"recipe write layout.{key}=2, and remove the pass."
+        )
     if recipe.compile == "regional" and file.stage == 3:
         raise UserError(
             f"compile=regional: {file.name} is ZeRO-3, which fetches weights between kernels; use zero2.json, or leave "
             "compile out."
+        )
+
+
+def check_active(engine: Any, file: DeepSpeedFile) -> None:
+    """Refuse an engine that the file asks to compile and that would train without: as plain ZeRO, and silently.
+
+    Raises:
+        UserError: DeepSpeed has left DeepCompile out, for a reason that it only logs.
+    """
+    if file.deepcompile and not engine.is_deepcompile_active():
+        raise UserError(
+            f"deepspeed={file.name}: DeepSpeed has not activated DeepCompile, and would train as plain "
+            f"ZeRO-{file.stage}; its log says why. Use zero{file.stage}.json, or correct the compile block."
         )
 
 

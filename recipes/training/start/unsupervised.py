@@ -6,7 +6,9 @@ and, at the end, writes the verdict on recorded steps and the report. Restarts a
 
 import contextlib
 import os
+import re
 import shutil
+import socket
 from collections.abc import Iterator
 
 from ...machine import ops, run_lock
@@ -18,6 +20,12 @@ from ...spec.run_folder import RunFolder
 from .. import universal_checkpoint
 from ..checkpoint import digests
 from . import rendezvous
+
+_LOST = re.compile(
+    r"(?:(?:Read|Write) error|Connection closed by peer|Connection reset by peer) \[([^\]\s]+)\]:\d+"  # gloo
+    r"|(?:remote process exited|closed by remote peer|peer) ([\w.:]+)<\d+>"  # NCCL
+)
+"""The host in what gloo and NCCL say of a connection that has ended."""
 
 
 @contextlib.contextmanager
@@ -45,6 +53,22 @@ def kept(run: RunFolder) -> Iterator[None]:
         finally:
             conclude.at_end(run)
             write.at_end(run)
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """Return a line that names the host to which a connection was lost; None: that is not what has happened.
+
+    Nobody watches the ranks of other launchers, and what a library raises, in the middle of a collective, does not say
+    that another rank has died.
+    """
+    match = _LOST.search(str(error))
+    if match is None:
+        return None
+    rank, host = os.environ.get("RANK", "0"), match[1] or match[2]
+    return (
+        f"rank {rank} on {socket.gethostname()}: the connection to {host} was lost: a rank there has died, or the host "
+        "has; started again, the run resumes from its newest checkpoint."
+    )
 
 
 def is_finished(run: RunFolder) -> bool:

@@ -150,6 +150,19 @@ def _deepcompile(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("compile", "deepcompile"), True, what, "set the stage to 1, 2 or 3")
 
 
+def _compiled_pass(config: Config, facts: Facts) -> Iterator[Hit]:
+    passes = config.get("compile", "passes")
+    if not config.on("compile", "deepcompile") or not isinstance(passes, list):
+        return
+    size = config.number("tensor_parallel", "autotp_size") or 1
+    if "autosp" in passes and config.stage in (2, 3):
+        what = f"AutoSP does not work with stage {config.stage}: it is plain torch.compile, and no sequence is split"
+        yield Hit(("compile", "passes"), passes, what, "set the stage to 0 or 1")
+    if "autotp" in passes and "autosp" not in passes and size <= 1:
+        what = "without tensor_parallel.autotp_size above 1 it is plain torch.compile, and no matrix is split"
+        yield Hit(("compile", "passes"), passes, what, "add tensor_parallel.autotp_size, or remove the pass")
+
+
 def _universal(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.get("checkpoint", "load_universal") and config.stage == 3:
         what = "loading a universal checkpoint gives every parameter group the settings of the first"
@@ -286,6 +299,15 @@ RULES = (
         "DeepCompile's passes schedule the communication of ZeRO.",
         "Set the stage to 1, 2 or 3.",
         _deepcompile,
+    ),
+    Rule(
+        "compiled-pass-without-effect",
+        "error",
+        WRONG,
+        '"Falling back to the torch compiler" in the log, and as much memory as without',
+        "DeepCompile's passes autosp and autotp each need a stage or a size, without which DeepSpeed leaves them out.",
+        "Set the stage to 0 or 1 for autosp, or tensor_parallel.autotp_size for autotp.",
+        _compiled_pass,
     ),
     Rule(
         "universal-at-stage-3",

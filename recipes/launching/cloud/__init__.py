@@ -1,0 +1,1 @@
+"""Runs on machines that a cloud rents for one job: Amazon SageMaker and SkyPilot."""

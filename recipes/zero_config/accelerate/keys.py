@@ -1,0 +1,78 @@
+"""The keys of accelerate 1.15's YAML and the values that are words; a test compares them with accelerate's own."""
+
+TOP = (
+    *(
+        "compute_environment",
+        "distributed_type",
+        "mixed_precision",
+        "use_cpu",
+        "debug",
+        "num_processes",
+        "machine_rank",
+    ),
+    *("num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
+    *("main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config", "fsdp_config"),
+    *("parallelism_config", "megatron_lm_config", "mpirun_config", "downcast_bf16", "tpu_name", "tpu_zone"),
+    *("tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config"),
+)
+"""accelerate stops at any other."""
+OLD = ("fp16", "dynamo_backend")
+"""It still translates these."""
+DEEPSPEED = (
+    *("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device"),
+    *("offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping"),
+    *("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter"),
+    *("deepspeed_inclusion_filter", "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names"),
+)
+"""Of `deepspeed_config`; it ignores any other."""
+FSDP = (
+    *("fsdp_version", "fsdp_offload_params", "fsdp_min_num_params", "fsdp_sharding_strategy"),
+    *("fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap"),
+    *("fsdp_backward_prefetch", "fsdp_state_dict_type", "fsdp_forward_prefetch", "fsdp_use_orig_params"),
+    *("fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states", "fsdp_activation_checkpointing"),
+    *("fsdp_activation_checkpointing_offload", "fsdp_ignored_modules"),
+)
+"""Of `fsdp_config`, where the prefix may be missing; it ignores any other."""
+PARALLELISM = (
+    *("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size", "parallelism_config_tp_size"),
+    *("parallelism_config_cp_size", "parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy"),
+    *("parallelism_config_sp_size", "parallelism_config_sp_backend", "parallelism_config_sp_seq_length"),
+    *("parallelism_config_sp_seq_length_is_variable", "parallelism_config_sp_attn_implementation"),
+)
+"""Of `parallelism_config`; it ignores any other."""
+SECTIONS = {"deepspeed_config": DEEPSPEED, "fsdp_config": FSDP, "parallelism_config": PARALLELISM}
+TYPES = (
+    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU"),
+    *("MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"),
+)
+LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
+WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+DEVICES = ("none", "cpu", "nvme")
+CHOICES = {
+    ("distributed_type",): TYPES,
+    ("mixed_precision",): PRECISIONS,
+    ("deepspeed_config", "deepspeed_multinode_launcher"): LAUNCHERS,
+    ("deepspeed_config", "offload_optimizer_device"): DEVICES,
+    ("deepspeed_config", "offload_param_device"): DEVICES,
+    ("deepspeed_config", "zero_stage"): (0, 1, 2, 3),
+    ("fsdp_config", "fsdp_version"): (1, 2),
+    ("fsdp_config", "fsdp_auto_wrap_policy"): WRAPS,
+    ("fsdp_config", "fsdp_state_dict_type"): STATES,
+}
+"""The values that a key may have; words are compared without case."""
+IN_THE_FILE = (
+    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
+    *("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model"),
+)
+"""Keys of `deepspeed_config` that accelerate refuses beside a `deepspeed_config_file`."""
+ONLY_FSDP1 = {
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward: true (ZeRO-3's behaviour) or false (ZeRO-2's)",
+    "fsdp_backward_prefetch": "FSDP2 prefetches by itself",
+    "fsdp_forward_prefetch": "FSDP2 prefetches by itself",
+    "fsdp_use_orig_params": "FSDP2 always does",
+    "fsdp_sync_module_states": "FSDP2 always does",
+}
+"""Keys that FSDP2 ignores, and what there is instead."""

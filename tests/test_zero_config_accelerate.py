@@ -1,0 +1,217 @@
+"""accelerate's YAML: ours has no findings, each mistake has one with its key, value and fix, and accelerate agrees."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes.commands import check
+from recipes.spec.project import CONFIGS
+from recipes.zero_config.accelerate import keys
+
+SHIPPED = sorted((CONFIGS / "accelerate").glob("*.yaml"))
+DEEPSPEED = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 3}}
+FSDP = {"distributed_type": "FSDP", "num_processes": 2}
+WRAP = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+
+
+@pytest.fixture
+def found(tmp_path, capsys):
+    """Return a function that gives the linter's status and findings for a YAML."""
+
+    def lint(content):
+        file = tmp_path / "accelerate.yaml"
+        file.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        status = check.main([str(file), "--json"])
+        return status, json.loads(capsys.readouterr().out)
+
+    return lint
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_ours_have_no_findings(file, capsys):
+    assert len(SHIPPED) >= 8
+    assert check.main([str(file), "--json"]) == 0
+    reports = json.loads(capsys.readouterr().out)
+    assert all(report["findings"] == [] for report in reports)
+    assert len(reports) == 1 + ("deepspeed_config_file" in file.read_text()), "the JSON is checked too"
+
+
+def with_deepspeed(**changes):
+    return DEEPSPEED | {"deepspeed_config": DEEPSPEED["deepspeed_config"] | changes}
+
+
+def with_fsdp(**changes):
+    return FSDP | {"fsdp_config": WRAP | changes}
+
+
+MISTAKES = [
+    (DEEPSPEED | {"num_proceses": 2}, "num_proceses", "stops at this key", "write num_processes"),
+    (DEEPSPEED | {"zero_stage": 3}, "zero_stage", "stops at this key", "move it into deepspeed_config"),
+    (with_deepspeed(zero_stge=2), "deepspeed_config.zero_stge", "ignores this key", "write zero_stage"),
+    (FSDP | {"fsdp_config": {**WRAP, "reshard": True}}, "fsdp_config.reshard", "ignores this key", "remove it"),
+    ({"num_processes": 1}, "", "`distributed_type` is missing", "distributed_type: DEEPSPEED"),
+    (DEEPSPEED | {"distributed_type": "DEEPSPED"}, "distributed_type", "not one of", "write DEEPSPEED"),
+    (DEEPSPEED | {"mixed_precision": "bfloat16"}, "mixed_precision", "not one of", "one of them"),
+    (with_deepspeed(zero_stage=4), "deepspeed_config.zero_stage", "not one of 0, 1, 2, 3", "one of them"),
+    (FSDP | {"deepspeed_config": {"zero_stage": 2}}, "deepspeed_config", "not used with", "or remove the section"),
+    (DEEPSPEED | {"num_processes": 3, "num_machines": 2, "main_process_ip": "a"}, "num_processes", "multiple", "write"),
+    (DEEPSPEED | {"machine_rank": 1}, "machine_rank", "below num_machines: 1", "machine_rank: 0"),
+    (
+        DEEPSPEED | {"num_machines": 2},
+        "deepspeed_config.deepspeed_multinode_launcher",
+        "needs deepspeed_hostfile",
+        "standard",
+    ),
+    (with_fsdp() | {"num_machines": 2}, "num_machines", "needs main_process_ip", "first machine's address"),
+    (
+        with_deepspeed(deepspeed_config_file="no.json"),
+        "deepspeed_config.deepspeed_config_file",
+        "no such file",
+        "correct the path",
+    ),
+    (
+        with_deepspeed(deepspeed_config_file=str(CONFIGS / "zero3.json")),
+        "deepspeed_config.zero_stage",
+        "beside deepspeed_config_file",
+        "set it in the JSON",
+    ),
+    (
+        with_deepspeed(zero_stage=2, offload_param_device="cpu"),
+        "deepspeed_config.offload_param_device",
+        "no effect at stage 2",
+        "zero_stage: 3",
+    ),
+    (with_deepspeed(zero_stage=2, zero3_init_flag=True), "deepspeed_config.zero3_init_flag", "at stage 2", "false"),
+    (with_deepspeed(zero3_init_flag=False), "deepspeed_config.zero3_init_flag", "loads the whole model", "write true"),
+    (
+        with_deepspeed(offload_param_device="nvme", offload_param_nvme_path="/nvme"),
+        "deepspeed_config.offload_param_nvme_path",
+        "does not pass the NVMe path on",
+        "zero3_nvme.json",
+    ),
+    (
+        with_fsdp(fsdp_reshard_after_forward="FULL_SHARD"),
+        "fsdp_config.fsdp_reshard_after_forward",
+        "takes true",
+        "true",
+    ),
+    (
+        with_fsdp(fsdp_version=1, fsdp_reshard_after_forward=True),
+        "fsdp_config.fsdp_reshard_after_forward",
+        "accelerate stops",
+        "fsdp_version: 2",
+    ),
+    (with_fsdp(fsdp_use_orig_params=True), "fsdp_config.fsdp_use_orig_params", "FSDP2 ignores it", "always does"),
+    (with_fsdp(state_dict_type="LOCAL_STATE_DICT"), "fsdp_config.state_dict_type", "accelerate stops", "SHARDED"),
+    (with_fsdp() | {"use_cpu": True}, "use_cpu", "makes DDP of it", "use GPUs"),
+    (with_fsdp(fsdp_auto_wrap_policy="NO_WRAP"), "fsdp_config.fsdp_auto_wrap_policy", "one unit", "TRANSFORMER"),
+    (
+        with_fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP"),
+        "fsdp_config.fsdp_auto_wrap_policy",
+        "wraps nothing",
+        "fsdp_min_num_params",
+    ),
+    (
+        with_fsdp(fsdp_activation_checkpointing_offload=True),
+        "fsdp_config.fsdp_activation_checkpointing_offload",
+        "needs",
+        "add them",
+    ),
+    (
+        with_fsdp() | {"parallelism_config": {"parallelism_config_tp_size": 4}},
+        "parallelism_config",
+        "multiply to 4, but num_processes is 2",
+        "what is left",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "key", "what", "fix"), MISTAKES)
+def test_a_mistake_is_found_with_its_fix(found, content, key, what, fix):
+    status, reports = found(content)
+    findings = [one for one in reports[0]["findings"] if one["key"] == key and what in one["what"]]
+    assert len(findings) == 1 and fix in findings[0]["fix"], reports
+    assert status == int(any(one["severity"] == "error" for report in reports for one in report["findings"]))
+    assert findings[0]["line"] or "missing" in what or "." in key
+
+
+def test_a_key_that_comes_twice_is_found_at_its_line(found):
+    status, reports = found("distributed_type: FSDP\nnum_processes: 2\nnum_processes: 4\n")
+    twice = reports[0]["findings"][0]
+    assert status == 1 and (twice["key"], twice["line"]) == ("num_processes", 3) and "first on line 2" in twice["what"]
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n", "", "a: &a {b: *a", "\x00", "just words"])
+def test_what_is_no_such_file_is_unreadable(found, text):
+    status, reports = found(text)
+    assert status == 2 and reports[0]["what"]
+
+
+def test_an_alias_that_contains_itself_ends(found):
+    status, reports = found("distributed_type: FSDP\nfsdp_config: &a\n  fsdp_version: 2\n  more: *a\n")
+    assert status == 2 and "contains itself" in reports[0]["what"]
+
+
+def test_the_keys_are_those_of_accelerate():
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import constants
+
+    assert set(keys.TOP) == {field.name for field in fields(ClusterConfig)}
+    options = {action.dest for action in launch_command_parser()._actions}
+    listed = {*keys.DEEPSPEED, *keys.FSDP, *keys.PARALLELISM}
+    assert listed - {"fsdp_ignored_modules"} <= options  # which the launcher reads, but does not list
+    sections = ("fsdp_", "parallelism_config_", "zero", "offload_", "deepspeed_", "gradient_")
+    assert {name for name in options if name.startswith(sections)} - {
+        "deepspeed_fields_from_accelerate_config"
+    } <= listed
+    assert tuple(constants.DEEPSPEED_MULTINODE_LAUNCHERS) == keys.LAUNCHERS
+    assert tuple(constants.FSDP_SHARDING_STRATEGY) == keys.STRATEGIES
+    assert tuple(constants.FSDP_AUTO_WRAP_POLICY) == keys.WRAPS
+
+
+def test_accelerate_stops_where_the_linter_says_so(tmp_path, monkeypatch):
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+
+    file = tmp_path / "a.yaml"
+    for changes in ({"num_proceses": 2}, {"zero_stage": 3}):
+        file.write_text(yaml.safe_dump(DEEPSPEED | changes))
+        with pytest.raises(ValueError, match="unknown keys"):
+            load_config_from_file(str(file))
+    for wrong in (
+        {"fsdp_version": 1, "reshard_after_forward": True},
+        {"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"},
+    ):
+        with pytest.raises(ValueError):
+            FullyShardedDataParallelPlugin(**wrong)
+    for name in (*keys.IN_THE_FILE, "mixed_precision"):
+        monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", f"deepspeed_config_file,{name}")
+        with pytest.raises(ValueError, match="will be ignored"):
+            DeepSpeedPlugin(hf_ds_config=str(CONFIGS / "zero3.json"))
+
+
+def test_the_launcher_drops_the_nvme_path(monkeypatch):
+    """When this fails, accelerate passes the path on, and `rules.nvme` can go."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    arguments = launch_command_parser().parse_args(
+        ["--use_deepspeed", "--offload_param_device", "nvme", "--offload_param_nvme_path", "/there", "train.py"]
+    )
+    arguments.num_machines, arguments.num_processes, arguments.mixed_precision = 1, 1, "no"
+    arguments.deepspeed_fields_from_accelerate_config, arguments.main_process_port = "", 0
+    _, environment = prepare_deepspeed_cmd_env(arguments)
+    assert "/there" not in environment.values()
+
+
+def test_people_read_the_key_the_value_and_the_fix(tmp_path, capsys):
+    file = Path(tmp_path / "a.yml")
+    file.write_text(yaml.safe_dump(with_deepspeed(zero_stge=2), sort_keys=False))
+    assert check.main([str(file)]) == 1
+    said = capsys.readouterr().out
+    assert f"{file}:5:3: error: deepspeed_config.zero_stge = 2: accelerate ignores this key" in said
+    assert "    fix: write zero_stage" in said
