@@ -31,6 +31,8 @@ class Datasets:
     description: Mapping[str, Any] = field(default_factory=dict)
     """What the run folder's data.json holds: `training` and `held_out`, each a `Report` or None, and examples as
     `Pieces`, `shown`."""
+    shown: Mapping[str, Any] | None = None
+    """The sequence that `sample` is of, where it has pictures."""
     labels: tuple[str, ...] = ()
     """The names of a classifier's classes, in the order of its outputs."""
 
@@ -79,11 +81,14 @@ def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Da
     shown = tokenize.first_documents(sequences, tokenizer)
     show(shown)
     first = next(iter(sequences))
+    if recipe.model.vision:
+        first = next((one for one in sequences if one["images"]), first)
     return Datasets(
         training=sequences,
         held_out=held_out,
         held_out_sequences=held_out_sequences,
         sample=first["input_ids"][: first["seq_lengths"][0]],
+        shown=first if recipe.model.vision else None,
         size=_size(report) if report else None,
         description={
             "training": asdict(report) if report else None,

@@ -29,7 +29,14 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False, embeds: bool = False) -> PeftModel:
+def add(
+    model: PreTrainedModel,
+    lora: Lora,
+    seed: int = 0,
+    scores: bool = False,
+    embeds: bool = False,
+    excluded: str | None = None,
+) -> PeftModel:
     """Return the model with adapters in the model's dtype; everything else is frozen, except for a head that scores.
 
     Args:
@@ -38,12 +45,13 @@ def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False,
         seed: of their random values.
         scores: the model scores sequences: a reward model or a classifier.
         embeds: the model has no head.
+        excluded: modules without adapters, as a regular expression.
 
     Raises:
         UserError: the targets are not in this model, or cannot be adapted in this way.
     """
     try:
-        options = LoraConfig(**lora_options(lora, scores, embeds))
+        options = LoraConfig(**lora_options(lora, scores, embeds), exclude_modules=excluded)
         with pissa.drawing(seed):
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
