@@ -17,6 +17,7 @@ from recipes.proof.small import of_settings
 from recipes.spec.recipe import Model, Recipe
 from recipes.training.model import draft
 
+DEFAULT = Settings()
 TEXT = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -68,7 +69,7 @@ def write_model(folder: Path, kind: str) -> Path:
     return folder
 
 
-def recipe_for(folder: Path, data: Path, deepspeed: str, settings: Settings = Settings(), **changes: Any) -> Recipe:
+def recipe_for(folder: Path, data: Path, deepspeed: str, settings: Settings = DEFAULT, **changes: Any) -> Recipe:
     """Return a recipe that trains a model that sees on all of eight examples in every step."""
     vision = changes.pop("model", None) or Model(path=str(folder), vision=True)
     train_vision = changes.pop("train_vision", False)
@@ -122,7 +123,7 @@ def plain_inputs(processor: Any, row: dict[str, Any], folder: Path) -> dict[str,
     return {**inputs, "learned": torch.as_tensor(inputs["assistant_masks"]).bool()}
 
 
-def plain_loss(model: Any, inputs: dict[str, torch.Tensor], settings: Settings = Settings()) -> tuple[Any, Any]:
+def plain_loss(model: Any, inputs: dict[str, torch.Tensor], settings: Settings = DEFAULT) -> tuple[Any, Any]:
     """Return the summed loss of one conversation and how many tokens it is of."""
     learned = inputs["learned"][:, 1:]
     learned = torch.ones_like(learned) if settings.learn_prompts else learned

@@ -93,9 +93,7 @@ def test_without_the_black_picture_ranks_fall_out_of_step(ranks, tmp_path, model
 def test_adapters_are_on_the_language_part(ranks, tmp_path, models, data, deepspeed, train_vision):
     run = RunFolder(tmp_path / "run")
     lora = Lora(rank=4, alpha=8)
-    recipe = seeing.recipe_for(
-        models("gemma3"), data["one"], deepspeed, SETTINGS, lora=lora, train_vision=train_vision
-    )
+    recipe = seeing.recipe_for(models("gemma3"), data["one"], deepspeed, SETTINGS, lora=lora, train_vision=train_vision)
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     names = load_file(run.export / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""What is said and asked about a picture: captions and chats to begin with, and the questions of the fine-tuning task."""
+"""What is said and asked about a picture: captions and chats to begin with, then the questions of the task."""
 
 import random
 

@@ -11,7 +11,7 @@ NOTHING = 0
 
 def of(picture: Picture) -> list[list[int]]:
     """Return three labels for each place, row by row; 0 where there is nothing to say."""
-    letters, names, numbers = ([NOTHING] * SIDE**2 for _ in range(3))
+    letters, names = [NOTHING] * SIDE**2, [NOTHING] * SIDE**2
     if isinstance(picture, Dial):
         return [letters, names, [3 * DEAREST + 1 + picture.value // STEP] * SIDE**2]
     if isinstance(picture, Bars):

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 

@@ -1,7 +1,7 @@
 """A picture for ranks that have none: every rank's tower runs in every pass, before the text.
 
-Under ZeRO-3 a module's forward pass gathers its weights from all ranks, and below it ranks reduce their gradients in the
-order in which they come. If one rank's batch has no picture, its collectives are not the others': over NCCL the run
+Under ZeRO-3 a module's forward pass gathers its weights from all ranks, and below it ranks reduce their gradients in
+the order in which they come. If one rank's batch has no picture, its collectives are not the others': over NCCL the run
 hangs, over gloo it crashes. So such a rank looks at a black picture, and adds 0 times what it sees to its text.
 """
 

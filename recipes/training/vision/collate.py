@@ -39,7 +39,7 @@ class PictureCollator:
         return {name: value for name, value in inputs.items() if name not in _OF_TOKENS and torch.is_tensor(value)}
 
     def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return `input_ids`, `labels`, `attention_mask`, [sequences, longest], two counts, and what the tower takes."""
+        """Return `input_ids`, `labels`, `attention_mask`, [sequences, longest], and what the tower takes."""
         lengths = [len(one["input_ids"]) for one in sequences]
         width = -(-max(lengths) // self.multiple) * self.multiple
         ids = self._padded([one["input_ids"] for one in sequences], width, self.pad_token_id)

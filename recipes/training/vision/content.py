@@ -78,7 +78,7 @@ class _Taker:
     """Takes the pictures out of one example."""
 
     def __init__(self, where: str, folder: Path | None, listed: deque[Picture], written: bool) -> None:
-        """`listed`: the pictures of the field `images`; `written`: there is one, and text has places for them."""
+        """Take `listed`, the pictures of the field `images`; `written`: there is one, and text has places for them."""
         self.where = where
         self.folder = folder
         self.listed = listed

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -19,18 +18,16 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from ...spec.errors import UserError
-from ...spec.project import SAMPLES
 from ...spec.recipe import Draft
+from ...spec.samples import TINY_VISION
 
-TINY_VISION = SAMPLES / "sight" / "model"
-"""The model that ships with the project and sees; drafts borrow its tokenizer."""
 SIDE = 4
 """Patches of a draft's picture in each direction."""
 IMAGE, START, STOP = "<|image|>", "<|image_start|>", "<|image_stop|>"
 
 
-def tokenizer_of(folder: Path = TINY_VISION) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that drafts borrow, which knows a picture, and where one begins and ends."""
+def tokenizer_of(folder: str = TINY_VISION) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of `tiny_vision`, which drafts borrow; it also knows where a picture begins and ends."""
     tokens = {"image_token": IMAGE, "boi_token": START, "eoi_token": STOP}
     return AutoTokenizer.from_pretrained(folder, extra_special_tokens=tokens)
 

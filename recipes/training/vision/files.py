@@ -3,9 +3,11 @@
 Pillow is imported when a picture is opened, since text needs none.
 """
 
+import importlib.util
 import io
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...spec.errors import UserError
 from .content import Picture
@@ -15,8 +17,30 @@ if TYPE_CHECKING:
 
 LONGEST = 16_384
 """Pixels of a side: what graphics cards hold, and more than any processor keeps."""
+DECODED = 1000
+"""Pictures that the launcher decodes, in seconds."""
 MOST = 89_478_485
 """Pixels in all, as Pillow warns of: 256 MiB in three colours."""
+
+
+def checked(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield examples whose pictures can be read: the first `DECODED` as a whole, of the others the header.
+
+    Without Pillow, which the launcher may lack, files are only looked for; the ranks decode them all before they train.
+
+    Raises:
+        UserError: see `check`.
+    """
+    installed, count = importlib.util.find_spec("PIL") is not None, 0
+    for example in examples:
+        for number, picture in enumerate(example["images"], start=1):
+            where = f"{example['where']}: picture {number}"
+            count += 1
+            if installed:
+                check(where, picture, whole=count <= DECODED)
+            else:
+                _check_there(where, picture)
+        yield example
 
 
 def check(where: str, picture: Picture, whole: bool = True) -> None:
@@ -81,9 +105,7 @@ def _opened(where: str, picture: Picture) -> "Image":
     from PIL import Image, UnidentifiedImageError
 
     named = _named(picture)
-    path = picture["path"] if picture["bytes"] is None else None
-    if path is not None and not Path(path).is_file():
-        raise UserError(f"{where} ({path}): no such file; a relative path begins at the data file's folder.")
+    path = _check_there(where, picture)
     try:
         image = Image.open(path if path is not None else io.BytesIO(picture["bytes"]))
     except UnidentifiedImageError:
@@ -98,6 +120,14 @@ def _opened(where: str, picture: Picture) -> "Image":
             "it smaller."
         )
     return image
+
+
+def _check_there(where: str, picture: Picture) -> str | None:
+    """Return the path of a picture that is a file; None: it is bytes."""
+    path: str | None = picture["path"] if picture["bytes"] is None else None
+    if path is not None and not Path(path).is_file():
+        raise UserError(f"{where} ({path}): no such file; a relative path begins at the data file's folder.")
+    return path
 
 
 def _decode(where: str, picture: Picture, image: "Image") -> None:
