@@ -83,8 +83,8 @@ def test_without_the_black_picture_ranks_fall_out_of_step(ranks, tmp_path, model
     run = RunFolder(tmp_path / "run")
     write_recipe(run, seeing.recipe_for(models("gemma3"), data["one"], "zero3.json", SETTINGS, micro_batch_size=4))
     statuses = ranks.run(blind_ranks.main, str(run.path), log=tmp_path / "log")
-    assert any(statuses), read_logs(tmp_path / "log")
-    assert not run.export.exists()
+    assert any(statuses) and not run.export.exists()
+    assert any("gloo::EnforceNotMet" in log for log in read_logs(tmp_path / "log"))
 
 
 @pytest.mark.parametrize(
