@@ -1,8 +1,8 @@
 """tiny_vision: the model that ships with the project and sees; trains anywhere, offline, on CPU, in minutes.
 
-A LLaVA, a SigLIP tower before a Qwen3, made and pre-trained by `recipes/samples/sight/pretrain.py`, so that what follows
-is fine-tuning and not training from noise. The task: answer a question about small pictures of dials, bar charts and
-receipts in a word or a number, scored by exact match.
+A LLaVA, a SigLIP tower before a Qwen3, made and pre-trained by `recipes/samples/sight/pretrain.py`, so that what
+follows is fine-tuning and not training from noise. The task: answer a question about small pictures of dials, bar
+charts and receipts in a word or a number, scored by exact match.
 
     size  layers  hidden  heads  parameters  context  licence     weights
     500k  3       96      4      0.49M       512      Apache-2.0  recipes/samples/sight/model (ships with the project)

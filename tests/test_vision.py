@@ -7,19 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset, Image as ImageFeature
+from datasets import Dataset
+from datasets import Image as ImageFeature
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from recipes.launching import preflight
-from recipes.planning.cost import memory
 from recipes.planning.hardware.cluster import Cluster
 from recipes.planning.hardware.gpus import find
 from recipes.planning.search.strategies import evaluate, plan_request
 from recipes.spec import pages
 from recipes.spec.errors import UserError
-from recipes.spec.recipe import Data, Lora
-from recipes.training.data import sources, tokenize
+from recipes.spec.recipe import Data
+from recipes.training.data import tokenize
 from recipes.training.vision import content, files
 from recipes.training.vision.collate import PictureCollator
 from tests import seeing
@@ -44,8 +45,9 @@ def folder(tmp_path_factory):
     Image.new("RGB", (40, 30), (200, 30, 30)).save(made / "a.png")
     Image.new("RGB", (20, 60), (30, 30, 200)).save(made / "b.jpg")
     Image.new("1", (30_000, 8)).save(made / "wide.png")
-    whole = (made / "b.jpg").read_bytes()
-    (made / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    Image.effect_noise((60, 60), 90).convert("RGB").save(made / "cut.jpg")
+    whole = (made / "cut.jpg").read_bytes()
+    (made / "cut.jpg").write_bytes(whole[: len(whole) * 2 // 3])
     (made / "text.png").write_text("no picture", encoding="utf-8")
     (made / "empty.png").write_bytes(b"")
     return made
@@ -108,7 +110,7 @@ def test_pictures_keep_their_places():
 BAD = {
     "missing": ({"messages": turns([part(image="none.png"), TEXT])}, "none.png): no such file"),
     "cut off": ({"messages": turns([part(image="cut.jpg"), TEXT])}, "cut.jpg): cut off or damaged"),
-    "30,000 pixels wide": ({"messages": turns([part(image="wide.png"), TEXT])}, "30,000 x 8 pixels; at most 16,384"),
+    "too wide": ({"messages": turns([part(image="wide.png"), TEXT])}, "30,000 x 8 pixels; at most 16,384"),
     "not an image": ({"messages": turns([part(image="text.png"), TEXT])}, "text.png): not an image"),
     "empty": ({"messages": turns([part(image="empty.png"), TEXT])}, "empty.png): not an image"),
     "bytes that are none": (
@@ -265,14 +267,14 @@ def test_what_is_not_tested_with_pictures_is_refused(changes, said):
         replace(pages.find("tiny", "full"), model=replace(pages.find("tiny", "full").model, train_vision=True))
 
 
-def test_the_planner_counts_the_tower(monkeypatch):
+def test_the_planner_counts_the_tower(sample):
+    """Its weights, in fp32 here, and its outputs as tokens of the sequence; a text model has none."""
     recipe = pages.find("tiny_vision", "full")
-    plan = evaluate(plan_request(recipe, Cluster(find("H100"))), recipe)
-    tower = plan.gpu_breakdown_gib["vision_tower"] * 2**30
-    assert tower == pytest.approx(4 * 140_000, rel=0.2)
-    assert memory.WIDTH["fp32"] == 4
-
-
-def test_sources_of_text_have_no_pictures(folder):
-    assert "images" not in sources.FEATURES["conversations"]
-    assert Lora().target_modules == "all-linear"
+    request = plan_request(recipe, Cluster(find("H100")))
+    weights = load_file(f"{recipe.model.path}/model.safetensors")
+    beside = [one for name, one in weights.items() if "vision_tower" in name or "projector" in name]
+    assert request.profile.tower_parameters == sum(one.numel() for one in beside)
+    assert request.profile.parameters == recipe.model.parameters == sum(one.numel() for one in weights.values())
+    assert evaluate(request, recipe).memory.worst.components["vision_tower"] == 4 * request.profile.tower_parameters
+    text = pages.find("tiny", "full")
+    assert plan_request(text, Cluster(find("H100"))).profile.tower_parameters == 0

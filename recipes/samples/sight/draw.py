@@ -1,8 +1,8 @@
 """Draw small pictures whose contents are known exactly: dials, bar charts and receipts, 48 x 48 pixels each.
 
 Everything is drawn from a seeded generator with Pillow's lines, circles and rectangles; letters and digits have glyphs
-of their own, so that no font has to be installed. Letters lie on a grid of 8 pixels, and bars begin on it, which a tower
-of a hundred thousand weights learns to read in minutes.
+of their own, so that no font has to be installed. Letters lie on a grid of 8 pixels, and bars begin on it, which a
+tower of a hundred thousand weights learns to read in minutes.
 """
 
 import io
