@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Sequence
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
@@ -12,10 +13,17 @@ from ...spec.conversions import lora_options
 from ...spec.errors import UserError
 from ...spec.recipe import Lora
 from ..optimization import pissa
+from ..vision.tower import NAMES as VISION
 
 
-def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+HEAD_AND_TOWER = ("lm_head", *VISION)
+"""Modules that stay in the training dtype in a model that sees."""
+
+
+def nf4(dtype: torch.dtype, kept: Sequence[str] | None = None) -> BitsAndBytesConfig:
     """Return QLoRA's 4-bit quantisation (arXiv:2305.14314): NF4 with double quantisation.
+
+    `kept` names the modules that are not quantised; None: the head alone.
 
     The packed bytes are stored as the training dtype: DeepSpeed casts every floating parameter to that dtype, which
     would convert bytes stored as another one as if they were numbers.
@@ -26,6 +34,7 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=dtype,
+        llm_int8_skip_modules=list(kept) if kept else None,
     )
 
 

@@ -132,7 +132,7 @@ def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfig
     transformers dequantises MXFP4 by itself only where its kernels are not installed.
     """
     if recipe.model.quantization == "nf4":
-        return adapters.nf4(DTYPES[recipe.precision])
+        return adapters.nf4(DTYPES[recipe.precision], adapters.HEAD_AND_TOWER if recipe.model.vision else None)
     stored = getattr(config, "quantization_config", None) or {}
     return Mxfp4Config(dequantize=True) if stored.get("quant_method") == "mxfp4" else None
 

@@ -9,6 +9,10 @@ from transformers import PreTrainedModel
 from ...spec.errors import UserError
 
 
+NAMES = ("vision_tower", "visual", "vision_model", "multi_modal_projector", "connector")
+"""What models call their tower, and what projects its outputs."""
+
+
 def of_model(model: PreTrainedModel) -> torch.nn.Module:
     """Return the vision tower.
 
