@@ -9,7 +9,8 @@ from transformers import AutoModelForImageTextToText
 
 from recipes.proof.settings import Settings
 from recipes.spec.recipe import Lora
-from recipes.spec.run_folder import RunFolder, write_recipe
+from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from recipes.training import export
 from recipes.training import run as training_run
 from tests import seeing
 from tests.parity import gate, plain
@@ -100,3 +101,17 @@ def test_adapters_are_on_the_language_part(ranks, tmp_path, models, data, deepsp
     assert any(".language_model.layers." in name for name in names)
     assert any("vision_tower" in name for name in names) == train_vision
     assert (run.export / "processor_config.json").exists()
+
+
+def test_in_4_bits_the_tower_stays_whole(ranks, tmp_path, models, data):
+    run = RunFolder(tmp_path / "run")
+    recipe = seeing.recipe_for(models("gemma3"), data["one"], "zero2.json", SETTINGS, lora=Lora(rank=4, alpha=8))
+    recipe = replace(recipe, precision="bf16", model=replace(recipe.model, quantization="nf4"))
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    base = export.load_base(models("gemma3"), run.export)
+    stored = {name: weight.dtype for name, weight in base.named_parameters()}
+    quantized = [name for name, dtype in stored.items() if hasattr(base.get_parameter(name), "quant_state")]
+    assert quantized and all(".language_model.layers." in name for name in quantized)
+    losses = [row["loss"] for row in read_jsonl(run.metrics)]
+    assert losses[-1] < losses[0]

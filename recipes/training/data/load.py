@@ -31,10 +31,10 @@ class Datasets:
     description: Mapping[str, Any] = field(default_factory=dict)
     """What the run folder's data.json holds: `training` and `held_out`, each a `Report` or None, and examples as
     `Pieces`, `shown`."""
-    shown: Mapping[str, Any] | None = None
-    """The sequence that `sample` is of, where it has pictures."""
     labels: tuple[str, ...] = ()
     """The names of a classifier's classes, in the order of its outputs."""
+    shown: Mapping[str, Any] | None = None
+    """The sequence that `sample` is of, where it has pictures."""
 
 
 def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:

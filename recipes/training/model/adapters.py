@@ -15,7 +15,6 @@ from ...spec.recipe import Lora
 from ..optimization import pissa
 from ..vision.tower import NAMES as VISION
 
-
 HEAD_AND_TOWER = ("lm_head", *VISION)
 """Modules that stay in the training dtype in a model that sees."""
 

@@ -1,6 +1,6 @@
 """The model's processor: what a picture becomes, in the text and for the tower."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -72,7 +72,7 @@ def blank(processor: ProcessorMixin) -> dict[str, torch.Tensor]:
     return for_tower(processor, [[files.blank()]])
 
 
-def token_types(processor: ProcessorMixin, accepted: Mapping[str, Any], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def token_types(processor: ProcessorMixin, accepted: Collection[str], ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the kind of each token under the name that the model's `forward` knows, if it asks for it.
 
     Args:

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from ...spec.errors import UserError
 
-
 NAMES = ("vision_tower", "visual", "vision_model", "multi_modal_projector", "connector")
 """What models call their tower, and what projects its outputs."""
 
