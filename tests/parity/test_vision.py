@@ -101,6 +101,8 @@ def test_adapters_are_on_the_language_part(ranks, tmp_path, models, data, deepsp
     assert any(".language_model.layers." in name for name in names)
     assert any("vision_tower" in name for name in names) == train_vision
     assert (run.export / "processor_config.json").exists()
+    card = (run.export / "README.md").read_text(encoding="utf-8")
+    assert "AutoModelForImageTextToText" in card and "pipeline_tag: image-text-to-text" in card
 
 
 def test_in_4_bits_the_tower_stays_whole(ranks, tmp_path, models, data):

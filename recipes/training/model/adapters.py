@@ -15,8 +15,8 @@ from ...spec.recipe import Lora
 from ..optimization import pissa
 from ..vision.tower import NAMES as VISION
 
-HEAD_AND_TOWER = ("lm_head", *VISION)
-"""Modules that stay in the training dtype in a model that sees."""
+HEAD_AND_TOWER = ("lm_head", *(rf"(.*\.)?{name}" for name in VISION))
+"""Modules that stay in the training dtype in a model that sees, as transformers matches them from the first letter."""
 
 
 def nf4(dtype: torch.dtype, kept: Sequence[str] | None = None) -> BitsAndBytesConfig:
