@@ -199,7 +199,7 @@ MISTAKES = {
     ),
     "no role": (line(messages=[{"content": "a"}]), "sft", "turn 1 of 'messages' needs a 'role'"),
     "turn": (line(messages=["a"]), "sft", "turn 1 of 'messages' must be an object"),
-    "image": (line(messages=[user([{"type": "image"}]), assistant("b")]), "sft", "only text is supported"),
+    "image": (line(messages=[user([{"type": "image"}]), assistant("b")]), "sft", "parts that are not text"),
     "weight": (line(messages=[user("a"), assistant("b", weight=0)]), "sft", "weight 0, which is not supported"),
     "call": (line(messages=[user("a"), assistant("", tool_calls=[{"name": 1}])]), "sft", "needs a 'name'"),
     "arguments": (

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from recipes.commands import launch, plan
 from recipes.commands.main import run as run_command
@@ -109,11 +109,13 @@ def test_the_page_states_the_dimensions_and_the_published_size(family, size):
     before = copy.deepcopy(dict(model.config))
     config = AutoConfig.for_model(**model.config)
     assert model.config == before, "state what transformers adds in place, or the page changes while it is used"
+    kind = AutoModelForImageTextToText if model.vision else AutoModelForCausalLM
     with torch.device("meta"):
-        counted = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        counted = sum(p.numel() for p in kind.from_config(config).parameters())
     assert counted == pytest.approx(model.parameters, rel=0.01)
     row = next(line.split() for line in module.__doc__.splitlines() if line.split()[:1] == [size])
     stated = dict(zip(["size", "layers", "hidden", "heads", "parameters", "context"], row, strict=False))
+    config = config.get_text_config()
     context = getattr(config, "max_position_embeddings", None)
     assert int(stated["layers"]) == config.num_hidden_layers
     assert int(stated["hidden"]) == config.hidden_size

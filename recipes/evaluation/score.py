@@ -97,6 +97,8 @@ def _check_kind(folder: Path, held_out: HeldOut) -> None:
         UserError: names the one that it has.
     """
     found, own = head.of_folder(folder), None
+    if found == "vision" and "images" in held_out.examples.column_names:
+        raise UserError(f"{folder}: evaluate.py shows no pictures; the run's own last line has the metric on them.")
     if found == "scores":
         own = "accuracy" if head.labels_of(folder) else "preference_accuracy"
     elif found == "none":

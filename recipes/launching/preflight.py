@@ -23,6 +23,7 @@ from ..spec.tracking import trackers
 from ..training.data import classes, columns, formats, text_files, updates
 from ..training.methods.distillation import vocabulary
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
+from ..training.vision import content, files
 from ..zero_config import lint
 
 UNKNOWN = "only the ranks will know"
@@ -135,7 +136,9 @@ def check_data(recipe: Recipe) -> int | None:
                 raise UserError(f"{name}: no data files in this folder or below ({', '.join(kinds)}).")
             if Path(name).is_file() and Path(name).suffix not in text_files.COLUMNAR:
                 most = STREAMED if recipe.data.streaming and trained else None
-                found = check_file(Path(name), recipe.method, recipe.data.form, most, recipe.data.columns)
+                found = check_file(
+                    Path(name), recipe.method, recipe.data.form, most, recipe.data.columns, recipe.model.vision
+                )
                 count = found.total()
                 labels += found
             else:
@@ -222,17 +225,27 @@ def _check_options(recipe: Recipe) -> None:
 
 
 def check_file(
-    path: Path, method: Method, form: str = "auto", most: int | None = None, named: str | None = None
+    path: Path,
+    method: Method,
+    form: str = "auto",
+    most: int | None = None,
+    named: str | None = None,
+    vision: bool = False,
 ) -> Counter[Any]:
     """Check a text file's first `most` examples (None: all) for a method, and return how many there are, by kind.
 
-    `named` is the recipe's `data.columns`. An example's kind is its label, or whether it has a `negative`.
+    `named` is the recipe's `data.columns`. An example's kind is its label, or whether it has a `negative`. With
+    `vision` an example may show pictures, and each of them is opened.
 
     Raises:
         UserError: names the file, the line, the field and the fix.
     """
     examples = columns.renamed(text_files.read(path), columns.fields(named))
-    found = Counter(map(_kind, islice(formats.converted(examples, method, form), most)))
+    if vision:
+        converted = files.checked(content.converted(examples, method, form, path.parent))
+    else:
+        converted = formats.converted(examples, method, form)
+    found = Counter(map(_kind, islice(converted, most)))
     if not found:
         raise UserError(f"{path} is empty: it holds no example.")
     return found

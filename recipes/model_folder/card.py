@@ -40,6 +40,8 @@ class Contents:
     """The tokenizer has a chat template."""
     gguf: str | None = None
     """The name of a GGUF file, which holds all of the model."""
+    sees: bool = False
+    """It has a vision tower and a processor."""
 
 
 def write(folder: Path, name: str = UNPUBLISHED) -> bool:
@@ -94,6 +96,7 @@ def look(folder: Path) -> Contents:
         scores=head.of_folder(folder) == "scores",
         labels=tuple(head.labels_of(folder)),
         embeds=head.of_folder(folder) == "none",
+        sees=head.of_folder(folder) == "vision",
         quantized=(folder / QUANTIZATION).exists(),
         chat=(folder / "chat_template.jinja").exists() or bool(tokenizer.get("chat_template")),
         gguf=next((file.name for file in folder.glob("*.gguf")), None),
@@ -149,6 +152,8 @@ def task(contents: Contents) -> str:
     """Return what the Hub calls what the model does."""
     if contents.embeds:
         return "sentence-similarity"
+    if contents.sees:
+        return "image-text-to-text"
     return "text-classification" if contents.scores else "text-generation"
 
 

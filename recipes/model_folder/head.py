@@ -6,8 +6,11 @@ from typing import Literal
 from ..spec.run_folder import read_json
 from .base_model import ADAPTER
 
-Head = Literal["vocabulary", "scores", "none"]
-"""Logits over the vocabulary; scores of a sequence, a reward or its classes; nothing, as an embedding model has it."""
+Head = Literal["vocabulary", "vision", "scores", "none"]
+"""Logits over the vocabulary; the same of a model with a vision tower; scores of a sequence, a reward or its classes;
+nothing, as an embedding model has it."""
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+"""Where a folder keeps what its model makes of pictures."""
 TASKS: dict[str, Head] = {"SEQ_CLS": "scores", "FEATURE_EXTRACTION": "none"}
 """What PEFT's task types say of an adapter's model."""
 LABELS = "labels.json"
@@ -17,14 +20,23 @@ LABELS = "labels.json"
 def of_folder(folder: Path) -> Head:
     """Return the head of the model that a folder holds, or that its adapter is for."""
     if (folder / ADAPTER).exists():
+        if sees(folder):
+            return "vision"
         return TASKS.get(str(read_json(folder / ADAPTER).get("task_type")), "vocabulary")
     names = (
         read_json(folder / "config.json").get("architectures") if (folder / "config.json").exists() else None
     ) or ()
     if any(name.endswith("ForSequenceClassification") for name in names):
         return "scores"
+    if sees(folder) and any(name.endswith("ForConditionalGeneration") for name in names):
+        return "vision"
     headless = any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
     return "none" if headless else "vocabulary"
+
+
+def sees(folder: Path) -> bool:
+    """Return whether a folder says what its model makes of pictures."""
+    return any((folder / name).exists() for name in PROCESSORS)
 
 
 def labels_of(folder: Path) -> list[str]:

@@ -86,9 +86,9 @@ def _distance(found: Found, model: Model) -> float:
 
 
 def _models() -> Iterator[tuple[str, Model]]:
-    """Yield every model of the catalogue with its recipe's name; `tiny`'s suits nothing else."""
+    """Yield every model of the catalogue with its recipe's name; what suits the tiny ones suits nothing else."""
     for family in pages.families():
-        if family != "tiny":
+        if not family.startswith("tiny"):
             yield from ((f"{family}-{size}", model) for size, model in pages.page(family).SIZES.items())
 
 

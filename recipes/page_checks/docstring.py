@@ -94,7 +94,7 @@ def _sizes(module: ModuleType) -> Iterator[str]:
 def _facts(model: Model) -> dict[str, str]:
     """Return the right values of the table for a size, by column."""
     profile = profile_of(model.config)
-    context = model.config.get("max_position_embeddings")
+    context = (model.config.get("text_config") or model.config).get("max_position_embeddings")
     path = Path(model.path)
     weights = str(path.relative_to(IMPORT_ROOT)) if path.is_relative_to(IMPORT_ROOT) else model.path
     return {

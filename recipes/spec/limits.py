@@ -117,7 +117,7 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
 
 
 def _check_length(recipe: Recipe) -> None:
-    most = positions(recipe.model.config)
+    most = positions(_config(recipe))
     if recipe.sequence_length > most:
         raise UserError(
             f"sequence_length={recipe.sequence_length}: the model has {most:,} positions; set sequence_length={most}."

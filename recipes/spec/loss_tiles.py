@@ -16,7 +16,7 @@ def are_large(tokens: float, vocabulary: int) -> bool:
 
 def asked_for(recipe: Recipe) -> bool | None:
     """Return what a recipe says of tiles; None: it depends on the size."""
-    if recipe.traits.whole_loss or recipe.layout.pipeline > 1 or recipe.router_aux_loss_coef:
+    if recipe.traits.whole_loss or recipe.layout.pipeline > 1 or recipe.router_aux_loss_coef or recipe.model.vision:
         return False  # these have no use for it, or none that is right: see `Recipe`
     return True if recipe.traits.teacher else recipe.tiled_loss
 

@@ -41,6 +41,10 @@ class Model:
     length, which costs SDPA its flash kernel and computes all pairs of tokens of a sequence. Otherwise `sdpa`."""
     trust_remote_code: bool = False
     """Run Python code from the model's repository. Leave it off unless you have read that code."""
+    vision: bool = False
+    """Load the model with its vision tower, and train on conversations with pictures; false: on text alone."""
+    train_vision: bool = False
+    """Train the vision tower too, or put adapters on it and on what projects its outputs; false: it is frozen."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,9 @@ class Data:
     """Share of the examples that is held out where `validation` is None; `auto`: 5 %, and at most 500 examples."""
     metric: Literal["loss", "exact_match", "preference_accuracy", "judgement_accuracy"] = "loss"
     """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked correctly."""
+    max_pixels: int = 1_000_000
+    """Pictures with more pixels are made smaller, in the same proportions, before the model's own processor sees them;
+    of models whose pictures are not all of one size, this is what bounds their tokens."""
     max_new_tokens: int = 96
     """Longest answer that the exact-match metric generates, in tokens."""
     workers: int | None = None
@@ -273,6 +280,7 @@ class Recipe:
             raise UserError(f"eval_examples={self.eval_examples}: measured during training; add eval_steps=100.")
         _check_adapters(self)
         _check_optimizer(self)
+        _check_vision(self)
         trackers.check(names(self.tracking))
         self.dpo.check()
         if self.data.thinking != "learn" and self.traits.examples != "conversations":
@@ -394,6 +402,7 @@ _LEAST = {
     "data.max_examples": 1,
     "data.validation_share": 0,
     "data.max_new_tokens": 1,
+    "data.max_pixels": 784,
     "schedule.warmup": 0,
     "weight_decay": 0,
     "router_aux_loss_coef": 0,
@@ -443,6 +452,33 @@ def _check_optimizer(recipe: Recipe) -> None:
             f"max_grad_norm={recipe.max_grad_norm} with optimizer=muon: DeepSpeed would clip the orthogonalised "
             "updates, whose norm is far above 1 whatever the gradients are; set max_grad_norm=0."
         )
+
+
+def _check_vision(recipe: Recipe) -> None:
+    """Refuse what is not there, or not tested, for models that see."""
+    if not recipe.model.vision:
+        if recipe.model.train_vision:
+            raise UserError(
+                "model.train_vision=true: without its tower a model has nothing to train; add model.vision=true."
+            )
+        return
+    layout = recipe.layout
+    for key, used, fix in (
+        ("method", recipe.method != "sft", "method=sft, the only one that reads pictures"),
+        ("packing", recipe.packing, "packing=false: sequences with pictures are not packed"),
+        ("data.streaming", recipe.data.streaming, "data.streaming=false"),
+        ("layout.tensor", layout.tensor > 1, "layout.tensor=1: the tower is not split"),
+        ("layout.pipeline", layout.pipeline > 1, "layout.pipeline=1: the tower is in no stage"),
+        ("layout.sequence", layout.sequence > 1, "layout.sequence=1: pictures are not split"),
+        ("layout.expert", layout.expert > 1, "layout.expert=1"),
+        ("neftune_alpha", recipe.neftune_alpha, "neftune_alpha=0: noise would reach pictures"),
+        ("layer_decay", recipe.layer_decay != 1, "layer_decay=1: the tower has layers of its own"),
+        ("tiled_mlp", recipe.tiled_mlp, "tiled_mlp=false"),
+        ("compile", recipe.compile != "off", "compile=off"),
+        ("liger_kernel", recipe.liger_kernel, "liger_kernel=false"),
+    ):
+        if used:
+            raise UserError(f"{key}={_get(recipe, key)} with model.vision=true: set {fix}.")
 
 
 def _get(recipe: Recipe, key: str) -> Any:

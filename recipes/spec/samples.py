@@ -12,6 +12,8 @@ TINY_STUDENT = str(SAMPLES / "tiny_student")
 
 HALF_TRAINED = str(SAMPLES / "half_trained_model")
 """The same after a short supervised fine-tune: it answers in the right form, and often wrongly."""
+TINY_VISION = str(SAMPLES / "sight" / "model")
+"""A LLaVA of 0.5M parameters, made and pre-trained here: it describes drawn pictures."""
 REWARDS = str(SAMPLES / "rewards.py")
 """Functions that score an answer."""
 
@@ -27,6 +29,8 @@ JUDGED = Data(
     path=f"{SAMPLES}/judged/train.jsonl", validation=f"{SAMPLES}/judged/held_out.jsonl", metric="judgement_accuracy"
 )
 """Answers for the same task, half of them with a mistake, each labelled true or false."""
+SIGHT = Data(path=f"{SAMPLES}/sight/reading/train.parquet", validation=f"{SAMPLES}/sight/reading/held_out.parquet")
+"""Questions about small pictures of dials, bar charts and receipts, as conversations with pictures."""
 LABELLED = Data(path=f"{SAMPLES}/labelled/train.jsonl", validation=f"{SAMPLES}/labelled/held_out.jsonl")
 """Notices of the same world, each labelled with what it is about."""
 MATCHING = Data(path=f"{SAMPLES}/matching/train.jsonl", validation=f"{SAMPLES}/matching/held_out.jsonl")

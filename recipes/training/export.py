@@ -4,11 +4,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..model_folder import base_model, complete, head, sentence_transformers
@@ -19,6 +20,7 @@ from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
 from .model import heads
+from .vision import processor as vision
 
 
 def save(trainer: Any, folder: Path) -> None:
@@ -72,7 +74,11 @@ def move(part: Path, folder: Path) -> None:
 
 @torch.no_grad()
 def verify(
-    forward: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, folder: Path, tokens: list[int]
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+    folder: Path,
+    tokens: list[int],
+    beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> float:
     """Reload the export with plain transformers and return the largest difference in logits, relative to the largest.
 
@@ -82,6 +88,7 @@ def verify(
         dtype: the trained model's.
         folder: what `save` wrote.
         tokens: one sequence of token ids to compare on; where sequences are scored several are made of it.
+        beside: what a model that sees takes of the sequence's pictures.
 
     Raises:
         RuntimeError: the reloaded model computes different logits, so the export is not the model that was trained.
@@ -93,7 +100,8 @@ def verify(
         unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads
         # On the host, unless it is quantised: a GPU that still holds the engine's states cannot fit a whole model.
         reloaded = load(folder, dtype=dtype).eval()
-        logits = heads.outputs(reloaded(input_ids=inputs.to(reloaded.device))).float().cpu()
+        given = {name: value.to(reloaded.device) for name, value in {"input_ids": inputs, **beside}.items()}
+        logits = heads.outputs(reloaded(**given)).float().cpu()
         difference = ((logits - trained).abs().max() / trained.abs().max()).item()
     difference = distributed.total(difference)[0]
     allowed = _allowed(dtype)
@@ -202,6 +210,15 @@ def load_merged(folder: Path) -> PreTrainedModel:
     return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).merge_and_unload()
 
 
+def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """Return what writes a folder's texts as tokens: its tokenizer, or of a model that sees its processor.
+
+    Raises:
+        UserError: there is none.
+    """
+    return vision.load(str(folder)) if head.sees(folder) else load_tokenizer(folder)
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `folder`.
 
@@ -241,7 +258,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
         expected = _sample_logits(merged)
         merged.save_pretrained(part)
         del merged  # before it is loaded again
-        load_tokenizer(source).save_pretrained(part)
+        load_processor(source).save_pretrained(part)
         _check_merged(part, expected)
         kind = "a whole model with the adapter merged into it"
     else:

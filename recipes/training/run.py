@@ -262,16 +262,27 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
     keep_holdings(trainer)
     after = evaluation.measure(trainer, with_metric=True)[evaluation.metric] if evaluation else None
     export.save(trainer, run.unverified)
+    dtype = load.DTYPES[recipe.precision]
+    beside = beside_tokens(trainer.data_collator.alone(datasets.shown), dtype) if datasets.shown else {}
     difference = export.verify(
-        lambda tokens: context.parallel.logits(trainer, tokens),
-        load.DTYPES[recipe.precision],
+        lambda tokens: context.parallel.logits(trainer, tokens, **beside),
+        dtype,
         run.unverified,
         datasets.sample,
+        beside,
     )
     results = {"after": after, "logit_difference": difference}
     export.describe(run, results | (evaluation.described() if evaluation else {}))
     export.publish(run.unverified, run.export)
     summary.finished(recipe, run, context.trackers, evaluation, results)
+
+
+def beside_tokens(inputs: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """Return what a model takes of pictures, on this rank's device, numbers in the model's dtype."""
+    return {
+        name: value.to(distributed.device(), dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+    }
 
 
 def check_moved(trainer: Any) -> None:

@@ -114,6 +114,7 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
 
     def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
         allocated = {**states, **more} | ({"teacher": teacher} if (teacher := teacher_bytes(setup)) else {})
+        allocated |= {"vision_tower": tower} if (tower := tower_bytes(profile, setup)) else {}
         runtime = CONTEXT + CUBLAS + (NCCL if setup.world_size > 1 and moment != "loading" else 0)
         alone = setup.zero_ranks == 1 and setup.offload_optimizer != "none"
         sharded = setup.zero_stage == 3 and not alone and moment != "loading"
@@ -210,6 +211,15 @@ def teacher_bytes(setup: TrainingSetup) -> float:
     if setup.teacher_quantized:
         return NF4 * setup.teacher_parameters
     return WIDTH[setup.precision] * setup.teacher_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
+
+
+def tower_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
+    """Return what a frozen vision tower's weights take on one rank; they are not quantised.
+
+    Left out: what it computes for a batch's pictures, which is gone when the layers begin. Its outputs are tokens of
+    the sequence, and counted as such.
+    """
+    return WIDTH[setup.precision] * profile.tower_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
 
 
 def _loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from ...spec.conversions import lora_options
@@ -87,6 +94,7 @@ def profile_model(
         tied_embeddings=tied,
         saved_outside_layers={mode: one.saved_outside_layers for mode, one in fits.items()},
         loss_peak={mode: one.loss_peak for mode, one in fits.items()},
+        tower_parameters=_tower_parameters(config) if config.get("vision_config") else 0,
     )
 
 
@@ -113,6 +121,18 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
     model.config.use_cache = False
     model.config.pad_token_id = None  # models look for it among the tokens, which have no values here
     return model.train()
+
+
+@errors_only("transformers")
+def _tower_parameters(config: Mapping[str, Any]) -> int:
+    """Return the parameters of a model that sees outside its decoder and head."""
+    known = AutoConfig.for_model(**copy.deepcopy(dict(config)))
+    if type(known) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return 0
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(known, dtype=torch.bfloat16)
+    language = {id(one) for part in (model.get_decoder(), model.get_output_embeddings()) for one in part.parameters()}
+    return sum(one.numel() for one in model.parameters() if id(one) not in language)
 
 
 def _around_layers(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -118,6 +118,8 @@ class ModelProfile:
     """What autograd saves outside the layers, by training mode: above all the logits."""
     loss_peak: Mapping[str, SavedBytes] = field(default_factory=dict)
     """What norm, head and loss need at their peak, forward or backward, beyond what is saved."""
+    tower_parameters: int = 0
+    """Of a vision tower and what projects its outputs, beside the decoder."""
 
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
@@ -127,4 +129,5 @@ class ModelProfile:
     @property
     def parameters(self) -> int:
         """In all."""
-        return self.embedding_parameters + self.head_parameters + sum(layer.parameters for layer in self.layers)
+        decoder = self.embedding_parameters + self.head_parameters + sum(layer.parameters for layer in self.layers)
+        return decoder + self.tower_parameters

@@ -21,7 +21,8 @@ FAR = 10
 def nearest(config: Mapping[str, Any], variant: str) -> Recipe:
     """Return the page's recipe that suits a model best.
 
-    A mixture of experts borrows from mixtures only, and others never do, since adapters and layouts name the experts.
+    A mixture of experts borrows from mixtures only, and others never do, since adapters and layouts name the experts;
+    what models that see are trained with is borrowed by none.
     Then count, in this order: a size within ten times the model's, its `model_type`, the same mixers beside attention
     (state-space layers, linear attention, convolutions, or none), and the nearest size.
 
@@ -34,6 +35,7 @@ def nearest(config: Mapping[str, Any], variant: str) -> Recipe:
     """
     own = profile_of(config)
     modules = [pages.page(family) for family in pages.families() if family != "tiny"]  # its rates suit it alone
+    modules = [module for module in modules if not _sees(module)]
     alike = [module for module in modules if _is_mixture(_first_profile(module)) == _is_mixture(own)]
     recipes = [
         pages.build(module, size, variant)
@@ -46,6 +48,10 @@ def nearest(config: Mapping[str, Any], variant: str) -> Recipe:
         kind = "mixture of experts" if _is_mixture(own) else "decoder"
         raise UserError(f"{variant}: no page of a {kind} has this variant; there are: {', '.join(known)}.")
     return min(recipes, key=lambda recipe: _distance(recipe.model.config, config))
+
+
+def _sees(module: ModuleType) -> bool:
+    return any(model.vision for model in module.SIZES.values())
 
 
 def _first_profile(module: ModuleType) -> ModelProfile:

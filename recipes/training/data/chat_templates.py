@@ -24,6 +24,8 @@ from ..model.load import cannot_load
 Turns = list[dict[str, Any]]
 Marked = tuple[list[int], list[bool]]
 """Tokens, and whether each is the assistant's."""
+Rendered = tuple[str, list[tuple[int, int]]]
+"""A conversation as text, and where in it the assistant speaks."""
 Mark = Callable[[Turns, Any], Marked]
 """Called with a conversation's turns and tools."""
 
@@ -163,21 +165,41 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, template: str, messages: Tu
     return tokens["input_ids"], [bool(assistant) for assistant in tokens["assistant_masks"]]
 
 
+def renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Callable[[Turns, Any], Rendered]]:
+    """Return the template that a run trains with, and the function that renders a conversation in it.
+
+    It returns the text, in which control tokens that people wrote are marked (`ControlTokens.encode` reads that), and
+    where the assistant speaks. See `marker` for how that is found.
+
+    Raises:
+        UserError: see `marker`.
+    """
+    marker(recipe, tokenizer)
+    template = training_template(tokenizer)
+    if template is None:
+        return tokenizer.chat_template, partial(_turn_by_turn, tokenizer)
+    return template, partial(_with_spans, tokenizer, template)
+
+
 def _by_marked_template(
     tokenizer: PreTrainedTokenizerBase, template: str, known: ControlTokens, messages: Turns, tools: Any
 ) -> Marked:
-    turns, described = known.mark(messages, tools)
-    (chat,), (spans,) = render_jinja_template(
-        [turns], described, chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
-    )
+    chat, spans = _with_spans(tokenizer, template, messages, tools)
     ids, places = known.encode(tokenizer, chat)
     return ids, [any(first < end and start < last for first, last in spans) for start, end in places]
 
 
-def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any) -> Marked:
-    """Mark what each assistant turn adds to the conversation before it and the generation prompt."""
-    known = control_tokens(tokenizer, tokenizer.chat_template)
-    messages, tools = known.mark(messages, tools)
+def _with_spans(tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: Any) -> Rendered:
+    turns, described = control_tokens(tokenizer, template).mark(messages, tools)
+    (chat,), (spans,) = render_jinja_template(
+        [turns], described, chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+    )
+    return chat, spans
+
+
+def _turn_by_turn(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any) -> Rendered:
+    """Render a conversation, and each beginning of it, to see what an assistant turn adds to what is before it."""
+    messages, tools = control_tokens(tokenizer, tokenizer.chat_template).mark(messages, tools)
     render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
     whole = render(messages)
     spans = []
@@ -188,7 +210,13 @@ def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: An
             if not (after.startswith(before) and whole.startswith(after)):
                 raise UserError("it renders a turn differently once another follows")
             spans.append((len(before), len(after)))
-    ids, places = known.encode(tokenizer, whole)
+    return whole, spans
+
+
+def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any) -> Marked:
+    """Mark what each assistant turn adds to the conversation before it and the generation prompt."""
+    whole, spans = _turn_by_turn(tokenizer, messages, tools)
+    ids, places = control_tokens(tokenizer, tokenizer.chat_template).encode(tokenizer, whole)
     starts = [start for start, _ in places]
     control = tokenizer.get_added_vocab().values()
     assistant = [False] * len(starts)

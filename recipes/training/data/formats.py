@@ -346,7 +346,10 @@ def _turn(where: str, turn: Any) -> Turn:
 def _joined(where: str, parts: list[Any]) -> str:
     """Return the text of OpenAI's content parts."""
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise UserError(f"{where} has 'content' parts that are not text; only text is supported.")
+        raise UserError(
+            f"{where} has 'content' parts that are not text, which is all that this recipe reads; recipes with "
+            "model.vision=true, such as tiny_vision's, read pictures too."
+        )
     return "".join(part["text"] for part in parts)
 
 

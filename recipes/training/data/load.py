@@ -33,6 +33,8 @@ class Datasets:
     `Pieces`, `shown`."""
     labels: tuple[str, ...] = ()
     """The names of a classifier's classes, in the order of its outputs."""
+    shown: Mapping[str, Any] | None = None
+    """The sequence that `sample` is of, where it has pictures."""
 
 
 def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:
@@ -79,11 +81,14 @@ def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Da
     shown = tokenize.first_documents(sequences, tokenizer)
     show(shown)
     first = next(iter(sequences))
+    if recipe.model.vision:
+        first = next((one for one in sequences if one["images"]), first)
     return Datasets(
         training=sequences,
         held_out=held_out,
         held_out_sequences=held_out_sequences,
         sample=first["input_ids"][: first["seq_lengths"][0]],
+        shown=first if recipe.model.vision else None,
         size=_size(report) if report else None,
         description={
             "training": asdict(report) if report else None,

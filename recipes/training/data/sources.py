@@ -12,8 +12,10 @@ from datasets import (
     Dataset,
     DatasetDict,
     Features,
+    Image,
     IterableDataset,
     Json,
+    List,
     Value,
     concatenate_datasets,
     interleave_datasets,
@@ -28,6 +30,7 @@ from pyarrow.parquet import ParquetFile
 from ...spec.errors import UserError, first_line
 from ...spec.methods.traits import Method
 from ...spec.recipe import Recipe, names
+from ..vision import content
 from . import columns, formats, text_files
 
 Examples: TypeAlias = Dataset | IterableDataset
@@ -50,6 +53,8 @@ FEATURES = {
     "prompts": Features({"messages": Json(), "tools": Json(), "given": Value("int32"), "fields": Json()}),
 }
 """The columns of each kind of examples; `formats.py` says what is in them."""
+PICTURES = {"images": List({"path": Value("string"), "bytes": Value("binary")}), "where": Value("string")}
+"""More columns of conversations with pictures; `vision/content.py` says what is in them."""
 
 
 READ_AT_ONCE = 100
@@ -98,6 +103,8 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         "fields": fields,
     }
     features = FEATURES[recipe.traits.examples]
+    if recipe.model.vision:
+        features, found["vision"] = Features({**features, **PICTURES}), True
     if streaming:
         return Source(name, form, IterableDataset.from_generator(_converted, features, gen_kwargs=found))
     # datasets caches a generator's output by its arguments, so one of them identifies the version of the data.
@@ -109,21 +116,34 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
 
 
 def _converted(
-    name: str, split: str, method: Method, form: str, fields: dict[str, str], version: Any = None
+    name: str,
+    split: str,
+    method: Method,
+    form: str,
+    fields: dict[str, str],
+    version: Any = None,
+    vision: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    located = _located(name, split, streaming=version is None)
-    return formats.converted(columns.renamed(located, fields), method, form)
+    located = columns.renamed(_located(name, split, streaming=version is None), fields)
+    if vision:
+        return content.converted(located, method, form, folder_of(Path(name)))
+    return formats.converted(located, method, form)
+
+
+def folder_of(source: Path) -> Path | None:
+    """Return the folder that the paths of a source's pictures are relative to; None: it is on the Hub."""
+    return (source if source.is_dir() else source.parent) if source.exists() else None
 
 
 def _located(name: str, split: str, streaming: bool) -> Located:
     """Yield (place, example) for every example of a source."""
     path = Path(name)
     if not path.exists():
-        yield from _numbered(name, _from_hub(name, split, streaming))
+        yield from _numbered(name, _as_files(_from_hub(name, split, streaming)))
     elif path.is_file():
         yield from _from_file(path)
     elif any((path / state).exists() for state in ("state.json", "dataset_dict.json")):
-        yield from _numbered(name, _from_disk(path, split))
+        yield from _numbered(name, _as_files(_from_disk(path, split)))
     else:
         for file in _files(path, split):
             yield from _from_file(file)
@@ -143,11 +163,28 @@ def _from_file(path: Path) -> Located:
         if kind == "parquet":
             _check_row_groups(path)
         examples = load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
-        yield from _of_sane_size(path, _numbered(path, examples))
+        yield from _of_sane_size(path, _numbered(path, _as_files(examples)))
     except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path}: cannot be read as {kind} ({first_line(error)}); is the copy complete? Write it again."
         ) from error
+
+
+def _as_files(found: Examples) -> Examples:
+    """Return the examples with pictures as the files that they are, which `datasets` would decode."""
+    pictures = {name: as_file for name, kind in (found.features or {}).items() if (as_file := _undecoded(kind)) != kind}
+    for name, kind in pictures.items():
+        found = found.cast_column(name, kind)
+    return found
+
+
+def _undecoded(kind: Any) -> Any:
+    """Return a column's type with `Image` as a file's path and bytes."""
+    if isinstance(kind, Image):
+        return Image(decode=False)
+    if isinstance(kind, List):
+        return List(_undecoded(kind.feature), length=kind.length)
+    return {name: _undecoded(one) for name, one in kind.items()} if isinstance(kind, dict) else kind
 
 
 def _check_row_groups(path: Path) -> None:

@@ -14,12 +14,15 @@ from trl import pack_dataset
 from ...spec.errors import UserError
 from ...spec.recipe import Recipe
 from ..model.control_tokens import Turns, conversation_tokens
+from ..vision.tokenize import conversation
 from . import chat_templates, sources, thinking
 from .collate import IGNORED
 from .report import Pieces, Report, histogram, pieces
 from .stream import Stream
 
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+SEEN = Features({**TOKENS, **sources.PICTURES})
+"""Of conversations with pictures, which are read again for each batch."""
 SHUFFLED = 1000
 """Examples in the shuffle buffer of a stream."""
 
@@ -145,8 +148,11 @@ def _answers_fit(example: dict[str, Any], longest: int) -> bool:
 
 
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:
-    tokenize = _texts(recipe, tokenizer) if recipe.method == "pretrain" else _conversation(recipe, tokenizer)
     progress = {"desc": "tokenizing"} if isinstance(raw, Dataset) else {}
+    if recipe.model.vision:
+        unread = [name for name in raw.column_names if name not in SEEN]
+        return raw.map(conversation(recipe, tokenizer), remove_columns=unread, features=SEEN, **progress)
+    tokenize = _texts(recipe, tokenizer) if recipe.method == "pretrain" else _conversation(recipe, tokenizer)
     batched = recipe.method == "pretrain"
     return raw.map(tokenize, batched=batched, remove_columns=raw.column_names, features=TOKENS, **progress)
 

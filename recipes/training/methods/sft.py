@@ -4,6 +4,7 @@ Runs on transformers' own Trainer, with sequences that `data` has packed and mas
 and accuracy and gathers them over all ranks at every step, which costs more than it is worth.
 """
 
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -19,6 +20,9 @@ from ..model.attention import needs_boundaries
 from ..parallel import scores
 from ..parallel.sequence import PartCollator
 from ..trainer import RunContext, RunTrainer
+from ..vision import answers
+from ..vision.collate import PictureCollator
+from ..vision.content import text_of
 
 SAMPLES = 5
 """Answers that are stored at each evaluation of the metric."""
@@ -43,8 +47,11 @@ def trainer(
 ) -> RunTrainer:
     """Return transformers' Trainer with the run's hooks."""
     boundaries, layout = needs_boundaries(model), context.recipe.layout
-    if layout.sequence > 1:
-        collator: Collator | PartCollator = PartCollator(tokenizer.pad_token_id, layout, boundaries)
+    collator: Any
+    if context.recipe.model.vision:
+        collator = PictureCollator.of(context.recipe, tokenizer, model)
+    elif layout.sequence > 1:
+        collator = PartCollator(tokenizer.pad_token_id, layout, boundaries)
     else:
         noisy = context.recipe.neftune_alpha > 0
         collator = Collator(tokenizer.pad_token_id, boundaries=boundaries, document_lengths=noisy)
@@ -58,6 +65,11 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
     """
     recipe, model = trainer.context.recipe, trainer.model
     samples: list[dict[str, Any]] = []
+    conversations, asking = examples["messages"], {}
+    if recipe.model.vision:
+        conversations = [answers.with_pictures(one["messages"], one["images"]) for one in examples]
+        ask = partial(answers.generate, trainer.data_collator.seen, recipe.data.max_pixels)
+        asking = {"ask": ask, "batch_size": answers.AT_ONCE}
 
     def keep(turns: list[dict[str, str]], answer: str) -> None:
         if len(samples) < SAMPLES:
@@ -70,11 +82,12 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
         right = scores.exact_match(
             whole,
             trainer.processing_class,
-            examples["messages"],
+            conversations,
             recipe.data.max_new_tokens,
             synced_gpus=not gather and trainer.context.file.stage == 3,
             layout=recipe.layout,
             on_answer=keep,
+            **asking,
         )
     for row in samples if distributed.is_first() else ():
         append_jsonl(trainer.context.run.answers, row)
@@ -84,6 +97,6 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
 def sample(turns: list[dict[str, str]], answer: str) -> dict[str, str]:
     """Return one line of `answers.jsonl`: the question, what was expected, and what the model said; long ones cut."""
     *asked, last = turns
-    question = "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in asked)
+    question = "\n".join(f"{turn['role']}: {text_of(turn.get('content') or '')}" for turn in asked)
     texts = {"prompt": question, "expected": last["content"].strip(), "answer": answer}
     return {name: text if len(text) <= LONGEST else f"{text[:LONGEST]} ..." for name, text in texts.items()}

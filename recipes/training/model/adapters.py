@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Sequence
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
@@ -12,10 +13,16 @@ from ...spec.conversions import lora_options
 from ...spec.errors import UserError
 from ...spec.recipe import Lora
 from ..optimization import pissa
+from ..vision.tower import NAMES as VISION
+
+HEAD_AND_TOWER = ("lm_head", *(rf"(.*\.)?{name}" for name in VISION))
+"""Modules that stay in the training dtype in a model that sees, as transformers matches them from the first letter."""
 
 
-def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+def nf4(dtype: torch.dtype, kept: Sequence[str] | None = None) -> BitsAndBytesConfig:
     """Return QLoRA's 4-bit quantisation (arXiv:2305.14314): NF4 with double quantisation.
+
+    `kept` names the modules that are not quantised; None: the head alone.
 
     The packed bytes are stored as the training dtype: DeepSpeed casts every floating parameter to that dtype, which
     would convert bytes stored as another one as if they were numbers.
@@ -26,10 +33,18 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=dtype,
+        llm_int8_skip_modules=list(kept) if kept else None,
     )
 
 
-def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False, embeds: bool = False) -> PeftModel:
+def add(
+    model: PreTrainedModel,
+    lora: Lora,
+    seed: int = 0,
+    scores: bool = False,
+    embeds: bool = False,
+    excluded: str | None = None,
+) -> PeftModel:
     """Return the model with adapters in the model's dtype; everything else is frozen, except for a head that scores.
 
     Args:
@@ -38,12 +53,14 @@ def add(model: PreTrainedModel, lora: Lora, seed: int = 0, scores: bool = False,
         seed: of their random values.
         scores: the model scores sequences: a reward model or a classifier.
         embeds: the model has no head.
+        excluded: modules without adapters, as a regular expression.
 
     Raises:
         UserError: the targets are not in this model, or cannot be adapted in this way.
     """
     try:
-        options = LoraConfig(**lora_options(lora, scores, embeds, model.config.model_type))
+        targets = lora_options(lora, scores, embeds, model.config.model_type)
+        options = LoraConfig(**targets, exclude_modules=excluded)
         with pissa.drawing(seed):
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:

@@ -6,10 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from ...spec.project import SAMPLES
 from ...spec.recipe import Draft, Recipe
+from ..vision import draft as vision
 from .draft_shape import EXPERTS, HEADS, key_value_heads
 
 TINY_MODEL = SAMPLES / "tiny_model"
@@ -21,12 +29,28 @@ WINDOW = 32
 
 
 def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
-    """Write the draft as a Hugging Face folder, so that every later step is the same as for the real model."""
+    """Write the draft as a Hugging Face folder, so that every later step is the same as for the real model.
+
+    Raises:
+        UserError: a model that sees, whose processor cannot be made.
+    """
+    if recipe.model.vision:
+        _write_with_tower(recipe, folder, dtype)
+        return
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     config = shrink(AutoConfig.for_model(**recipe.model.config), recipe.draft, tokenizer)
     torch.manual_seed(recipe.seed)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _write_with_tower(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
+    config, tokenizer = AutoConfig.for_model(**recipe.model.config), vision.tokenizer_of()
+    processor = vision.processor_for(config, tokenizer)
+    small = vision.shrink(config, shrink(config, recipe.draft, tokenizer), recipe.draft, tokenizer)
+    torch.manual_seed(recipe.seed)
+    AutoModelForImageTextToText.from_config(small, dtype=dtype).save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from ...model_folder.head import Head
-from ...spec.methods.traits import Traits
+from ...spec.recipe import Recipe
 
 CLASSES: dict[Head, Any] = {
     "vocabulary": AutoModelForCausalLM,
+    "vision": AutoModelForImageTextToText,
     "scores": AutoModelForSequenceClassification,
     "none": AutoModel,
 }
@@ -24,9 +31,11 @@ NAMES = ("score", "classifier")
 """What transformers' sequence-classification models call their head; PEFT knows the same names."""
 
 
-def trained_by(traits: Traits) -> Head:
-    """Return the head of the model that a method trains."""
-    return "scores" if traits.scores else "none" if traits.embeds else "vocabulary"
+def trained_by(recipe: Recipe) -> Head:
+    """Return the head of the model that a recipe trains."""
+    if recipe.model.vision:
+        return "vision"
+    return "scores" if recipe.traits.scores else "none" if recipe.traits.embeds else "vocabulary"
 
 
 def options(labels: Sequence[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ...spec.errors import UserError, errors_only, first_line
 from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from .. import upstream
+from ..vision import blank, processor, tower
 from . import adapters, attention, heads, kernels, tiling
 
 TEXT_PART = {
@@ -64,7 +65,8 @@ def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> 
         return model
     if recipe.gradient_checkpointing is True:
         model.enable_input_require_grads()
-    return adapters.add(model, recipe.lora, recipe.seed, recipe.traits.scores, recipe.traits.embeds)
+    beside = tower.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
+    return adapters.add(model, recipe.lora, recipe.seed, recipe.traits.scores, recipe.traits.embeds, beside)
 
 
 def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> PreTrainedModel:
@@ -73,11 +75,15 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
     Raises:
         UserError: the weights are missing, or exist only as pickles.
     """
-    model = _pretrained(recipe, kind or heads.CLASSES[heads.trained_by(recipe.traits)], labels)
+    model = _pretrained(recipe, kind or heads.CLASSES[heads.trained_by(recipe)], labels)
     upstream.restore_rotary_frequencies(model)
     # With a key/value cache transformers does not look for packed documents, and they would attend to each other.
     model.config.use_cache = False
     attention.switch_by_batch(model)
+    if recipe.model.vision:
+        blank.always_see(model, processor.blank(processor.of_recipe(recipe)))
+        if not recipe.model.train_vision:
+            tower.freeze(model)
     config = model.config.get_text_config()
     if recipe.traits.tiles:
         upstream.narrow_loss_tiles(tiling.COLUMNS)  # the trainers give the model the head
@@ -157,7 +163,7 @@ def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfig
     transformers dequantises MXFP4 by itself only where its kernels are not installed.
     """
     if recipe.model.quantization == "nf4":
-        return adapters.nf4(DTYPES[recipe.precision])
+        return adapters.nf4(DTYPES[recipe.precision], adapters.HEAD_AND_TOWER if recipe.model.vision else None)
     stored = getattr(config, "quantization_config", None) or {}
     return Mxfp4Config(dequantize=True) if stored.get("quant_method") == "mxfp4" else None
 

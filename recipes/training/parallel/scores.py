@@ -68,14 +68,17 @@ def exact_match(
     synced_gpus: bool,
     layout: Layout,
     on_answer: Callable[[list[dict[str, str]], str], None] = lambda conversation, answer: None,
+    ask: Callable[..., list[str]] = generate,
+    batch_size: int = GENERATION_BATCH,
 ) -> float:
     """Return the share of conversations whose last turn greedy decoding reproduces, up to white space.
 
-    `on_answer` gets each conversation that this rank has counted, with the model's answer.
+    `on_answer` gets each conversation that this rank has counted, with the model's answer; `ask` answers `batch_size`
+    conversations.
     """
     right = 0.0
-    for batch, count in rank_batches(conversations, GENERATION_BATCH, layout):
-        answers = generate(model, tokenizer, [turns[:-1] for turns in batch], max_new_tokens, synced_gpus)
+    for batch, count in rank_batches(conversations, batch_size, layout):
+        answers = ask(model, tokenizer, [turns[:-1] for turns in batch], max_new_tokens, synced_gpus)
         expected = [turns[-1]["content"].strip() for turns in batch]
         right += sum(a == e for a, e in zip(answers[:count], expected[:count], strict=True))
         for turns, answer in zip(batch[:count], answers[:count], strict=True):

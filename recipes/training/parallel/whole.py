@@ -84,15 +84,20 @@ def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[s
     return ordinary(inputs, items)
 
 
-def logits(trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of one sequence, [1, length, vocabulary], or its hidden states; a collective under ZeRO-3."""
-    return heads.outputs(trainer.model.eval()(input_ids=tokens))
+def logits(trainer: Trainer, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
+    """Return the logits of one sequence, [1, length, vocabulary], or its hidden states; a collective under ZeRO-3.
+
+    `beside`: what a model that sees takes of the sequence's pictures.
+    """
+    return heads.outputs(trainer.model.eval()(input_ids=tokens, **beside))
 
 
 def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
     """Return the `loss` per token of held-out sequences; a collective."""
     recipe = trainer.context.recipe
-    collator = Collator(trainer.processing_class.pad_token_id)
+    collator: Any = Collator(trainer.processing_class.pad_token_id)
+    if recipe.model.vision:
+        collator = trainer.data_collator
     loss = scores.loss_per_token(trainer.model, sequences, collator, recipe.micro_batch_size, recipe.layout)
     return {"loss": loss}
 
@@ -106,7 +111,10 @@ def save(trainer: Trainer, folder: Path) -> None:
     state = _state(trainer.deepspeed, model)
     if distributed.is_first():
         model.save_pretrained(folder, state_dict=state)
-        trainer.processing_class.save_pretrained(folder)
+        if trainer.context.recipe.model.vision:
+            trainer.data_collator.seen.save_pretrained(folder)  # the processor, and its tokenizer
+        else:
+            trainer.processing_class.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card, an empty form
         lora = trainer.context.recipe.lora
         if lora is not None and lora.init == "pissa":

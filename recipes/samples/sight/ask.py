@@ -1,0 +1,76 @@
+"""What is said and asked about a picture: captions and chats to begin with, then the questions of the task."""
+
+import random
+
+from .draw import Bars, Dial, Picture, Receipt, any_bars, any_dial, any_receipt
+
+Chat = tuple[list[Picture], str, str]
+"""Pictures, a question about them, and its answer."""
+
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+ONES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def any_picture(rng: random.Random) -> Picture:
+    """Return one of the three kinds."""
+    return rng.choice((any_dial, any_bars, any_receipt))(rng)
+
+
+def caption(picture: Picture) -> str:
+    """Return everything that a picture shows, in one line."""
+    if isinstance(picture, Dial):
+        return f"dial | hand {picture.value}"
+    if isinstance(picture, Bars):
+        return " | ".join(("bars", *(f"{colour} {height}" for colour, height in picture.heights)))
+    return " | ".join(("receipt", *(f"{name} {price}" for name, price in picture.prices), f"sum {picture.total}"))
+
+
+def first_chat(picture: Picture, rng: random.Random) -> tuple[str, str]:
+    """Return a question that pre-training asks: what the picture is, or a description; never a reading by itself."""
+    if rng.random() < 0.5:
+        return "Describe the picture.", caption(picture)
+    if isinstance(picture, Bars) and rng.random() < 0.5:
+        return "Which colours are there?", ", ".join(colour for colour, _ in picture.heights)
+    kind = {Dial: "a dial", Bars: "a bar chart", Receipt: "a receipt"}[type(picture)]
+    return "What is this?", kind
+
+
+def question(rng: random.Random) -> Chat:
+    """Return an example of the fine-tuning task; one in twelve has two pictures, one in twenty-four has none."""
+    kind = rng.randrange(24)
+    if kind == 0:
+        return _number(rng)
+    if kind <= 2:
+        return _two_dials(rng)
+    picture = any_picture(rng)
+    if isinstance(picture, Dial):
+        return [picture], "What does the dial show?", str(picture.value)
+    if isinstance(picture, Bars):
+        return [picture], *_about_bars(picture, rng)
+    return [picture], *_about_receipt(picture, rng)
+
+
+def _about_bars(bars: Bars, rng: random.Random) -> tuple[str, str]:
+    if rng.random() < 0.4:
+        return "Which bar is the highest?", max(bars.heights, key=lambda bar: bar[1])[0]
+    colour, height = rng.choice(bars.heights)
+    return f"How high is the {colour} bar?", str(height)
+
+
+def _about_receipt(receipt: Receipt, rng: random.Random) -> tuple[str, str]:
+    if rng.random() < 0.4:
+        return "What is the sum?", str(receipt.total)
+    name, price = rng.choice(receipt.prices)
+    return f"What does the {name} cost?", str(price)
+
+
+def _two_dials(rng: random.Random) -> Chat:
+    first, second = any_dial(rng), any_dial(rng)
+    while first.value == second.value:
+        second = any_dial(rng)
+    return [first, second], "Which dial shows more?", "the first" if first.value > second.value else "the second"
+
+
+def _number(rng: random.Random) -> Chat:
+    tens, ones = rng.randrange(len(TENS)), rng.randrange(len(ONES))
+    return [], f"Write {TENS[tens]}-{ONES[ones]} in digits.", f"{tens + 2}{ones + 1}"

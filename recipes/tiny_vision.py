@@ -1,0 +1,87 @@
+"""tiny_vision: the model that ships with the project and sees; trains anywhere, offline, on CPU, in minutes.
+
+A LLaVA, a SigLIP tower before a Qwen3, made and pre-trained by `recipes/samples/sight/pretrain.py`, so that what
+follows is fine-tuning and not training from noise. The task: answer a question about small pictures of dials, bar
+charts and receipts in a word or a number, scored by exact match.
+
+    size  layers  hidden  heads  parameters  context  licence     weights
+    500k  3       96      4      0.49M       512      Apache-2.0  recipes/samples/sight/model (ships with the project)
+
+    variant  method  trains       DeepSpeed  needs
+    full     SFT     all weights  ZeRO-3     1 GPU of any kind, or 2 CPU cores
+    lora     SFT     adapters     ZeRO-2     the same
+
+    python scripts/launch.py tiny_vision full
+    python scripts/launch.py tiny_vision full data.path=FILE.jsonl model.train_vision=true     # change anything
+
+Your own data is conversations whose turns hold pictures: recipes/README.md has the forms.
+"""
+
+from dataclasses import replace
+
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import SIGHT, TINY_VISION
+
+SIZES = {
+    "500k": Model(
+        path=TINY_VISION,
+        parameters=491_088,
+        config={
+            "model_type": "llava",
+            "image_token_id": 6,
+            "image_seq_length": 36,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+            "tie_word_embeddings": True,
+            "text_config": {
+                "model_type": "qwen3",
+                "vocab_size": 448,
+                "hidden_size": 96,
+                "intermediate_size": 256,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 24,
+                "max_position_embeddings": 512,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 64,
+                "intermediate_size": 160,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "image_size": 48,
+                "patch_size": 8,
+                "vision_use_head": False,
+            },
+        },
+        vision=True,
+    ),
+}
+
+
+def full(size: str) -> Recipe:
+    """All weights of the language part, ZeRO-3: learns to answer what it is asked about pictures. Start here."""
+    return Recipe(
+        method="sft",
+        model=SIZES[size],
+        data=replace(SIGHT, metric="exact_match", max_new_tokens=8),
+        deepspeed="zero3.json",
+        learning_rate=2e-3,
+        epochs=3,
+        global_batch_size=32,
+        micro_batch_size=16,
+        sequence_length=128,
+        packing=False,  # sequences with pictures are not packed
+        schedule=Schedule("cosine", warmup=0.05),
+        precision="fp32",
+        gradient_checkpointing=False,
+        save_steps=100,
+        eval_steps=100,
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on the language part, ZeRO-2: the same task with a fraction of the trained weights."""
+    return replace(full(size), deepspeed="zero2.json", lora=Lora(rank=32, alpha=64), learning_rate=4e-3)

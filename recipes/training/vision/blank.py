@@ -1,0 +1,51 @@
+"""A picture for ranks that have none: every rank's tower runs in every pass, before the text.
+
+Under ZeRO-3 a module's forward pass gathers its weights from all ranks, and below it ranks reduce their gradients in
+the order in which they come. If one rank's batch has no picture, its collectives are not the others': over NCCL the run
+hangs, over gloo it crashes. So such a rank looks at a black picture, and adds 0 times what it sees to its text.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+def always_see(model: PreTrainedModel, picture: Mapping[str, torch.Tensor]) -> None:
+    """Make `model` look at `picture` in every forward pass that has none of its own, except for tokens after the first.
+
+    Hooks on the parts inside, since PEFT calls the outermost model's `forward` without its hooks.
+
+    Args:
+        model: with a tower.
+        picture: what it takes for one picture, `pixel_values` among it.
+    """
+    inner, decoder = model.base_model, model.get_decoder()
+    batch = {"seen": False}
+
+    def look(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        batch["seen"] = inputs.get("pixel_values") is not None
+
+    def add_nothing(_: Any, arguments: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        cache, embedded = inputs.get("past_key_values"), inputs.get("inputs_embeds")
+        if batch["seen"] or embedded is None or (cache is not None and cache.get_seq_length()):
+            return None
+        on_device = {
+            name: value.to(embedded.device, embedded.dtype if value.is_floating_point() else None)
+            for name, value in picture.items()
+        }
+        seen = inner.get_image_features(**on_device, return_dict=True).pooler_output
+        nothing = sum(one.float().mean() for one in _tensors(seen)) * 0.0
+        return arguments, {**inputs, "inputs_embeds": embedded + nothing.to(embedded.dtype)}
+
+    inner.register_forward_pre_hook(look, with_kwargs=True)
+    decoder.register_forward_pre_hook(add_nothing, with_kwargs=True)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if torch.is_tensor(value):
+        yield value
+    else:
+        for one in value:
+            yield from _tensors(one)

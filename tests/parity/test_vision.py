@@ -1,0 +1,118 @@
+"""Models that see: ZeRO on two ranks trains what plain PyTorch trains, whichever ranks have pictures."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from recipes.proof.settings import Settings
+from recipes.spec.recipe import Lora
+from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from recipes.training import export
+from recipes.training import run as training_run
+from tests import seeing
+from tests.parity import gate, plain
+from tests.ranks import read_logs
+from tests.tiers import tiered
+from tests.workers import blind_ranks
+
+SETTINGS = Settings(steps=4)
+SHOWN = {"all": range(8), "one": [5], "none": []}
+"""Which of the eight conversations have pictures: those of all ranks, one of one rank, none."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return the folder of a random model of each kind, made once."""
+    made = {}
+
+    def model(kind):
+        if kind not in made:
+            made[kind] = seeing.write_model(tmp_path_factory.mktemp(kind), kind)
+        return made[kind]
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shown")
+    return {name: seeing.write_conversations(folder / name, shown) for name, shown in SHOWN.items()}
+
+
+CASES = [
+    (kind, shown, deepspeed)
+    for kind in seeing.KINDS
+    for shown in SHOWN
+    for deepspeed in ("zero0.json", "zero1.json", "zero2.json", "zero3.json")
+]
+
+
+@pytest.mark.parametrize("train_vision", [False, pytest.param(True, marks=pytest.mark.every)])
+@pytest.mark.parametrize(
+    ("kind", "shown", "deepspeed"),
+    tiered(CASES, {("gemma3", "all", "zero3.json"), ("gemma3", "one", "zero3.json"), ("gemma3", "none", "zero3.json")}),
+)
+def test_same_model_as_plain_pytorch(ranks, tmp_path, models, data, kind, shown, deepspeed, train_vision):
+    run = RunFolder(tmp_path / "run")
+    recipe = seeing.recipe_for(
+        models(kind), data[shown], deepspeed, SETTINGS, train_vision=train_vision, micro_batch_size=2
+    )
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    records, weights = seeing.plain_train(models(kind), data[shown], SETTINGS, train_vision)
+    gate.agree_on_steps(run, records, norms=gate.NORM)
+    exported = AutoModelForImageTextToText.from_pretrained(run.export, dtype=torch.float32).state_dict()
+    assert set(exported) == set(weights)
+    for name, weight in exported.items():
+        assert plain.worst(weight, weights[name]) <= 1, name
+
+
+@pytest.mark.parametrize("mistake", ["blind", "learn_prompts", "clip"])
+def test_a_wrong_reference_is_noticed(models, data, mistake):
+    right, weights = seeing.plain_train(models("gemma3"), data["all"], SETTINGS)
+    wrong = SETTINGS if mistake == "blind" else replace(SETTINGS, **{mistake: 10.0 if mistake == "clip" else True})
+    records, others = seeing.plain_train(models("gemma3"), data["all"], wrong, blind=mistake == "blind")
+    loss_differs = abs(records[-1]["loss"] / right[-1]["loss"] - 1) > 100 * gate.LOSS
+    assert loss_differs or max(plain.worst(others[name], weights[name]) for name in weights) > 100
+
+
+def test_without_the_black_picture_ranks_fall_out_of_step(ranks, tmp_path, models, data):
+    """ZeRO-3 over gloo: one rank gathers the tower's weights while the other gathers a layer's."""
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, seeing.recipe_for(models("gemma3"), data["one"], "zero3.json", SETTINGS, micro_batch_size=4))
+    statuses = ranks.run(blind_ranks.main, str(run.path), log=tmp_path / "log")
+    assert any(statuses) and not run.export.exists()
+    assert any("gloo::EnforceNotMet" in log for log in read_logs(tmp_path / "log"))
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "train_vision"), tiered([("zero2.json", False), ("zero3.json", True)], {("zero2.json", False)})
+)
+def test_adapters_are_on_the_language_part(ranks, tmp_path, models, data, deepspeed, train_vision):
+    run = RunFolder(tmp_path / "run")
+    lora = Lora(rank=4, alpha=8)
+    recipe = seeing.recipe_for(models("gemma3"), data["one"], deepspeed, SETTINGS, lora=lora, train_vision=train_vision)
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    names = load_file(run.export / "adapter_model.safetensors")
+    assert any(".language_model.layers." in name for name in names)
+    assert any("vision_tower" in name for name in names) == train_vision
+    assert (run.export / "processor_config.json").exists()
+    card = (run.export / "README.md").read_text(encoding="utf-8")
+    assert "AutoModelForImageTextToText" in card and "pipeline_tag: image-text-to-text" in card
+
+
+def test_in_4_bits_the_tower_stays_whole(ranks, tmp_path, models, data):
+    run = RunFolder(tmp_path / "run")
+    recipe = seeing.recipe_for(models("gemma3"), data["one"], "zero2.json", SETTINGS, lora=Lora(rank=4, alpha=8))
+    recipe = replace(recipe, precision="bf16", model=replace(recipe.model, quantization="nf4"))
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    base = export.load_base(models("gemma3"), run.export)
+    quantized = [name for name, weight in base.named_parameters() if type(weight).__name__ == "Params4bit"]
+    assert quantized and all(".language_model.layers." in name for name in quantized)
+    losses = [row["loss"] for row in read_jsonl(run.metrics)]
+    assert losses[-1] < losses[0]

@@ -1,0 +1,280 @@
+"""Pictures in conversations: how they are written, read, checked and tokenized, and what the loss is on."""
+
+import base64
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from recipes.launching import preflight
+from recipes.planning.hardware.cluster import Cluster
+from recipes.planning.hardware.gpus import find
+from recipes.planning.search.strategies import evaluate, plan_request
+from recipes.spec import pages
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Data
+from recipes.training.data import tokenize
+from recipes.training.vision import content, files
+from recipes.training.vision.collate import PictureCollator
+from tests import seeing
+from tests.conftest import write_rows
+
+
+def turns(asked, answer="yes"):
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+def part(**source):
+    return {"type": "image", **source}
+
+
+TEXT = {"type": "text", "text": "What?"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with good pictures and bad ones."""
+    made = tmp_path_factory.mktemp("pictures")
+    Image.new("RGB", (40, 30), (200, 30, 30)).save(made / "a.png")
+    Image.new("RGB", (20, 60), (30, 30, 200)).save(made / "b.jpg")
+    Image.new("1", (30_000, 8)).save(made / "wide.png")
+    Image.effect_noise((60, 60), 90).convert("RGB").save(made / "cut.jpg")
+    whole = (made / "cut.jpg").read_bytes()
+    (made / "cut.jpg").write_bytes(whole[: len(whole) * 2 // 3])
+    (made / "text.png").write_text("no picture", encoding="utf-8")
+    (made / "empty.png").write_bytes(b"")
+    return made
+
+
+def as_bytes(folder):
+    return (folder / "a.png").read_bytes()
+
+
+WRITTEN = {
+    "parts with a path": lambda _: {"messages": turns([part(image="a.png"), TEXT])},
+    "parts with a named path": lambda _: {"messages": turns([part(path="a.png"), TEXT])},
+    "an absolute path": lambda f: {"messages": turns([part(image=str(f / "a.png")), TEXT])},
+    "a file's URL": lambda f: {"messages": turns([part(url=f"file://{f / 'a.png'}"), TEXT])},
+    "OpenAI's image_url": lambda f: {
+        "messages": turns(
+            [
+                {
+                    "type": "image_url",
+                    "image_url": {"url": "data:image/png;base64," + base64.b64encode(as_bytes(f)).decode()},
+                },
+                TEXT,
+            ]
+        )
+    },
+    "bytes": lambda f: {"messages": turns([part(image={"bytes": as_bytes(f), "path": None}), TEXT])},
+    "a list beside placeholders in the text": lambda _: {"images": ["a.png"], "messages": turns("<image>What?")},
+    "a list beside parts": lambda _: {"images": ["a.png"], "messages": turns([part(), TEXT])},
+    "one image": lambda _: {"image": "a.png", "messages": turns("<image>What?")},
+    "ShareGPT": lambda _: {
+        "images": ["a.png"],
+        "conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "yes"}],
+    },
+    "prompt and completion": lambda _: {"images": ["a.png"], "prompt": "<image>What?", "completion": "yes"},
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_every_way_to_write_a_picture_means_the_same(folder, form):
+    (found,) = content.converted([("data:1", WRITTEN[form](folder))], "sft", "auto", folder)
+    assert found["messages"] == turns([{"type": "image"}, TEXT])
+    assert len(found["images"]) == 1 and found["where"] == "data:1"
+    assert files.read("x", found["images"][0], 10**6).size == (40, 30)
+
+
+def test_pictures_keep_their_places():
+    asked = [
+        {"type": "text", "text": "First "},
+        part(path="/a.png"),
+        {"type": "text", "text": " then "},
+        part(path="/b.jpg"),
+    ]
+    rows = [{"messages": [*turns(asked), *turns([part(path="/c.png"), TEXT])]}, {"messages": turns("no <image> here")}]
+    first, second = content.converted(((f"data:{n}", row) for n, row in enumerate(rows)), "sft", "auto", None)
+    assert [one["path"] for one in first["images"]] == ["/a.png", "/b.jpg", "/c.png"]
+    assert [one["type"] for one in first["messages"][0]["content"]] == ["text", "image", "text", "image"]
+    assert second["images"] == [] and second["messages"][0]["content"] == "no <image> here"
+
+
+BAD = {
+    "missing": ({"messages": turns([part(image="none.png"), TEXT])}, "none.png): no such file"),
+    "cut off": ({"messages": turns([part(image="cut.jpg"), TEXT])}, "cut.jpg): cut off or damaged"),
+    "too wide": ({"messages": turns([part(image="wide.png"), TEXT])}, "30,000 x 8 pixels; at most 16,384"),
+    "not an image": ({"messages": turns([part(image="text.png"), TEXT])}, "text.png): not an image"),
+    "empty": ({"messages": turns([part(image="empty.png"), TEXT])}, "empty.png): not an image"),
+    "bytes that are none": (
+        {"messages": turns([{"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}, TEXT])},
+        "not an image that Pillow reads; save it",
+    ),
+    "not base64": ({"messages": turns([part(base64="!"), TEXT])}, "not base64"),
+    "more pictures than places": (
+        {"images": ["a.png", "b.jpg"], "messages": turns("<image>What?")},
+        "2 pictures in 'images' and 1 places for them; write <image>",
+    ),
+    "fewer": ({"images": ["a.png"], "messages": turns("<image><image>What?")}, "1 pictures in 'images' and 2 places"),
+    "a place and no list": ({"messages": turns([part(), TEXT])}, "0 pictures in 'images' and 1 places"),
+    "a URL": ({"messages": turns([part(url="https://a.example/b.png"), TEXT])}, "is a URL (https://a.example/b.png)"),
+    "a number": ({"messages": turns([part(image=3), TEXT])}, "of type int; give the path of a file"),
+    "other parts": ({"messages": turns([{"type": "video", "video": "a.mp4"}, TEXT])}, "parts that are not text"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD)
+def test_the_launcher_names_file_line_and_fix(folder, mistake):
+    row, said = BAD[mistake]
+    good = {"messages": turns([part(image="a.png"), TEXT])}
+    path = write_rows(folder / f"{mistake.replace(' ', '_')}.jsonl", [good, row])
+    recipe = seeing.recipe_for(folder, path, "zero0.json")
+    with pytest.raises(UserError) as refused:
+        preflight.check_data(recipe)
+    message = str(refused.value)
+    assert message.startswith(f"{path}:2: ") and said in message and len(message.splitlines()) == 1
+
+
+def test_a_recipe_that_reads_text_says_what_reads_pictures(folder):
+    path = write_rows(folder / "text.jsonl", [{"messages": turns([part(image="a.png"), TEXT])}])
+    recipe = replace(pages.find("tiny", "full"), data=Data(path=str(path)))
+    with pytest.raises(UserError, match=r":1: turn 1 .* not text, which is all .* model\.vision=true"):
+        preflight.check_data(recipe)
+
+
+def test_a_picture_that_is_cut_off_is_found_before_training_in_parquet_too(folder, tmp_path, sample):
+    image = {"bytes": (folder / "cut.jpg").read_bytes(), "path": None}
+    data = Dataset.from_list([{"images": [image], "messages": turns("<image>What?")}])
+    data = data.cast_column("images", [ImageFeature()])
+    data.to_parquet(tmp_path / "data.parquet")
+    recipe = seeing.recipe_for(sample("llava"), tmp_path / "data.parquet", "zero0.json")
+    with pytest.raises(UserError, match=r"data\.parquet: row 1: picture 1: cut off or damaged"):
+        tokenize.prepare(recipe.data.path, recipe, AutoTokenizer.from_pretrained(recipe.model.path))
+
+
+def test_pictures_are_made_smaller_in_proportion_and_turned_as_the_camera_says():
+    image = Image.new("RGB", (400, 100))
+    assert files.within(image, 10**6) is image
+    smaller = files.within(image, 10_000)
+    assert smaller.size == (200, 50)
+    held = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    image.save(held, "JPEG", exif=exif)
+    assert files.read("x", {"path": None, "bytes": held.getvalue()}, 10**6).size == (100, 400)
+    clear = io.BytesIO()
+    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(clear, "PNG")
+    assert files.read("x", {"path": None, "bytes": clear.getvalue()}, 100).getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    made = {}
+
+    def model(kind):
+        if kind not in made:
+            made[kind] = seeing.write_model(tmp_path_factory.mktemp(kind), kind)
+        return made[kind]
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    return seeing.write_conversations(tmp_path_factory.mktemp("shown"), [1, 2, 4, 5])
+
+
+def prepared(model, path, **changes):
+    """Return the recipe, the tokenizer and the sequences of a run."""
+    recipe = seeing.recipe_for(model, path, "zero0.json", **changes)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sequences, _ = tokenize.prepare(str(path), recipe, tokenizer)
+    return recipe, tokenizer, sequences
+
+
+@pytest.mark.parametrize("kind", seeing.KINDS)
+def test_tokens_mask_and_loss_are_those_of_transformers_with_the_processor(sample, shown, kind):
+    recipe, tokenizer, sequences = prepared(sample(kind), shown)
+    model = AutoModelForImageTextToText.from_pretrained(recipe.model.path, dtype=torch.float32).train()
+    collator = PictureCollator.of(recipe, tokenizer, model)
+    rows = [json.loads(line) for line in shown.read_text(encoding="utf-8").splitlines()]
+    silent = set(collator.seen.image_token_ids)
+    for sequence, row in zip(sequences, rows, strict=True):
+        expected = seeing.plain_inputs(collator.seen, row, shown.parent)
+        assert sequence["input_ids"] == expected["input_ids"][0].tolist()
+        learned = [label != -100 for label in sequence["labels"]]
+        assert learned == expected["learned"][0].tolist()
+        assert not any(token in silent for token, one in zip(sequence["input_ids"], learned, strict=True) if one)
+        answer = tokenizer.decode([label for label in sequence["labels"] if label != -100])
+        assert answer.startswith(row["messages"][1]["content"])
+        inputs = {name: one for name, one in collator([sequence]).items() if torch.is_tensor(one)}
+        total, count = seeing.plain_loss(model, expected)
+        assert model(**inputs).loss.item() == pytest.approx((total / count).item(), rel=1e-5)
+
+
+def test_a_typed_picture_token_is_text(sample, tmp_path):
+    path = write_rows(tmp_path / "typed.jsonl", [{"messages": turns("<|image|> is a word", "so is <|image|>")}])
+    _, tokenizer, sequences = prepared(sample("llava"), path)
+    image = tokenizer.convert_tokens_to_ids("<|image|>")
+    assert image not in sequences[0]["input_ids"] and "<|image|> is a word" in tokenizer.decode(
+        sequences[0]["input_ids"]
+    )
+
+
+def test_given_turns_are_not_learned(sample, folder):
+    """What a prompt holds is given, an earlier answer too, however long its pictures are."""
+    prompt = [*turns([part(image="a.png"), TEXT], "given"), {"role": "user", "content": [part(image="b.jpg"), TEXT]}]
+    path = write_rows(folder / "given.jsonl", [{"prompt": prompt, "completion": "learned"}])
+    _, tokenizer, sequences = prepared(sample("llava"), path)
+    said = tokenizer.decode([label for label in sequences[0]["labels"] if label != -100], skip_special_tokens=True)
+    assert said == "learned"
+
+
+def test_pictures_come_from_parquet_as_the_same_tokens(sample, shown, tmp_path):
+    rows = []
+    for line in shown.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        (*parts, text), answer = row["messages"][0]["content"], row["messages"][1]["content"]
+        images = [{"bytes": (shown.parent / one["image"]).read_bytes(), "path": None} for one in parts]
+        rows.append({"images": images, "messages": turns("<image>" * len(images) + text["text"], answer)})
+    Dataset.from_list(rows).cast_column("images", [ImageFeature()]).to_parquet(tmp_path / "data.parquet")
+    *_, paths = prepared(sample("llava"), shown)
+    *_, held = prepared(sample("llava"), tmp_path / "data.parquet")
+    assert paths["input_ids"] == held["input_ids"] and paths["labels"] == held["labels"]
+    assert held[1]["images"][0]["bytes"] and not paths[1]["images"][0]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"packing": True}, r"packing=True with model\.vision=true: set packing=false"),
+        ({"method": "dpo"}, "method=dpo with model.vision=true: set method=sft"),
+        ({"neftune_alpha": 5.0}, "neftune_alpha"),
+        ({"layer_decay": 0.9}, "layer_decay"),
+    ],
+)
+def test_what_is_not_tested_with_pictures_is_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        replace(pages.find("tiny_vision", "full"), **changes)
+    with pytest.raises(UserError, match=r"model\.vision=true"):
+        replace(pages.find("tiny", "full"), model=replace(pages.find("tiny", "full").model, train_vision=True))
+
+
+def test_the_planner_counts_the_tower(sample):
+    """Its weights, in fp32 here, and its outputs as tokens of the sequence; a text model has none."""
+    recipe = pages.find("tiny_vision", "full")
+    request = plan_request(recipe, Cluster(find("H100")))
+    weights = load_file(f"{recipe.model.path}/model.safetensors")
+    beside = [one for name, one in weights.items() if "vision_tower" in name or "projector" in name]
+    assert request.profile.tower_parameters == sum(one.numel() for one in beside)
+    assert request.profile.parameters == recipe.model.parameters == sum(one.numel() for one in weights.values())
+    assert evaluate(request, recipe).memory.worst.components["vision_tower"] == 4 * request.profile.tower_parameters
+    text = pages.find("tiny", "full")
+    assert plan_request(text, Cluster(find("H100"))).profile.tower_parameters == 0

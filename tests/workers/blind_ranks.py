@@ -1,0 +1,10 @@
+"""A run whose ranks look at nothing where their batch has no picture; executed by every rank."""
+
+from recipes.training import run
+from recipes.training.vision import blank
+
+
+def main(folder: str) -> None:
+    """Train without the black picture of `blank.always_see`."""
+    blank.always_see = lambda *_: None
+    run.main(folder)
