@@ -18,9 +18,7 @@ models/gemma3/convert_gemma3_weights.py), frozen unless model.train_vision=true;
 whatever its size, so data.max_pixels bounds only what is read from the disk.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from .spec import variants
 from .spec.recipe import Lora, Model, Recipe, Schedule
@@ -57,50 +55,49 @@ LANGUAGE = {
 """What all sizes have in common, unless they say otherwise."""
 
 
-def _config(language: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "model_type": "gemma3",
-        "mm_tokens_per_image": 256,
-        "tie_word_embeddings": True,
-        "text_config": {**LANGUAGE, **language},
-        "vision_config": TOWER,
-    }
+SHARED = {"model_type": "gemma3", "mm_tokens_per_image": 256, "tie_word_embeddings": True, "vision_config": TOWER}
 
 
 SIZES = {
     "4b": Model(
         path="google/gemma-3-4b-it",
         parameters=4_300_079_472,
-        config=_config(
-            {
+        config=SHARED
+        | {
+            "text_config": LANGUAGE
+            | {
                 "hidden_size": 2560,
                 "intermediate_size": 10_240,
                 "num_hidden_layers": 34,
                 "num_attention_heads": 8,
                 "num_key_value_heads": 4,
             }
-        ),
+        },
         vision=True,
     ),
     "12b": Model(
         path="google/gemma-3-12b-it",
         parameters=12_187_325_040,
-        config=_config(
-            {
+        config=SHARED
+        | {
+            "text_config": LANGUAGE
+            | {
                 "hidden_size": 3840,
                 "intermediate_size": 15_360,
                 "num_hidden_layers": 48,
                 "num_attention_heads": 16,
                 "num_key_value_heads": 8,
             }
-        ),
+        },
         vision=True,
     ),
     "27b": Model(
         path="google/gemma-3-27b-it",
         parameters=27_432_406_640,
-        config=_config(
-            {
+        config=SHARED
+        | {
+            "text_config": LANGUAGE
+            | {
                 "hidden_size": 5376,
                 "intermediate_size": 21_504,
                 "num_hidden_layers": 62,
@@ -109,7 +106,7 @@ SIZES = {
                 "head_dim": 128,
                 "query_pre_attn_scalar": 168,
             }
-        ),
+        },
         vision=True,
     ),
 }

@@ -59,8 +59,8 @@ def add(
         UserError: the targets are not in this model, or cannot be adapted in this way.
     """
     try:
-        targets = lora_options(lora, scores, embeds, model.config.model_type)
-        options = LoraConfig(**targets, exclude_modules=excluded)
+        given = lora_options(lora, scores, embeds, model.config.model_type)
+        options = LoraConfig(**given, exclude_modules=excluded)
         with pissa.drawing(seed):
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
