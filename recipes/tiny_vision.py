@@ -62,7 +62,7 @@ SIZES = {
 
 
 def full(size: str) -> Recipe:
-    """All weights of the language part, ZeRO-3: answers about pictures of dials, bar charts and receipts. Start here."""
+    """All weights of the language part, ZeRO-3: answers about pictures of dials, bars and receipts. Start here."""
     return Recipe(
         method="sft",
         model=SIZES[size],
