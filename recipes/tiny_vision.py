@@ -1,8 +1,8 @@
-"""tiny_vision: the model that ships with the project and sees; trains anywhere, offline, on CPU, in minutes.
+"""tiny_vision: the model that ships with the project and sees; trains anywhere, offline, on CPU.
 
-A LLaVA, a SigLIP tower before a Qwen3, made and pre-trained by `recipes/samples/sight/pretrain.py`, so that what
-follows is fine-tuning and not training from noise. The task: answer a question about small pictures of dials, bar
-charts and receipts in a word or a number, scored by exact match.
+A LLaVA, a SigLIP tower before a Qwen3, made and shortly pre-trained by `recipes/samples/sight/pretrain.py`
+(recipes/samples/README.md says what it can do). The task: answer a question about small pictures of dials, bar charts
+and receipts in a word or a number, scored by exact match.
 
     size  layers  hidden  heads  parameters  context  licence     weights
     500k  3       96      4      0.49M       512      Apache-2.0  recipes/samples/sight/model (ships with the project)
@@ -62,7 +62,7 @@ SIZES = {
 
 
 def full(size: str) -> Recipe:
-    """All weights of the language part, ZeRO-3: learns to answer what it is asked about pictures. Start here."""
+    """All weights of the language part, ZeRO-3: answers about pictures of dials, bars and receipts. Start here."""
     return Recipe(
         method="sft",
         model=SIZES[size],

@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from recipes.proof.plain import adamw
 from recipes.proof.settings import Settings
 from recipes.proof.small import of_settings
 from recipes.spec.recipe import Model, Recipe
@@ -133,6 +132,14 @@ def plain_loss(model: Any, inputs: dict[str, torch.Tensor], settings: Settings =
     return -(chosen * learned).sum(), learned.sum()
 
 
+def _groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """Return what is decayed and what is not: norms and biases, which language models hardly have."""
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    exempt = [one for name, one in trained if "norm" in name or name.endswith("bias")]
+    decayed = [one for name, one in trained if not ("norm" in name or name.endswith("bias"))]
+    return [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+
+
 def plain_train(
     folder: Path, data: Path, settings: Settings, train_vision: bool = False, blind: bool = False
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -141,7 +148,7 @@ def plain_train(
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     if not train_vision:
         model.get_encoder(modality="image").requires_grad_(False)
-    optimizer = adamw(model, settings)
+    optimizer = torch.optim.AdamW(_groups(model, settings), lr=settings.learning_rate, eps=settings.epsilon)
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
     batch = [plain_inputs(processor, row, data.parent) for row in rows]
     if blind:

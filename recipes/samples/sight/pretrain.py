@@ -1,7 +1,7 @@
 """Make the base model that sees: train its tokenizer, then pre-train tower and language model from scratch, on a CPU.
 
-    python -m recipes.samples.sight.pretrain --output recipes/samples/sight/model        # MINUTES
-    python -m recipes.samples.sight.pretrain --output /tmp/rough --steps 200 --threads 8
+    python -m recipes.samples.sight.pretrain --output first
+    python -m recipes.samples.sight.pretrain --continue-from first --output second      # the whole again, not the tower
 
 The tower learns what is at each of its places; then the whole learns from captions of the same pictures, and from chats
 about what a picture is. What the fine-tuning task asks, one reading at a time, is not among them. The loop is plain
