@@ -33,8 +33,8 @@ def read(path: Path) -> Document:
         raise Unreadable("not UTF-8 text", file=str(path)) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        raise Unreadable(f"not YAML: {getattr(error, 'problem', None) or error}", *place, str(path)) from None
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise Unreadable(f"not YAML: {getattr(error, 'problem', None) or error}", line, column, str(path)) from None
     except Unreadable as error:
         raise Unreadable(error.what, error.line, error.column, str(path)) from None
 

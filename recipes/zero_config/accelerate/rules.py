@@ -106,7 +106,7 @@ def json_file(config: Config, folder: Path) -> Iterator[Hit]:
         return
     if referenced(config, folder) is None:
         yield hit(path, file, "no such file, seen from this folder or the YAML's", "correct the path")
-    beside = [(DEEPSPEED, name) for name in keys.IN_THE_FILE if config.has(DEEPSPEED, name)]
+    beside: list[Key] = [(DEEPSPEED, name) for name in keys.IN_THE_FILE if config.has(DEEPSPEED, name)]
     beside += [("mixed_precision",)] if config.get("mixed_precision") is not None else []
     for key in beside:
         what = "accelerate stops at this key beside deepspeed_config_file, which has it"
