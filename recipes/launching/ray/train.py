@@ -67,8 +67,8 @@ def attempt(run: RunFolder, options: argparse.Namespace) -> int:
         local = {**counts, "include_dashboard": False, "object_store_memory": OBJECTS}
     try:
         nodes.connect(options.address, **local)
-    except Exception as refused:  # the cluster is gone, or what it needs did not start
-        print(f"Ray: {first_line(refused) or type(refused).__name__}", file=sys.stderr, flush=True)
+    except Exception as reason:  # the cluster is gone, or what it needs did not start
+        print(f"Ray: {first_line(reason) or type(reason).__name__}", file=sys.stderr, flush=True)
         return 1
     chosen = options.nodes.split(",") if options.nodes else [node["id"] for node in nodes.alive()]
     error = fit(run, trainer(run, options, chosen), chosen)

@@ -34,8 +34,7 @@ def read(path: Path) -> Document:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        what = getattr(error, "problem", None) or error
-        raise Unreadable(f"not YAML: {what}", line, column, str(path)) from None
+        raise Unreadable(f"not YAML: {getattr(error, 'problem', None) or error}", line, column, str(path)) from None
     except Unreadable as error:
         raise Unreadable(error.what, error.line, error.column, str(path)) from None
 
