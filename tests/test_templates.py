@@ -21,7 +21,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 def test_every_value_in_a_template_passes_through_a_filter():
     assert {path.name for path in TEMPLATES} >= {"job.sbatch.jinja", "job.yaml.jinja", "jobset.yaml.jinja"}
     for path in TEMPLATES:
-        wanted = ("shell",) if path.name.endswith(".sbatch.jinja") else ("yaml", "yaml_block")
+        kind = path.suffixes[-2]
+        # The commands of a SkyPilot task are shell within YAML.
+        wanted = {".sbatch": ("shell",), ".py": ("python",)}.get(kind, ("yaml", "yaml_block", "shell"))
         values = re.findall(r"{{(.*?)}}", path.read_text(encoding="utf-8"))
         for value in values:
             assert re.search(r"\| (\w+)(\(\d+\))? $", value)[1] in wanted, (path.name, value)

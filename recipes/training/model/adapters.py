@@ -60,7 +60,7 @@ def add(
     """
     try:
         given = lora_options(lora, scores, embeds, model.config.model_type)
-        options = LoraConfig(**given, exclude_modules=excluded)
+        options = LoraConfig(**given | ({"exclude_modules": excluded} if excluded else {}))
         with pissa.drawing(seed):
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
