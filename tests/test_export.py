@@ -35,9 +35,10 @@ def double(file):
     save_file(held | {name: 2 * held[name]}, file, metadata={"format": "pt"})
 
 
-def test_an_export_that_fails_its_check_never_appears(ranks, tmp_path, model_folder, conversations, capsys):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_export_that_fails_its_check_never_appears(ranks, tmp_path, model_folder, conversations, capsys, precision):
     run = RunFolder(tmp_path / "run")
-    write_recipe(run, small(model_folder, conversations, max_steps=1))
+    write_recipe(run, small(model_folder, conversations, max_steps=1, precision=precision))
     assert ranks.run(write_other_weights, str(run.path), world_size=1, log=tmp_path / "log") == [1]
     assert "reloaded logits differ by" in read_logs(tmp_path / "log")[0]
     assert not run.export.exists() and not run.summary.exists()

@@ -98,11 +98,13 @@ def verify(
     difference = 0.0
     if distributed.is_first():
         unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads
-        # On the host, unless it is quantised: a GPU that still holds the engine's states cannot fit a whole model.
-        reloaded = load(folder, dtype=dtype).eval()
-        given = {name: value.to(reloaded.device) for name, value in {"input_ids": inputs, **beside}.items()}
-        logits = heads.outputs(reloaded(**given)).float().cpu()
-        difference = ((logits - trained).abs().max() / trained.abs().max()).item()
+        given = {"input_ids": inputs, **beside}
+        differences = _differences(folder, dtype, given, trained)
+        if dtype != torch.float32 and not differences.max() <= _allowed(dtype):
+            # A mixture's router may choose another expert where two are nearly as good, because of rounding alone. In
+            # fp32 the export's weights choose by themselves: each token has to agree with one of the two.
+            differences = differences.minimum(_differences(folder, torch.float32, given, trained))
+        difference = differences.max().item()
     difference = distributed.total(difference)[0]
     allowed = _allowed(dtype)
     if not difference <= allowed:
@@ -112,6 +114,18 @@ def verify(
             f"{folder}: reloaded logits differ by {difference:.1e} of the largest (allowed {allowed:.0e})"
         )
     return difference
+
+
+def _differences(
+    folder: Path, dtype: torch.dtype, given: Mapping[str, torch.Tensor], trained: torch.Tensor
+) -> torch.Tensor:
+    """Return how far the export's outputs are from the trained model's at each position, as a share of the largest.
+
+    On the host, unless it is quantised: a GPU that still holds the engine's states cannot fit a whole model.
+    """
+    reloaded = load(folder, dtype=dtype).eval()
+    logits = heads.outputs(reloaded(**{name: value.to(reloaded.device) for name, value in given.items()}))
+    return (logits.float().cpu() - trained).abs().amax(-1) / trained.abs().max()
 
 
 def _sequences(tokens: list[int], scores: bool) -> list[list[int]]:
