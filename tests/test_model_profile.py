@@ -175,7 +175,7 @@ def test_every_size_of_the_catalogue_is_committed_for_this_version_of_transforme
         for model in pages.page(family).SIZES.values():
             profile = stored[lookup.key(model.config)]
             assert profile.parameters == pytest.approx(model.parameters, rel=0.01)
-            assert len(profile.layer_order) == AutoConfig.for_model(**model.config).num_hidden_layers
+            assert len(profile.layer_order) == AutoConfig.for_model(**model.config).get_text_config().num_hidden_layers
 
 
 @pytest.mark.parametrize("name", tiered([name for name, _, _ in lookup.catalogue()], ("llama3-1b",)))

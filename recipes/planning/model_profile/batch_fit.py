@@ -101,32 +101,6 @@ def fit(model: nn.Module, device: str, mask: bool = False) -> BatchFit:
     )
 
 
-def fit_more(model: nn.Module, device: str, than: BatchFit, mask: bool = False) -> BatchFit:
-    """Return what a model takes more than another that differs in its attention: by token and by pair of tokens.
-
-    Nothing of it is fixed, so two batches are enough, of the three that `fit` measures.
-    """
-    one, long = measure_batch(model, device, mask), measure_batch(model, device, mask, length=2 * LENGTH)
-
-    def more(known: SavedBytes, short: float, longer: float) -> SavedBytes:
-        difference = short - known.of(SEQUENCES, LENGTH)
-        return solve(difference, 2 * difference, longer - known.of(SEQUENCES, 2 * LENGTH))
-
-    layers = tuple(
-        LayerFit(
-            more(layer.saved, one.saved[kind], long.saved[kind]),
-            more(layer.backward_peak, one.backward_peak[kind], long.backward_peak[kind]),
-            one.trained[kind] - layer.adapter_parameters,
-        )
-        for kind, layer in enumerate(than.layers)
-    )
-    return BatchFit(
-        layers,
-        more(than.saved_outside_layers, one.saved_outside_layers, long.saved_outside_layers),
-        more(than.loss_peak, one.loss_peak, long.loss_peak),
-    )
-
-
 def measure_batch(
     model: nn.Module, device: str, mask: bool = False, sequences: int = SEQUENCES, length: int = LENGTH
 ) -> MeasuredBytes:

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from ...spec.conversions import lora_options
 from ...spec.errors import UserError, errors_only, first_line
 from ...spec.recipe import Lora
-from .batch_fit import BatchFit, decoder_layers, fit, fit_more, measure_batch
+from .batch_fit import BatchFit, decoder_layers, fit, measure_batch
 from .profile import LayerProfile, ModelProfile, training_mode
 
 RANKS = (8, 64)
@@ -248,8 +248,8 @@ def _modes(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int], d
     full = fit(model, device)
     modes = {mode: full}
     if model.config._attn_implementation == "sdpa":
-        modes["masked"] = fit_more(model, device, full, mask=True)
-        modes["eager"] = fit_more(_two_of_each_kind(build(config, "eager"), first), device, full)
+        modes["masked"] = fit(model, device, mask=True) + -1 * full
+        modes["eager"] = fit(_two_of_each_kind(build(config, "eager"), first), device) + -1 * full
     if tensor_plan(model.config) and not (model.config.num_attention_heads % 2 or _key_value_heads(model.config) % 2):
         modes["split"] = -2 * full.difference_to(measure_batch(_half(model), device))
     return modes

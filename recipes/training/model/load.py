@@ -115,7 +115,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
                 trust_remote_code=recipe.model.trust_remote_code,
                 use_safetensors=True,  # a pickle from a stranger can run code
                 output_loading_info=True,
-                **text_part(config),
+                **({} if recipe.model.vision else text_part(config)),
                 **options,
             )
     except (OSError, ValueError, ArithmeticError, AssertionError, SafetensorError, MemoryError) as error:
