@@ -101,7 +101,7 @@ def test_documented_commands_are_accepted(page, command, tmp_path, capsys):
     script, *arguments = command
     assert (ROOT / script).exists()
     name = Path(script).name
-    if name == "launch.py" and not {"--list", "--resume", "--address"} & set(arguments):
+    if name == "launch.py" and not {"--list", "--resume", "--ray"} & set(arguments):
         if any(word.isupper() for word in arguments):
             return  # a form, not a command: RECIPE[-SIZE] VARIANT
         arguments = [OWN.sub(lambda form: EXAMPLES[form[0]], word) for word in arguments]
