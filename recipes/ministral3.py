@@ -39,6 +39,20 @@ from .spec import variants
 from .spec.recipe import Lora, Model, Recipe, Schedule
 from .spec.samples import CHAT
 
+YARN = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "max_position_embeddings": 262144,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 SHARED = {
     "model_type": "ministral3",
     "vocab_size": 131072,
@@ -47,19 +61,7 @@ SHARED = {
     "head_dim": 128,
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-05,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "type": "yarn",
-        "rope_theta": 1000000.0,
-        "factor": 16.0,
-        "original_max_position_embeddings": 16384,
-        "max_position_embeddings": 262144,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale_all_dim": 1.0,
-        "mscale": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    },
+    "rope_parameters": YARN,
 }
 
 SIZES = {
@@ -94,6 +96,7 @@ SIZES = {
             "intermediate_size": 16384,
             "num_hidden_layers": 40,
             "tie_word_embeddings": False,
+            "rope_parameters": {**YARN, "rope_theta": 1000000000.0},
         },
     ),
 }
