@@ -1,9 +1,9 @@
 """falcon_h1: TII's Falcon-H1, hybrids whose every layer has attention and a Mamba-2 mixer side by side.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    3b    32      2560    10     3.15B       131,072  Falcon-LLM  tiiuae/Falcon-H1-3B-Instruct
-    7b    44      3072    12     7.59B       262,144  Falcon-LLM  tiiuae/Falcon-H1-7B-Instruct
-    34b   72      5120    20     33.64B      262,144  Falcon-LLM  tiiuae/Falcon-H1-34B-Instruct
+    size  layers  hidden  heads  parameters  context  licence             weights
+    3b    32      2560    10     3.15B       131,072  Falcon-LLM-License  tiiuae/Falcon-H1-3B-Instruct
+    7b    44      3072    12     7.59B       262,144  Falcon-LLM-License  tiiuae/Falcon-H1-7B-Instruct
+    34b   72      5120    20     33.64B      262,144  Falcon-LLM-License  tiiuae/Falcon-H1-34B-Instruct
 
     variant       method    trains           DeepSpeed
     full          SFT       all weights      ZeRO-2 (3b), ZeRO-3
@@ -72,7 +72,7 @@ SIZES = {
     ),
     "7b": Model(
         path="tiiuae/Falcon-H1-7B-Instruct",
-        parameters=7_585_654_784,
+        parameters=7_585_648_736,
         config={
             **SHARED,
             "vocab_size": 130048,
@@ -86,13 +86,14 @@ SIZES = {
             "mamba_n_heads": 24,
             "mamba_d_head": 128,
             "mamba_d_state": 256,
+            "mamba_rms_norm": True,
             "mamba_chunk_size": 256,
             "max_position_embeddings": 262144,
         },
     ),
     "34b": Model(
         path="tiiuae/Falcon-H1-34B-Instruct",
-        parameters=33_643_000_000,
+        parameters=33_642_516_224,
         config={
             **SHARED,
             "vocab_size": 261120,
@@ -107,7 +108,8 @@ SIZES = {
             "mamba_d_head": 128,
             "mamba_d_state": 256,
             "mamba_n_groups": 2,
-            "mamba_chunk_size": 256,
+            "mamba_rms_norm": True,
+            "mamba_chunk_size": 128,
             "max_position_embeddings": 262144,
         },
     ),
