@@ -1,7 +1,7 @@
 """nemotron_h: NVIDIA's Nemotron 3 Nano, a hybrid of Mamba-2 layers, mixtures of experts and six layers of attention.
 
-    size     layers  hidden  heads  parameters  context  licence      weights
-    30b-a3b  52      2688    32     31.58B      262,144  NVIDIA-Open  nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+    size     layers  hidden  heads  parameters  context  licence        weights
+    30b-a3b  52      2688    32     31.58B      262,144  Nemotron-Open  nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
 
     variant       method    trains                            DeepSpeed
     full          SFT       all weights                       ZeRO-3
@@ -23,6 +23,7 @@ alpha 32 and 2e-4 from axolotl (nemotron-h/nano-30b-a3b-qlora.yaml); DPO 5e-6 fr
 (zephyr-7b-beta/dpo/config_qlora.yaml).
 No variant packs documents: a Mamba layer carries its state from one into the next. Install mamba-ssm and causal-conv1d:
 without them it is slow. Its experts have no gate projection, which DeepSpeed's AutoEP needs: nothing spreads them.
+The licence's full name is NVIDIA Nemotron Open Model License (`nvidia-nemotron-open-model-license` on the Hub).
 """
 
 from dataclasses import replace
