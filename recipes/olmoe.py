@@ -19,7 +19,7 @@
     python scripts/launch.py olmoe-1b-7b lora
     python scripts/launch.py olmoe-1b-7b full data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=2
 
-All weights: 2e-5 at batch 128 and length 4,096, and DPO 5e-7, from the model's report (arXiv:2409.02060).
+All weights: 2e-5 at batch 128 and length 4,096, and DPO 5e-7, as Ai2 trained it (allenai/OLMoE, README.md).
 Adapters: rank 16, alpha 32 and 2e-4 as QLoRA at this size (arXiv:2305.14314); DPO with adapters 5e-6 from
 alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
 64 experts per layer, 8 for a token. DeepSpeed has no preset for them: the project tells AutoEP how they are routed, and
