@@ -1,6 +1,6 @@
 """tiny_vision: the model that ships with the project and sees; trains anywhere, offline, on CPU.
 
-A LLaVA, a SigLIP tower before a Qwen3, made and shortly pre-trained by `recipes/samples/sight/pretrain.py`
+A LLaVA, a SigLIP tower before a Qwen3, made and pre-trained by `recipes/samples/sight/pretrain.py`
 (recipes/samples/README.md says what it can do). The task: answer a question about small pictures of dials, bar charts
 and receipts in a word or a number, scored by exact match.
 

@@ -2,8 +2,9 @@
 
 import json
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ KINDS: dict[str, dict[str, Any]] = {
 def seeing(kind: str, **changes: Any) -> Model:
     """Return a model that sees, for a recipe; it has no weights yet."""
     return Model(path=kind, config={"model_type": kind, **KINDS[kind]}, vision=True, **changes)
+
+
+def models(factory: Any) -> Callable[[str], Path]:
+    """Return a function that gives the folder of a random model of a kind, made once; `factory` makes folders."""
+    return cache(lambda kind: write_model(factory.mktemp(kind), kind))
 
 
 def write_model(folder: Path, kind: str) -> Path:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from recipes.launching import node
-from recipes.launching.cloud import sagemaker_node
+from recipes.launching.cloud import jobs, sagemaker_node
 from recipes.spec.conversions import from_dict
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder
@@ -76,7 +76,7 @@ def test_a_sagemaker_script_names_the_run_and_its_files(job):
     assert values["ENVIRONMENT"]["HF_HOME"] == "/opt/ml/input/data/runs/huggingface"
     assert "max_retry_attempts=2" in text and "ml.p5.48xlarge" in text
     recipe = from_dict(json.loads((folder / "recipe.json").read_text()))
-    assert recipe.deepspeed == f"{sagemaker_node.RECIPE}/deepspeed.json"
+    assert recipe.deepspeed == f"{jobs.RECIPE}/deepspeed.json"
     assert json.loads((folder / "deepspeed.json").read_text())["zero_optimization"]
 
 

@@ -176,14 +176,7 @@ def test_pictures_are_made_smaller_in_proportion_and_turned_as_the_camera_says()
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
-    made = {}
-
-    def model(kind):
-        if kind not in made:
-            made[kind] = seeing.write_model(tmp_path_factory.mktemp(kind), kind)
-        return made[kind]
-
-    return model
+    return seeing.models(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

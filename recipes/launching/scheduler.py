@@ -17,6 +17,7 @@ from .cloud import jobs
 from .command import rank_environment, record
 from .kubernetes import manifests
 from .slurm import batch_job, partitions
+from .templates import write
 
 
 def allocation_of(options: argparse.Namespace, recipe: Recipe) -> Allocation | None:
@@ -69,11 +70,11 @@ def submit(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folde
     run_folder.write_recipe(folder, recipe)
     record(folder)
     if options.kubernetes:
-        print(manifests.how_to(manifests.write(folder, texts)))
+        print(manifests.how_to(write(folder.path / "kubernetes", texts)))
         return 0
     if not options.slurm:
         engine = "sagemaker" if options.sagemaker else "skypilot"
-        print(jobs.how_to(engine, jobs.write(folder, engine, texts)))
+        print(jobs.how_to(engine, write(folder.path / engine, texts)))
         return 0
     try:
         number = batch_job.submit(folder, script, environment)

@@ -7,6 +7,7 @@ for people to read, and `python` a value as Python does. `literal` keeps Kuberne
 import json
 import math
 import shlex
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,14 @@ def fill(template: Path, **values: Any) -> str:
         jinja2.UndefinedError: the template uses a value that is missing.
     """
     return _environment(template.parent).get_template(template.name).render(values)
+
+
+def write(folder: Path, texts: Mapping[str, str]) -> Path:
+    """Write files by their names into `folder`, which is made, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    return folder
 
 
 @cache

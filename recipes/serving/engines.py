@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..spec.errors import UserError
 from ..spec.run_folder import read_json
@@ -106,16 +107,19 @@ def _variables(found: dict[str, str]) -> dict[str, str]:
 
 def _dtype(model: Path) -> str | None:
     """Return what a model computes in: what it was trained in, but for 4-bit weights, whose kernels have no fp32."""
-    config = read_json(model / "config.json") if (model / "config.json").exists() else {}
+    config = _config(model)
     dtype = config.get("dtype") or config.get("torch_dtype")
     return "bfloat16" if dtype == "float32" and is_packed(model) else dtype
 
 
 def is_packed(model: Path) -> bool:
     """Return whether a model's weights have 4 bits each, in compressed-tensors' format."""
-    config = read_json(model / "config.json") if (model / "config.json").exists() else {}
-    groups = (config.get("quantization_config") or {}).get("config_groups") or {}
+    groups = (_config(model).get("quantization_config") or {}).get("config_groups") or {}
     return any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values())
+
+
+def _config(model: Path) -> dict[str, Any]:
+    return read_json(model / "config.json") if (model / "config.json").exists() else {}
 
 
 def has_packed_kernels() -> bool:

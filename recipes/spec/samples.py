@@ -13,7 +13,7 @@ TINY_STUDENT = str(SAMPLES / "tiny_student")
 HALF_TRAINED = str(SAMPLES / "half_trained_model")
 """The same after a short supervised fine-tune: it answers in the right form, and often wrongly."""
 TINY_VISION = str(SAMPLES / "sight" / "model")
-"""A LLaVA of 0.5M parameters, made and shortly pre-trained here: it says what kind of drawing it sees."""
+"""A LLaVA of 0.5M parameters, made and pre-trained here: it describes drawn pictures."""
 REWARDS = str(SAMPLES / "rewards.py")
 """Functions that score an answer."""
 

@@ -26,14 +26,7 @@ SHOWN = {"all": range(8), "one": [5], "none": []}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Return the folder of a random model of each kind, made once."""
-    made = {}
-
-    def model(kind):
-        if kind not in made:
-            made[kind] = seeing.write_model(tmp_path_factory.mktemp(kind), kind)
-        return made[kind]
-
-    return model
+    return seeing.models(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ all share; restarted after it was taken away, it resumes from the newest complet
 import argparse
 import os
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
 from ...spec.project import NAME
@@ -16,9 +15,14 @@ from ...spec.run_folder import RunFolder
 from ..allocation import Allocation
 from ..kubernetes import manifests
 from ..templates import fill
-from . import sagemaker_node
 
 ENGINES = ("sagemaker", "skypilot")
+ML = Path("/opt/ml")
+"""Where SageMaker puts what a container gets."""
+RUNS = f"{ML}/input/data/runs"
+"""Where the channel `runs` is, a file system that all instances share."""
+RECIPE = f"{ML}/input/data/recipe"
+"""Where the channel `recipe` is: recipe.json and deepspeed.json."""
 INSTANCES = {1: "ml.g6e.xlarge", 4: "ml.g6e.12xlarge", 8: "ml.p5.48xlarge"}
 """An instance of Amazon's with that many GPUs, which the script takes unless it is told another."""
 ACCELERATOR = "H100"
@@ -28,7 +32,7 @@ ACCELERATOR = "H100"
 def mount(options: argparse.Namespace) -> str | None:
     """Return where a job's nodes have the shared storage; None: the run is no such job."""
     if options.sagemaker:
-        return sagemaker_node.RUNS
+        return RUNS
     return manifests.MOUNT if options.skypilot or options.kubernetes else None
 
 
@@ -41,7 +45,7 @@ def texts(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folder
     image, volume = options.image or manifests.IMAGE, options.volume or manifests.VOLUME
     manifests.check_names(image, volume)
     engine = "sagemaker" if options.sagemaker else "skypilot"
-    where = sagemaker_node.RECIPE if options.sagemaker else manifests.RECIPE_MOUNT
+    where = RECIPE if options.sagemaker else manifests.RECIPE_MOUNT
     found = manifests.files(recipe, mount(options) or "", where)
     values = {
         "name": manifests.object_name(f"{recipe.name}-{folder.path.name}"),
@@ -60,15 +64,6 @@ def texts(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folder
     }
     template = {"sagemaker": "sagemaker_job.py", "skypilot": "skypilot.yaml"}[engine]
     return found | {template: fill(Path(__file__).with_name(f"{template}.jinja"), **values)}
-
-
-def write(folder: RunFolder, engine: str, files: Mapping[str, str]) -> Path:
-    """Write the files to the run folder and return where."""
-    written = folder.path / engine
-    written.mkdir(parents=True, exist_ok=True)
-    for file, text in files.items():
-        (written / file).write_text(text, encoding="utf-8")
-    return written
 
 
 def how_to(engine: str, written: Path) -> str:

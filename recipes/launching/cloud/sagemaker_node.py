@@ -14,12 +14,8 @@ from pathlib import Path
 from ...spec.errors import UserError, redact
 from ...spec.run_folder import RunFolder, read_json
 from .. import node
+from .jobs import ML
 
-ML = Path("/opt/ml")
-RUNS = f"{ML}/input/data/runs"
-"""Where the channel `runs` is, a file system that all instances share."""
-RECIPE = f"{ML}/input/data/recipe"
-"""Where the channel `recipe` is: recipe.json and deepspeed.json."""
 SHOWN = 1024
 """Characters of a failure that SageMaker shows.
 https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-output.html"""

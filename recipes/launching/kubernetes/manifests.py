@@ -153,15 +153,6 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
     return kept | {"HF_HOME": f"{MOUNT}/huggingface"}  # one download for all nodes
 
 
-def write(folder: RunFolder, texts: Mapping[str, str]) -> Path:
-    """Write the manifests to the run folder and return where."""
-    written = folder.path / "kubernetes"
-    written.mkdir(parents=True, exist_ok=True)
-    for file, text in texts.items():
-        (written / file).write_text(text, encoding="utf-8")
-    return written
-
-
 def how_to(written: Path) -> str:
     """Return what to do with the manifests."""
     job, jobset, trainjob = (shlex.quote(str(written / file)) for file in FILES)

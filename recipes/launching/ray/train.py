@@ -26,8 +26,8 @@ from ...spec.run_folder import RunFolder
 from .. import variables
 from ..causes import FailedRank
 from . import nodes, output, rank
+from .cluster import LOCAL
 
-LOCAL = "local"
 OBJECTS = 80 * 2**20
 """Bytes of shared memory for Ray's objects on a cluster that is started here, the least that it takes; it has none."""
 

@@ -1,6 +1,6 @@
 """A model's answers to conversations: greedily to many at once, or one as it is written."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Thread
 from typing import Any
 
@@ -22,9 +22,20 @@ def generate(
     """Return the model's greedy answer to each conversation, without surrounding white space."""
     tokens = [conversation_tokens(tokenizer, turns, add_generation_prompt=True) for turns in prompts]
     inputs = tokenizer.pad({"input_ids": tokens}, padding_side="left", return_tensors="pt")
-    inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    return greedy(model, tokenizer, given, max_new_tokens, synced_gpus)
+
+
+def greedy(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: Mapping[str, torch.Tensor],
+    max_new_tokens: int,
+    synced_gpus: bool = False,
+) -> list[str]:
+    """Return what the model writes after each prompt of `inputs`, which are padded on the left."""
     output = model.generate(
-        **inputs,
+        **{name: value.to(model.device) for name, value in inputs.items()},
         max_new_tokens=max_new_tokens,
         do_sample=False,
         use_cache=True,

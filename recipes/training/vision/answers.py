@@ -8,6 +8,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from ..model.control_tokens import control_tokens
+from ..model.generate import greedy
 from . import processor
 from .content import with_pictures, without_pictures
 from .tokenize import read_all, widened
@@ -47,16 +48,7 @@ def generate(
     }
     given = {"input_ids": ids, "attention_mask": inputs["attention_mask"], **tower}
     given |= processor.token_types(seen, accepted_by(model), ids)
-    output = model.generate(
-        **{name: value.to(model.device) for name, value in given.items()},
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        use_cache=True,
-        synced_gpus=synced_gpus,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    new = output[:, ids.shape[1] :]
-    return [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    return greedy(model, tokenizer, given, max_new_tokens, synced_gpus)
 
 
 def accepted_by(model: Any) -> frozenset[str]:

@@ -58,7 +58,7 @@ def converted(
 
 
 def taken_out(where: str, example: dict[str, Any], folder: Path | None) -> tuple[dict[str, Any], list[Picture]]:
-    """Return an example in whose turns a character stands for each picture, and the pictures in their order.
+    """Return an example with one character in place of each picture, and the pictures in their order.
 
     Raises:
         UserError: a picture that is not one, or not as many as there are places for them.

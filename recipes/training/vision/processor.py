@@ -51,7 +51,7 @@ def adopt(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase) -> Proc
 
 
 def text_of_pictures(processor: ProcessorMixin, pictures: Sequence[Any]) -> list[str]:
-    """Return what stands for each picture in the text that is tokenized."""
+    """Return the placeholder of each picture in the text that is tokenized."""
     if not pictures:
         return []
     read = _processed(processor, [pictures], return_text_replacement_offsets=True)

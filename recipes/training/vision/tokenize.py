@@ -1,4 +1,4 @@
-"""From conversations with pictures to tokens with labels: rendered, then widened by what stands for each picture."""
+"""From conversations with pictures to tokens with labels: rendered, then widened by placeholders of the pictures."""
 
 import re
 from collections.abc import Callable, Sequence
