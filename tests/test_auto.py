@@ -104,6 +104,7 @@ def test_documents_are_packed_only_where_they_stay_apart(tmp_path):
     assert auto.borrow(str(drafted(tmp_path / "other", "olmo2")), "lora").packing
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("kind", "words"), [("olmo2", []), ("flex_olmo", ["full"])])
 def test_a_model_without_a_page_trains_at_the_first_try(launcher, tmp_path, kind, words):
     folder = drafted(tmp_path / "model", kind)

@@ -47,7 +47,8 @@ def representative() -> set[tuple[str, str, str]]:
     """Return a choice of them that has every variant and every configuration, spread over the families."""
     seen: set[str] = set()
     chosen = set()
-    by_family = [[one for one in combinations() if one[0] == family] for family in pages.families()]
+    everything = combinations()
+    by_family = [[one for one in everything if one[0] == family] for family in pages.families()]
     for turn in range(max(map(len, by_family))):
         for number, own in enumerate(by_family):
             # Rotated, so that each family brings another variant than the one before it.

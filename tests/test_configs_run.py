@@ -24,6 +24,7 @@ ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 STAGES = {
     "zero0": 0,
     "zero1": 1,
+    "zero1_bf16_states": 1,
     "zero2": 2,
     "zero2_offload": 2,
     "zenflow": 2,
@@ -43,6 +44,7 @@ ACTIVE = {
     # Two bf16 bytes per parameter, three fp32 states, all of it in files.
     "zero3_nvme": lambda seen: seen["nvme_bytes"] > 14 * seen["parameters"],
     "bf16_states": lambda seen: seen["state_dtypes"] == ["torch.bfloat16"],
+    "zero1_bf16_states": lambda seen: seen["state_dtypes"] == ["torch.bfloat16"],
     "zero3_moe": lambda seen: seen["leaves"] == 2,
     "zenflow": lambda seen: seen["zenflow"] and seen["basic"] == "ZenFlowCPUAdam",
     "pipeline": lambda seen: seen["optimizer"] == "BF16_Optimizer" and seen["accumulates"] == "torch.float32",
@@ -75,7 +77,7 @@ def often(case: tuple[str, str]) -> bool:
 
 
 def test_every_template_is_accounted_for():
-    assert len(CONFIGS) == 22
+    assert len(CONFIGS) == 23
     assert {path.stem for path in CONFIGS} == {*CUDA, *ACTIVE}
 
 

@@ -260,6 +260,7 @@ def test_another_recipes_folder_is_left_alone(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.every
 def test_a_mistake_found_by_the_ranks_leaves_nothing_behind(small_run, tmp_path):
     command, overrides, run = small_run
     pickled = tmp_path / "pickled"

@@ -156,6 +156,7 @@ def of_run(run, rank):
     raise AssertionError(f"rank {rank} is not running")
 
 
+@pytest.mark.every
 def test_torchrun_restarts_a_run_that_lost_a_rank(prepared, expected):
     run = prepared("torchrun")
     process = start(torchrun("--max-restarts", "1"), run)

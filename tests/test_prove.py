@@ -36,6 +36,7 @@ def doctor(*words: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(script, capture_output=True, text=True, env=os.environ | {"COLUMNS": "160"}, **options)
 
 
+@pytest.mark.every
 def test_the_command_shows_and_writes_what_it_finds(launcher, tmp_path):
     """And a report's script, which a stranger runs alone, says what the report says."""
     asked = ["--only", "zero3,tensor,expert,varlen,gradient_norm", "--gpus", "2"]

@@ -41,7 +41,8 @@ def cases(ranks: int) -> list[dict[str, Any]]:
     found += [{**shared, "precision": "fp32", "stage": stage} for stage in range(4)]
     found += [{**shared, "stage": stage, "frozen": HALF} for stage in range(4)]
     found += [{**shared, "stage": stage, "fp32_accumulation": True} for stage in (2, 3)]
-    found += [{**shared, "stage": 3, "bf16_states": True}, {**shared, "stage": 3, "sub_group": 10**5}]
+    found += [{**shared, "stage": stage, "bf16_states": True} for stage in (1, 2, 3)]
+    found += [{**shared, "stage": 3, "sub_group": 10**5}]
     for precision in ("bf16", "fp32"):
         found += [{**shared, "precision": precision, "stage": stage, "expert_ranks": 2} for stage in (1, 2, 3)]
     found += [{**shared, "precision": "fp32", "stage": stage, "offload": True} for stage in (2, 3)]

@@ -96,6 +96,13 @@ BENCHMARKS = {
             (
                 Case("recipe, bf16 states", "recipe", "llama3-8b", "full", (*ROOMY, "deepspeed=bf16_states.json")),
                 Case(
+                    "recipe, bf16 states, ZeRO-1",
+                    "recipe",
+                    "llama3-8b",
+                    "full",
+                    (*ROOMY, "deepspeed=zero1_bf16_states.json"),
+                ),
+                Case(
                     "recipe, fp32 states",
                     "recipe",
                     "llama3-8b",

@@ -1,6 +1,7 @@
 """What GPUs can do at best. Standard library only."""
 
 import re
+from functools import cache
 
 BF16_TFLOPS = {
     "RTX 2080 Ti": 53.8,  # Turing whitepaper: fp16 with fp32 accumulation; it has no bf16
@@ -34,6 +35,7 @@ BF16_TFLOPS = {
 """Dense matrix products in bf16, without sparsity, in 10^12 operations per second: the makers' datasheets."""
 
 
+@cache  # a search asks for each matrix product of each plan
 def peak_flops(device: str) -> float | None:
     """Return the peak of the GPU that calls itself `device` (`NVIDIA H100 80GB HBM3`) per second, None if unknown."""
     words = device.replace("-", " ")

@@ -56,12 +56,18 @@ def known_page(name: str) -> ModuleType:
     """
     if name.endswith(".py"):
         path = Path(name).expanduser().resolve()
-        inside = path.parent == PACKAGE and path.stem in (*families(), TEMPLATE)
+        inside = path.parent == PACKAGE and _is_page(path.stem)
         return page(path.stem) if inside else _outside(path)
-    known = families()
-    if name not in (*known, TEMPLATE):
-        raise UserError(_unknown("recipe", name, known))
+    if not _is_page(name):
+        raise UserError(_unknown("recipe", name, families()))
     return page(name)
+
+
+def _is_page(name: str) -> bool:
+    """Return whether a page of the project has this name; reads one file, where `families` reads all."""
+    path = PACKAGE / f"{name}.py"
+    listed = name.isidentifier() and name[0].islower()
+    return name == TEMPLATE or (listed and path.is_file() and _defines_sizes(path))
 
 
 def _outside(path: Path) -> ModuleType:

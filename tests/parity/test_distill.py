@@ -56,7 +56,7 @@ def recipe_for(model_folder, teacher_folder, conversations, stage, settings, lor
 
 
 CASES = [(name, stage, lora) for name in LOSSES for stage in range(4) for lora in (False, True)]
-CORE = {("jsd", 2, True), ("own", 3, False)}
+CORE = {("jsd", 3, True)}
 
 
 @pytest.mark.parametrize(("name", "stage", "lora"), tiered(CASES, CORE))

@@ -14,6 +14,8 @@ from tests.parity import gate, plain
 
 SETTINGS = plain.Settings()
 
+pytestmark = pytest.mark.every
+
 
 @pytest.fixture(scope="module")
 def accelerate(tmp_path_factory, model_folder, conversations):

@@ -72,7 +72,7 @@ def state_bytes(
         gradient_accumulation_steps: micro-batches per step.
         moment: of the step.
         fp32_accumulation: gradients of bf16 weights are accumulated in fp32 (stages 1 to 3).
-        bf16_states: master weights and moments are in bf16 (stage 3).
+        bf16_states: master weights and moments are in bf16 (stages 1 to 3).
         sub_group: parameters that stage 3 updates at once.
         moments: bytes per trained weight that the optimizer keeps of earlier gradients.
     """

@@ -6,6 +6,7 @@ class.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ...spec.recipe import Lora
 
@@ -121,12 +122,12 @@ class ModelProfile:
     tower_parameters: int = 0
     """Of a vision tower and what projects its outputs, beside the decoder."""
 
-    @property
+    @cached_property
     def layers(self) -> tuple[LayerProfile, ...]:
         """Every layer, from the first."""
         return tuple(self.layer_kinds[index] for index in self.layer_order)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """In all."""
         decoder = self.embedding_parameters + self.head_parameters + sum(layer.parameters for layer in self.layers)

@@ -35,7 +35,7 @@ TIERS = (
     ("zero2_offload.json", "zero3_offload.json"),
     ("zero3_offload_params.json",),
     ("zero3_nvme.json",),
-    ("bf16_states.json",),
+    ("zero1_bf16_states.json", "bf16_states.json"),
 )
 """Files of `configs/`, in each tier from the simplest: offloading comes late, to the CPU before NVMe. Of a tier after
 the first in which anything fits, only the best plan is kept."""

@@ -130,7 +130,7 @@ def processor_of(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
-    """Make a LLaVA of 2.4 M parameters: a SigLIP tower, two linear layers and a Qwen3."""
+    """Make a LLaVA of half a million parameters: a SigLIP tower, two linear layers and a Qwen3."""
     tokens = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     vision = SiglipVisionConfig(
         hidden_size=64,

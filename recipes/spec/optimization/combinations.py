@@ -80,7 +80,7 @@ def refused(recipe: Recipe, file: DeepSpeedFile) -> Iterator[tuple[str, str]]:
             f"optimizer=adamw, or deepspeed=zero{file.stage}.json",
         )
     if bf16.get("bf16_optimizer_states"):
-        yield "bf16_optimizer_states is for Adam", "optimizer=adamw, or deepspeed=zero3.json"
+        yield "bf16_optimizer_states is for Adam", f"optimizer=adamw, or deepspeed=zero{file.stage}.json"
     if recipe.optimizer != "muon":
         return
     if file.stage == 0 and recipe.precision != "fp32":

@@ -1,0 +1,67 @@
+"""Architectures that neither a page nor another test names: plain PyTorch's model in every layout, or a reason."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipes.spec.recipe import Draft, Layout
+from recipes.spec.run_folder import RunFolder, write_recipe
+from recipes.training import run as training_run
+from recipes.training.model import draft
+from tests.parity import gate, plain
+from tests.ranks import read_logs
+
+SETTINGS = plain.Settings()
+KINDS = ("arcee", "dots1", "granitemoe", "jamba", "nemotron", "persimmon", "stablelm", "starcoder2")
+LAYOUTS = {
+    "zero3": ("zero3.json", Layout()),
+    "pipeline": ("zero1.json", Layout(pipeline=2)),
+    "sequence": ("zero1.json", Layout(sequence=2)),
+    "tensor": ("zero1.json", Layout(tensor=2)),
+}
+REFUSED: dict[tuple[str, str], str] = {}
+"""What cannot be done, and what is said about it."""
+
+pytestmark = pytest.mark.every
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(kind, tmp_path_factory) -> Path:
+    """Make a small random model of the kind, whose wrong gradients show."""
+    folder = tmp_path_factory.mktemp(kind)
+    tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+    config = draft.shrink(AutoConfig.for_model(kind), Draft(layers=4), tokenizer)
+    config.initializer_range = 0.2
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(model, conversations):
+    return plain.train(model, conversations, SETTINGS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_to_a_plain_loop_or_refused_with_the_reason(
+    ranks, tmp_path, kind, model, conversations, reference, layout
+):
+    file, split = LAYOUTS[layout]
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, gate.recipe_for(SETTINGS, model, conversations, file, layout=split, micro_batch_size=2))
+    if (kind, layout) in REFUSED:
+        assert all(ranks.run(training_run.main, str(run.path), log=tmp_path / "log"))
+        said = "\n".join(read_logs(tmp_path / "log"))
+        assert re.search(REFUSED[kind, layout], said) and not run.export.exists(), said
+        return
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    gate.agree(run, *reference)
