@@ -74,10 +74,7 @@ def torchrun(hosts, run):
     meet = ["--nnodes", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{hosts.addresses[0]}:29400"]
     rank = ["--nproc_per_node", "1", "-m", "recipes.training.run", str(run.path)]
     return [
-        start(
-            [*inside(hosts, index), LAUNCH[0], "-m", "torch.distributed.run", *meet, "--local_addr", address, *rank],
-            run,
-        )
+        start([*inside(hosts, index), LAUNCH[0], "-m", "torch.distributed.run", *meet, "--local_addr", address, *rank])
         for index, address in enumerate(hosts.addresses)
     ]
 

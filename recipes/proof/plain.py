@@ -80,7 +80,9 @@ def groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
     exempt: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (exempt if "norm" in name and not settings.decay_everything else plain).append(parameter)
+            # What transformers' Trainer does not decay.
+            spared = ("norm" in name or "bias" in name) and not settings.decay_everything
+            (exempt if spared else plain).append(parameter)
     return [{"params": plain, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
 
 

@@ -16,19 +16,21 @@ def any_picture(rng: random.Random) -> Picture:
     return rng.choice((any_dial, any_bars, any_receipt))(rng)
 
 
-def caption(picture: Picture) -> str:
-    """Return everything that a picture shows, in one line."""
+def caption(picture: Picture, rng: random.Random) -> str:
+    """Return all that a picture shows, in one line; bars and goods in any order, so that each has to be found."""
     if isinstance(picture, Dial):
         return f"dial | hand {picture.value}"
     if isinstance(picture, Bars):
-        return " | ".join(("bars", *(f"{colour} {height}" for colour, height in picture.heights)))
-    return " | ".join(("receipt", *(f"{name} {price}" for name, price in picture.prices), f"sum {picture.total}"))
+        bars = rng.sample(picture.heights, len(picture.heights))
+        return " | ".join(("bars", *(f"{colour} {height}" for colour, height in bars)))
+    goods = rng.sample(picture.prices, len(picture.prices))
+    return " | ".join(("receipt", *(f"{name} {price}" for name, price in goods), f"sum {picture.total}"))
 
 
 def first_chat(picture: Picture, rng: random.Random) -> tuple[str, str]:
     """Return a question that pre-training asks: what the picture is, or a description; never a reading by itself."""
     if rng.random() < 0.5:
-        return "Describe the picture.", caption(picture)
+        return "Describe the picture.", caption(picture, rng)
     if isinstance(picture, Bars) and rng.random() < 0.5:
         return "Which colours are there?", ", ".join(colour for colour, _ in picture.heights)
     kind = {Dial: "a dial", Bars: "a bar chart", Receipt: "a receipt"}[type(picture)]

@@ -74,9 +74,9 @@ PIECES = Regex(r"\p{L}+|\p{N}| |[^\s\p{L}\p{N}]+|\s")
 
 def said(pictures: list[Picture], rng: random.Random) -> str:
     """Return the text around one or two pictures: captions, or of one picture sometimes a chat."""
-    first = ask.caption(pictures[0])
+    first = ask.caption(pictures[0], rng)
     if len(pictures) == 2:
-        return f"{BOS}{IMAGE}{IMAGE}{first}\n{ask.caption(pictures[1])}{END}"
+        return f"{BOS}{IMAGE}{IMAGE}{first}\n{ask.caption(pictures[1], rng)}{END}"
     if rng.random() < 0.7:
         return f"{BOS}{IMAGE}{first}{END}"
     asked, answer = ask.first_chat(pictures[0], rng)

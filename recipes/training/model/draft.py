@@ -57,15 +57,16 @@ def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenize
     """Return the architecture's configuration with the draft's layers and width.
 
     Widths keep their ratio to the hidden size, rounded up to a multiple of 16, and every kind of layer of the original
-    is kept if there are enough layers: sliding and full attention, linear attention, dense and expert. Of a model that
-    also sees, it is the text part.
+    is kept, in more layers than the draft's if need be: sliding and full attention, linear attention, state space,
+    dense and expert. Of a model that also sees, it is the text part.
     """
     config = config.get_text_config()
     values = {name: value for name, value in config.to_dict().items() if name not in _DERIVED}
     real = config.attribute_map
     sizes = _sizes(config, draft)
     values |= {real.get(name, name): size for name, size in sizes.items() if values.get(real.get(name, name))}
-    values |= _layers(values, config.num_hidden_layers, draft.layers)
+    if listed := _layers(values, config.num_hidden_layers, draft.layers):
+        values |= listed | {"num_hidden_layers": len(next(iter(listed.values())))}
     if values.get("rope_parameters"):
         values["rope_parameters"] = _rope(values["rope_parameters"], sizes["head_dim"])
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -137,12 +138,12 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
 
 
 def _layers(values: Mapping[str, Any], before: int, layers: int) -> dict[str, list[Any]]:
-    """Return what a configuration lists layer by layer, for a choice of layers that has every kind."""
+    """Return what a configuration lists layer by layer, for a choice of layers that has every kind, or more layers."""
     listed = [name for name, value in values.items() if isinstance(value, list) and len(value) == before]
     kinds = [tuple(values[name][index] for name in listed) for index in range(before)]
     first_of_kind = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
-    others = [index for index in range(before) if index not in first_of_kind]
-    chosen = sorted((first_of_kind + others * layers)[:layers])
+    others = [index for index in range(before) if index not in first_of_kind] or first_of_kind
+    chosen = sorted((first_of_kind + others * layers)[: max(layers, len(first_of_kind))])
     return {name: [values[name][index] for index in chosen] for name in listed}
 
 
