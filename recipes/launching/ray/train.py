@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from .cluster import LOCAL
 
 OBJECTS = 80 * 2**20
 """Bytes of shared memory for Ray's objects on a cluster that is started here, the least that it takes; it has none."""
+
+NODE_LOST = 10
+"""Seconds in which Ray marks a node as dead whose workers are gone."""
 
 
 class AllGpus(Backend):
@@ -126,15 +130,24 @@ def pass_on(number: int, run: RunFolder, chosen: list[str]) -> None:
 
 def failures(error: Exception | None, chosen: list[str]) -> list[FailedRank]:
     """Return the nodes that were lost, or the ranks that have failed, the first one first."""
-    of_ranks = getattr(error, "worker_failures", {})
-    if error and (lost := sorted(set(chosen) - {node["id"] for node in nodes.alive()})):
-        known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        return [FailedRank(None, None, known.get(node, node)) for node in lost]
-    found = {number: cause_of(one) for number, one in of_ranks.items()}
+    found = {number: cause_of(one) for number, one in getattr(error, "worker_failures", {}).items()}
     said = sorted((one for one in found.values() if isinstance(one, rank.RankFailed)), key=lambda one: one.ended)
+    if error and (lost := lost_nodes(chosen, NODE_LOST if len(said) < len(found) else 0)):
+        return lost
     # A worker that is gone has said nothing: it was killed, with its rank, and the others fail because of that.
     gone = [FailedRank(number, -signal.SIGKILL, host_of(one)) for number, one in found.items() if one not in said]
     return gone + [FailedRank(one.rank, one.code, one.host) for one in said]
+
+
+def lost_nodes(chosen: list[str], patience: float) -> list[FailedRank]:
+    """Return the nodes that are gone. Ray notices the end of a worker before that of its node: wait so many seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        gone = sorted(set(chosen) - {node["id"] for node in nodes.alive()})
+        if gone or time.monotonic() >= deadline:
+            known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            return [FailedRank(None, None, known.get(node, node)) for node in gone]
+        time.sleep(output.POLL)
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -38,6 +38,8 @@ class StopOnSignal(TrainerCallback):
         signal.set_wakeup_fd(writer)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
+        # Ray's workers block SIGINT, and ranks inherit that.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
         threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
 
     def _listen(self, reader: int) -> None:
