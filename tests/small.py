@@ -1,4 +1,4 @@
-"""The recipe that tests run, DeepSpeed files that differ from those of configs/ in a few keys, families by what they are."""
+"""The recipe that tests run, DeepSpeed files that differ from those of configs/ in a few keys, and families."""
 
 from collections.abc import Mapping
 from pathlib import Path

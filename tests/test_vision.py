@@ -261,11 +261,12 @@ def test_qwens_own_chat_template_marks_what_trls_version_marks(shown, tmp_path):
 VIDEOS = {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 3.0}
 
 
-@pytest.mark.parametrize(
-    "file", ["processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"]
-)
+WRITTEN_IN = ["processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"]
+"""What newer and older files hold the settings for videos in; the last has those for pictures too."""
+
+
+@pytest.mark.parametrize("file", WRITTEN_IN)
 def test_without_torchvision_the_settings_for_videos_are_kept(sample, tmp_path, monkeypatch, file):
-    """As newer and older files hold them."""
     monkeypatch.setattr(without_videos, "is_torchvision_available", lambda: False)
     model, export = tmp_path / "model", tmp_path / "export"
     shutil.copytree(sample("qwen2_5_vl"), model)
