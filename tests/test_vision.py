@@ -254,8 +254,9 @@ def test_qwens_own_chat_template_marks_what_trls_version_marks(shown, tmp_path):
     plain.chat_template = get_training_chat_template(tokenizer)
     for sequence, line in zip(sequences, shown.read_text(encoding="utf-8").splitlines(), strict=True):
         expected = seeing.plain_inputs(plain, json.loads(line), shown.parent)
-        assert sequence["input_ids"] == expected["input_ids"][0].tolist()
-        assert [label != -100 for label in sequence["labels"]] == expected["learned"][0].tolist()
+        # The sample's tokenizer begins with a token that Qwen's does not have.
+        assert sequence["input_ids"] == expected["input_ids"][0, 1:].tolist()
+        assert [label != -100 for label in sequence["labels"]] == expected["learned"][0, 1:].tolist()
 
 
 VIDEOS = {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 3.0}
@@ -296,7 +297,7 @@ def test_with_torchvision_or_another_processor_nothing_is_left_out(sample, tmp_p
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
 def test_transformers_asks_for_torchvision_to_see_pictures(sample):
     """If this fails, `without_videos.py` can go."""
-    with pytest.raises((ImportError, ValueError), match="torchvision"):
+    with pytest.raises((ImportError, ValueError), match="Torchvision library"):
         AutoProcessor.from_pretrained(sample("qwen2_5_vl"))
 
 

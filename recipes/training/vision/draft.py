@@ -84,6 +84,8 @@ def _qwen2_5_vl(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     token, most = vision.spatial_merge_size * vision.patch_size, SIDE * vision.patch_size
     pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": token**2, "longest_edge": most**2}, **shape)
     found = pictures_only(Qwen2_5_VLProcessor)(pictures, tokenizer)
+    # As Qwen's own template does: without a token between them, transformers takes two pictures for one.
+    tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE, START + IMAGE + STOP)
     found.video_settings = {"video_processor_type": "Qwen2VLVideoProcessor", **shape}
     return found
 

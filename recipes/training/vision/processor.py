@@ -36,7 +36,7 @@ def load(path: str, trust_remote_code: bool = False) -> ProcessorMixin:
     try:
         found = without_videos.load(path) or AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, ImportError) as error:
-        hint = "; install torchvision of this torch's build" if "torchvision" in str(error) else ""
+        hint = "; install torchvision of this torch's build" if "torchvision" in str(error).lower() else ""
         raise UserError(f"model.path={path}: cannot load the processor: {first_line(error)}{hint}") from error
     if not isinstance(found, ProcessorMixin) or getattr(found, "image_token", None) is None:
         raise UserError(f"model.path={path}: has no processor for pictures; model.vision=true is for models that see.")
