@@ -52,8 +52,8 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
         return pages.find(name if page else _page_of(name) or name, method)
     check(config, name)
     if to_launch and decoders.is_stand_in(config):
-        kind, page = decoders.inner_of(config)["model_type"], _page_of_type(config["model_type"])
-        fix = f"train it with a page: launch.py {page} lora model.path={name}" if page else "it cannot be trained"
+        kind, alike = decoders.inner_of(config)["model_type"], _page_of_type(config["model_type"])
+        fix = f"train it with a page: launch.py {alike} lora model.path={name}" if alike else "it cannot be trained"
         raise UserError(f"{name}: transformers has no decoder {kind}; plan.py plans for it; {fix}.")
     return borrowed_recipe(name, config, method)
 
