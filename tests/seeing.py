@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText
 
 from recipes.proof.settings import Settings
 from recipes.proof.small import of_settings
 from recipes.spec.recipe import Model, Recipe
 from recipes.training.model import draft
+from recipes.training.vision import processor as vision
 
 DEFAULT = Settings()
 TEXT = {
@@ -53,6 +54,24 @@ KINDS: dict[str, dict[str, Any]] = {
         "text_config": {**TEXT, "model_type": "llama"},
         "vision_config": {**VISION, "model_type": "idefics3_vision"},
         "scale_factor": 2,
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            **{name: size for name, size in TEXT.items() if name != "head_dim"},
+            "model_type": "qwen2_5_vl_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
+        },
+        "vision_config": {
+            "model_type": "qwen2_5_vl_vision",
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "patch_size": 8,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 64,
+        },
     },
 }
 """Dimensions of models of each kind."""
@@ -150,7 +169,7 @@ def plain_train(
     folder: Path, data: Path, settings: Settings, train_vision: bool = False, blind: bool = False
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Return per step the loss and the gradient norm, and the weights at the end; `blind`: pictures are black."""
-    processor = AutoProcessor.from_pretrained(folder)
+    processor = vision.load(str(folder))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     if not train_vision:
         model.get_encoder(modality="image").requires_grad_(False)

@@ -1,13 +1,16 @@
-"""The recipe that tests run, and DeepSpeed files that differ from those of configs/ in a few keys."""
+"""The recipe that tests run, DeepSpeed files that differ from those of configs/ in a few keys, and families."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from recipes.planning.model_profile import decoders
 from recipes.proof.small import small
+from recipes.spec import pages
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import read_json, write_json
 
-__all__ = ["in_sub_groups", "small", "with_zero"]
+__all__ = ["in_sub_groups", "language_families", "small", "with_zero"]
 
 
 def with_zero(folder: Path, deepspeed: str, **keys: Any) -> str:
@@ -21,3 +24,12 @@ def with_zero(folder: Path, deepspeed: str, **keys: Any) -> str:
 def in_sub_groups(folder: Path) -> str:
     """Return ZeRO-3's configuration for an optimizer that steps a few parameters at a time, as large models' does."""
     return with_zero(folder, "zero3.json", sub_group_size=1000)
+
+
+def language_families() -> list[str]:
+    """Return the families whose decoder is a language model of transformers too, not only a part of one that sees."""
+    return [name for name in pages.families() if not any(map(decoders.is_stand_in, _configs(name)))]
+
+
+def _configs(family: str) -> list[Mapping[str, Any]]:
+    return [model.config for model in pages.page(family).SIZES.values()]

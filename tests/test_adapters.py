@@ -16,6 +16,7 @@ from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import export
 from recipes.training.model import adapters
+from tests.small import language_families
 from tests.test_catalogue import short_run
 from tests.tiers import tiered
 from tests.workers import adapters as worker
@@ -26,7 +27,7 @@ ROUNDING = 2**-8
 VARIANTS = [("llama3-8b", "lora"), ("llama3-8b", "qlora"), ("qwen3-8b", "dora"), ("mixtral-8x7b", "lora")]
 QUANTISED = [
     (family, size)
-    for family in pages.families()
+    for family in language_families()
     if "qlora" in pages.variants(pages.page(family))
     for size in pages.page(family).SIZES
 ]

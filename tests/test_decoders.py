@@ -92,9 +92,11 @@ def test_the_parameters_are_the_decoders():
     assert profile.parameters == 4 * layer + 2 * 1000 * 512 + 512
 
 
-def test_it_is_not_launched(tmp_path):
+def test_it_is_not_launched_but_with_a_page(tmp_path):
     with pytest.raises(UserError, match=r"transformers has no decoder internlm2; plan\.py plans for it"):
         model_recipe.find(written(tmp_path, CONFIGS["internlm2"]), "lora", to_launch=True)
+    with pytest.raises(UserError, match=r"no decoder qwen2_5_vl; .* launch\.py qwen2_5_vl-3b lora model\.path=/"):
+        model_recipe.find(written(tmp_path, CONFIGS["qwen2_5_vl"]), "lora", to_launch=True)
 
 
 def test_the_answer_as_data_says_what_is_left_out(tmp_path, capsys):

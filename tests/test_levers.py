@@ -27,7 +27,7 @@ from recipes.training import run as training_run
 from recipes.training.arguments import loader_processes
 from recipes.training.data.collate import Collator
 from recipes.training.model import adapters, attention, draft, kernels, packing_check, tiling
-from tests.small import small
+from tests.small import language_families, small
 from tests.tiers import tiered
 from tests.workers import device_reads_per_step
 
@@ -250,7 +250,7 @@ def agree(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return close and abs(some[0] - others[0]) <= 1e-5 * abs(others[0])
 
 
-@pytest.mark.parametrize("family", [name for name in pages.families() if name not in REFUSED])
+@pytest.mark.parametrize("family", [name for name in language_families() if name not in REFUSED])
 def test_variable_length_attention_computes_what_a_dense_mask_does(tokenizer, family):
     config = family_of(family)
     for name in ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "residual_dropout", "hidden_dropout"):

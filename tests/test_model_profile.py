@@ -23,11 +23,12 @@ from recipes.spec.recipe import Draft, Lora
 from recipes.training import upstream
 from recipes.training.model import adapters
 from recipes.training.model.draft import TINY_MODEL, shrink
+from tests.small import language_families
 from tests.tiers import tiered
 
 CORE = ("llama3", "bloom")
 """Gated layers and plain ones, rotary positions and biases; `make test-all` measures all families."""
-FAMILIES = tiered(pages.families(), CORE)
+FAMILIES = tiered(language_families(), CORE)
 LORA = Lora(rank=16)
 SEQUENCES, LENGTH = 3, 192
 MODES = {

@@ -10,9 +10,9 @@ from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Draft, Model
 from recipes.training.model import attention_bounds, draft, packing_check
-from tests.small import small
+from tests.small import language_families, small
 
-SIZES = [(family, size) for family in pages.families() for size in pages.page(family).SIZES]
+SIZES = [(family, size) for family in language_families() for size in pages.page(family).SIZES]
 CROSSING = {"bloom", "falcon_h1", "gpt_oss", "lfm2", "nemotron_h", "qwen3_5", "qwen3_5_moe"}
 """Families whose code does not tell documents apart by their position ids; the pages of these do not pack."""
 

@@ -17,7 +17,7 @@ from recipes.training.data.collate import IGNORED
 from recipes.training.model import draft
 from recipes.training.parallel import sequence, sequence_check
 from tests.ranks import read_logs
-from tests.small import small
+from tests.small import language_families, small
 from tests.tiers import tiered
 from tests.workers import sequence_families
 
@@ -39,7 +39,7 @@ def is_right(entry):
 
 @pytest.mark.every
 def test_every_family_computes_the_same_over_parts_or_is_refused_before_the_run(found):
-    sizes = [f"{family}-{size}" for family in pages.families() for size in pages.page(family).SIZES]
+    sizes = [f"{family}-{size}" for family in language_families() for size in pages.page(family).SIZES]
     assert len(sizes) > 40 and set(sizes) < set(found)
     for name in sizes:
         assert is_right(found[name]) == (found[name]["model_type"] not in limits.FAMILIES["sequence"]), name

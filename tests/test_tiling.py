@@ -13,8 +13,9 @@ from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Draft, Layout
 from recipes.training.model import draft, tiling
+from tests.small import language_families
 
-FAMILIES = [family for family in pages.families() if family != "tiny"]
+FAMILIES = [family for family in language_families() if family != "tiny"]
 MIXTURES = {"deepseek", "glm4_5", "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen3_5_moe", "qwen3_moe"}
 UNNAMED = {"falcon_h1", "lfm2", "nemotron_h"}
 """Their layers have feed-forward parts of other names."""

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,10 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.utils import is_torchvision_available
+from trl.chat_template_utils import get_training_chat_template, qwen2_5_vl_chat_template
 
 from recipes.launching import preflight
 from recipes.planning.hardware.cluster import Cluster
@@ -20,8 +24,10 @@ from recipes.planning.search.strategies import evaluate, plan_request
 from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Data
+from recipes.spec.run_folder import read_json, write_json
+from recipes.spec.samples import TINY_VISION
 from recipes.training.data import tokenize
-from recipes.training.vision import content, files
+from recipes.training.vision import content, files, processor, without_videos
 from recipes.training.vision.collate import PictureCollator
 from tests import seeing
 from tests.conftest import write_rows
@@ -210,6 +216,89 @@ def test_tokens_mask_and_loss_are_those_of_transformers_with_the_processor(sampl
         inputs = {name: one for name, one in collator([sequence]).items() if torch.is_tensor(one)}
         total, count = seeing.plain_loss(model, expected)
         assert model(**inputs).loss.item() == pytest.approx((total / count).item(), rel=1e-5)
+
+
+def test_a_picture_of_qwens_has_positions_in_two_dimensions_beside_other_sequences(sample, shown):
+    """In a padded batch, with sequences without pictures, as `get_rope_index` says for each alone."""
+    recipe, tokenizer, sequences = prepared(sample("qwen2_5_vl"), shown)
+    model = AutoModelForImageTextToText.from_pretrained(recipe.model.path, dtype=torch.float32)
+    collator, passed = PictureCollator.of(recipe, tokenizer, model), []
+    model.get_decoder().register_forward_pre_hook(
+        lambda _, __, inputs: passed.append(inputs["position_ids"]), with_kwargs=True
+    )
+    rows = [sequences[number] for number in (0, 1, 2)]
+    assert [len(one["images"]) for one in rows] == [0, 1, 2]
+    model(**{name: one for name, one in collator(rows).items() if torch.is_tensor(one)})
+    for number, row in enumerate(rows):
+        length, alone = len(row["input_ids"]), collator.alone(row)
+        found = passed[0][:, number, :length]
+        straight = torch.arange(length).expand(3, -1)
+        if row["images"]:
+            grids = {name: alone[name] for name in ("mm_token_type_ids", "image_grid_thw")}
+            expected, _ = model.model.get_rope_index(torch.tensor([row["input_ids"]]), **grids)
+            assert torch.equal(found, expected[:, 0]) and not torch.equal(found, straight)
+            assert not torch.equal(found[1], found[2]), "rows and columns"
+        else:
+            assert torch.equal(found, straight)
+
+
+def test_qwens_own_chat_template_marks_what_trls_version_marks(shown, tmp_path):
+    tokens = {"image_token": "<|image_pad|>", "starts": "<|im_start|>", "ends": "<|im_end|>"}
+    tokenizer = AutoTokenizer.from_pretrained(TINY_VISION, extra_special_tokens=tokens)
+    tokenizer.chat_template = qwen2_5_vl_chat_template
+    shape = {"size": {"shortest_edge": 28**2, "longest_edge": 84**2}}
+    kind = without_videos.pictures_only(Qwen2_5_VLProcessor)
+    kind(Qwen2VLImageProcessorPil(**shape), tokenizer, qwen2_5_vl_chat_template).save_pretrained(tmp_path)
+    _, tokenizer, sequences = prepared(tmp_path, shown)
+    plain = processor.load(str(tmp_path))
+    plain.chat_template = get_training_chat_template(tokenizer)
+    for sequence, line in zip(sequences, shown.read_text(encoding="utf-8").splitlines(), strict=True):
+        expected = seeing.plain_inputs(plain, json.loads(line), shown.parent)
+        # The sample's tokenizer begins with a token that Qwen's does not have.
+        assert sequence["input_ids"] == expected["input_ids"][0, 1:].tolist()
+        assert [label != -100 for label in sequence["labels"]] == expected["learned"][0, 1:].tolist()
+
+
+VIDEOS = {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 3.0}
+
+
+WRITTEN_IN = ["processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"]
+"""What newer and older files hold the settings for videos in; the last has those for pictures too."""
+
+
+@pytest.mark.parametrize("file", WRITTEN_IN)
+def test_without_torchvision_the_settings_for_videos_are_kept(sample, tmp_path, monkeypatch, file):
+    monkeypatch.setattr(without_videos, "is_torchvision_available", lambda: False)
+    model, export = tmp_path / "model", tmp_path / "export"
+    shutil.copytree(sample("qwen2_5_vl"), model)
+    written = read_json(model / "processor_config.json")
+    pictures = written.pop("image_processor")
+    if file == "processor_config.json":
+        write_json(model / file, written | {"image_processor": pictures, "video_processor": VIDEOS})
+    else:
+        (model / "processor_config.json").unlink()
+        write_json(model / "preprocessor_config.json", {"processor_class": "Qwen2_5_VLProcessor", **pictures})
+        if file == "video_preprocessor_config.json":
+            write_json(model / file, VIDEOS)
+    processor.load(str(model)).save_pretrained(export)
+    saved, whole = read_json(export / "processor_config.json"), read_json(model / file)
+    assert saved["video_processor"] == whole.get("video_processor", whole)
+    assert saved["processor_class"] == "Qwen2_5_VLProcessor" and saved["image_processor"] == pictures
+
+
+def test_with_torchvision_or_another_processor_nothing_is_left_out(sample, tmp_path, monkeypatch):
+    """LLaVA-OneVision's has options that would be lost."""
+    write_json(tmp_path / "processor_config.json", {"processor_class": "LlavaOnevisionProcessor"})
+    assert without_videos.load(str(tmp_path)) is without_videos.load(str(sample("gemma3"))) is None
+    monkeypatch.setattr(without_videos, "is_torchvision_available", lambda: True)
+    assert without_videos.load(str(sample("qwen2_5_vl"))) is None
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
+def test_transformers_asks_for_torchvision_to_see_pictures(sample):
+    """If this fails, `without_videos.py` can go."""
+    with pytest.raises((ImportError, ValueError), match="Torchvision library"):
+        AutoProcessor.from_pretrained(sample("qwen2_5_vl"))
 
 
 def test_a_typed_picture_token_is_text(sample, tmp_path):

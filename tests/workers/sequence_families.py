@@ -13,6 +13,7 @@ from recipes.spec.errors import first_line
 from recipes.training import distributed
 from recipes.training.model import draft, packing_check
 from recipes.training.parallel import sequence, sequence_check
+from tests.small import language_families
 
 
 def main(answers: str) -> None:
@@ -28,7 +29,7 @@ def main(answers: str) -> None:
             return first_line(error)
 
     found: dict[str, dict[str, Any]] = {}
-    for family in pages.families():
+    for family in language_families():
         for size, model in pages.page(family).SIZES.items():
             config = AutoConfig.for_model(**model.config)
             found[f"{family}-{size}"] = {"model_type": config.model_type, "off": off(config, model.attention)}

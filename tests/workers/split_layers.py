@@ -17,6 +17,7 @@ from recipes.spec.run_folder import write_json
 from recipes.training import distributed, export, run
 from recipes.training.model import adapters, attention, draft
 from recipes.training.parallel import tensor, tensor_check
+from tests.small import language_families
 
 ROW = 48
 """Tokens, more than a draft's sliding window."""
@@ -60,7 +61,7 @@ def kinds() -> dict[str, object]:
     """Return a shrunken configuration of every model type in the catalogue, with heads to share out."""
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     found = {}
-    for family in pages.families():
+    for family in language_families():
         for size in pages.page(family).SIZES:
             recipe = pages.page(family).full(size)
             config = draft.shrink(AutoConfig.for_model(**recipe.model.config), Draft(layers=2), tokenizer)

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from ...spec.conversions import lora_options
 from ...spec.errors import UserError, errors_only, first_line
 from ...spec.recipe import Lora
+from . import decoders
 from .batch_fit import BatchFit, decoder_layers, fit, measure_batch
 from .profile import LayerProfile, ModelProfile, training_mode
 
@@ -105,7 +106,8 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
     Raises:
         UserError: not a decoder that transformers knows.
     """
-    values = {name: value for name, value in config.items() if name != "quantization_config"}
+    stated = decoders.decoder_of(config) if decoders.is_stand_in(config) else config
+    values = {name: value for name, value in stated.items() if name != "quantization_config"}
     for name in ("rope_scaling", "rope_parameters"):
         rope = values.get(name)
         if isinstance(rope, Mapping) and VALUES_OF_POSITIONS in (rope.get("type"), rope.get("rope_type")):

@@ -52,8 +52,9 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
         return pages.find(name if page else _page_of(name) or name, method)
     check(config, name)
     if to_launch and decoders.is_stand_in(config):
-        kind = decoders.inner_of(config)["model_type"]
-        raise UserError(f"{name}: transformers has no decoder {kind}; plan.py plans for it, but it cannot be trained.")
+        kind, alike = decoders.inner_of(config)["model_type"], _page_of_type(config["model_type"])
+        fix = f"train it with a page: launch.py {alike} lora model.path={name}" if alike else "it cannot be trained"
+        raise UserError(f"{name}: transformers has no decoder {kind}; plan.py plans for it; {fix}.")
     return borrowed_recipe(name, config, method)
 
 
@@ -94,6 +95,12 @@ def _page_of(hub_id: str) -> str | None:
     """Return the name of the recipe whose weights have a Hub id."""
     sizes = ((family, size, model) for family in pages.families() for size, model in pages.page(family).SIZES.items())
     return next((f"{family}-{size}" for family, size, model in sizes if model.path == hub_id), None)
+
+
+def _page_of_type(model_type: str) -> str | None:
+    """Return the name of the first recipe of an architecture."""
+    sizes = ((family, size, model) for family in pages.families() for size, model in pages.page(family).SIZES.items())
+    return next((f"{family}-{size}" for family, size, model in sizes if model.config["model_type"] == model_type), None)
 
 
 def _read(path: Path) -> dict[str, Any]:

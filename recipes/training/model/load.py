@@ -81,6 +81,9 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
     model.config.use_cache = False
     attention.switch_by_batch(model)
     if recipe.model.vision:
+        # Qwen2.5-VL says that it cannot, but its loss does divide by the tokens of the whole batch. The Trainer would
+        # average the means of micro-batches, in which a token counts for more the fewer there are.
+        model.accepts_loss_kwargs = True
         blank.always_see(model, processor.blank(processor.of_recipe(recipe)))
         if not recipe.model.train_vision:
             tower.freeze(model)

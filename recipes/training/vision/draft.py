@@ -12,17 +12,20 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+    Qwen2_5_VLProcessor,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from ...spec.errors import UserError
 from ...spec.recipe import Draft
 from ...spec.samples import TINY_VISION
+from .without_videos import pictures_only
 
 SIDE = 4
-"""Patches of a draft's picture in each direction."""
+"""Patches of a draft's picture in each direction, or of a square of as many pixels as it may have."""
 IMAGE, START, STOP = "<|image|>", "<|image_start|>", "<|image_stop|>"
 
 
@@ -74,10 +77,24 @@ def _idefics3(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> P
     return Idefics3Processor(pictures, tokenizer, image_seq_len=(SIDE // config.scale_factor) ** 2)
 
 
+def _qwen2_5_vl(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    vision = config.vision_config
+    shape = {name: getattr(vision, name) for name in ("patch_size", "temporal_patch_size")}
+    shape |= {"merge_size": vision.spatial_merge_size}
+    token, most = vision.spatial_merge_size * vision.patch_size, SIDE * vision.patch_size
+    pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": token**2, "longest_edge": most**2}, **shape)
+    found = pictures_only(Qwen2_5_VLProcessor)(pictures, tokenizer)
+    # As Qwen's own template does: without a token between them, transformers takes two pictures for one.
+    tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE, START + IMAGE + STOP)
+    found.video_settings = {"video_processor_type": "Qwen2VLVideoProcessor", **shape}
+    return found
+
+
 _PROCESSORS: dict[str, Callable[[PreTrainedConfig, PreTrainedTokenizerBase], ProcessorMixin]] = {
     "gemma3": _gemma3,
     "llava": _llava,
     "idefics3": _idefics3,
+    "qwen2_5_vl": _qwen2_5_vl,
 }
 
 
@@ -99,15 +116,22 @@ def shrink(
         "num_hidden_layers": draft.layers,
         "num_attention_heads": 4,
         "image_size": SIDE * vision.patch_size,
+        "depth": draft.layers,
+        "out_hidden_size": draft.hidden_size,
+        "window_size": SIDE // 2 * vision.patch_size,
+        "fullatt_block_indexes": [draft.layers - 1],
         "initializer_range": 0.02 * math.sqrt(vision.hidden_size / draft.hidden_size),
     }
-    values = vision.to_dict() | {name: size for name, size in sizes.items() if hasattr(vision, name)}
+    real = vision.attribute_map
+    values = vision.to_dict() | {real.get(name, name): size for name, size in sizes.items() if hasattr(vision, name)}
     image = tokenizer.convert_tokens_to_ids("<image>" if config.model_type == "idefics3" else IMAGE)
     tokens = {
         "image_token_id": image,
         "image_token_index": image,
         "boi_token_index": tokenizer.convert_tokens_to_ids(START),
         "eoi_token_index": tokenizer.convert_tokens_to_ids(STOP),
+        "vision_start_token_id": tokenizer.convert_tokens_to_ids(START),
+        "vision_end_token_id": tokenizer.convert_tokens_to_ids(STOP),
         "mm_tokens_per_image": (SIDE // 2) ** 2,
         "image_seq_length": SIDE**2,
         "pad_token_id": tokenizer.pad_token_id,

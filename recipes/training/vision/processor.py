@@ -9,7 +9,7 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 from ...spec.errors import UserError, first_line
 from ...spec.recipe import Recipe
-from . import files
+from . import files, without_videos
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 """What a processor returns of the text; the rest is for the tower."""
@@ -34,9 +34,9 @@ def load(path: str, trust_remote_code: bool = False) -> ProcessorMixin:
         UserError: see `of_recipe`.
     """
     try:
-        found = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        found = without_videos.load(path) or AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, ImportError) as error:
-        hint = "; install torchvision of this torch's build" if "torchvision" in str(error) else ""
+        hint = "; install torchvision of this torch's build" if "torchvision" in str(error).lower() else ""
         raise UserError(f"model.path={path}: cannot load the processor: {first_line(error)}{hint}") from error
     if not isinstance(found, ProcessorMixin) or getattr(found, "image_token", None) is None:
         raise UserError(f"model.path={path}: has no processor for pictures; model.vision=true is for models that see.")

@@ -1,0 +1,172 @@
+"""qwen2_5_vl: Qwen2.5-VL, Alibaba's Qwen2.5 with a vision tower, instruction-tuned, for pictures and text.
+
+    size  layers  hidden  heads  parameters  context  licence        weights
+    3b    36      2048    16     3.75B       128,000  Qwen-Research  Qwen/Qwen2.5-VL-3B-Instruct
+    7b    28      3584    28     8.29B       128,000  Apache-2.0     Qwen/Qwen2.5-VL-7B-Instruct
+    32b   64      5120    40     33.45B      128,000  Apache-2.0     Qwen/Qwen2.5-VL-32B-Instruct
+    72b   80      8192    64     73.41B      128,000  Qwen           Qwen/Qwen2.5-VL-72B-Instruct
+
+    variant  method  trains       DeepSpeed
+    full     SFT     all weights  ZeRO-3
+    lora     SFT     adapters     ZeRO-3 (32b, 72b), ZeRO-2
+    qlora    SFT     adapters     ZeRO-2
+
+    python scripts/launch.py qwen2_5_vl-7b lora
+    python scripts/launch.py qwen2_5_vl-7b lora data.path=FILE data.max_pixels=1000000 sequence_length=4096   # change
+
+Special: a picture keeps its proportions and is a token per 28 x 28 pixels, so data.max_pixels decides what a picture
+costs: at most 576 tokens here, 1,275 with the default of other pages. Small print and dense documents need more, and
+sequence_length with it. The tower is frozen unless model.train_vision=true, with the layers that project its outputs.
+Training is on pictures; an export still reads videos. As Qwen2.5's, its chat template opens with a system prompt of its
+own where a conversation has none.
+Rates: 1e-5 for all weights and 1e-4 for adapters from LLaMA-Factory (train_full/qwen2_5vl_full_sft.yaml and
+train_lora/qwen2_5vl_lora_sft.yaml, for 7b). Qwen's own script (QwenLM/Qwen3-VL, qwen-vl-finetune), from which
+data.max_pixels, decay and warmup are, advises 2e-7 to 1e-6 for all weights: take that for much data near what the model
+knows.
+"""
+
+from dataclasses import replace
+
+from .spec import variants
+from .spec.recipe import Lora, Model, Recipe, Schedule
+from .spec.samples import SIGHT
+
+TOWER = {
+    "model_type": "qwen2_5_vl_vision",
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "tokens_per_second": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "hidden_act": "silu",
+}
+LANGUAGE = {
+    "model_type": "qwen2_5_vl_text",
+    "max_position_embeddings": 128_000,
+    "rms_norm_eps": 1e-6,
+    # Pairs of a head that turn with time, height and width.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]},
+}
+"""What all sizes have in common, unless they say otherwise."""
+
+PIXELS_PER_TOKEN = 28 * 28
+
+SIZES = {
+    "3b": Model(
+        path="Qwen/Qwen2.5-VL-3B-Instruct",
+        parameters=3_754_622_976,
+        config={
+            "model_type": "qwen2_5_vl",
+            "tie_word_embeddings": True,
+            "vision_config": TOWER | {"out_hidden_size": 2048},
+            "text_config": LANGUAGE
+            | {
+                "vocab_size": 151_936,
+                "hidden_size": 2048,
+                "intermediate_size": 11_008,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "tie_word_embeddings": True,
+            },
+        },
+        vision=True,
+    ),
+    "7b": Model(
+        path="Qwen/Qwen2.5-VL-7B-Instruct",
+        parameters=8_292_166_656,
+        config={
+            "model_type": "qwen2_5_vl",
+            "tie_word_embeddings": False,
+            "vision_config": TOWER | {"out_hidden_size": 3584},
+            "text_config": LANGUAGE
+            | {
+                "vocab_size": 152_064,
+                "hidden_size": 3584,
+                "intermediate_size": 18_944,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": False,
+            },
+        },
+        vision=True,
+    ),
+    "32b": Model(
+        path="Qwen/Qwen2.5-VL-32B-Instruct",
+        parameters=33_452_718_336,
+        config={
+            "model_type": "qwen2_5_vl",
+            "tie_word_embeddings": False,
+            "vision_config": TOWER | {"intermediate_size": 3456, "out_hidden_size": 5120},
+            "text_config": LANGUAGE
+            | {
+                "vocab_size": 152_064,
+                "hidden_size": 5120,
+                "intermediate_size": 27_648,
+                "num_hidden_layers": 64,
+                "num_attention_heads": 40,
+                "num_key_value_heads": 8,
+                "tie_word_embeddings": False,
+            },
+        },
+        vision=True,
+    ),
+    "72b": Model(
+        path="Qwen/Qwen2.5-VL-72B-Instruct",
+        parameters=73_410_777_344,
+        config={
+            "model_type": "qwen2_5_vl",
+            "tie_word_embeddings": False,
+            "vision_config": TOWER | {"intermediate_size": 3456, "out_hidden_size": 8192},
+            "text_config": LANGUAGE
+            | {
+                "vocab_size": 152_064,
+                "hidden_size": 8192,
+                "intermediate_size": 29_568,
+                "num_hidden_layers": 80,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "tie_word_embeddings": False,
+            },
+        },
+        vision=True,
+    ),
+}
+
+
+def full(size: str) -> Recipe:
+    """All weights of the language part, ZeRO-3: the most that can be learned, given enough GPUs."""
+    return Recipe(
+        method="sft",
+        model=SIZES[size],
+        data=replace(SIGHT, max_pixels=576 * PIXELS_PER_TOKEN),
+        deepspeed="zero3.json",
+        learning_rate=1e-5,
+        weight_decay=0.01,
+        global_batch_size=64,
+        sequence_length=2048,
+        packing=False,  # sequences with pictures are not packed
+        schedule=Schedule("cosine", warmup=0.03),
+    )
+
+
+def lora(size: str) -> Recipe:
+    """Adapters on the language part: the usual start; from 32b on the ranks share the frozen weights (ZeRO-3)."""
+    return replace(
+        full(size),
+        deepspeed="zero3_adapters.json" if size in ("32b", "72b") else "zero2.json",
+        lora=Lora(rank=16, alpha=32),
+        learning_rate=1e-4,
+        weight_decay=0.0,
+    )
+
+
+def qlora(size: str) -> Recipe:
+    """Adapters on a frozen language part in 4 bits: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
+    return variants.qlora(lora(size))
