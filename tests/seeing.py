@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch.nn import LayerNorm
 from transformers import AutoModelForImageTextToText
 
 from recipes.proof.settings import Settings
@@ -158,10 +160,15 @@ def plain_loss(model: Any, inputs: dict[str, torch.Tensor], settings: Settings =
 
 
 def _groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """Return what is decayed and what is not: norms and biases, which language models hardly have."""
+    """Return what is decayed and what is not: biases, and norms by class or name as transformers' Trainer knows them.
+
+    It does not know Qwen's `norm1`, an RMSNorm.
+    """
+    of_layer_norms = {id(one) for part in model.modules() if isinstance(part, LayerNorm) for one in part.parameters()}
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    exempt = [one for name, one in trained if "norm" in name or name.endswith("bias")]
-    decayed = [one for name, one in trained if not ("norm" in name or name.endswith("bias"))]
+    spared = {name for name, one in trained if id(one) in of_layer_norms or re.search(r"bias|norm(?:$|\.)", name)}
+    exempt = [one for name, one in trained if name in spared]
+    decayed = [one for name, one in trained if name not in spared]
     return [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
 
 
@@ -184,6 +191,9 @@ def plain_train(
         loss = sum(total for total, _ in sums) / sum(count for _, count in sums)
         optimizer.zero_grad()
         loss.backward()
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:  # a run has zeros, and decays the tower
+                parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         records.append({"loss": loss.item(), "grad_norm": norm.item()})

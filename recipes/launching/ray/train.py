@@ -32,8 +32,8 @@ from .cluster import LOCAL
 OBJECTS = 80 * 2**20
 """Bytes of shared memory for Ray's objects on a cluster that is started here, the least that it takes; it has none."""
 
-NODE_LOST = 10
-"""Seconds in which Ray marks a node as dead whose workers are gone."""
+NODE_LOST = 20
+"""Seconds in which Ray marks a node as dead whose workers are gone: five checks, three seconds apart."""
 
 
 class AllGpus(Backend):
