@@ -32,7 +32,10 @@ def ring() -> None:
     query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
     try:
         with context_parallel(mesh, buffers=(query, key, value), buffer_seq_dims=(2, 2, 2)):
-            scaled_dot_product_attention(query, key, value, is_causal=True)
+            ringed = scaled_dot_product_attention(query, key, value, is_causal=True)
+            own = [one.clone() for one in (query, key, value)]
+        if torch.equal(ringed, scaled_dot_product_attention(*own, is_causal=True)):
+            print("ring: attends to its own part of the sequence only", flush=True)
     except NotImplementedError as error:
         print(f"ring: {error}", flush=True)
     distributed.stop()

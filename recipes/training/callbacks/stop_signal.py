@@ -69,9 +69,15 @@ class StopOnSignal(TrainerCallback):
 
 
 def _live_siblings() -> int:
-    """Return how many ranks of this machine are alive: the launcher's children with our command, ourselves included."""
+    """Return how many ranks of this machine are alive: what the launcher started with our command, ourselves included.
+
+    On a Ray cluster each has a parent of its own, which the node's raylet has started.
+    """
+    launcher = int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
     try:
-        command, children = psutil.Process().cmdline(), psutil.Process(os.getppid()).children()
-        return sum(child.status() != psutil.STATUS_ZOMBIE and child.cmdline() == command for child in children)
+        command, below = psutil.Process().cmdline(), psutil.Process(launcher).children(recursive=True)
+        alive = [one for one in below if one.status() != psutil.STATUS_ZOMBIE and one.cmdline() == command]
+        parents = {one.pid for one in alive}
+        return sum(one.ppid() not in parents for one in alive)  # a rank's forks have its command too
     except psutil.NoSuchProcess:
         return 0
