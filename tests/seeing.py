@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
@@ -11,9 +10,9 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch.nn import LayerNorm
 from transformers import AutoModelForImageTextToText
 
+from recipes.proof import plain
 from recipes.proof.settings import Settings
 from recipes.proof.small import of_settings
 from recipes.spec.recipe import Model, Recipe
@@ -159,19 +158,6 @@ def plain_loss(model: Any, inputs: dict[str, torch.Tensor], settings: Settings =
     return -(chosen * learned).sum(), learned.sum()
 
 
-def _groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """Return what is decayed and what is not: biases, and norms by class or name as transformers' Trainer knows them.
-
-    It does not know Qwen's `norm1`, an RMSNorm.
-    """
-    of_layer_norms = {id(one) for part in model.modules() if isinstance(part, LayerNorm) for one in part.parameters()}
-    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    spared = {name for name, one in trained if id(one) in of_layer_norms or re.search(r"bias|norm(?:$|\.)", name)}
-    exempt = [one for name, one in trained if name in spared]
-    decayed = [one for name, one in trained if name not in spared]
-    return [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
-
-
 def plain_train(
     folder: Path, data: Path, settings: Settings, train_vision: bool = False, blind: bool = False
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -180,7 +166,7 @@ def plain_train(
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     if not train_vision:
         model.get_encoder(modality="image").requires_grad_(False)
-    optimizer = torch.optim.AdamW(_groups(model, settings), lr=settings.learning_rate, eps=settings.epsilon)
+    optimizer = plain.adamw(model, settings)
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
     batch = [plain_inputs(processor, row, data.parent) for row in rows]
     if blind:

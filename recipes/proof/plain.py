@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import LayerNorm
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -74,15 +75,20 @@ def by_layer(
     return found
 
 
+NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
+"""In a weight's name. With what is in a LayerNorm, these are what transformers' Trainer does not decay; it does decay
+norms with other names, such as Nemotron-H's `norm_f` and the `norm1` of Qwen's tower."""
+
+
 def groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
     """Return what is decayed and what is not."""
+    in_norms = {id(one) for part in model.modules() if isinstance(part, LayerNorm) for one in part.parameters()}
     plain: list[torch.nn.Parameter] = []
     exempt: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # What transformers' Trainer does not decay.
-            spared = ("norm" in name or "bias" in name) and not settings.decay_everything
-            (exempt if spared else plain).append(parameter)
+            spared = id(parameter) in in_norms or NOT_DECAYED.search(name.lower())
+            (exempt if spared and not settings.decay_everything else plain).append(parameter)
     return [{"params": plain, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
 
 
