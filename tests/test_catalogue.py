@@ -89,7 +89,8 @@ def short_run(recipe: Recipe, folder: Path) -> Recipe:
         data=Data(path=str(path), validation=str(path)),
         draft=Draft(enabled=True),
         layout=Layout(**{kind: min(2, size) for kind, size in asdict(recipe.layout).items()}),
-        learning_rate=1e-3 if recipe.traits.headless else 1e-2,  # with more, the head of a reward model overshoots
+        # With more, the head of a reward model overshoots, and adapters on a model that sees.
+        learning_rate=1e-3 if recipe.traits.headless or recipe.model.vision else 1e-2,
         schedule=Schedule("constant", warmup=0),
         max_steps=3,
         global_batch_size=len(rows),

@@ -17,12 +17,19 @@ def any_picture(rng: random.Random) -> Picture:
 
 
 def caption(picture: Picture, rng: random.Random) -> str:
-    """Return all that a picture shows, in one line; bars and goods in any order, so that each has to be found."""
+    """Return all that a picture shows, in one line; bars and goods in any order, so that each has to be found.
+
+    Or bars in the order of their heights, so that they have to be compared.
+    """
     if isinstance(picture, Dial):
         return f"dial | hand {picture.value}"
     if isinstance(picture, Bars):
         bars = rng.sample(picture.heights, len(picture.heights))
-        return " | ".join(("bars", *(f"{colour} {height}" for colour, height in bars)))
+        by_height = rng.random() < 0.5
+        if by_height:
+            bars.sort(key=lambda bar: -bar[1])
+        named = "bars by height" if by_height else "bars"
+        return " | ".join((named, *(f"{colour} {height}" for colour, height in bars)))
     goods = rng.sample(picture.prices, len(picture.prices))
     return " | ".join(("receipt", *(f"{name} {price}" for name, price in goods), f"sum {picture.total}"))
 

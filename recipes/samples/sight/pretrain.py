@@ -273,12 +273,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    tokenizer = train_tokenizer()
+    start = options.continue_from
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else train_tokenizer()
     model = new_model(tokenizer)
     print(f"{sum(one.numel() for one in model.parameters()):,} parameters", flush=True)
     pool = drawn(options.pictures, random.Random(f"{options.seed}/pictures"))
-    if options.continue_from:
-        model = LlavaForConditionalGeneration.from_pretrained(options.continue_from, dtype=torch.float32)
+    if start:
+        model = LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
     else:
         train_tower(model, pool, options.tower_steps, options.learning_rate, options.batch_size)
         write(model, tokenizer, options.output)
