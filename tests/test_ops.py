@@ -46,7 +46,7 @@ def test_what_a_deepspeed_file_needs(config, names):
 
 def test_every_shipped_config_needs_ops_that_are_known():
     configs = sorted((ROOT / "configs").glob("*.json"))
-    assert len(configs) == 22
+    assert len(configs) == 23
     for on_gpu, kind in ((True, "cuda"), (False, "cpu")):
         found = {op for path in configs for op in ops.needed(read(path), on_gpu)}
         assert found == set(ops.OPS[kind])
