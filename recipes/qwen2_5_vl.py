@@ -47,11 +47,14 @@ TOWER = {
 }
 LANGUAGE = {
     "model_type": "qwen2_5_vl_text",
+    "vocab_size": 152_064,
     "max_position_embeddings": 128_000,
     "rms_norm_eps": 1e-6,
     # Pairs of a head that turn with time, height and width.
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]},
+    "tie_word_embeddings": False,
 }
+SHARED = {"model_type": "qwen2_5_vl", "tie_word_embeddings": False}
 """What all sizes have in common, unless they say otherwise."""
 
 PIXELS_PER_TOKEN = 28 * 28
@@ -60,8 +63,8 @@ SIZES = {
     "3b": Model(
         path="Qwen/Qwen2.5-VL-3B-Instruct",
         parameters=3_754_622_976,
-        config={
-            "model_type": "qwen2_5_vl",
+        config=SHARED
+        | {
             "tie_word_embeddings": True,
             "vision_config": TOWER | {"out_hidden_size": 2048},
             "text_config": LANGUAGE
@@ -80,19 +83,16 @@ SIZES = {
     "7b": Model(
         path="Qwen/Qwen2.5-VL-7B-Instruct",
         parameters=8_292_166_656,
-        config={
-            "model_type": "qwen2_5_vl",
-            "tie_word_embeddings": False,
+        config=SHARED
+        | {
             "vision_config": TOWER | {"out_hidden_size": 3584},
             "text_config": LANGUAGE
             | {
-                "vocab_size": 152_064,
                 "hidden_size": 3584,
                 "intermediate_size": 18_944,
                 "num_hidden_layers": 28,
                 "num_attention_heads": 28,
                 "num_key_value_heads": 4,
-                "tie_word_embeddings": False,
             },
         },
         vision=True,
@@ -100,19 +100,16 @@ SIZES = {
     "32b": Model(
         path="Qwen/Qwen2.5-VL-32B-Instruct",
         parameters=33_452_718_336,
-        config={
-            "model_type": "qwen2_5_vl",
-            "tie_word_embeddings": False,
+        config=SHARED
+        | {
             "vision_config": TOWER | {"intermediate_size": 3456, "out_hidden_size": 5120},
             "text_config": LANGUAGE
             | {
-                "vocab_size": 152_064,
                 "hidden_size": 5120,
                 "intermediate_size": 27_648,
                 "num_hidden_layers": 64,
                 "num_attention_heads": 40,
                 "num_key_value_heads": 8,
-                "tie_word_embeddings": False,
             },
         },
         vision=True,
@@ -120,19 +117,16 @@ SIZES = {
     "72b": Model(
         path="Qwen/Qwen2.5-VL-72B-Instruct",
         parameters=73_410_777_344,
-        config={
-            "model_type": "qwen2_5_vl",
-            "tie_word_embeddings": False,
+        config=SHARED
+        | {
             "vision_config": TOWER | {"intermediate_size": 3456, "out_hidden_size": 8192},
             "text_config": LANGUAGE
             | {
-                "vocab_size": 152_064,
                 "hidden_size": 8192,
                 "intermediate_size": 29_568,
                 "num_hidden_layers": 80,
                 "num_attention_heads": 64,
                 "num_key_value_heads": 8,
-                "tie_word_embeddings": False,
             },
         },
         vision=True,

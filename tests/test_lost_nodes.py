@@ -72,23 +72,12 @@ def start(command, more=None):
 def torchrun(hosts, run):
     """Start torchrun on both hosts, as a person would."""
     meet = ["--nnodes", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{hosts.addresses[0]}:29400"]
+    command = [LAUNCH[0], "-m", "torch.distributed.run", *meet]
     rank = ["--nproc_per_node", "1", "-m", "recipes.training.run", str(run.path)]
     # These hosts share a name, by which torchrun would find out whose address the endpoint has.
     own = ["--rdzv_conf", "is_host=true"], ["--rdzv_conf", "is_host=false"]
     return [
-        start(
-            [
-                *inside(hosts, index),
-                LAUNCH[0],
-                "-m",
-                "torch.distributed.run",
-                *meet,
-                *own[index],
-                "--local_addr",
-                address,
-                *rank,
-            ]
-        )
+        start([*inside(hosts, index), *command, *own[index], "--local_addr", address, *rank])
         for index, address in enumerate(hosts.addresses)
     ]
 
@@ -163,11 +152,8 @@ def test_a_host_that_dies_is_named(hosts, prepared, launcher):
         kill_all(processes)
         hosts.mend()
     assert processes[0].returncode not in (0, 2) and hosts.addresses[1] in said, said
-    names = (
-        "the connection to",
-        "lost communication with a remote daemon",
-        "closed by remote host",
-    )  # ours, two of MPI's
+    # Ours, and two of MPI's.
+    names = ("the connection to", "lost communication with a remote daemon", "closed by remote host")
     assert any(name in said for name in names), said
     assert took < NAMED and not ranks_of(run)
 

@@ -35,15 +35,22 @@ def random_mixture(folder: Path) -> Path:
     return _write(folder, "qwen3_moe", 0, 0, **experts | sizes)
 
 
-def _write(folder: Path, kind: str, seed: int, padding: int, **sizes: Any) -> Path:
+def random_model(folder: Path, config: Any, seed: int = 0) -> Path:
+    """Write a random language model of a configuration with the tokenizer of `tiny`, and return its folder."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(folder)
+    return folder
+
+
+def _write(folder: Path, kind: str, seed: int, padding: int, **sizes: Any) -> Path:
+    from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    torch.manual_seed(seed)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": STEEP}
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     config = AutoConfig.for_model(kind, vocab_size=len(tokenizer) + padding, **heads | special | sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return random_model(folder, config, seed)

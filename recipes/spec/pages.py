@@ -23,7 +23,12 @@ TEMPLATE = "_template"
 
 def families() -> list[str]:
     """Return the names of all pages of the project, found by their `SIZES`."""
-    return [path.stem for path in sorted(PACKAGE.glob("[a-z]*.py")) if _defines_sizes(path)]
+    return [path.stem for path in sorted(PACKAGE.glob("*.py")) if _is_family(path.stem)]
+
+
+def _is_family(name: str) -> bool:
+    path = PACKAGE / f"{name}.py"
+    return name.isidentifier() and name[0].islower() and path.is_file() and _defines_sizes(path)
 
 
 def _defines_sizes(path: Path) -> bool:
@@ -65,9 +70,7 @@ def known_page(name: str) -> ModuleType:
 
 def _is_page(name: str) -> bool:
     """Return whether a page of the project has this name; reads one file, where `families` reads all."""
-    path = PACKAGE / f"{name}.py"
-    listed = name.isidentifier() and name[0].islower()
-    return name == TEMPLATE or (listed and path.is_file() and _defines_sizes(path))
+    return name == TEMPLATE or _is_family(name)
 
 
 def _outside(path: Path) -> ModuleType:

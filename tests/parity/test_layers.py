@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field, replace
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig
 
+from recipes.proof import samples
 from recipes.spec import deepspeed_file
 from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
@@ -13,7 +13,6 @@ from recipes.spec.recipe import Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from recipes.training.model.adapters import add
-from recipes.training.model.draft import TINY_MODEL
 from tests.parity import gate, plain
 from tests.small import in_sub_groups
 from tests.tiers import tiered
@@ -65,9 +64,7 @@ def models(tmp_path_factory, model_folder):
             config = AutoConfig.from_pretrained(model_folder)
             config.hidden_act, config.tie_word_embeddings, config.num_hidden_layers = "relu", tied, 4
             config.layer_types = config.layer_types * 2
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(folder)
+            samples.random_model(folder, config)
         return folder
 
     return make

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from recipes.proof import samples
 from recipes.spec import pages
 from recipes.spec.recipe import Draft, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
@@ -75,9 +76,7 @@ def models(tmp_path_factory):
             config = draft.shrink(whole, Draft(layers=4), tokenizer)
             config.initializer_range = 0.2
             config.num_key_value_heads = min(2, config.num_key_value_heads * 2)
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(config).save_pretrained(made[family])
-            tokenizer.save_pretrained(made[family])
+            samples.random_model(made[family], config)
         return made[family]
 
     return make

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from recipes.proof import samples
 from recipes.spec.recipe import Draft, Layout
 from recipes.spec.run_folder import RunFolder, write_recipe
 from recipes.training import run as training_run
@@ -48,14 +48,10 @@ def kind(request) -> str:
 @pytest.fixture(scope="module")
 def model(kind, tmp_path_factory) -> Path:
     """Make a small random model of the kind, whose wrong gradients show."""
-    folder = tmp_path_factory.mktemp(kind)
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     config = draft.shrink(AutoConfig.for_model(kind, **KINDS[kind]), Draft(layers=4), tokenizer)
     config.initializer_range = 0.2
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return samples.random_model(tmp_path_factory.mktemp(kind), config)
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +59,19 @@ def reference(model, conversations):
     return plain.train(model, conversations, SETTINGS)
 
 
+def written(folder, model, conversations, layout) -> RunFolder:
+    """Write the run of a layout."""
+    run = RunFolder(folder / "run")
+    file, split = LAYOUTS[layout]
+    write_recipe(run, gate.recipe_for(SETTINGS, model, conversations, file, layout=split, micro_batch_size=2))
+    return run
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_to_a_plain_loop_or_refused_with_the_reason(
     ranks, tmp_path, kind, model, conversations, reference, layout
 ):
-    file, split = LAYOUTS[layout]
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, gate.recipe_for(SETTINGS, model, conversations, file, layout=split, micro_batch_size=2))
+    run = written(tmp_path, model, conversations, layout)
     if (kind, layout) in REFUSED:
         assert all(ranks.run(training_run.main, str(run.path), log=tmp_path / "log"))
         said = "\n".join(read_logs(tmp_path / "log"))
@@ -81,9 +83,7 @@ def test_equal_to_a_plain_loop_or_refused_with_the_reason(
 
 @pytest.mark.parametrize("kind", ["stablelm"], indirect=True)
 def test_another_loss_is_noticed(ranks, tmp_path, kind, model, conversations, reference):
-    run = RunFolder(tmp_path / "run")
-    file, split = LAYOUTS["pipeline"]
-    write_recipe(run, gate.recipe_for(SETTINGS, model, conversations, file, layout=split, micro_batch_size=2))
+    run = written(tmp_path, model, conversations, "pipeline")
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     wrong = plain.train(model, conversations, replace(SETTINGS, mean_of_means=True))
     with pytest.raises(AssertionError):

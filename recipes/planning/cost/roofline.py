@@ -1,6 +1,5 @@
 """Compute time: a layer's arithmetic and the bytes it moves on one rank, and the seconds they take (a roofline)."""
 
-from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
@@ -67,12 +66,10 @@ def model_flops(profile: ModelProfile, setup: TrainingSetup) -> float:
     Recomputation is not progress and not counted, and neither are windows.
     """
     per_weight = 6 if setup.lora is None else 4
-    weights = sum(layer.active_weights for layer in profile.layers) + profile.hidden_size * profile.vocab_size
-    counts = Counter(profile.layer_order)
-    adapters = sum(
-        count * linear_adapter_parameters(profile.layer_kinds[kind], setup) for kind, count in counts.items()
-    )
-    attention = 6 * sum(layer.attention_width for layer in profile.layers) * setup.sequence_length
+    layers = profile.layer_counts
+    weights = sum(count * kind.active_weights for kind, count in layers) + profile.hidden_size * profile.vocab_size
+    adapters = sum(count * linear_adapter_parameters(kind, setup) for kind, count in layers)
+    attention = 6 * sum(count * kind.attention_width for kind, count in layers) * setup.sequence_length
     return (per_weight * weights + 6 * adapters + attention) * setup.tokens_per_step
 
 

@@ -4,6 +4,7 @@ Importing it costs nothing; `lookup.py` finds a model's profile and `meta_device
 class.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -126,6 +127,11 @@ class ModelProfile:
     def layers(self) -> tuple[LayerProfile, ...]:
         """Every layer, from the first."""
         return tuple(self.layer_kinds[index] for index in self.layer_order)
+
+    @cached_property
+    def layer_counts(self) -> tuple[tuple[LayerProfile, int], ...]:
+        """Each kind of layer, with how many there are of it."""
+        return tuple((self.layer_kinds[kind], count) for kind, count in Counter(self.layer_order).items())
 
     @cached_property
     def parameters(self) -> int:

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from ...spec import pages
 from ...spec.errors import UserError, first_line
 from ...spec.limits import positions
-from ...spec.recipe import Recipe
+from ...spec.recipe import Model, Recipe
 from ...spec.run_folder import read_json
 from ..model_profile import decoders
 from ..model_profile.lookup import profile_of
@@ -52,7 +52,8 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
         return pages.find(name if page else _page_of(name) or name, method)
     check(config, name)
     if to_launch and decoders.is_stand_in(config):
-        kind, alike = decoders.inner_of(config)["model_type"], _page_of_type(config["model_type"])
+        kind = decoders.inner_of(config)["model_type"]
+        alike = _page_with(lambda model: model.config["model_type"] == config["model_type"])
         fix = f"train it with a page: launch.py {alike} lora model.path={name}" if alike else "it cannot be trained"
         raise UserError(f"{name}: transformers has no decoder {kind}; plan.py plans for it; {fix}.")
     return borrowed_recipe(name, config, method)
@@ -93,14 +94,13 @@ def pinned(recipe: Recipe) -> frozenset[str]:
 
 def _page_of(hub_id: str) -> str | None:
     """Return the name of the recipe whose weights have a Hub id."""
-    sizes = ((family, size, model) for family in pages.families() for size, model in pages.page(family).SIZES.items())
-    return next((f"{family}-{size}" for family, size, model in sizes if model.path == hub_id), None)
+    return _page_with(lambda model: model.path == hub_id)
 
 
-def _page_of_type(model_type: str) -> str | None:
-    """Return the name of the first recipe of an architecture."""
+def _page_with(is_it: Callable[[Model], bool]) -> str | None:
+    """Return the name of the first recipe whose model is the one that is looked for."""
     sizes = ((family, size, model) for family in pages.families() for size, model in pages.page(family).SIZES.items())
-    return next((f"{family}-{size}" for family, size, model in sizes if model.config["model_type"] == model_type), None)
+    return next((f"{family}-{size}" for family, size, model in sizes if is_it(model)), None)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
         return False  # packed weights are not offloaded
     if layout.pipeline > 1 or layout.expert > 1:
         return name == ("pipeline.json" if layout.pipeline > 1 else "expert_parallel.json")
-    if name.endswith("bf16_states.json") and request.recipe.precision != "bf16":
+    if name in LAST_RESORT and request.recipe.precision != "bf16":
         return False
     adapters = request.recipe.lora is not None
     zero3 = "zero3_moe.json" if _is_mixture(request) else "zero3_adapters.json" if adapters else "zero3.json"

@@ -274,13 +274,15 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     start = options.continue_from
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else train_tokenizer()
-    model = new_model(tokenizer)
-    print(f"{sum(one.numel() for one in model.parameters()):,} parameters", flush=True)
-    pool = drawn(options.pictures, random.Random(f"{options.seed}/pictures"))
     if start:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
         model = LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
     else:
+        tokenizer = train_tokenizer()
+        model = new_model(tokenizer)
+    print(f"{sum(one.numel() for one in model.parameters()):,} parameters", flush=True)
+    pool = drawn(options.pictures, random.Random(f"{options.seed}/pictures"))
+    if not start:
         train_tower(model, pool, options.tower_steps, options.learning_rate, options.batch_size)
         write(model, tokenizer, options.output)
     data = batches(tokenizer, pool, options.steps, options.batch_size, options.seed)
