@@ -33,6 +33,7 @@ def fill(folder, leave):
     (folder / "filler").write_bytes(b"\0" * (state.f_bavail * state.f_frsize - leave))
 
 
+@pytest.mark.every
 def test_training_does_not_start_without_disk_space_for_a_checkpoint(
     ranks, small_disk, tmp_path, model_folder, conversations
 ):

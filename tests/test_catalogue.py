@@ -103,7 +103,7 @@ def short_run(recipe: Recipe, folder: Path) -> Recipe:
     )
 
 
-IN_TEST = ("dora", "expert", "long_context", "qlora", "three_d")
+IN_TEST = ("expert", "long_context", "three_d")
 """The variants that `make test` trains as their pages say; `make test-all` trains and resumes them all."""
 
 

@@ -73,7 +73,7 @@ def check(seen: dict, name: str) -> None:
 def often(case: tuple[str, str]) -> bool:
     """Return whether `make test` runs a template this way: each with the Trainer, a few in a plain loop."""
     name, mode = case
-    return mode == "trainer" or (mode == "plain" and name in ("zero1", "zero3", "zero3_offload", "pipeline"))
+    return (mode == "trainer" and name != "zero3_nvme") or (mode == "plain" and name in ("zero1", "zero3", "pipeline"))
 
 
 def test_every_template_is_accounted_for():
@@ -117,7 +117,8 @@ def test_template_trains_under_accelerate_launch(launched: Path, name: str):
     check(json.loads((launched / name / "seen.json").read_text()), name)
 
 
-@pytest.mark.parametrize("file", tiered(ACCELERATE, lambda file: file.stem == "fsdp2"), ids=lambda file: file.stem)
+@pytest.mark.every
+@pytest.mark.parametrize("file", ACCELERATE, ids=lambda file: file.stem)
 def test_every_accelerate_file_starts_its_ranks_with_its_template(accelerate, tmp_path: Path, file: Path):
     """What reaches the ranks; that a template trains when it reaches them is the test above."""
     content = yaml.safe_load(file.read_text())

@@ -18,6 +18,7 @@ from recipes.training.model.generate import generate
 from recipes.training.parallel import scores
 from tests.small import small
 from tests.test_masks import MARKED, SYSTEM, TOOL_TURNS, TOOLS, TURNS, WITHOUT_SYSTEM, WITHOUT_TOOLS, tokenizer_with
+from tests.tiers import tiered
 
 HARMLESS = "and so on"
 THOUGHTS = {"<think>", "</think>", "<|channel>", "<channel|>"}
@@ -94,7 +95,10 @@ def test_an_attack_in_a_question_is_not_learned_and_one_in_an_answer_is(name):
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Co"]), min_size=1, max_size=40).filter(str.strip)
 
 
-@pytest.mark.parametrize("name", MARKED)
+FEW = ("chatml", "deepseekv3", "gemma4", "gptoss", "llama3_2", "qwen3")
+
+
+@pytest.mark.parametrize("name", tiered(MARKED, FEW))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(text=TEXTS)
 def test_ordinary_text_has_the_tokens_that_it_always_had(name, text):

@@ -8,6 +8,7 @@ from recipes.commands import main
 from recipes.planning.model_profile import decoders, lookup
 from recipes.planning.search import model_recipe
 from recipes.spec.errors import UserError
+from tests.tiers import tiered
 
 LLAMA_LIKE = {
     "hidden_size": 512,
@@ -76,7 +77,7 @@ def written(folder, config):
     return str(folder / "config.json")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", tiered(CONFIGS, {"mllama"}))
 def test_it_is_planned_as_what_has_the_same_layers(name, tmp_path, capsys):
     config = CONFIGS[name]
     assert main.run("plan", [written(tmp_path, config), "lora", "--gpu", "H100", "--gpus", "8"]) == 0
@@ -109,6 +110,7 @@ def test_a_page_has_no_remark():
     assert model_recipe.remark("gemma3-4b") is None
 
 
+@pytest.mark.every
 def test_adapters_on_a_mamba_hybrid_leave_out_what_peft_refuses(tmp_path, capsys):
     config = {
         "model_type": "falcon_h1",

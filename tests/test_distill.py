@@ -160,6 +160,7 @@ def test_places_are_where_a_labelled_token_is_next():
     assert batch["input_ids"].flatten()[batch[PLACES] + 1].tolist() == [6, 7, 9]
 
 
+@pytest.mark.every
 def test_it_resumes_exactly_from_what_is_kept_of_the_teacher(
     ranks, tmp_path, model_folder, teacher_folder, conversations
 ):

@@ -66,6 +66,7 @@ def overrides(recipe, **changes):
 
 
 @HERE
+@pytest.mark.every
 def test_two_hosts_train_what_two_ranks_on_one_host_train(hosts, shared, ranks, model_folder, conversations, tmp_path):
     recipe = small(model_folder, conversations, "zero3.json")
     one = RunFolder(tmp_path / "one")

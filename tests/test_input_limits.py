@@ -84,7 +84,7 @@ def pages(path):
 
 
 @pytest.mark.parametrize("write", [dictionary, pages], ids=lambda write: write.__name__)
-@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.every)], ids=["whole", "streamed"])
 def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(write, streaming, tmp_path):
     path = tmp_path / "a.parquet"
     write(path)

@@ -13,6 +13,7 @@ from recipes.spec.layout import balanced
 from recipes.training.model import draft, packing_check
 from recipes.training.parallel import stages
 from tests.small import language_families
+from tests.tiers import tiered
 
 FAMILIES = sorted(
     {recipe.model.config["model_type"] for recipe in pages.listing() if recipe.family in language_families()}
@@ -32,7 +33,10 @@ def whole_model(model_type, tokenizer):
     return packing_check.draft_of(config, tokenizer, "eager", torch.float32)
 
 
-@pytest.mark.parametrize("model_type", [*FAMILIES, *NOT_LISTED])
+CORE = ("bloom", "deepseek_v3", "falcon", "gemma3_text", "gpt2", "llama", "mixtral", "nemotron_h", "qwen3_5_text")
+
+
+@pytest.mark.parametrize("model_type", tiered([*FAMILIES, *NOT_LISTED], CORE))
 def test_stages_compute_what_the_whole_model_does(tokenizer, model_type):
     assert stages.staged_difference(whole_model(model_type, tokenizer)) == 0
 

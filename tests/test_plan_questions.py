@@ -216,6 +216,7 @@ def test_a_deadline_leaves_out_what_is_too_slow():
     assert which_gpu.smallest(request, work, hours / 3).cluster.gpus > 1
 
 
+@pytest.mark.every
 def test_the_answer_is_data_too(answer):
     found = answer("llama3-8b", "--method", "lora", "--which-gpu", "--tokens", "100M")
     rows = found["which_gpu"]

@@ -69,6 +69,7 @@ def logits(folder, text="Ada Brandt paid 51 euros."):
         return model(**tokens).logits
 
 
+@pytest.mark.every
 def test_the_metric_is_measured_on_a_sample_during_training(ranks, tmp_path, samples):
     run, screen = train(ranks, tmp_path, samples, "full", eval_steps=1, eval_examples=3, max_steps=3, save_steps=2)
     rows = read_jsonl(run.evaluations)

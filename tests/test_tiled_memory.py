@@ -171,7 +171,7 @@ def planned(lever: str, lora: Lora | None) -> tuple[float, float]:
     return kept, kept + activations.backward_bytes(kind, setup)
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=8)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, pytest.param(Lora(rank=8), marks=pytest.mark.every)], ids=["full", "lora"])
 @pytest.mark.parametrize("lever", LEVERS)
 def test_feed_forward_layers_keep_what_is_predicted_to_two_percent(lever, lora):
     (kept, peak), (saved, most) = planned(lever, lora), weighed(lever, lora)

@@ -102,6 +102,7 @@ def wait(processes, run, until, log):
     return True
 
 
+@pytest.mark.every
 def test_trackers_get_what_the_other_nodes_do(ranks, tmp_path, model_folder, conversations):
     run = RunFolder(tmp_path / "run")
     recipe = small(model_folder, conversations, "zero2.json", max_steps=40, wandb=Wandb("offline"))
@@ -294,6 +295,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(alone, tmp_path, capsys):
     assert said.count("tracking=tensorboard is off from here, training continues: ") == 1
 
 
+@pytest.mark.every
 def test_offline_records_survive_blocks_and_a_cut(tmp_path):
     """The format's framing: records across blocks of 32 KiB, and a last one that is cut off."""
     import wandb

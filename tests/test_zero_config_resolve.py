@@ -13,6 +13,7 @@ from recipes.zero_config.resolve import NEVER, Numbers, Unresolvable, dumps, res
 from recipes.zero_config.rules.kinds import FILLED
 from tests.launching import ROOT
 from tests.test_configs_run import LIBAIO, RUN
+from tests.tiers import tiered
 
 # SETTINGS of tests/workers/use_config.py, two ranks.
 NUMBERS = Numbers(
@@ -33,7 +34,10 @@ def template(name: str) -> dict:
     return json.loads((ROOT / "configs" / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", [name for name in RUN if LIBAIO or name != "zero3_nvme"])
+CORE = ("zero1", "zero2", "zero3", "bf16_states", "zero3_offload", "pipeline", "tensor_parallel")
+
+
+@pytest.mark.parametrize("name", tiered([name for name in RUN if LIBAIO or name != "zero3_nvme"], CORE))
 def test_the_result_is_what_the_trainer_passes_to_the_engine(used, name: str):
     handed = used("trainer", ROOT / "configs" / f"{name}.json")["config"]
     width = 256 if name == "zero3_nvme" else 32

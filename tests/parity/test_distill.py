@@ -112,17 +112,19 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", tiered(MISTAKES, {"temperature", "answers"}))
 def test_a_wrong_reference_is_noticed(alone, mistake):
     name, mistakes = MISTAKES[mistake]
     noticed(alone(LOSSES[name]), alone(LOSSES[name], mistakes=mistakes))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("change", [{"alpha": 0.4}, {"temperature": 2.2}, {"loss": "jsd"}])
 def test_another_setting_is_noticed(alone, change):
     noticed(alone(LOSSES["mixed"]), alone(replace(LOSSES["mixed"], **change)))
 
 
+@pytest.mark.every
 def test_another_teacher_is_noticed(alone, model_folder):
     noticed(alone(LOSSES["mixed"]), alone(LOSSES["mixed"], teacher=str(model_folder)))
 

@@ -12,7 +12,6 @@ from recipes.spec.recipe import Lora, Recipe
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests.parity import gate, plain
-from tests.tiers import tiered
 from tests.workers import stale_copies
 
 SETTINGS = plain.Settings()
@@ -42,7 +41,8 @@ def train(ranks, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("size", tiered((1, 2), (1,)))
+@pytest.mark.every
+@pytest.mark.parametrize("size", (1, 2))
 def test_same_model_as_plain_pytorch(train, recipe, reference, size):
     run = train(replace(recipe, micro_batch_size=size))
     gate.agree(run, *reference)

@@ -43,8 +43,7 @@ def alone(ranks, tmp_path_factory, model_folder, examples):
 
 
 CASES = [(method, stage, lora) for method in trl_alone.METHODS for stage in range(4) for lora in (False, True)]
-CORE = {("reward", 3, False), ("reward", 2, True), ("kto", 2, True), ("dpo", 3, False)}
-CORE |= {("orpo", 3, False), ("orpo", 2, True), ("simpo", 3, True)}
+CORE = {("dpo", 3, False), ("kto", 2, True)}
 
 
 @pytest.mark.parametrize(("method", "stage", "lora"), tiered(CASES, CORE))
@@ -77,7 +76,7 @@ def test_same_model_as_trl_alone(ranks, tmp_path, model_folder, examples, alone,
 CASES = [(stage, lora, broken) for stage in range(4) for lora in (False, True) for broken in (False, True)]
 
 
-@pytest.mark.parametrize(("stage", "lora", "broken"), tiered(CASES, {(3, False, False)}))
+@pytest.mark.parametrize(("stage", "lora", "broken"), tiered(CASES, ()))
 def test_a_reference_that_is_computed_once_trains_the_same_model(
     ranks, tmp_path, model_folder, pairs, alone, stage, lora, broken
 ):
@@ -123,7 +122,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("method", "mistake"), [(method, one) for method in MISTAKES for one in MISTAKES[method]])
+@pytest.mark.parametrize(
+    ("method", "mistake"),
+    tiered([(method, one) for method in MISTAKES for one in MISTAKES[method]], lambda case: case[0] in ("dpo", "kto")),
+)
 def test_a_wrong_reference_is_noticed(alone, method, mistake):
     right, wrong = alone(method, False), alone(method, False, mistake)
     assert abs(wrong.records[-1]["loss"] / right.records[-1]["loss"] - 1) > NOTICED

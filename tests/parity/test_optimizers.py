@@ -53,13 +53,14 @@ def by_muon(model_folder, conversations):
     return plain.train(model_folder, conversations, UNCLIPPED, optimize=plain_optimizers.Muon)
 
 
-@pytest.mark.parametrize(("stage", "broken"), tiered([(n, b) for n in STAGES for b in (False, True)], {(3, False)}))
+@pytest.mark.parametrize(("stage", "broken"), tiered([(n, b) for n in STAGES for b in (False, True)], ()))
 def test_muon_trains_the_same_model(train, by_muon, model_folder, stage, broken):
     run = train(stage, UNCLIPPED, broken, muon.main, optimizer="muon")
     gate.agree(run, *by_muon, norms=None)
     assert read_json(run.deepspeed)["gradient_clipping"] == 0
 
 
+@pytest.mark.every
 def test_muon_updates_every_matrix_of_the_layers(train, model_folder):
     """DeepSpeed tags what Muon trains by names and shapes, which a sharded weight has not, and says nothing of it."""
     run = train(2, UNCLIPPED, function=muon.main, optimizer="muon", max_steps=2)
@@ -72,7 +73,7 @@ def test_muon_updates_every_matrix_of_the_layers(train, model_folder):
     assert all(shape in matrices for shape in updated)
 
 
-@pytest.mark.parametrize("mistake", tiered(("adamw", "rate", "nesterov", "decay"), {"nesterov"}))
+@pytest.mark.parametrize("mistake", tiered(("adamw", "rate", "nesterov", "decay"), ()))
 def test_another_muon_is_noticed(model_folder, conversations, by_muon, mistake):
     optimize = partial(plain_optimizers.Muon, mistake=mistake)
     noticed(by_muon, plain.train(model_folder, conversations, UNCLIPPED, optimize=optimize))
@@ -125,6 +126,7 @@ def test_layers_learn_at_their_rates(train, model_folder, conversations, stage):
     gate.agree(run, *plain.train(model_folder, conversations, SETTINGS, optimize=optimize))
 
 
+@pytest.mark.every
 def test_another_decay_of_rates_is_noticed(model_folder, conversations):
     right, wrong = (
         plain.train(model_folder, conversations, SETTINGS, optimize=partial(plain_optimizers.layer_wise, decay=decay))
@@ -260,7 +262,7 @@ def noisy(folder, data, alpha=ALPHA, padded=False, alike=False):
 CASES = [(stage, broken) for stage in STAGES for broken in (False, True)]
 
 
-@pytest.mark.parametrize(("stage", "broken"), tiered(CASES, {(3, False)}))
+@pytest.mark.parametrize(("stage", "broken"), tiered(CASES, ()))
 def test_the_same_noise_trains_the_same_model(ranks, tmp_path, model_folder, alike, stage, broken):
     run = RunFolder(tmp_path / "run")
     options = {"neftune_alpha": ALPHA, "micro_batch_size": 1, "save_steps": 3 * broken}
@@ -273,7 +275,7 @@ def test_the_same_noise_trains_the_same_model(ranks, tmp_path, model_folder, ali
 
 
 @pytest.mark.parametrize(
-    "mistake", tiered(({"alpha": 0.0}, {"alpha": 2 * ALPHA}, {"padded": True}, {"alike": True}), [{"padded": True}])
+    "mistake", tiered(({"alpha": 0.0}, {"alpha": 2 * ALPHA}, {"padded": True}, {"alike": True}), ())
 )
 def test_other_noise_is_noticed(model_folder, alike, mistake):
     noticed(noisy(model_folder, alike), noisy(model_folder, alike, **mistake))

@@ -65,7 +65,7 @@ def recipe_of(case, model, data, **changes):
     )
 
 
-@pytest.mark.parametrize("case", tiered([*CASES, *MORE], CASES), ids=str)
+@pytest.mark.parametrize("case", tiered([*CASES, *MORE], CASES[:1]), ids=str)
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, case):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe_of(case, model_folder, conversations))
@@ -73,7 +73,7 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
     gate.agree(run, *reference)
 
 
-@pytest.mark.parametrize("mistake", ["mean_of_tiles", "a_tile_forgotten"])
+@pytest.mark.parametrize("mistake", tiered(["mean_of_tiles", "a_tile_forgotten"], {"mean_of_tiles"}))
 def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, reference, mistake):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe_of(Case(0), model_folder, conversations))
