@@ -1,4 +1,4 @@
-"""Two hosts on one machine, as network namespaces on a bridge, each with a real sshd; and whether they can run here."""
+"""Hosts on one machine, as network namespaces on a bridge, each with a real sshd; and whether they can run here."""
 
 import os
 import shutil
@@ -36,25 +36,26 @@ def without_hosts() -> str:
 
 @dataclass
 class Hosts:
-    """Two hosts, `addresses`, that accept root's logins over ssh with a key in `folder`.
+    """`count` hosts, `addresses`, that accept root's logins over ssh with a key in `folder`.
 
     ssh reads its configuration only from the account's home, where tests must not write; so a script named ssh, first
     on the PATH, adds `-F`.
     """
 
     folder: Path
+    count: int = 2
 
     def __enter__(self) -> "Hosts":
         self.folder.mkdir(parents=True)
         self.tag = f"{os.getpid() % 100000:05d}"
-        self.bridge, self.spaces = f"dsb{self.tag}", [f"ds{self.tag}a", f"ds{self.tag}b"]
+        self.bridge, self.spaces = f"dsb{self.tag}", [f"ds{self.tag}{index}" for index in range(self.count)]
         self.network = f"10.{173 + os.getpid() % 50}.{os.getpid() % 251}"
-        self.addresses = [f"{self.network}.1", f"{self.network}.2"]
+        self.addresses = [f"{self.network}.{index + 1}" for index in range(self.count)]
         self.servers: list[subprocess.Popen] = []
         try:
             self._connect()
             self._keys()
-            for index in range(2):
+            for index in range(self.count):
                 self.serve(index)
         except BaseException:
             self.__exit__()
@@ -137,7 +138,7 @@ class Hosts:
         ip("link", "set", f"{self.bridge}{index}", "down")
 
     def throttle(self, rate: str) -> None:
-        """Let neither host send faster than `rate` (`50mbit`), by a token bucket on its network card.
+        """Let no host send faster than `rate` (`50mbit`), by a token bucket on its network card.
 
         A burst has to hold the largest packet that a veth pair passes on, 64 kB.
         """
@@ -146,7 +147,7 @@ class Hosts:
             subprocess.run(["tc", "-n", space, "qdisc", "replace", "dev", "eth0", "root", *bucket], check=True)
 
     def unthrottle(self) -> None:
-        """Let both hosts send as fast as they can."""
+        """Let all hosts send as fast as they can."""
         for space in self.spaces:
             subprocess.run(["tc", "-n", space, "qdisc", "delete", "dev", "eth0", "root"], check=True)
 
@@ -156,7 +157,7 @@ class Hosts:
         self.servers[index].wait()
 
     def mend(self) -> None:
-        """Restore both hosts."""
+        """Restore all hosts."""
         for index, server in enumerate(self.servers):
             ip("link", "set", f"{self.bridge}{index}", "up")
             if server.poll() is not None:

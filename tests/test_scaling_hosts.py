@@ -1,0 +1,64 @@
+"""1, 2 and 4 hosts over a fast and a slow link: the planner's efficiency is the measured one."""
+
+from itertools import pairwise
+from statistics import median
+
+import pytest
+
+from recipes.benchmarks import scaling
+from recipes.launching import paths
+from recipes.spec import pages
+from recipes.spec.overrides import apply
+from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from tests.network_hosts import Hosts, without_hosts
+from tests.workers import on_hosts
+
+pytestmark = [
+    pytest.mark.every,
+    pytest.mark.skipif(bool(without_hosts()), reason=without_hosts() or "four hosts can run here"),
+]
+COUNTS = (1, 2, 4)
+LINKS = {"500mbit": 62.5e6, "50mbit": 6.25e6}
+"""What a host can send, for tc and in bytes per second."""
+SETTINGS = {"zero_stage": 1, "micro_batch": 8, "length": 256, "dtype": "fp32"}
+WARM_UP, STEPS = 3, 8
+
+
+@pytest.fixture(scope="module")
+def measured(ranks, tmp_path_factory):
+    """Return a function that gives the result of a link as `benchmark.py scaling` writes it, of one rank per host."""
+    folder = tmp_path_factory.mktemp("scaling")
+
+    def alone_and_together(link):
+        runs = {str(count): [step_of(ranks, hosts, folder / f"{link}-{count}", link, count)] for count in COUNTS}
+        per_byte = {str(count): 2 * (count - 1) / count / LINKS[link] for count in COUNTS[1:]}
+        found = {"settings": SETTINGS, "cores": 2, "seconds_per_byte": per_byte, "runs": {"weak": runs}}
+        return found | {"predicted": scaling.predicted_on_cpu(found)}
+
+    with Hosts(folder / "four", count=4) as hosts:
+        yield alone_and_together
+
+
+def step_of(ranks, hosts, path, link, count):
+    """Train on the first `count` hosts; return tokens per second and the seconds of a step."""
+    run = RunFolder(path)
+    changes = {"micro_batch_size": 8, "global_batch_size": 8 * count, "sequence_length": 256, "max_steps": STEPS}
+    changes |= {"logging_steps": 1, "save_steps": 0, "precision": "fp32", "deepspeed": "zero1.json"}
+    changes |= {"data.validation": "none", "data.metric": "loss", "wandb.mode": "disabled"}
+    words = [f"{key}={value}" for key, value in changes.items()]
+    write_recipe(run, paths.locate(apply(pages.find("tiny", "full"), words)))
+    hosts.throttle(link)
+    spaces, log = hosts.spaces[:count], path.with_suffix(".log")
+    ranks.check(on_hosts.main, str(path), spaces, hosts.addresses[0], world_size=count, log=log, timeout=400)
+    rows = read_jsonl(run.metrics)[WARM_UP:]
+    seconds = median(later["seconds"] - row["seconds"] for row, later in pairwise(rows))
+    speed = median((b["tokens"] - a["tokens"]) / (b["seconds"] - a["seconds"]) for a, b in pairwise(rows))
+    return {"step_seconds": seconds, "tokens_per_second": speed}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_the_planner_foresees_the_efficiency_of_hosts(measured, link):
+    result = measured(link)
+    for count, speed, efficiency, predicted in scaling.efficiencies(result, "weak"):
+        print(f"{link}: {count} hosts {speed:,.0f} tokens/s, {efficiency:.0%}, by the planner {predicted:.0%}")
+        assert efficiency == pytest.approx(predicted, abs=0.1)
