@@ -96,6 +96,7 @@ def test_commands_are_found():
     assert len(PAGES) >= 5 and len(DOCUMENTED) >= 15
 
 
+@pytest.mark.slow  # together half a minute
 @pytest.mark.parametrize(("page", "command"), DOCUMENTED)
 def test_documented_commands_are_accepted(page, command, tmp_path, capsys):
     script, *arguments = command

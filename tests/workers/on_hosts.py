@@ -4,6 +4,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 
+from recipes.benchmarks import link
 from recipes.training import run
 
 NETWORK = 0x40000000
@@ -12,10 +13,21 @@ NETWORK = 0x40000000
 
 def main(folder: str, spaces: Sequence[str], address: str) -> None:
     """Train what `folder`/recipe.json says; the first half of the ranks is on the first host, whose `address` it is."""
+    settle(spaces, address)
+    run.main(folder)
+
+
+def measure_link(spaces: Sequence[str], address: str) -> None:
+    """Print the time of an all-reduce, one rank on each host."""
+    settle(spaces, address)
+    link.main()
+
+
+def settle(spaces: Sequence[str], address: str) -> None:
+    """Move this rank to its host."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     enter(spaces[rank * len(spaces) // world_size])
     os.environ |= {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": "eth0"}
-    run.main(folder)
 
 
 def enter(space: str) -> None:
