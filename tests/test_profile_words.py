@@ -153,6 +153,22 @@ def test_a_gpus_collectives_say_their_size():
     assert found.bandwidth == pytest.approx(1000 / 30e-6), "twice the half that comes from the other rank"
 
 
+def test_a_collective_flies_until_gloos_thread_is_done_however_late_it_begins():
+    events = [
+        event("step/4", "user_annotation", 0, 100),
+        event("c10d::_allgather_base_", "cpu_op", 10, 11, **{"Input Dims": [[8], [4]], "Input type": ["float"] * 2}),
+        event("c10d::allreduce_", "cpu_op", 12, 13, **{"Input Dims": [[[2]]], "Input type": ["TensorList"]}),
+        event("c10d::_allgather_base_", "cpu_op", 14, 15, **{"Input Dims": [[8], [4]], "Input type": ["float"] * 2}),
+        event("gloo:all_gather", "cpu_op", 10.5, 30, thread=8),
+        event("gloo:all_reduce", "cpu_op", 20, 40, thread=9),
+        event("gloo:all_gather", "cpu_op", 30, 60, thread=8),
+        event("aten::mm", "cpu_op", 50, 80),
+    ]
+    found = {one.kind: one for one in collectives.of_rank(trace.parse({"traceEvents": events, trace.RECORD: {}}))}
+    assert found["all-gather"].seconds == pytest.approx(50e-6) and found["all-gather"].waited == pytest.approx(40e-6)
+    assert found["all-reduce"].seconds == pytest.approx(28e-6)
+
+
 def rank(number, collectives=(), **parts):
     return Rank(number, f"host{number}", (4,), 1.0, replace(EVEN, **parts), (), collectives, 0.0)
 

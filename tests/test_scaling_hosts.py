@@ -67,7 +67,7 @@ def all_reduce(ranks, hosts, path, count):
 
 @pytest.mark.parametrize("link", LINKS)
 def test_the_planner_foresees_the_efficiency_of_hosts(measured, link):
-    """Here hosts share the cores, which carry the packets too: a cost that hosts with cores of their own do not have."""
+    """Here hosts share the cores, which carry the packets too: a cost that hosts with their own cores do not have."""
     result = measured(link)
     for count, speed, efficiency, predicted in scaling.efficiencies(result, "weak"):
         print(f"{link}: {count} hosts {speed:,.0f} tokens/s, {efficiency:.0%}, by the planner {predicted:.0%}")

@@ -1,7 +1,7 @@
 """The collectives of a rank's recorded steps: bytes and time, by kind and process group."""
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -39,6 +39,18 @@ OF_NCCL = {
     "all_to_allv": "all-to-all",
 }
 """The same in the events of NCCL's kernels; other names stay as they are."""
+OF_GLOO = {
+    "all-gather": "gloo:all_gather",
+    "reduce-scatter": "gloo:all_reduce",
+    "all-reduce": "gloo:all_reduce",
+    "all-to-all": "gloo:all_to_all",
+    "broadcast": "gloo:broadcast",
+    "reduce": "gloo:reduce",
+    "send": "gloo:send",
+    "receive": "gloo:recv",
+    "barrier": "gloo:barrier",
+}
+"""What gloo's thread does for a call; it has no reduce-scatter of its own."""
 BYTES = {"float": 4, "int": 4, "bfloat16": 2, "half": 2, "double": 8, "long": 8, "long int": 8, "byte": 1, "char": 1}
 BYTES |= {"c10::bfloat16": 2, "c10::half": 2, "unsigned char": 1, "bool": 1, "signed char": 1}
 
@@ -85,22 +97,35 @@ def of_rank(trace: RankTrace) -> list[Collective]:
 def _on_host(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tuple[float, float]]]:
     """Yield kind, group, bytes and flight of every collective in the steps.
 
-    A call returns before gloo's thread is done with it; gloo's own event begins within the call.
+    A call returns before gloo's threads, two for a group, are done with it, or have even begun: they take calls in
+    their order. Where ZeRO-3 gathers ahead, the flights of a dozen calls begin after the last of them has returned.
     """
     main, base = trace.main_thread, trace.about.get("base_us", 0.0)
-    flights = [event for event in trace.events if event.name.startswith("gloo:")]
-    begins = [event.begin for event in flights]
+    flights: dict[str, deque[Event]] = defaultdict(deque)
+    for event in trace.events:
+        flights[event.name].append(event)
     known = sorted(trace.about.get("collectives", ()), key=lambda one: one["ns"])
     times = [one["ns"] / 1000 - base for one in known]
     for event in trace.events:
         kind = CALLS.get(event.name.removeprefix("c10d::")) if event.name.startswith("c10d::") else None
-        if kind is None or event.thread != main or not _within(event, trace.steps):
+        if kind is None or event.thread != main:
             continue
-        at, named = bisect_left(begins, event.begin), bisect_left(times, event.begin - 1)
-        flight = flights[at] if at < len(flights) and begins[at] <= event.end else event
+        flight = _next(flights[OF_GLOO.get(kind, "")], event)
+        if not _within(event, trace.steps):
+            continue
+        named = bisect_left(times, event.begin - 1)
         entry = known[named] if named < len(known) and times[named] <= event.end + 1 else {}
         ranks = trace.groups.get(str(entry.get("group")), ())
         yield kind, ranks, _bytes(event.arguments, entry, trace), (event.begin, max(event.end, flight.end))
+
+
+def _next(flights: deque[Event], call: Event) -> Event:
+    """Take the first flight that has not begun before the call; without one, the call itself."""
+    while flights:
+        flight = flights.popleft()
+        if flight.begin >= call.begin:
+            return flight
+    return call
 
 
 def _within(event: Event, steps: tuple[Event, ...]) -> bool:
