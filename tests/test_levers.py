@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from trl.trainer import utils as trl_utils
 
 from recipes.benchmarks.device_reads import Reads
-from recipes.spec import deepspeed_file, overrides, pages
+from recipes.spec import deepspeed_file, limits, overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.loss_tiles import LARGE, PER_ENTRY, tiles_loss
 from recipes.spec.recipe import Draft, Layout, Lora, Model
@@ -139,7 +139,7 @@ def pefts_defaults(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.05))
 
 
-def selective(model: Any) -> Any:
+def feed_forward(model: Any) -> Any:
     tiling.recompute_feed_forward(model)
     return model
 
@@ -150,8 +150,8 @@ def test_adapters_save_46_h_of_activations_where_pefts_defaults_save_111():
 
 
 @pytest.mark.every
-def test_selective_checkpointing_saves_the_feed_forward_part():
-    assert saved_per_layer(selective) <= 22 < 49 <= saved_per_layer(lambda model: model) <= 50
+def test_checkpointing_of_feed_forward_layers_saves_their_part():
+    assert saved_per_layer(feed_forward) <= 22 < 49 <= saved_per_layer(lambda model: model) <= 50
 
 
 class Live(TorchDispatchMode):
@@ -303,7 +303,7 @@ def test_generation_with_left_padding_uses_sdpa_and_its_mask(tokenizer):
     assert torch.equal(*answers)
 
 
-LEVERS = {"tiled_loss": True, "gradient_checkpointing": "selective"}
+LEVERS = {"tiled_loss": True, "gradient_checkpointing": "feed_forward"}
 
 
 def trained(ranks, tmp_path, model_folder, conversations, name, stage, world_size=2, **changes) -> list[dict]:
@@ -319,6 +319,10 @@ CASES = [
     pytest.param(3, {"lora": Lora(rank=4)}, marks=pytest.mark.every),
     pytest.param(1, {"lora": Lora(rank=4), "gradient_checkpointing": True}, marks=pytest.mark.every),
     pytest.param(3, {"gradient_checkpointing": True}, marks=pytest.mark.every),
+    (3, {"gradient_checkpointing": "selective"}),
+    pytest.param(2, {"gradient_checkpointing": "selective"}, marks=pytest.mark.every),
+    pytest.param(3, {"gradient_checkpointing": "selective", "lora": Lora(rank=4)}, marks=pytest.mark.every),
+    pytest.param(3, {"gradient_checkpointing": "selective", "layout": Layout(sequence=2)}, marks=pytest.mark.every),
     pytest.param(0, {}, marks=pytest.mark.every),
     pytest.param(3, {"layout": Layout(sequence=2)}, marks=pytest.mark.every),
     pytest.param(2, {"lora": Lora(rank=4), "layout": Layout(sequence=2)}, marks=pytest.mark.every),
@@ -331,7 +335,8 @@ def test_runs_with_all_optimisations_on_and_off_are_the_same(
 ):
     chosen = Model(path=str(model_folder), attention="varlen")
     on = trained(ranks, tmp_path, model_folder, conversations, "on", stage, model=chosen, **LEVERS | changes)
-    off = trained(ranks, tmp_path, model_folder, conversations, "off", stage, tiled_loss=False, **changes)
+    without = changes | {"tiled_loss": False, "gradient_checkpointing": False}
+    off = trained(ranks, tmp_path, model_folder, conversations, "off", stage, **without)
     assert len(on) == len(off) == 6
     for ours_, theirs in zip(on, off, strict=True):
         assert ours_["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
@@ -386,12 +391,18 @@ def test_loader_processes_are_used_with_gpus_only(model_folder, conversations):
 
 def test_optimisations_are_override_keys_like_any_other(model_folder, conversations):
     recipe = small(model_folder, conversations)
-    typed = ["gradient_checkpointing=selective", "compile=regional", "tiled_loss=none", "model.attention=varlen"]
+    typed = ["gradient_checkpointing=feed_forward", "compile=regional", "tiled_loss=none", "model.attention=varlen"]
     changed = overrides.apply(recipe, typed)
-    assert changed.gradient_checkpointing == "selective" and changed.compile == "regional"
+    assert changed.gradient_checkpointing == "feed_forward" and changed.compile == "regional"
     assert overrides.apply(recipe, ["gradient_checkpointing=false"]).gradient_checkpointing is False
-    with pytest.raises(UserError, match="true, selective or false"):
+    with pytest.raises(UserError, match="true, selective, feed_forward or false"):
         overrides.apply(recipe, ["gradient_checkpointing=half"])
+    for word, why in (("tiled_mlp=true", "there to forget"), ("compile=regional", "choose by themselves")):
+        with pytest.raises(UserError, match=f"gradient_checkpointing=selective with .*: .*{why}"):
+            overrides.apply(recipe, ["gradient_checkpointing=selective", word])
+    split = overrides.apply(recipe, ["gradient_checkpointing=selective", "layout.tensor=2"])
+    with pytest.raises(UserError, match=r"layout.tensor=2.*: gradient_checkpointing=selective keeps products"):
+        limits.check(split, 2, deepspeed_file.DeepSpeedFile(stage=1))
     for known, answer in (("torch_compile", "compile"), ("use_liger_kernel", "liger_kernel")):
         with pytest.raises(UserError, match=f"use '{answer}'"):
             overrides.apply(recipe, [f"{known}=true"])
@@ -412,7 +423,7 @@ def test_unavailable_optimisations_are_refused(model_folder, conversations):
     with pytest.raises(UserError, match=r"compile.passes has autosp, .* write layout.sequence=2"):
         kernels.check(recipe, replace(file, compiled_passes=("autosp",)), on_gpu=True)
     mixture = AutoModelForCausalLM.from_config(draft.shrink(family_of("mixtral"), Draft(), load()))
-    with pytest.raises(UserError, match="gradient_checkpointing=selective: not for mixtral"):
+    with pytest.raises(UserError, match="gradient_checkpointing=feed_forward: not for mixtral"):
         tiling.recompute_feed_forward(mixture)
 
 

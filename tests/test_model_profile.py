@@ -21,7 +21,7 @@ from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Draft, Lora
 from recipes.training import upstream
-from recipes.training.model import adapters
+from recipes.training.model import adapters, checkpointing
 from recipes.training.model.draft import TINY_MODEL, shrink
 from tests.small import language_families
 from tests.tiers import tiered
@@ -35,6 +35,7 @@ MODES = {
     "full": {},
     "packed": {"packing": True},
     "checkpointed": {"gradient_checkpointing": True},
+    "selective": {"selective": True},
     "adapters": {"lora": LORA},
     "adapters, packed, checkpointed": {"lora": LORA, "packing": True, "gradient_checkpointing": True},
 }
@@ -56,7 +57,7 @@ def setup_for(family, **changes):
 def predicted(profile, setup):
     """Return the bytes that live between the forward and the backward pass."""
     ends = activations.of_mode(profile.saved_outside_layers, setup).of(SEQUENCES, LENGTH)
-    masks = activations.mask_bytes(profile.layers, setup) if setup.gradient_checkpointing else 0
+    masks = activations.mask_bytes(profile.layers, setup) if setup.gradient_checkpointing or setup.selective else 0
     return sum(activations.kept_bytes(layer, setup) for layer in profile.layers) + ends + masks
 
 
@@ -67,8 +68,9 @@ def measured(model, setup, backward=False):
     """
     torch.manual_seed(0)
     model.config.use_cache = False
-    if setup.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if setup.gradient_checkpointing or setup.selective:
+        kept = {"context_fn": checkpointing.keep_products} if setup.selective else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
     if setup.lora:
         model.enable_input_require_grads()
         model = adapters.add(model, setup.lora)
@@ -90,7 +92,9 @@ def measured(model, setup, backward=False):
         with live:
             loss.backward()
         return live.peak
-    return live.bytes if setup.gradient_checkpointing else sum(size for _, size in live.saved.values())
+    return (
+        live.bytes if setup.gradient_checkpointing or setup.selective else sum(size for _, size in live.saved.values())
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,8 +117,13 @@ def test_what_autograd_saves_of_a_draft_is_what_is_predicted(family):
 @pytest.mark.parametrize(
     ("family", "name"),
     tiered(
-        product(("llama3", "gpt2", "mixtral"), ("full", "checkpointed", "adapters, packed, checkpointed")),
-        {("llama3", "full"), ("gpt2", "adapters, packed, checkpointed"), ("mixtral", "checkpointed")},
+        product(("llama3", "gpt2", "mixtral"), ("full", "checkpointed", "selective", "adapters, packed, checkpointed")),
+        {
+            ("llama3", "full"),
+            ("llama3", "selective"),
+            ("gpt2", "adapters, packed, checkpointed"),
+            ("mixtral", "checkpointed"),
+        },
     ),
 )
 def test_the_worst_moment_is_what_is_predicted(family, name):

@@ -34,14 +34,14 @@ def test_help_explains_every_key_with_type_default_and_meaning(capsys):
     known = keys.keys()
     assert set(known) == set(overrides.override_keys())
     assert all(key.meaning and key.short() in screen for key in known.values())
-    assert "typing." not in screen and "true | false | selective (default: true)" in screen
+    assert "typing." not in screen and "true | false | selective | feed_forward (default: true)" in screen
     assert "learning_rate               number (default: 2e-05)" in screen
 
 
 def test_help_of_a_key_says_everything_about_it(capsys):
     screen = shown(capsys, "--help", "gradient_checkpointing")
-    assert screen.startswith("gradient_checkpointing: true | false | selective (default: true)\n    Recompute")
-    assert "attention, the slower part of" in screen, "all of it, and not the first sentence"
+    assert screen.startswith("gradient_checkpointing: true | false | selective | feed_forward (default: true)\n    Rec")
+    assert "which hold most activations" in screen, "all of it, and not the first sentence"
     assert shown(capsys, "tiny", "full", "--help", "lora").count("lora.") == 9
     for word, said in (("learning_rat", "Did you mean 'learning_rate'"), ("lr", "use 'learning_rate'")):
         assert main.run("launch", ["--help", word]) == 2

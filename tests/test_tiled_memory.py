@@ -143,7 +143,7 @@ LLAMA = {"model_type": "llama", "num_key_value_heads": 2, **SIZES}
 SEQUENCES, LENGTH = 2, 2048
 LEVERS = {
     "none": lambda model: None,
-    "selective": tiling.recompute_feed_forward,
+    "recomputes_feed_forward": tiling.recompute_feed_forward,
     "tiled_mlp": lambda model: tiling.tile_feed_forward(model, LENGTH // SIZES["hidden_size"]),
 }
 
@@ -184,7 +184,7 @@ def test_feed_forward_layers_keep_what_is_predicted_to_two_percent(lever, lora):
 
 def test_inner_products_that_are_not_counted_are_noticed(monkeypatch):
     monkeypatch.setattr(activations, "INNER", 0)
-    assert planned("selective", None)[0] > 1.5 * weighed("selective", None)[0]
+    assert planned("recomputes_feed_forward", None)[0] > 1.5 * weighed("recomputes_feed_forward", None)[0]
 
 
 def test_ligers_kernels_save_less():

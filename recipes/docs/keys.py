@@ -80,7 +80,7 @@ def keys() -> dict[str, Key]:
 
 
 def type_name(hint: Any) -> str:
-    """Return a field's type as a person reads it: `true | false | selective`."""
+    """Return a field's type as a person reads it: `true | false | selective | feed_forward`."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " | ".join(type_name(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:

@@ -98,6 +98,7 @@ TECHNIQUES = (
     Technique("zero2", "zero2.json", changes={"gradient_checkpointing": True}),
     Technique("zero3", "zero3.json", accumulates=True),
     Technique("selective", "zero3.json", changes={"gradient_checkpointing": "selective"}),
+    Technique("feed_forward", "zero3.json", changes={"gradient_checkpointing": "feed_forward"}),
     Technique("offload", "zero2_offload.json"),
     Technique("tensor", "zero1.json", Layout(tensor=2), accumulates=True),
     Technique("sequence", "zero2.json", Layout(sequence=2), accumulates=True),

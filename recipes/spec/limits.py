@@ -149,7 +149,7 @@ def positions(config: Mapping[str, Any]) -> float:
 
 def limit(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> str | None:
     """Return the first reason why `recipe` cannot run like this, as a clause; None where it can."""
-    rules = (_optimizer, _world, _expert, _tensor, _sequence, _pipeline)
+    rules = (_optimizer, _world, _selective, _expert, _tensor, _sequence, _pipeline)
     return next((why for rule in rules for why in rule(recipe, world_size, file)), None)
 
 
@@ -253,6 +253,15 @@ def _world(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Iterator[str
         yield f"{world_size // size} data-parallel ranks are not divisible by {expert} (expert)"
     if file.partition_size > 1 and recipe.layout != Layout():
         yield f"zero_hpz_partition_size={file.partition_size} works with data parallelism only"
+
+
+def _selective(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
+    if recipe.gradient_checkpointing != "selective":
+        return
+    if recipe.layout.tensor > 1:  # the second sum would start from the first, and gradients would be too large
+        yield "gradient_checkpointing=selective keeps products, to which tensor parallelism adds in place"
+    if recipe.layout.expert > 1:
+        yield "gradient_checkpointing=selective is not tested with experts on several ranks"
 
 
 def _tensor(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:

@@ -224,9 +224,10 @@ class Recipe:
     router_aux_loss_coef: float = 0.0
     """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0 (usual for fine-tuning) leaves it
     out."""
-    gradient_checkpointing: bool | Literal["selective"] = True
-    """Recompute activations in the backward pass: about a third more compute for much less memory. `selective`: of
-    the feed-forward layers only, which hold most of them; attention, the slower part of long sequences, is kept."""
+    gradient_checkpointing: bool | Literal["selective", "feed_forward"] = True
+    """Recompute activations in the backward pass: about a third more compute for much less memory. `selective`: keep
+    the results of matrix products and attention, and recompute what is cheap, for a few percent; `feed_forward`:
+    recompute the feed-forward layers only, which hold most activations."""
     tiled_loss: bool | None = None
     """Compute the loss for some tokens at a time, so that whole logits never exist. Costs one more product with the
     output matrix, on a GPU for labelled tokens alone. None: where whole logits would take a GiB or more."""
@@ -280,6 +281,7 @@ class Recipe:
             raise UserError(f"eval_examples={self.eval_examples}: measured during training; add eval_steps=100.")
         _check_adapters(self)
         _check_optimizer(self)
+        _check_selective(self)
         _check_vision(self)
         trackers.check(names(self.tracking))
         self.dpo.check()
@@ -452,6 +454,22 @@ def _check_optimizer(recipe: Recipe) -> None:
             f"max_grad_norm={recipe.max_grad_norm} with optimizer=muon: DeepSpeed would clip the orthogonalised "
             "updates, whose norm is far above 1 whatever the gradients are; set max_grad_norm=0."
         )
+
+
+def _check_selective(recipe: Recipe) -> None:
+    """Refuse what is not a sequence of operators, or would keep what it is there to forget; layouts: `limits`."""
+    if recipe.gradient_checkpointing != "selective":
+        return
+    for key, used, why in (
+        ("compile", recipe.compile != "off", "compiled layers choose by themselves what to keep"),
+        ("tiled_mlp", recipe.tiled_mlp, "it would keep what tiles are there to forget"),
+        ("model.vision", recipe.model.vision, "it is not tested with a vision tower"),
+    ):
+        if used:
+            raise UserError(
+                f"gradient_checkpointing=selective with {key}={_get(recipe, key)}: {why}; use "
+                "gradient_checkpointing=true or feed_forward."
+            )
 
 
 def _check_vision(recipe: Recipe) -> None:

@@ -9,6 +9,7 @@ from ..spec.layout import gradient_accumulation_steps
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from . import universal_checkpoint
+from .model import checkpointing
 from .parallel import expert_check
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -42,7 +43,8 @@ def common_arguments(
         "bf16": recipe.precision == "bf16",
         "fp16": recipe.precision == "fp16",
         # The stages of a pipeline turn it on by themselves.
-        "gradient_checkpointing": recipe.gradient_checkpointing is True and recipe.layout.pipeline == 1,
+        "gradient_checkpointing": checkpointing.of_layers(recipe) and recipe.layout.pipeline == 1,
+        "gradient_checkpointing_kwargs": checkpointing.options(recipe),
         "torch_compile": file.deepcompile,  # else accelerate never calls engine.compile(), and it is plain ZeRO
         "seed": recipe.seed,
         "logging_steps": recipe.logging_steps,

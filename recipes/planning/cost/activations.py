@@ -1,6 +1,7 @@
 """Activation memory on one rank: what layers save for the backward pass, and what their passes need at their peak."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import TypeVar
 
 from ..model_profile.profile import LayerProfile, ModelProfile, SavedBytes, training_mode
@@ -110,11 +111,37 @@ def feed_forward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return what stays of a layer after its forward pass: all that was saved, or with checkpointing its input."""
+    if setup.selective:
+        return _in_precision(kind.checkpoint_bytes * _tokens(setup), setup) + _product_bytes(kind, setup)
     if not setup.gradient_checkpointing:
-        again = setup.selective or setup.tiled_mlp
+        again = setup.recomputes_feed_forward or setup.tiled_mlp
         return layer_bytes(kind, setup) - (feed_forward_bytes(kind, setup) if again else 0.0)
     tokens = _tokens(setup)
     return _in_precision(kind.checkpoint_bytes * tokens, setup) * (FP32 if setup.frozen_fp32 else 1)
+
+
+def _product_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the results of a layer's matrix products and of its attention, in bf16, for one micro-batch."""
+    results = sum(outputs for _, outputs in kind.linears) + _attention_results(kind, setup) + _expert_results(kind)
+    if setup.lora:
+        results += sum(setup.lora.rank + outputs for _, outputs in kind.linears)
+    return _in_precision(2 * results * _tokens(setup), setup)
+
+
+def _attention_results(kind: LayerProfile, setup: TrainingSetup) -> int:
+    """Return the numbers per token that attention returns, where it is one operator."""
+    return 0 if setup.attention == "eager" else kind.attention_width
+
+
+def _expert_results(kind: LayerProfile) -> float:
+    """Return the numbers per token that its experts' matrices return.
+
+    A gated expert's three matrices are equally large, and two of them return its width.
+    """
+    if not kind.experts_per_token:
+        return 0.0
+    hidden, dense = kind.checkpoint_bytes / 2, sum(map(prod, kind.linears))
+    return 2 / 3 * (kind.active_weights - dense) / hidden + kind.experts_per_token * hidden
 
 
 def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -131,9 +158,13 @@ def _recomputed_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return what is computed again of a layer before its backward pass: its feed-forward part a tile at a time."""
     feed_forward = feed_forward_bytes(kind, setup)
     tile = feed_forward / setup.feed_forward_tiles(kind.checkpoint_bytes // 2)
+    if setup.selective:  # what is kept of gates, experts and attention is used as it is
+        inner = sum(outputs for _, outputs in kind.feed_forward[:-1])
+        used = inner + _expert_results(kind) + _attention_results(kind, setup)
+        return layer_bytes(kind, setup) - _in_precision(2 * used * _tokens(setup), setup)
     if setup.gradient_checkpointing:
         return layer_bytes(kind, setup) - feed_forward + tile
-    return tile if setup.selective or setup.tiled_mlp else 0.0
+    return tile if setup.recomputes_feed_forward or setup.tiled_mlp else 0.0
 
 
 def mask_bytes(kinds: Iterable[LayerProfile], setup: TrainingSetup) -> float:

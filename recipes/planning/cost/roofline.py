@@ -93,8 +93,10 @@ def layer_seconds(
     # Checkpointing computes a layer once more, and so does DPO's comparison with the model that training starts from;
     # a teacher computes as much more as it is larger.
     again = setup.gradient_checkpointing + setup.reference + setup.teacher_parameters / profile.parameters
-    feed_forward = feed_forward_share(kind) * (forward + moved) if setup.tiled_mlp or setup.selective else 0.0
-    busy = matmul + attention + attention_backward + 3 * moved + 2 * weights + again * once + feed_forward
+    part = moved if setup.selective else 0.0
+    if setup.tiled_mlp or setup.recomputes_feed_forward:
+        part = feed_forward_share(kind) * (forward + moved)
+    busy = matmul + attention + attention_backward + 3 * moved + 2 * weights + again * once + part
     passes = 3 + again
     experts = experts_on_rank(kind, setup)
     host = host_seconds(kind, setup, constants, experts)
@@ -103,7 +105,7 @@ def layer_seconds(
         matmul=matmul,
         attention=attention + attention_backward,
         elementwise=3 * moved + 2 * weights,
-        recomputation=again * once + feed_forward,
+        recomputation=again * once + part,
         launch=passes * (constants.gap + waiting) + max(0.0, passes * host - busy),
     )
 

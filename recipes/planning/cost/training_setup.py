@@ -31,6 +31,8 @@ class TrainingSetup:
     gradient_checkpointing: bool = True
     """Of whole layers."""
     selective: bool = False
+    """Of whole layers, but the results of matrix products and of attention are kept."""
+    recomputes_feed_forward: bool = False
     """Checkpointing of the feed-forward layers alone, where whole layers are not checkpointed."""
     packing: bool = True
     sequences_per_example: int = 1
@@ -164,7 +166,8 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         precision=recipe.precision,
         gradient_checkpointing=recipe.gradient_checkpointing is True,
         # What is tiled is checkpointed too (`training.model.load`).
-        selective=recipe.gradient_checkpointing == "selective" and not recipe.tiled_mlp,
+        selective=recipe.gradient_checkpointing == "selective",
+        recomputes_feed_forward=recipe.gradient_checkpointing == "feed_forward" and not recipe.tiled_mlp,
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
         reference=recipe.asks_reference,

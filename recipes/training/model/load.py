@@ -23,7 +23,7 @@ from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from .. import upstream
 from ..vision import blank, processor, tower
-from . import adapters, attention, heads, kernels, tiling
+from . import adapters, attention, checkpointing, heads, kernels, tiling
 
 TEXT_PART = {
     r"^language_model\.model\.": "model.",
@@ -63,7 +63,7 @@ def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> 
     model = load_base(recipe, kind, labels)
     if recipe.lora is None:
         return model
-    if recipe.gradient_checkpointing is True:
+    if checkpointing.of_layers(recipe):
         model.enable_input_require_grads()
     beside = tower.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
     return adapters.add(model, recipe.lora, recipe.seed, recipe.traits.scores, recipe.traits.embeds, beside)
@@ -94,7 +94,7 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
         tiling.tile_loss(model)
     if recipe.tiled_mlp:
         tiling.tile_feed_forward(model, tiling.tiles(recipe, config.hidden_size))
-    elif recipe.gradient_checkpointing == "selective":
+    elif recipe.gradient_checkpointing == "feed_forward":
         tiling.recompute_feed_forward(model)
     if recipe.liger_kernel:
         kernels.fuse(model)

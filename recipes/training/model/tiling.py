@@ -56,7 +56,7 @@ def recompute_feed_forward(model: PreTrainedModel) -> None:
     Raises:
         UserError: the layers have no such part, or one that routes tokens to experts.
     """
-    for part in _feed_forward(model, "gradient_checkpointing=selective"):
+    for part in _feed_forward(model, "gradient_checkpointing=feed_forward"):
         part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
 
 

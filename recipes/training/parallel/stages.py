@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ...spec.errors import UserError
 from ...spec.layout import balanced
 from ...spec.recipe import Recipe
-from ..model import adapters, load, packing_check
+from ..model import adapters, checkpointing, load, packing_check
 
 PROBE_STAGES = 3
 """The first stage, one between, and the last."""
@@ -112,8 +112,8 @@ class Stage(nn.Module):
         super().__init__()
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(load.load_config(recipe))]
         self.model = load.load_model(recipe, cut_on_init(kind, layers))
-        if recipe.gradient_checkpointing is True:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if checkpointing.of_layers(recipe):
+            self.model.gradient_checkpointing_enable(checkpointing.options(recipe))
 
     @property
     def embedding(self) -> nn.Module:
