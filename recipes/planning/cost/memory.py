@@ -1,6 +1,6 @@
 """Memory of a run: on the fullest GPU at each moment of a step, by component; on a node's host, NVMe and disk."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,8 +84,8 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
         cluster: only its GPUs per node matter here.
     """
     stages = stage_shards(profile, setup)
-    moments = [gpu_moments(profile, shard, setup) for shard in stages]
-    fullest = max(range(len(stages)), key=lambda stage: max(moment.total for moment in moments[stage]))
+    moments = {stage: gpu_moments(profile, stages[stage], setup) for stage in first_stages(stages)}
+    fullest = max(moments, key=lambda stage: max(moment.total for moment in moments[stage]))
     ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
     whole = stage_shards(profile, replace(setup, layout=Layout()))[0]
     return Memory(
@@ -99,6 +99,16 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
             WIDTH[setup.precision],
         ),
     )
+
+
+def first_stages(stages: Sequence[StageShard]) -> list[int]:
+    """Return the first of the stages that hold the same: none after it has as many micro-batches in flight."""
+    first: dict[Any, int] = {}
+    for index, shard in enumerate(stages):
+        counts = tuple((id(kind), count) for kind, count in shard.layer_counts)
+        held = (counts, id(shard.layers[0]), shard.parameters, shard.largest_module, shard.is_last)
+        first.setdefault(held, index)
+    return list(first.values())
 
 
 def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) -> tuple[GpuMoment, ...]:

@@ -157,7 +157,7 @@ class _StageTime:
 
 
 def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants) -> list[_StageTime]:
-    """Return every pipeline stage; without a pipeline, the one there is."""
+    """Return the pipeline stages that differ; without a pipeline, the one there is."""
     layout, kinds = setup.layout, profile.layer_kinds
     ranges = stage_ranges(profile, layout.pipeline)
     seconds = [roofline.layer_seconds(kind, profile, setup, cluster.gpu, known) for kind in kinds]
@@ -168,34 +168,34 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
         *(_model_parallel_seconds(kind, profile, setup, cluster, known) for kind in kinds), strict=True
     )
     sent = _send_seconds(profile, setup, cluster, known)
-    found = []
+    found: dict[tuple[int, ...], _StageTime] = {}
     for number, layers in enumerate(ranges):
         counts = [profile.layer_order[layers.start : layers.stop].count(index) for index in range(len(kinds))]
+        is_last = number == len(ranges) - 1
+        if (key := (*counts, number == 0, is_last)) in found:
+            continue  # most stages are like the one before
 
         def total(each: list | tuple, counts: list[int] = counts) -> float:
             return sum(count * value for count, value in zip(counts, each, strict=True))
 
-        is_last = number == len(ranges) - 1
         compute = roofline.head_seconds(profile, setup, cluster.gpu, known) if is_last else roofline.ComputeSeconds()
         for count, value in zip(counts, seconds, strict=True):
             compute += value * count
         ends = (profile.embedding_parameters if number == 0 else 0) + (profile.head_parameters if is_last else 0)
         updated = total(adapters) if setup.lora else total(split) + ends / layout.tensor
         parameters = total(split) + ends / layout.tensor - total(elsewhere)
-        found.append(
-            _StageTime(
-                len(layers),
-                compute,
-                total(tensor),
-                total(sequence),
-                total(expert),
-                sent,
-                parameters,
-                updated if setup.lora else parameters,
-                updated,
-            )
+        found[key] = _StageTime(
+            len(layers),
+            compute,
+            total(tensor),
+            total(sequence),
+            total(expert),
+            sent,
+            parameters,
+            updated if setup.lora else parameters,
+            updated,
         )
-    return found
+    return list(found.values())
 
 
 def _activation_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
