@@ -8,8 +8,7 @@ from ..spec.errors import UserError
 from ..spec.layout import gradient_accumulation_steps
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
-from . import universal_checkpoint
-from .model import checkpointing
+from . import checkpointing, universal_checkpoint
 from .parallel import expert_check
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -21,9 +21,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...spec.errors import UserError, errors_only, first_line
 from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
-from .. import upstream
+from .. import checkpointing, upstream
 from ..vision import blank, processor, tower
-from . import adapters, attention, checkpointing, heads, kernels, tiling
+from . import adapters, attention, heads, kernels, tiling
 
 TEXT_PART = {
     r"^language_model\.model\.": "model.",

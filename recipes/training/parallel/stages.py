@@ -17,7 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ...spec.errors import UserError
 from ...spec.layout import balanced
 from ...spec.recipe import Recipe
-from ..model import adapters, checkpointing, load, packing_check
+from .. import checkpointing
+from ..model import adapters, load, packing_check
 
 PROBE_STAGES = 3
 """The first stage, one between, and the last."""

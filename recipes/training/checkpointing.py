@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ...spec.recipe import Recipe
+from ..spec.recipe import Recipe
 
 KEPT = (
     *("aten::mm", "aten::addmm", "aten::_grouped_mm", "transformers::grouped_mm_fallback", "torch_attn::_varlen_attn"),
