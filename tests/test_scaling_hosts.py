@@ -44,7 +44,9 @@ def measured(ranks, tmp_path_factory):
 def step_of(ranks, hosts, path, link, count):
     """Train on the first `count` hosts; return tokens per second and the seconds of a step."""
     run = RunFolder(path)
-    changes = {"micro_batch_size": 8, "global_batch_size": 8 * count, "sequence_length": 256, "max_steps": STEPS}
+    each, length = SETTINGS["micro_batch"], SETTINGS["length"]
+    changes = {"micro_batch_size": each, "global_batch_size": each * count, "sequence_length": length}
+    changes |= {"max_steps": STEPS}
     changes |= {"logging_steps": 1, "save_steps": 0, "precision": "fp32", "deepspeed": "zero1.json"}
     changes |= {"data.validation": "none", "data.metric": "loss", "wandb.mode": "disabled"}
     words = [f"{key}={value}" for key, value in changes.items()]

@@ -103,14 +103,15 @@ def _on_host(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tupl
     main, base = trace.main_thread, trace.about.get("base_us", 0.0)
     flights: dict[str, deque[Event]] = defaultdict(deque)
     for event in trace.events:
-        flights[event.name].append(event)
+        if event.name.startswith("gloo:"):
+            flights[event.name].append(event)
     known = sorted(trace.about.get("collectives", ()), key=lambda one: one["ns"])
     times = [one["ns"] / 1000 - base for one in known]
     for event in trace.events:
         kind = CALLS.get(event.name.removeprefix("c10d::")) if event.name.startswith("c10d::") else None
         if kind is None or event.thread != main:
             continue
-        flight = _next(flights[OF_GLOO.get(kind, "")], event)
+        flight = _next(flights[OF_GLOO[kind]], event)
         if not _within(event, trace.steps):
             continue
         named = bisect_left(times, event.begin - 1)

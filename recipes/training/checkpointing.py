@@ -1,5 +1,6 @@
 """Checkpointing of layers: which of their activations are kept, and which are computed again in the backward pass."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,11 +33,12 @@ def keep_products() -> Any:
 
     The policy is PyTorch's: its dispatch modes see every operator, also of 4-bit layers and of ZeRO-3's.
     """
-    return create_selective_checkpoint_contexts([found for name in KEPT for found in _operator(name)])
+    return create_selective_checkpoint_contexts(_operators())
 
 
-def _operator(name: str) -> list[Any]:
-    """Return the operator, where this environment has it."""
-    space, _, short = name.partition("::")
-    packet = getattr(getattr(torch.ops, space), short, None)
-    return [packet.default] if packet is not None else []
+@cache  # asked for by each layer in each pass
+def _operators() -> list[Any]:
+    """Return those of KEPT that this environment has."""
+    spaces = (name.split("::") for name in KEPT)
+    found = (getattr(getattr(torch.ops, space), short, None) for space, short in spaces)
+    return [packet.default for packet in found if packet is not None]

@@ -84,7 +84,7 @@ def _fused_bytes(kind: LayerProfile, setup: TrainingSetup, tokens: float) -> flo
     if not setup.fuses:
         return 0.0
     norms = NORMS * NORM_FUSED / (1 if setup.lora is None else 2) * kind.checkpoint_bytes / 2
-    inner = sum(outputs for _, outputs in kind.feed_forward[:-1]) if _is_gated(kind) else 0
+    inner = _inner_results(kind) if _is_gated(kind) else 0
     ranks = setup.layout.tensor if setup.tensor_splits_all else 1
     return tokens * (norms / ranks + (INNER - INNER_FUSED) * inner / setup.layout.tensor)
 
@@ -94,7 +94,12 @@ def _is_gated(kind: LayerProfile) -> bool:
     if kind.expert_parameters or not kind.feed_forward:
         return False
     width, _ = kind.feed_forward[-1]
-    return sum(outputs for _, outputs in kind.feed_forward[:-1]) == 2 * width
+    return _inner_results(kind) == 2 * width
+
+
+def _inner_results(kind: LayerProfile) -> int:
+    """Return the numbers per token that the inner matrices of a layer's feed-forward part return."""
+    return sum(outputs for _, outputs in kind.feed_forward[:-1])
 
 
 def feed_forward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -103,7 +108,7 @@ def feed_forward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     Each of its inner matrices has an output, and the activation function or the product with the gate has another one,
     which the last matrix multiplies.
     """
-    inner = sum(outputs for _, outputs in kind.feed_forward[:-1])
+    inner = _inner_results(kind)
     tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
     each = INNER_FUSED if setup.fuses and _is_gated(kind) else INNER
     return _in_precision(each * tokens * inner / setup.layout.tensor, setup)
@@ -159,8 +164,7 @@ def _recomputed_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     feed_forward = feed_forward_bytes(kind, setup)
     tile = feed_forward / setup.feed_forward_tiles(kind.checkpoint_bytes // 2)
     if setup.selective:  # what is kept of gates, experts and attention is used as it is
-        inner = sum(outputs for _, outputs in kind.feed_forward[:-1])
-        used = inner + _expert_results(kind) + _attention_results(kind, setup)
+        used = _inner_results(kind) + _expert_results(kind) + _attention_results(kind, setup)
         return layer_bytes(kind, setup) - _in_precision(2 * used * _tokens(setup), setup)
     if setup.gradient_checkpointing:
         return layer_bytes(kind, setup) - feed_forward + tile
