@@ -35,7 +35,7 @@ MODES = {
     "full": {},
     "packed": {"packing": True},
     "checkpointed": {"gradient_checkpointing": True},
-    "selective": {"selective": True},
+    "selective": {"gradient_checkpointing": "selective"},
     "adapters": {"lora": LORA},
     "adapters, packed, checkpointed": {"lora": LORA, "packing": True, "gradient_checkpointing": True},
 }
@@ -57,7 +57,7 @@ def setup_for(family, **changes):
 def predicted(profile, setup):
     """Return the bytes that live between the forward and the backward pass."""
     ends = activations.of_mode(profile.saved_outside_layers, setup).of(SEQUENCES, LENGTH)
-    masks = activations.mask_bytes(profile.layers, setup) if setup.gradient_checkpointing or setup.selective else 0
+    masks = activations.mask_bytes(profile.layers, setup) if setup.gradient_checkpointing else 0
     return sum(activations.kept_bytes(layer, setup) for layer in profile.layers) + ends + masks
 
 
@@ -68,7 +68,7 @@ def measured(model, setup, backward=False):
     """
     torch.manual_seed(0)
     model.config.use_cache = False
-    if setup.gradient_checkpointing or setup.selective:
+    if setup.gradient_checkpointing:
         kept = {"context_fn": checkpointing.keep_products} if setup.selective else {}
         model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
     if setup.lora:
@@ -92,9 +92,7 @@ def measured(model, setup, backward=False):
         with live:
             loss.backward()
         return live.peak
-    return (
-        live.bytes if setup.gradient_checkpointing or setup.selective else sum(size for _, size in live.saved.values())
-    )
+    return live.bytes if setup.gradient_checkpointing else sum(size for _, size in live.saved.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

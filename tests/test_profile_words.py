@@ -169,6 +169,21 @@ def test_a_collective_flies_until_gloos_thread_is_done_however_late_it_begins():
     assert found["all-reduce"].seconds == pytest.approx(28e-6)
 
 
+@pytest.mark.parametrize("ahead", [-150, 0, 30])
+def test_a_collective_has_the_group_of_its_entry_whatever_the_recorders_clock_says(ahead):
+    """Most calls are far apart, but some follow each other faster than two clocks agree."""
+    begins = [100, 1000, 2000, 3000, 3070, 3140, 5000]
+    shape = {"Input Dims": [[8], [4]], "Input type": ["float"] * 2}
+    events = [event("c10d::_allgather_base_", "cpu_op", begin, begin + 60, **shape) for begin in begins]
+    written = [{"name": "gloo:all_gather", "ns": (begin + 50 + ahead) * 1000, "dtype": ""} for begin in (-900, *begins)]
+    groups = [str(number % 2) for number in range(len(written))]
+    about = {"collectives": [one | {"group": group} for one, group in zip(written, groups, strict=True)], "base_us": 0}
+    file = {"traceEvents": [event("step/4", "user_annotation", 0, 6000), *events], trace.RECORD: about}
+    file["distributedInfo"] = {"pg_config": [{"pg_name": "0", "ranks": [0, 1]}, {"pg_name": "1", "ranks": [0, 2]}]}
+    found = {one.ranks: one.count for one in collectives.of_rank(trace.parse(file))}
+    assert found == {(0, 2): 4, (0, 1): 3}
+
+
 def rank(number, collectives=(), **parts):
     return Rank(number, f"host{number}", (4,), 1.0, replace(EVEN, **parts), (), collectives, 0.0)
 

@@ -1,20 +1,17 @@
 """`overhead`: compares a small recipe, as the command runs it, with the same training without this project.
 
 Tokens per second and peak memory are compared with (a) recipes/plain_loop.py and (b) a bare transformers.Trainer
-(`peer_trainer.py`), on the same model, data, ranks, ZeRO stage, dtype, optimizer, batch and logging interval. The peers
-take turns (ours plain trainer trainer plain ours ...), so that a drift in the machine's speed affects all of them
-equally; the first steps of each run are warm-up. The launcher's setting of the allocator is part of what is measured:
-the peers run without it, as a plain `deepspeed` command does.
+(`peer_trainer.py`), on the same model, data, ranks, ZeRO stage, dtype, optimizer, batch and logging interval. On CPU
+ranks the three take turns of LOG_EVERY steps (`turns.py`); on GPUs they follow each other. The first steps of each run
+are warm-up. The launcher's setting of the allocator is part of what is measured: the peers run without it, as a plain
+`deepspeed` command does.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 from dataclasses import dataclass, replace
 from datetime import date
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +20,12 @@ from ..launching.command import deepspeed_command, rank_count, rank_environment,
 from ..spec import pages
 from ..spec.project import PACKAGE
 from ..spec.recipe import Precision, Schedule, Wandb
-from ..spec.run_folder import RunFolder, read_jsonl, write_recipe
+from ..spec.run_folder import RunFolder, write_recipe
+from .turns import Contender, Turn, take_turns
 
 WARM_UP = 20
 """Steps that are not counted: compilation of ops, allocator, ZeRO-3's trace."""
-LOG_EVERY = 10
+LOG_EVERY = 5
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def overhead(bench: Bench, rounds: int) -> dict[str, Any]:
     """Return every peer's throughput and memory in each run."""
     save_sequences(bench)
-    peers = {"recipe": run_recipe, "plain_loop": run_plain_loop, "trainer": run_trainer}
+    peers = {"recipe": recipe_run, "plain_loop": plain_loop_run, "trainer": trainer_run}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
-    order = list(peers)
-    for turn in range(rounds):
-        for name in order if turn % 2 == 0 else reversed(order):
-            measured = peers[name](bench, turn)
+    for number in range(rounds):
+        contenders = {name: peer(bench, number) for name, peer in peers.items()}
+        for group in [[one] for one in contenders.values()] if bench.gpus else [list(contenders.values())]:
+            take_turns(group, bench.steps)
+        for name, contender in contenders.items():
+            measured = steady(contender.turns)
             print(
                 f"{name:<11} {measured['tokens_per_second']:>9,.0f} tokens/s {measured['peak_gib']:>7.3f} GiB",
                 flush=True,
@@ -167,39 +167,39 @@ def save_sequences(bench: Bench) -> None:
     Dataset.from_dict(columns | {"tokens": [one["tokens"] for one in padded]}).save_to_disk(bench.folder / "sequences")
 
 
-def run_recipe(bench: Bench, turn: int) -> dict[str, float]:
-    """Measure the recipe through the project's own training."""
-    run = RunFolder(bench.folder / f"run{turn}")
+def recipe_run(bench: Bench, number: int) -> Contender:
+    """Return the recipe in the project's own training."""
+    run = RunFolder(bench.folder / f"run{number}")
     write_recipe(run, recipe_of(bench))
-    execute(deepspeed_command(run, bench.ranks), environment_of(bench))
-    return steady(read_jsonl(run.metrics))
+    output = bench.folder / f"recipe{number}.log"
+    return Contender(deepspeed_command(run, bench.ranks), environment_of(bench), run.metrics, output)
 
 
-def run_plain_loop(bench: Bench, turn: int) -> dict[str, float]:
-    """Measure recipes/plain_loop.py."""
+def plain_loop_run(bench: Bench, number: int) -> Contender:
+    """Return recipes/plain_loop.py."""
     recipe = recipe_of(bench)
     script = [str(PACKAGE / "plain_loop.py"), recipe.model.path, recipe.data.path]
-    script += [str(bench.folder / f"plain{turn}"), "--zero-stage", str(bench.zero_stage), "--steps", str(bench.steps)]
+    script += [str(bench.folder / f"plain{number}"), "--zero-stage", str(bench.zero_stage), "--steps", str(bench.steps)]
     script += ["--micro-batch", str(bench.micro_batch), "--length", str(bench.length), "--dtype", bench.dtype]
     script += ["--lr", "1e-4", "--schedule", "constant", "--log-every", str(LOG_EVERY)]
-    return run_peer(bench, script)
+    return peer_run(bench, script, bench.folder / f"plain{number}.log")
 
 
-def run_trainer(bench: Bench, turn: int) -> dict[str, float]:
-    """Measure the bare transformers.Trainer."""
+def trainer_run(bench: Bench, number: int) -> Contender:
+    """Return the bare transformers.Trainer."""
     recipe = recipe_of(bench)
     script = [str(PACKAGE / "benchmarks" / "peer_trainer.py"), recipe.model.path, str(bench.folder / "sequences")]
     script += [recipe.deepspeed, str(bench.micro_batch), str(bench.steps), str(LOG_EVERY), bench.dtype]
-    return run_peer(bench, script)
+    return peer_run(bench, script, bench.folder / f"trainer{number}.log")
 
 
-def run_peer(bench: Bench, script: list[str]) -> dict[str, float]:
-    """Measure a script under the DeepSpeed launcher, with the user's allocator settings and not the project's."""
+def peer_run(bench: Bench, script: list[str], output: Path) -> Contender:
+    """Return a script under the DeepSpeed launcher, with the user's allocator settings and not the project's."""
     command = deepspeed_command(RunFolder(bench.folder), bench.ranks)
     environment = environment_of(bench)
     if "MALLOC_ARENA_MAX" not in os.environ:
         environment.pop("MALLOC_ARENA_MAX", None)
-    return steady(records(execute([*command[: command.index("--module")], *script], environment)))
+    return Contender([*command[: command.index("--module")], *script], environment, output, output)
 
 
 def environment_of(bench: Bench) -> dict[str, str]:
@@ -207,30 +207,15 @@ def environment_of(bench: Bench) -> dict[str, str]:
     return rank_environment(bench.ranks, bench.gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
 
 
-def execute(command: list[str], environment: dict[str, str]) -> str:
-    """Run a command and return what it printed.
-
-    Raises:
-        RuntimeError: it failed; with the end of its output.
-    """
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
-
-
-def records(output: str) -> list[dict[str, Any]]:
-    """Return the JSON objects among the lines of a peer's output."""
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-
-
-def steady(logged: list[dict[str, Any]]) -> dict[str, float]:
+def steady(turns: list[Turn]) -> dict[str, float]:
     """Return tokens per second after the warm-up, and the peak memory of rank 0 in GiB (GPU where there is one).
 
-    The rate is the median over the logging intervals, so that a moment in which the machine did something else, which
-    on shared machines costs a run up to 15%, counts once.
+    The rate is the median over turns, so that a moment in which the machine did something else counts once.
     """
-    timed = [record for record in logged if record["step"] >= WARM_UP]
-    rates = [(b["tokens"] - a["tokens"]) / (b["seconds"] - a["seconds"]) for a, b in pairwise(timed)]
-    last = logged[-1]
-    return {"tokens_per_second": statistics.median(rates), "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"])}
+    last = turns[-1].record
+    return {
+        "tokens_per_second": statistics.median(
+            turn.tokens / turn.seconds for turn in turns if turn.record["step"] > WARM_UP
+        ),
+        "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"]),
+    }

@@ -7,8 +7,10 @@ more ranks than cores, they share them, which both numbers include and the table
 """
 
 import io
+import json
 import os
 import statistics
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
@@ -91,18 +93,35 @@ def run(bench: Bench, ranks: Sequence[int], kind: str, count: int, turn: int) ->
     """Train with `count` ranks; return tokens per second and the seconds of a step."""
     folder = RunFolder(bench.folder / f"{kind}-{count}-{turn}")
     write_recipe(folder, recipe_of(bench, ranks, kind, count))
-    overhead.execute(deepspeed_command(folder, count), environment(bench, count))
-    logged = read_jsonl(folder.metrics)
-    timed = [row for row in logged if row["step"] >= overhead.WARM_UP]
-    steps = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairwise(timed)]
-    return overhead.steady(logged) | {"step_seconds": statistics.median(steps)}
+    execute(deepspeed_command(folder, count), environment(bench, count))
+    timed = [row for row in read_jsonl(folder.metrics) if row["step"] >= overhead.WARM_UP]
+    intervals = [{key: b[key] - a[key] for key in ("step", "seconds", "tokens")} for a, b in pairwise(timed)]
+    last = timed[-1]
+    return {
+        "tokens_per_second": statistics.median(one["tokens"] / one["seconds"] for one in intervals),
+        "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"]),
+        "step_seconds": statistics.median(one["seconds"] / one["step"] for one in intervals),
+    }
 
 
 def link_speed(bench: Bench, count: int) -> float:
     """Return the seconds of an all-reduce between `count` CPU ranks, per byte."""
     command = deepspeed_command(RunFolder(bench.folder), count)
     command = [*command[: command.index("--module")], "--module", f"{NAME}.benchmarks.link"]
-    return overhead.records(overhead.execute(command, environment(bench, count)))[0]["seconds_per_byte"]
+    printed = execute(command, environment(bench, count)).splitlines()
+    return next(json.loads(line)["seconds_per_byte"] for line in printed if line.startswith("{"))
+
+
+def execute(command: list[str], environment: dict[str, str]) -> str:
+    """Run a command and return what it printed.
+
+    Raises:
+        RuntimeError: it failed; with the end of its output.
+    """
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
 
 
 def environment(bench: Bench, count: int) -> dict[str, str]:

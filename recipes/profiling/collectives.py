@@ -5,6 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from statistics import mode
 from typing import Any
 
 from .intervals import both, length, union, without
@@ -100,24 +101,50 @@ def _on_host(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tupl
     A call returns before gloo's threads, two for a group, are done with it, or have even begun: they take calls in
     their order. Where ZeRO-3 gathers ahead, the flights of a dozen calls begin after the last of them has returned.
     """
-    main, base = trace.main_thread, trace.about.get("base_us", 0.0)
     flights: dict[str, deque[Event]] = defaultdict(deque)
     for event in trace.events:
         if event.name.startswith("gloo:"):
             flights[event.name].append(event)
-    known = sorted(trace.about.get("collectives", ()), key=lambda one: one["ns"])
-    times = [one["ns"] / 1000 - base for one in known]
+    calls: dict[str, list[Event]] = defaultdict(list)
     for event in trace.events:
-        kind = CALLS.get(event.name.removeprefix("c10d::")) if event.name.startswith("c10d::") else None
-        if kind is None or event.thread != main:
-            continue
-        flight = _next(flights[OF_GLOO[kind]], event)
-        if not _within(event, trace.steps):
-            continue
-        named = bisect_left(times, event.begin - 1)
-        entry = known[named] if named < len(known) and times[named] <= event.end + 1 else {}
-        ranks = trace.groups.get(str(entry.get("group")), ())
-        yield kind, ranks, _bytes(event.arguments, entry, trace), (event.begin, max(event.end, flight.end))
+        if event.thread == trace.main_thread and (kind := _kind(event)):
+            calls[OF_GLOO[kind]].append(event)
+    for name, ours in calls.items():
+        for event, entry in zip(ours, _entries(name, ours, trace), strict=True):
+            flight = _next(flights[name], event)
+            if _within(event, trace.steps):
+                ranks = trace.groups.get(str(entry.get("group")), ())
+                size = _bytes(event.arguments, entry, trace)
+                yield _kind(event), ranks, size, (event.begin, max(event.end, flight.end))
+
+
+def _kind(event: Event) -> str:
+    """Return the collective that an operator starts; an empty string for other operators."""
+    return CALLS.get(event.name.removeprefix("c10d::"), "") if event.name.startswith("c10d::") else ""
+
+
+def _entries(name: str, calls: list[Event], trace: RankTrace) -> list[Mapping[str, Any]]:
+    """Return what the flight recorder wrote of each call for gloo's operation `name`; empty where it wrote nothing.
+
+    By their order, which starts where most calls have their entry nearest: it reads another clock than the profiler,
+    and on a virtual machine they were up to 100 microseconds apart, as much as two calls.
+    """
+    base = trace.about.get("base_us", 0.0)
+    known = sorted(
+        (one for one in trace.about.get("collectives", ()) if one["name"] == name), key=lambda one: one["ns"]
+    )
+    times = [one["ns"] / 1000 - base for one in known]
+    if not times:
+        return [{}] * len(calls)
+    first = mode(_nearest(times, call.end) - number for number, call in enumerate(calls))
+    places = range(first, first + len(calls))
+    return [known[place] if 0 <= place < len(known) else {} for place in places]
+
+
+def _nearest(times: list[float], wanted: float) -> int:
+    """Return the index of the time nearest to a wanted one; `times` are sorted."""
+    after = bisect_left(times, wanted)
+    return min({max(after - 1, 0), min(after, len(times) - 1)}, key=lambda index: abs(times[index] - wanted))
 
 
 def _next(flights: deque[Event], call: Event) -> Event:

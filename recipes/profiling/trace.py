@@ -47,9 +47,9 @@ class RankTrace:
     """By begin, then the longer one first: an event comes after the one that it is part of."""
     about: Mapping[str, Any]
     """`rank`, `host`, `world_size`, `steps` (of each `step`, `seconds` and the main thread's `cpu_seconds` in it and in
-    its `data` phase), `offload_optimizer`, `collectives` (of gloo: `ns`, `group` and `dtype` of each call), `total` and
-    `trained` parameters of the model, `held`: the same of what this rank and those with the same part of it have
-    between them, and the layout's numbers."""
+    its `data` phase), `offload_optimizer`, `collectives` (of gloo: `name`, `ns`, `group` and `dtype` of each call),
+    `total` and `trained` parameters of the model, `held`: the same of what this rank and those with the same part of it
+    have between them, and the layout's numbers."""
     groups: Mapping[str, tuple[int, ...]]
     """The ranks of each process group, by its name."""
 

@@ -18,6 +18,7 @@ from .tracking import trackers
 from .tracking.trackers import Wandb
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Checkpointing = bool | Literal["selective", "feed_forward"]
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ class Recipe:
     router_aux_loss_coef: float = 0.0
     """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0 (usual for fine-tuning) leaves it
     out."""
-    gradient_checkpointing: bool | Literal["selective", "feed_forward"] = True
+    gradient_checkpointing: Checkpointing = True
     """Recompute activations in the backward pass: about a third more compute for much less memory. `selective`: keep
     the results of matrix products and attention, and recompute what is cheap, for a few percent; `feed_forward`:
     recompute the feed-forward layers only, which hold most activations."""

@@ -118,11 +118,10 @@ def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return what stays of a layer after its forward pass: all that was saved, or with checkpointing its input."""
     if setup.selective:
         return _in_precision(kind.checkpoint_bytes * _tokens(setup), setup) + _product_bytes(kind, setup)
-    if not setup.gradient_checkpointing:
-        again = setup.recomputes_feed_forward or setup.tiled_mlp
-        return layer_bytes(kind, setup) - (feed_forward_bytes(kind, setup) if again else 0.0)
-    tokens = _tokens(setup)
-    return _in_precision(kind.checkpoint_bytes * tokens, setup) * (FP32 if setup.frozen_fp32 else 1)
+    if setup.recomputes_layers:
+        return _in_precision(kind.checkpoint_bytes * _tokens(setup), setup) * (FP32 if setup.frozen_fp32 else 1)
+    again = feed_forward_bytes(kind, setup) if setup.recomputes_feed_forward else 0.0
+    return layer_bytes(kind, setup) - again
 
 
 def _product_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -166,9 +165,9 @@ def _recomputed_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     if setup.selective:  # what is kept of gates, experts and attention is used as it is
         used = _inner_results(kind) + _expert_results(kind) + _attention_results(kind, setup)
         return layer_bytes(kind, setup) - _in_precision(2 * used * _tokens(setup), setup)
-    if setup.gradient_checkpointing:
+    if setup.recomputes_layers:
         return layer_bytes(kind, setup) - feed_forward + tile
-    return tile if setup.recomputes_feed_forward or setup.tiled_mlp else 0.0
+    return tile if setup.recomputes_feed_forward else 0.0
 
 
 def mask_bytes(kinds: Iterable[LayerProfile], setup: TrainingSetup) -> float:

@@ -92,9 +92,9 @@ def layer_seconds(
     once = forward + attention + moved + weights
     # Checkpointing computes a layer once more, and so does DPO's comparison with the model that training starts from;
     # a teacher computes as much more as it is larger.
-    again = setup.gradient_checkpointing + setup.reference + setup.teacher_parameters / profile.parameters
+    again = setup.recomputes_layers + setup.reference + setup.teacher_parameters / profile.parameters
     part = moved if setup.selective else 0.0
-    if setup.tiled_mlp or setup.recomputes_feed_forward:
+    if setup.recomputes_feed_forward:
         part = feed_forward_share(kind) * (forward + moved)
     busy = matmul + attention + attention_backward + 3 * moved + 2 * weights + again * once + part
     passes = 3 + again

@@ -222,7 +222,7 @@ def _model_parallel_seconds(
     """Return the seconds of a layer's collectives: of tensor, sequence and expert parallelism."""
     layout = setup.layout
     size = _activation_bytes(profile, setup)
-    forward = 1 + setup.gradient_checkpointing
+    forward = 1 + (setup.recomputes_layers or setup.selective)
     # Forward, the outputs of attention and of the feed-forward layer are summed; backward, AutoTP sums the gradient of
     # the input of each matrix by itself.
     sums = 2 * forward + max(2, len(kind.linears) - 2)

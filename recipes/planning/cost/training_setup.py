@@ -9,7 +9,7 @@ from ...spec import loss_tiles
 from ...spec.deepspeed_file import KEPT_WEIGHTS, DeepSpeedFile, Device
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
 from ...spec.optimization.optimizers import Optimizer
-from ...spec.recipe import Layout, Lora, Precision, Recipe
+from ...spec.recipe import Checkpointing, Layout, Lora, Precision, Recipe
 from ..model_profile import teacher
 
 
@@ -28,12 +28,7 @@ class TrainingSetup:
     sequence_length: int = 2048
     """In tokens."""
     precision: Precision = "bf16"
-    gradient_checkpointing: bool = True
-    """Of whole layers."""
-    selective: bool = False
-    """Of whole layers, but the results of matrix products and of attention are kept."""
-    recomputes_feed_forward: bool = False
-    """Checkpointing of the feed-forward layers alone, where whole layers are not checkpointed."""
+    gradient_checkpointing: Checkpointing = True
     packing: bool = True
     sequences_per_example: int = 1
     """Two where a method compares two answers."""
@@ -103,6 +98,21 @@ class TrainingSetup:
     sub_group_size: int = 10**9
 
     @property
+    def recomputes_layers(self) -> bool:
+        """Whether whole layers are computed again."""
+        return self.gradient_checkpointing is True
+
+    @property
+    def selective(self) -> bool:
+        """Whether layers are computed again but for their matrix products and attention."""
+        return self.gradient_checkpointing == "selective"
+
+    @property
+    def recomputes_feed_forward(self) -> bool:
+        """Whether feed-forward layers are computed again: what is tiled is checkpointed too (`training.model.load`)."""
+        return self.gradient_checkpointing == "feed_forward" or self.tiled_mlp
+
+    @property
     def fuses(self) -> bool:
         """Whether element-wise operations are fused: by Liger's kernels, or by torch.compile."""
         return self.liger_kernel or self.compile
@@ -164,10 +174,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         gradient_accumulation_steps=gradient_accumulation_steps(recipe, world_size),
         sequence_length=recipe.sequence_length,
         precision=recipe.precision,
-        gradient_checkpointing=recipe.gradient_checkpointing is True,
-        # What is tiled is checkpointed too (`training.model.load`).
-        selective=recipe.gradient_checkpointing == "selective",
-        recomputes_feed_forward=recipe.gradient_checkpointing == "feed_forward" and not recipe.tiled_mlp,
+        gradient_checkpointing=recipe.gradient_checkpointing,
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
         reference=recipe.asks_reference,

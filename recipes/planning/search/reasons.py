@@ -46,6 +46,11 @@ def behind(plan: Plan, first: Plan) -> str:
 
 SAME = 0.01
 """Of a token's time: less is no difference."""
+PARTLY = {
+    "selective": "checkpointing keeps products and attention, as asked",
+    "feed_forward": "feed-forward layers alone are checkpointed, as asked",
+}
+"""Kinds of checkpointing that the search never chooses by itself."""
 
 
 def why(request: PlanRequest, plan: Plan) -> str:
@@ -149,6 +154,9 @@ def _activations(request: PlanRequest, plan: Plan) -> Iterator[str]:
     setup = plan.setup
     if not setup.gradient_checkpointing:
         yield "activations fit, so nothing is recomputed"
+        return
+    if setup.gradient_checkpointing is not True:
+        yield PARTLY[setup.gradient_checkpointing]
         return
     without = _gpu_gib(request, setup, gradient_checkpointing=False)
     if without > REFUSE * request.cluster.gpu.memory_gib:

@@ -230,9 +230,7 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
                 setup,
                 micro_batch_size=size,
                 gradient_accumulation_steps=sequences // size,
-                gradient_checkpointing=checkpointing is True,
-                selective=checkpointing == "selective",
-                recomputes_feed_forward=setup.recomputes_feed_forward and checkpointing == "feed_forward",
+                gradient_checkpointing=checkpointing,
             )
             plan = _plan(request, sized, file, sized_setup)
             smallest = size == 1 or "micro_batch_size" in request.fixed

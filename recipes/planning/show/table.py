@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...spec import overrides, pages, project
-from ...spec.recipe import Layout, Recipe
+from ...spec.recipe import Checkpointing, Layout, Recipe
 from ..hardware.cluster import Cluster
 from ..search.model_recipe import method_of
 from ..search.plans import Plan, PlanRequest, SearchResult
@@ -204,7 +204,7 @@ def _table(plans: list[Plan], workload: Workload | None) -> Table:
             plan.recipe.deepspeed.removesuffix(".json"),
             layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
             f"{plan.setup.micro_batch_size} x {plan.setup.gradient_accumulation_steps}",
-            "yes" if plan.setup.gradient_checkpointing else "no",
+            _checkpointing(plan.setup.gradient_checkpointing),
             f"{plan.gpu_gib:.1f}",
             f"{plan.share:.0%}",
             _size(plan.host_gib),
@@ -220,6 +220,10 @@ def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
     """Return the cells of a plan's hours and dollars."""
     hours, dollars = workload.hours(plan), workload.dollars(plan)
     return f"{hours:,.1f}", "-" if dollars is None else f"{dollars:,.2f}" if dollars < 100 else f"{dollars:,.0f}"
+
+
+def _checkpointing(how: Checkpointing) -> str:
+    return {True: "yes", False: "no"}.get(how, str(how))
 
 
 def _size(size: float) -> str:

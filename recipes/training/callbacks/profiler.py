@@ -191,6 +191,7 @@ class Profiler(Phases, TrainerCallback):
         kept = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
         return [
             {
+                "name": one["profiling_name"],
                 "ns": one["time_created_ns"],
                 "group": one["process_group"][0],
                 "dtype": (one["input_dtypes"] or [""])[0],
