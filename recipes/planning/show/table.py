@@ -223,7 +223,7 @@ def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
 
 
 def _checkpointing(how: Checkpointing) -> str:
-    return {True: "yes", False: "no"}.get(how, str(how))
+    return how if isinstance(how, str) else "yes" if how else "no"
 
 
 def _size(size: float) -> str:
