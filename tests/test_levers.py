@@ -23,6 +23,7 @@ from recipes.spec.errors import UserError
 from recipes.spec.loss_tiles import LARGE, PER_ENTRY, tiles_loss
 from recipes.spec.recipe import Draft, Layout, Lora, Model
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from recipes.training import checkpointing
 from recipes.training import run as training_run
 from recipes.training.arguments import loader_processes
 from recipes.training.data.collate import Collator
@@ -314,6 +315,7 @@ def trained(ranks, tmp_path, model_folder, conversations, name, stage, world_siz
     return read_jsonl(run.metrics)
 
 
+OFFLOADED = {"gradient_checkpointing": True, "activation_offloading": True}
 CASES = [
     (2, {}),
     pytest.param(3, {"lora": Lora(rank=4)}, marks=pytest.mark.every),
@@ -323,6 +325,9 @@ CASES = [
     pytest.param(2, {"gradient_checkpointing": "selective"}, marks=pytest.mark.every),
     pytest.param(3, {"gradient_checkpointing": "selective", "lora": Lora(rank=4)}, marks=pytest.mark.every),
     pytest.param(3, {"gradient_checkpointing": "selective", "layout": Layout(sequence=2)}, marks=pytest.mark.every),
+    (3, OFFLOADED),
+    pytest.param(2, OFFLOADED | {"lora": Lora(rank=4)}, marks=pytest.mark.every),
+    pytest.param(2, OFFLOADED | {"layout": Layout(sequence=2)}, marks=pytest.mark.every),
     pytest.param(0, {}, marks=pytest.mark.every),
     pytest.param(3, {"layout": Layout(sequence=2)}, marks=pytest.mark.every),
     pytest.param(2, {"lora": Lora(rank=4), "layout": Layout(sequence=2)}, marks=pytest.mark.every),
@@ -335,12 +340,55 @@ def test_runs_with_all_optimisations_on_and_off_are_the_same(
 ):
     chosen = Model(path=str(model_folder), attention="varlen")
     on = trained(ranks, tmp_path, model_folder, conversations, "on", stage, model=chosen, **LEVERS | changes)
-    without = changes | {"tiled_loss": False, "gradient_checkpointing": False}
+    without = changes | {"tiled_loss": False, "gradient_checkpointing": False, "activation_offloading": False}
     off = trained(ranks, tmp_path, model_folder, conversations, "off", stage, **without)
     assert len(on) == len(off) == 6
     for ours_, theirs in zip(on, off, strict=True):
         assert ours_["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours_["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def offloaded_bytes(prepare: Callable[[Any], Any], layers: int, tokens: int) -> tuple[int, torch.Tensor]:
+    """Return the most bytes that a pass keeps in host memory, and the gradient of the first layer's first matrix."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**LAYER | {"hidden_size": 64, "intermediate_size": 128}, num_hidden_layers=layers)
+    model = prepare(AutoModelForCausalLM.from_config(config)).train()
+    recipe = replace(pages.find("tiny", "full"), gradient_checkpointing=True, activation_offloading=True)
+    context = checkpointing.offloading(recipe, 64, on_gpu=False)
+    row = torch.arange(tokens)[None] % LAYER["vocab_size"]
+    with context:
+        loss = model(input_ids=row, labels=row, use_cache=False).loss
+    held = context.bytes
+    loss.backward()
+    assert context.bytes == 0, "everything came back"
+    return held, next(model.model.layers[0].parameters()).grad
+
+
+def checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def test_of_checkpointed_layers_the_inputs_are_in_host_memory():
+    held, gradient = offloaded_bytes(checkpointed, layers=6, tokens=32)
+    shorter, _ = offloaded_bytes(checkpointed, layers=5, tokens=32)
+    assert held - shorter == 32 * 64 * 4, "one input for each layer, in fp32"
+    plain, same = offloaded_bytes(lambda model: model, layers=6, tokens=32)
+    assert plain > 3 * held, "without checkpointing a layer keeps more of that width"
+    assert torch.equal(gradient, same)
+
+
+def test_a_tensor_that_comes_back_wrong_is_noticed(monkeypatch):
+    given = checkpointing.LayerInputs._give_back
+    monkeypatch.setattr(
+        checkpointing.LayerInputs,
+        "_give_back",
+        lambda self, kept: kept if torch.is_tensor(kept) else 1.01 * given(self, kept),
+    )
+    _, wrong = offloaded_bytes(checkpointed, layers=2, tokens=32)
+    monkeypatch.undo()
+    _, right = offloaded_bytes(checkpointed, layers=2, tokens=32)
+    assert not torch.allclose(wrong, right, rtol=1e-5)
 
 
 @pytest.mark.every
@@ -400,6 +448,9 @@ def test_optimisations_are_override_keys_like_any_other(model_folder, conversati
     for word, why in (("tiled_mlp=true", "there to forget"), ("compile=regional", "choose by themselves")):
         with pytest.raises(UserError, match=f"gradient_checkpointing=selective with .*: .*{why}"):
             overrides.apply(recipe, ["gradient_checkpointing=selective", word])
+    for word in ("gradient_checkpointing=false", "compile=regional", "layout.pipeline=2"):
+        with pytest.raises(UserError, match=f"activation_offloading=true with {word}: use"):
+            overrides.apply(recipe, ["activation_offloading=true", word])
     split = overrides.apply(recipe, ["gradient_checkpointing=selective", "layout.tensor=2"])
     with pytest.raises(UserError, match=r"layout.tensor=2.*: gradient_checkpointing=selective keeps products"):
         limits.check(split, 2, deepspeed_file.DeepSpeedFile(stage=1))

@@ -413,6 +413,19 @@ def test_selective_checkpointing_lies_between_all_and_none(answer):
     assert "gradient_checkpointing=selective" in plans[1]["plans"][0]["command"]
 
 
+def test_offloaded_activations_make_room_for_longer_sequences(answer):
+    """Of Llama 3.1 8B at 128k tokens checkpoints are 32 x 131,072 x 4,096 x 2 bytes: 32 GiB."""
+    words = ("llama3-8b", "--method", "lora", "--gpu", "H100", "--gpus", "1", "sequence_length=131072")
+    pinned = ("deepspeed=zero2.json", "micro_batch_size=1", "gradient_checkpointing=true", "tiled_loss=true")
+    kept, moved = (
+        answer(*words, *pinned, "tiled_mlp=true", f"activation_offloading={on}")["plans"][0] for on in ("false", "true")
+    )
+    away = 27 / 32 * 32  # five layers' inputs are on their way
+    assert kept["gpu_peak_gib"] - moved["gpu_peak_gib"] == pytest.approx(1.07 * away, rel=0.05)
+    assert moved["host_gib"] == pytest.approx(3 + 32, rel=0.02), "beside the process itself"
+    assert moved["tokens_per_second_per_gpu"] <= kept["tokens_per_second_per_gpu"]
+
+
 @pytest.fixture
 def one_a100(monkeypatch):
     """Let the launcher believe in a GPU; nothing is started on it."""

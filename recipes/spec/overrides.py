@@ -110,6 +110,7 @@ FOREIGN_NAMES = {
     "enable_liger_kernel": "liger_kernel",
     "use_flash_attention_2": "model.attention",
     "selective_checkpointing": "gradient_checkpointing",
+    "enable_activation_offloading": "activation_offloading",
     "recompute_granularity": "gradient_checkpointing",
 }
 

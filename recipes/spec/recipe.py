@@ -229,6 +229,9 @@ class Recipe:
     """Recompute activations in the backward pass: about a third more compute for much less memory. `selective`: keep
     the results of matrix products and attention, and recompute what is cheap, for a few percent; `feed_forward`:
     recompute the feed-forward layers only, which hold most activations."""
+    activation_offloading: bool = False
+    """Keep what checkpointing keeps, the layers' inputs, in host memory between the passes: for sequences so long that
+    they fill a GPU. Copies run beside the computation; needs gradient_checkpointing=true."""
     tiled_loss: bool | None = None
     """Compute the loss for some tokens at a time, so that whole logits never exist. Costs one more product with the
     output matrix, on a GPU for labelled tokens alone. None: where whole logits would take a GiB or more."""
@@ -283,6 +286,7 @@ class Recipe:
         _check_adapters(self)
         _check_optimizer(self)
         _check_selective(self)
+        _check_offloading(self)
         _check_vision(self)
         trackers.check(names(self.tracking))
         self.dpo.check()
@@ -471,6 +475,21 @@ def _check_selective(recipe: Recipe) -> None:
                 f"gradient_checkpointing=selective with {key}={_get(recipe, key)}: {why}; use "
                 "gradient_checkpointing=true or feed_forward."
             )
+
+
+def _check_offloading(recipe: Recipe) -> None:
+    """Refuse to move what is not there, or where it is not tested."""
+    if not recipe.activation_offloading:
+        return
+    for key, used, fix in (
+        ("gradient_checkpointing", recipe.gradient_checkpointing is not True, "gradient_checkpointing=true"),
+        ("compile", recipe.compile != "off", "compile=off"),
+        ("model.vision", recipe.model.vision, "activation_offloading=false"),
+        ("layout.pipeline", recipe.layout.pipeline > 1, "layout.pipeline=1: stages keep their inputs themselves"),
+    ):
+        if used:
+            value = str(_get(recipe, key)).lower()
+            raise UserError(f"activation_offloading=true with {key}={value}: use {fix}.")
 
 
 def _check_vision(recipe: Recipe) -> None:

@@ -1,9 +1,11 @@
-"""Checkpointing of layers: which of their activations are kept, and which are computed again in the backward pass."""
+"""Checkpointing of layers: which of their activations are kept and where, and which are computed again."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..spec.recipe import Recipe
@@ -42,3 +44,58 @@ def _operators() -> list[Any]:
     spaces = (name.split("::") for name in KEPT)
     found = (getattr(getattr(torch.ops, space), short, None) for space, short in spaces)
     return [packet.default for packet in found if packet is not None]
+
+
+def offloading(recipe: Recipe, hidden: int, on_gpu: bool) -> AbstractContextManager[Any]:
+    """Return the context of a forward pass: with `activation_offloading`, checkpoints are kept in host memory.
+
+    On GPUs TRL copies them on a stream of its own, there and back; on CPU ranks torch copies them, which saves nothing
+    there and computes the same.
+
+    Args:
+        recipe: says whether.
+        hidden: the width of the layers' inputs.
+        on_gpu: whether this rank computes on one.
+    """
+    if not recipe.activation_offloading:
+        return nullcontext()
+    if not on_gpu:
+        return LayerInputs(save_on_cpu(), hidden)
+    from trl.models.activation_offloading import OffloadActivations  # a tenth of a second, for those that need it
+
+    return LayerInputs(OffloadActivations(), hidden)
+
+
+class LayerInputs(saved_tensors_hooks):
+    """Gives tensors of the layers' width to another context's hooks, and keeps all others where they are.
+
+    Logits, which are used at once, and weights, which ZeRO-3 gathers, would travel for nothing.
+    """
+
+    def __init__(self, mover: saved_tensors_hooks, hidden: int) -> None:
+        self.mover, self.hidden = mover, hidden
+        self.bytes = self.peak = 0
+        """Of what the mover holds, and the most that it held."""
+        super().__init__(self._keep, self._give_back)
+
+    def __enter__(self) -> None:
+        self.mover.__enter__()
+        super().__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self.mover.__exit__(*failure)
+
+    def _keep(self, tensor: torch.Tensor) -> Any:
+        if tensor.dim() != 3 or tensor.shape[-1] != self.hidden or not tensor.is_floating_point():
+            return tensor
+        self.bytes += tensor.nbytes
+        self.peak = max(self.peak, self.bytes)
+        return tensor.nbytes, self.mover.pack_hook(tensor)
+
+    def _give_back(self, kept: Any) -> torch.Tensor:
+        if torch.is_tensor(kept):
+            return kept
+        size, moved = kept
+        self.bytes -= size
+        return self.mover.unpack_hook(moved)

@@ -124,6 +124,11 @@ def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     return layer_bytes(kind, setup) - again
 
 
+def waiting_bytes(layer_counts: Iterable[tuple[LayerProfile, int]], setup: TrainingSetup) -> float:
+    """Return what stays of all layers after their forward passes, wherever it is."""
+    return sum(count * kept_bytes(kind, setup) for kind, count in layer_counts)
+
+
 def _product_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the results of a layer's matrix products and of its attention, in bf16, for one micro-batch."""
     results = sum(outputs for _, outputs in kind.linears) + _attention_results(kind, setup) + _expert_results(kind)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from . import activations
 from .stage_shards import StageShard
 from .states import WIDTH, Moment, States
 from .training_setup import TrainingSetup
@@ -30,6 +31,8 @@ def host_bytes(
     """
     width, processes = WIDTH[setup.precision], ranks_per_node * PROCESS
     offloaded = ranks_per_node * max(_offloaded(shard, setup, states(shard, setup, "backward")) for shard in stages)
+    if setup.activation_offloading:
+        offloaded += ranks_per_node * max(activations.waiting_bytes(shard.layer_counts, setup) for shard in stages)
     # Below ZeRO-3 every rank reads what it is going to hold, where AutoTP splits it the whole model, and 4-bit weights
     # straight to the GPU; at stage 3 the first rank reads everything, and the others get their shards.
     read = width * whole.parameters

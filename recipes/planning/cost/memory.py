@@ -33,6 +33,8 @@ ALL_REDUCE = 5 * 10**8
 MEMORY_OPT_ALLREDUCE_SIZE)."""
 
 
+ON_THEIR_WAY = 5
+"""Layers whose inputs are on a GPU although they are offloaded: being copied (trl, `OffloadActivations`)."""
 MUON_BUFFERS = 2**28
 """Gathered gradients and momenta that ZeRO-3 keeps for Muon's next step (deepspeed, stage3.py,
 `_muon_allgather_max_cached_bytes`)."""
@@ -114,7 +116,9 @@ def first_stages(stages: Sequence[StageShard]) -> list[int]:
 def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) -> tuple[GpuMoment, ...]:
     """Return what a GPU of one pipeline stage holds at each moment of a run."""
     kinds = [kind for kind, _ in shard.layer_counts]
-    kept = sum(count * activations.kept_bytes(kind, setup) for kind, count in shard.layer_counts)
+    kept = activations.waiting_bytes(shard.layer_counts, setup)
+    if setup.activation_offloading:
+        kept = min(kept, ON_THEIR_WAY * max(activations.kept_bytes(kind, setup) for kind in kinds))
     waiting = shard.micro_batches_in_flight * kept + activations.mask_bytes(kinds, setup)
     backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
     first = activations.kept_bytes(shard.layers[0], setup) + activations.backward_bytes(shard.layers[0], setup)

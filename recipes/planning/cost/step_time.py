@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..hardware.cluster import Cluster
 from ..model_profile.profile import LayerProfile, ModelProfile
-from . import communication, roofline
+from . import activations, communication, roofline
 from .communication import Group
 from .constants import Constants, constants
 from .stage_shards import stage_ranges
@@ -107,6 +107,8 @@ def step_time(
     micro_batches, compute = setup.gradient_accumulation_steps, stage.compute
     collectives, once = _zero_seconds(stage, setup, cluster, known)
     fetches = _fetch_seconds(stage.parameters, setup, cluster, known)
+    if setup.activation_offloading:
+        fetches += 2 * communication.to_host(stage.kept, cluster, known)
     visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
     optimizer, offload, nvme = _optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
     return StepTime(
@@ -148,6 +150,8 @@ class _StageTime:
     """On the rank, before ZeRO shards them."""
     trained: float
     """Of these."""
+    kept: float
+    """Bytes of activations between its passes."""
     updated: float
     """Trained parameters that ZeRO's ranks update between them: with expert parallelism all experts count."""
 
@@ -164,6 +168,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
     split = [kind.parameters - kind.tensor_split + kind.tensor_split / layout.tensor for kind in kinds]
     elsewhere = [kind.expert_parameters * (1 - 1 / layout.expert) for kind in kinds]
     adapters = [roofline.linear_adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
+    kept = [activations.kept_bytes(kind, setup) for kind in kinds]
     tensor, sequence, expert = zip(
         *(_model_parallel_seconds(kind, profile, setup, cluster, known) for kind in kinds), strict=True
     )
@@ -193,6 +198,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
             sent,
             parameters,
             updated if setup.lora else parameters,
+            total(kept),
             updated,
         )
     return list(found.values())

@@ -29,6 +29,8 @@ class TrainingSetup:
     """In tokens."""
     precision: Precision = "bf16"
     gradient_checkpointing: Checkpointing = True
+    activation_offloading: bool = False
+    """What checkpointing keeps of layers is in host memory."""
     packing: bool = True
     sequences_per_example: int = 1
     """Two where a method compares two answers."""
@@ -175,6 +177,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         sequence_length=recipe.sequence_length,
         precision=recipe.precision,
         gradient_checkpointing=recipe.gradient_checkpointing,
+        activation_offloading=recipe.activation_offloading,
         packing=recipe.packs,
         sequences_per_example=recipe.traits.sequences,
         reference=recipe.asks_reference,

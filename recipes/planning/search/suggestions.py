@@ -17,6 +17,7 @@ MOST_NODES = 128
 MOST_GPUS = 8
 """Of one node that is no instance."""
 TILES = ("tiled_loss=true", "tiled_mlp=true")
+OFFLOADED = ("activation_offloading=true",)
 SHORTEST = 512
 """Tokens of a sequence; below it most conversations would be cut."""
 
@@ -80,9 +81,11 @@ def _less_at_once(request: PlanRequest) -> Iterator[str]:
             break
         size //= 2
     if recipe.traits.whole_loss is None and not recipe.layout.pipeline > 1:
-        with contextlib.suppress(UserError):  # what it does not go with
-            if _fits(replace(request, recipe=overrides.apply(recipe, TILES))):
-                yield " ".join(TILES)
+        for words in (TILES, OFFLOADED, TILES + OFFLOADED):
+            with contextlib.suppress(UserError):  # what it does not go with
+                if _fits(replace(request, recipe=overrides.apply(recipe, words))):
+                    yield " ".join(words)
+                    break
     length = recipe.sequence_length // 2
     while length >= SHORTEST:
         if _fits(replace(request, recipe=replace(recipe, sequence_length=length))):
