@@ -17,5 +17,3 @@ RUN python3 -m venv .venv && .venv/bin/python -m pip install --no-cache-dir --re
 ENV PATH=/workspace/.venv/bin:$PATH PYTHONPATH=/workspace TORCH_EXTENSIONS_DIR=/workspace/.venv/torch_extensions
 
 COPY --chown=1000:1000 . .
-# What CPU ranks need; a run compiles what it needs on GPUs, where they are.
-RUN DS_ACCELERATOR=cpu python -m recipes.machine.ops

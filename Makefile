@@ -14,7 +14,7 @@ ARGS =
 # Images often switch bytecode off; every rank would compile the whole stack again, for seconds.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install demo quick test test-all serving ray gguf durations gpu-check check docs notebooks lock wheel
+.PHONY: help install demo quick test test-all serving ray gguf durations gpu-check check docs notebooks lock wheel ops
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
@@ -35,14 +35,11 @@ help:
 	@echo "ARGS=...       more options for pytest, e.g. make quick ARGS='-k layout'"
 
 install: $(PREPARE)
-	@$(PYTHON) -m recipes.machine.ops
 
-# torch and DeepSpeed first, so that DeepSpeed's op compiles while the rest is installed.
 $(ROOT).venv/.installed: constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
-	@echo "installing torch and DeepSpeed, then the rest of constraints.txt: about a minute plus the download"
-	$(PIP) -c constraints.txt torch deepspeed ninja setuptools
-	$(PYTHON) -m recipes.machine.ops & ops=$$!; $(PIP) -r constraints.txt && wait $$ops
+	@echo "installing constraints.txt: about a minute plus the download"
+	$(PIP) -r constraints.txt
 	touch $@
 
 # Without --no-deps pip would refuse the list: each of the three asks for another version of what the others share.
@@ -79,13 +76,17 @@ demo: install
 quick: install
 	$(PYTEST) -m "not engine and not server and not slow and not every" $(ARGS)
 
-test: install
+# What DeepSpeed by itself loads on a CPU, in tests without this project's training.
+ops: install
+	@$(PYTHON) -m recipes.machine.ops deepspeed_shm_comm
+
+test: ops
 	$(PYTEST) $(ARGS)
 
-test-all: install serving
+test-all: ops serving
 	$(PYTEST) -m "" $(ARGS)
 
-durations: install
+durations: ops
 	$(PYTEST) -p tests.durations $(ARGS)
 
 docs: $(PREPARE)

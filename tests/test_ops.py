@@ -40,16 +40,14 @@ NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "n
     ],
 )
 def test_what_a_deepspeed_file_needs(config, names):
-    assert [op.name for op in ops.needed(parse(config), on_gpu=True)] == names.split()
-    assert [op.name for op in ops.needed(parse(config), on_gpu=False)] == ["deepspeed_shm_comm", *names.split()]
+    assert [op.name for op in ops.needed(parse(config))] == names.split()
 
 
 def test_every_shipped_config_needs_ops_that_are_known():
     configs = sorted((ROOT / "configs").glob("*.json"))
     assert len(configs) == 23
-    for on_gpu, kind in ((True, "cuda"), (False, "cpu")):
-        found = {op for path in configs for op in ops.needed(read(path), on_gpu)}
-        assert found == set(ops.OPS[kind])
+    found = {op for path in configs for op in ops.needed(read(path))}
+    assert found == set(ops.OPS["cuda"]) == set(ops.OPS["cpu"]) - {ops.SHARED_MEMORY}
 
 
 def compiled(folder: Path, name: str, monkeypatch) -> Path:
@@ -88,7 +86,7 @@ def test_what_a_killed_build_or_other_versions_have_left_is_compiled_again(tmp_p
 def test_nothing_is_started_where_nothing_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started a process"))
-    ops.prepare(parse({}), True, os.environ)
+    ops.prepare(ops.needed(parse({})), os.environ)
 
 
 def compiler(folder: Path, script: str) -> dict[str, str]:
@@ -105,8 +103,7 @@ def test_a_compiler_that_fails_is_one_line_and_no_run(tmp_path, monkeypatch, cap
     variables = compiler(tmp_path, f'case "$*" in *-c*) {fails};; esac; exec g++ "$@"')
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", variables["TORCH_EXTENSIONS_DIR"])
     with pytest.raises(UserError, match=r"pin_memory: does not compile; .*doctor"):
-        monkeypatch.setattr(ops, "needed", lambda *_: (ops.PIN_MEMORY,))
-        ops.prepare(parse({}), False, variables)
+        ops.prepare([ops.PIN_MEMORY], variables)
     said = capfd.readouterr()
     assert "DeepSpeed op pin_memory (NVMe offload): compiling, about 15 s on two cores, once" in said.out
     assert "error" in said.err.lower() and "Traceback" not in said.err
@@ -129,10 +126,9 @@ def test_the_lock_of_a_killed_build_is_removed(tmp_path, monkeypatch, capsys):
 def test_a_build_that_does_not_end_is_given_up(tmp_path, monkeypatch):
     variables = compiler(tmp_path, 'case "$*" in *-c*) sleep 20;; esac; exec g++ "$@"')
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", variables["TORCH_EXTENSIONS_DIR"])
-    monkeypatch.setattr(ops, "needed", lambda *_: (ops.PIN_MEMORY,))
     monkeypatch.setattr(ops, "LONGEST", 6)
     with pytest.raises(UserError, match=r"pin_memory: still compiling after"):
-        ops.prepare(parse({}), False, variables)
+        ops.prepare([ops.PIN_MEMORY], variables)
 
 
 @pytest.mark.every
@@ -146,13 +142,3 @@ def test_a_build_that_was_killed_at_any_moment_is_in_nobodys_way(tmp_path, secon
     assert subprocess.run(command, env=variables, cwd=ROOT, timeout=900).returncode == 0
     folder = tmp_path / "ops" / "pin_memory"
     assert (folder / ops.STAMP).exists() and not (folder / "lock").exists()
-
-
-def test_the_ops_that_every_run_needs_are_checked_without_importing_torch(tmp_path, monkeypatch):
-    """`make install` and `make demo` call it each time."""
-    compiled(tmp_path, "deepspeed_shm_comm", monkeypatch)
-    code = "import sys; from recipes.machine import ops; assert ops.main([]) == 0 and 'torch' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}, cwd=ROOT
-    )
-    assert done.returncode == 0

@@ -124,7 +124,7 @@ def compile_ops(recipe: Recipe, ranks: int, gpus: int) -> None:
     file = deepspeed_file.read(recipe.deepspeed)
     if recipe.layout.expert > 1:
         file = replace(file, optimizer=None)  # as `training_arguments` does: the Trainer makes it
-    ops.prepare(file, gpus > 0, rank_environment(ranks, gpus))
+    ops.prepare(ops.needed(file), rank_environment(ranks, gpus))
 
 
 def record(folder: RunFolder, command: list[str] | None = None) -> None:

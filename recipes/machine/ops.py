@@ -1,7 +1,6 @@
 """DeepSpeed's C++ ops: which ones a run needs, where they are kept, and how they are compiled, once and in one process.
 
-    python -m recipes.machine.ops           what every run on this machine needs (`make install` does this)
-    python -m recipes.machine.ops NAME ...  these; an op that is compiled already takes no time
+    python -m recipes.machine.ops NAME ...  compiles these; an op that is compiled already takes no time
 
 Otherwise all ranks would compile a missing op at their first step, at once and silently.
 """
@@ -13,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +36,7 @@ class Op:
     """What needs it."""
 
 
-SHARED_MEMORY = Op("deepspeed_shm_comm", "ShareMemCommBuilder", 20, "ranks on a CPU")
+SHARED_MEMORY = Op("deepspeed_shm_comm", "ShareMemCommBuilder", 20, "DeepSpeed by itself on a CPU")
 CPU_ADAM = Op("cpu_adam", "CPUAdamBuilder", 35, "optimizer offload")
 FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", 30, "a DeepSpeed optimizer block")
 PIN_MEMORY = Op("pin_memory", "PinMemoryBuilder", 15, "NVMe offload")
@@ -53,12 +52,13 @@ LONGEST = 30 * 60
 """Seconds after which a build is given up."""
 
 
-def needed(file: DeepSpeedFile, on_gpu: bool) -> tuple[Op, ...]:
-    """Return the ops that a run with this DeepSpeed file loads; on a CPU always the collectives.
+def needed(file: DeepSpeedFile) -> tuple[Op, ...]:
+    """Return the ops that a run with this DeepSpeed file loads.
 
-    torch's own AdamW, which the Trainer uses if the file names no optimizer, needs none.
+    torch's own AdamW, which the Trainer uses if the file names no optimizer, needs none. On a CPU DeepSpeed by itself
+    loads SHARED_MEMORY too, which runs do without (`upstream.leave_out_shared_memory`).
     """
-    found: tuple[Op, ...] = () if on_gpu else (SHARED_MEMORY,)
+    found: tuple[Op, ...] = ()
     # Under offload the Trainer's AdamW becomes CPUAdam; Muon uses Adam for what is not a matrix.
     parameters = file.content["optimizer"].get("params") if file.optimizer else None
     of_torch = isinstance(parameters, Mapping) and parameters.get("torch_adam")
@@ -136,18 +136,16 @@ def shipped(op: Op) -> bool:
     return any(Path(str(folder)).rglob(f"{op.name}_op*.so"))
 
 
-def prepare(file: DeepSpeedFile, on_gpu: bool, variables: Mapping[str, str]) -> None:
-    """Compile what a run with this DeepSpeed file needs and this machine lacks, before its ranks start.
+def prepare(wanted: Sequence[Op], variables: Mapping[str, str]) -> None:
+    """Compile what ranks need and this machine lacks, before they start.
 
     Args:
-        file: the run's DeepSpeed file.
-        on_gpu: whether the ranks have GPUs.
+        wanted: what they need.
         variables: the ranks' environment.
 
     Raises:
         UserError: an op does not compile; the reason has been printed.
     """
-    wanted = needed(file, on_gpu)
     names = [op.name for op in missing(wanted)]
     if not names:
         return
@@ -243,16 +241,11 @@ def kind() -> str:
 
 
 def main(names: list[str]) -> int:
-    """Compile the ops of these names, or what every run needs, and return the exit status."""
+    """Compile the ops of these names and return the exit status."""
     os.environ |= environment()
-    if not names and not missing([SHARED_MEMORY]):
-        return 0  # without importing torch, which takes seconds
     accelerator = kind()
     os.environ.setdefault("DS_ACCELERATOR", accelerator)
-    wanted = (
-        [op for op in OPS[accelerator] if op.name in names] if names else needed(DeepSpeedFile(), accelerator != "cpu")
-    )
-    wanted = missing(wanted)
+    wanted = missing(op for op in OPS[accelerator] if op.name in names)
     if not wanted:
         return 0
     try:

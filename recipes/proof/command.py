@@ -88,7 +88,8 @@ def writable(folder: Path | None) -> None:
 def compile_ops(techniques: Sequence[Technique], gpus: int) -> None:
     """Compile the ops that the ranks need, once and before they start."""
     for config in dict.fromkeys(technique.config for technique in techniques) or ("zero0.json",):
-        ops.prepare(deepspeed_file.read(str(CONFIGS / config)), gpus > 0, os.environ)
+        by_itself = () if gpus else (ops.SHARED_MEMORY,)
+        ops.prepare((*by_itself, *ops.needed(deepspeed_file.read(str(CONFIGS / config)))), os.environ)
 
 
 def announced(status: Status, what: Sequence) -> Iterator:

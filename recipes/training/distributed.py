@@ -1,7 +1,5 @@
 """The ranks of a run: started first of all, because ZeRO-3 shards the model while it is being loaded."""
 
-import contextlib
-import io
 import os
 import sys
 from datetime import timedelta
@@ -26,9 +24,8 @@ def start() -> None:
     if on_gpu():
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     upstream.meet_apart_from_earlier_attempts(COLLECTIVE_TIMEOUT)
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed announces its shared-memory op on every rank
-        deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT, verbose=False)
-    upstream.release_shared_memory()
+    upstream.leave_out_shared_memory()
+    deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT, verbose=False)
     if not is_first() or not sys.stdout.isatty():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()

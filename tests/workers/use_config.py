@@ -21,8 +21,6 @@ from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from recipes.training.upstream import release_shared_memory  # noqa: E402
-
 SETTINGS = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -313,7 +311,6 @@ def use(mode: str, template: str, folder: str) -> None:
     backend = "gloo" if SETTINGS["use_cpu"] else "nccl"
     torch.distributed.init_process_group(backend, **where)
     deepspeed.init_distributed(dist_backend=backend)
-    release_shared_memory()
     # DeepSpeed's CPU all-reduce through shared memory ignores its group: wrong where a group is not the whole world.
     deepspeed.comm.comm.cdb.shm_vector_kernel_level = 0
     name = path.stem.partition("-")[0]  # `zero3-variant.json` is built and fed like zero3
