@@ -7,6 +7,7 @@ have to be modules of their own: `peft_without_bitsandbytes.py`, which has to be
 
 import contextlib
 import faulthandler
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import torch as deepspeed_backend
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.utils import clip_grad_norm_
@@ -43,7 +43,8 @@ def leave_out_shared_memory() -> None:
     /dev/shm, which a rank that is killed leaves there, in memory, for good.
     `proof/defects/deepspeed/shared_memory_group.py` shows the wrong sum; `test_prove.py` fails once it is right.
     """
-    deepspeed_backend.build_shm_op = lambda: None
+    backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
+    backend.build_shm_op = lambda: None
 
 
 def compile_ops_once(stack: Path) -> None:
