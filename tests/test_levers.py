@@ -353,14 +353,12 @@ def offloaded_bytes(prepare: Callable[[Any], Any], layers: int, tokens: int) -> 
     torch.manual_seed(0)
     config = LlamaConfig(**LAYER | {"hidden_size": 64, "intermediate_size": 128}, num_hidden_layers=layers)
     model = prepare(AutoModelForCausalLM.from_config(config)).train()
-    recipe = replace(pages.find("tiny", "full"), gradient_checkpointing=True, activation_offloading=True)
-    context = checkpointing.offloading(recipe, 64, on_gpu=False)
+    inputs = checkpointing.offload_inputs(model, on_gpu=False)
     row = torch.arange(tokens)[None] % LAYER["vocab_size"]
-    with context:
-        loss = model(input_ids=row, labels=row, use_cache=False).loss
-    held = context.bytes
+    loss = model(input_ids=row, labels=row, use_cache=False).loss
+    held = inputs.bytes
     loss.backward()
-    assert context.bytes == 0, "everything came back"
+    assert inputs.bytes == 0, "everything came back"
     return held, next(model.model.layers[0].parameters()).grad
 
 
@@ -450,7 +448,7 @@ def test_optimisations_are_override_keys_like_any_other(model_folder, conversati
             overrides.apply(recipe, ["gradient_checkpointing=selective", word])
     for word in ("gradient_checkpointing=false", "compile=regional", "layout.pipeline=2"):
         with pytest.raises(UserError, match=f"activation_offloading=true with {word}: use"):
-            overrides.apply(recipe, ["activation_offloading=true", word])
+            overrides.apply(recipe, ["gradient_checkpointing=true", "activation_offloading=true", word])
     split = overrides.apply(recipe, ["gradient_checkpointing=selective", "layout.tensor=2"])
     with pytest.raises(UserError, match=r"layout.tensor=2.*: gradient_checkpointing=selective keeps products"):
         limits.check(split, 2, deepspeed_file.DeepSpeedFile(stage=1))

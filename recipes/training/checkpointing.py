@@ -1,12 +1,12 @@
 """Checkpointing of layers: which of their activations are kept and where, and which are computed again."""
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
 from ..spec.recipe import Recipe
 
@@ -46,31 +46,31 @@ def _operators() -> list[Any]:
     return [packet.default for packet in found if packet is not None]
 
 
-def offloading(recipe: Recipe, hidden: int, on_gpu: bool) -> AbstractContextManager[Any]:
-    """Return the context of a forward pass: with `activation_offloading`, checkpoints are kept in host memory.
+def offload_inputs(model: PreTrainedModel, on_gpu: bool) -> "LayerInputs":
+    """Make checkpointed layers of `model` keep their inputs in host memory between its passes.
 
     On GPUs TRL copies them on a stream of its own, there and back; on CPU ranks torch copies them, which saves nothing
-    there and computes the same.
+    there and computes the same. Only the layers are watched: of what is saved through hooks torch forgets whether it is
+    a parameter, which TRL's tiled loss asks the head under ZeRO-3.
 
     Args:
-        recipe: says whether.
-        hidden: the width of the layers' inputs.
+        model: without adapters; they may be added.
         on_gpu: whether this rank computes on one.
     """
-    if not recipe.activation_offloading:
-        return nullcontext()
-    if not on_gpu:
-        return LayerInputs(save_on_cpu(), hidden)
-    from trl.models.activation_offloading import OffloadActivations  # a tenth of a second, for those that need it
+    mover: saved_tensors_hooks = save_on_cpu()
+    if on_gpu:
+        from trl.models.activation_offloading import OffloadActivations  # imported by those alone that need it
 
-    return LayerInputs(OffloadActivations(), hidden)
+        mover = OffloadActivations()
+    inputs = LayerInputs(mover, model.config.get_text_config().hidden_size)
+    layers = model.base_model
+    layers.register_forward_pre_hook(lambda *_: inputs.__enter__())
+    layers.register_forward_hook(lambda *_: inputs.__exit__(), always_call=True)
+    return inputs
 
 
 class LayerInputs(saved_tensors_hooks):
-    """Gives tensors of the layers' width to another context's hooks, and keeps all others where they are.
-
-    Logits, which are used at once, and weights, which ZeRO-3 gathers, would travel for nothing.
-    """
+    """Gives tensors of the layers' width to another context's hooks, and keeps all others where they are."""
 
     def __init__(self, mover: saved_tensors_hooks, hidden: int) -> None:
         self.mover, self.hidden = mover, hidden

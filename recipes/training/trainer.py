@@ -23,7 +23,7 @@ from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.layout import data_parallel_size
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder, write_json
-from . import checkpointing, distributed, upstream
+from . import distributed, upstream
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.evaluation import Evaluation
 from .callbacks.layer_stats import LayerStats
@@ -114,8 +114,6 @@ class RunHooks(Hooked):
         if context.recipe.neftune_alpha:
             data_rank = distributed.place(context.recipe.layout).data
             self.noise = Noise(self.model, context.recipe.neftune_alpha, context.recipe.seed, data_rank)
-        hidden = self.model.config.get_text_config().hidden_size
-        self.offloading = checkpointing.offloading(context.recipe, hidden, distributed.on_gpu())
         self.remove_callback(PrinterCallback)
         for callback in self._callbacks():
             self.add_callback(callback)
@@ -280,7 +278,7 @@ class RunHooks(Hooked):
             inputs = {**inputs, "output_router_logits": True}
         if self.noise:
             self.noise.begin(self.state.global_step, inputs.pop("document_lengths"))
-        with self.context.phases.phase("forward"), self.offloading:
+        with self.context.phases.phase("forward"):
             return super().compute_loss(model, inputs, *arguments, **options)
 
     def _clip_grad_norm(self, model: Any) -> Any:

@@ -107,8 +107,7 @@ def step_time(
     micro_batches, compute = setup.gradient_accumulation_steps, stage.compute
     collectives, once = _zero_seconds(stage, setup, cluster, known)
     fetches = _fetch_seconds(stage.parameters, setup, cluster, known)
-    if setup.activation_offloading:
-        fetches += 2 * communication.to_host(stage.kept, cluster, known)
+    fetches += 2 * communication.to_host(stage.moved, cluster, known)
     visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
     optimizer, offload, nvme = _optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
     return StepTime(
@@ -150,8 +149,8 @@ class _StageTime:
     """On the rank, before ZeRO shards them."""
     trained: float
     """Of these."""
-    kept: float
-    """Bytes of activations between its passes."""
+    moved: float
+    """Bytes of activations that are offloaded between its passes."""
     updated: float
     """Trained parameters that ZeRO's ranks update between them: with expert parallelism all experts count."""
 
@@ -168,7 +167,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
     split = [kind.parameters - kind.tensor_split + kind.tensor_split / layout.tensor for kind in kinds]
     elsewhere = [kind.expert_parameters * (1 - 1 / layout.expert) for kind in kinds]
     adapters = [roofline.linear_adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
-    kept = [activations.kept_bytes(kind, setup) for kind in kinds]
+    moved = [activations.kept_bytes(kind, setup) if setup.activation_offloading else 0.0 for kind in kinds]
     tensor, sequence, expert = zip(
         *(_model_parallel_seconds(kind, profile, setup, cluster, known) for kind in kinds), strict=True
     )
@@ -198,7 +197,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
             sent,
             parameters,
             updated if setup.lora else parameters,
-            total(kept),
+            total(moved),
             updated,
         )
     return list(found.values())

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...spec.errors import UserError, errors_only, first_line
 from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
-from .. import checkpointing, upstream
+from .. import checkpointing, distributed, upstream
 from ..vision import blank, processor, tower
 from . import adapters, attention, heads, kernels, tiling
 
@@ -96,6 +96,8 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
         tiling.tile_feed_forward(model, tiling.tiles(recipe, config.hidden_size))
     elif recipe.gradient_checkpointing == "feed_forward":
         tiling.recompute_feed_forward(model)
+    if recipe.activation_offloading:
+        checkpointing.offload_inputs(model, distributed.on_gpu())
     if recipe.liger_kernel:
         kernels.fuse(model)
     if recipe.compile == "regional":
