@@ -420,7 +420,7 @@ def test_offloaded_activations_make_room_for_longer_sequences(answer):
     kept, moved = (
         answer(*words, *pinned, "tiled_mlp=true", f"activation_offloading={on}")["plans"][0] for on in ("false", "true")
     )
-    away = 27 / 32 * 32  # five layers' inputs are on their way
+    away = 27  # five layers' inputs are on their way
     assert kept["gpu_peak_gib"] - moved["gpu_peak_gib"] == pytest.approx(1.07 * away, rel=0.05)
     assert moved["host_gib"] == pytest.approx(3 + 32, rel=0.02), "beside the process itself"
     assert moved["tokens_per_second_per_gpu"] <= kept["tokens_per_second_per_gpu"]

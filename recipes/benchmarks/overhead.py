@@ -78,7 +78,9 @@ def overhead(bench: Bench, rounds: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
     for number in range(rounds):
         contenders = {name: peer(bench, number) for name, peer in peers.items()}
-        for group in [[one] for one in contenders.values()] if bench.gpus else [list(contenders.values())]:
+        together = [list(contenders.values())]
+        one_by_one = [[contender] for contender in contenders.values()]
+        for group in one_by_one if bench.gpus else together:
             take_turns(group, bench.steps)
         for name, contender in contenders.items():
             measured = steady(contender.turns)

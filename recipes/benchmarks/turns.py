@@ -1,21 +1,22 @@
 """Runs that take turns on the same cores: one computes up to its next record, while the others stand still.
 
-The speed of a shared machine changes by a third within minutes, and a comparison of runs that follow each other shows
-that and not their difference. Here every cycle of turns takes seconds, and a change meets all of them alike. For ranks
-on CPUs only: a GPU goes on with the kernels of a stopped process, which may wait for those of another one.
+The speed of a shared machine changes by a third within minutes, so that runs measured one after the other differ by
+that alone. Here every cycle of turns takes seconds, and a change affects all runs alike. CPU ranks only: stopping a
+process does not stop the kernels that it has queued on a GPU, and one of those may be waiting for another rank's.
 """
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
+from ..launching.ranks import killed_with_this_process
 
 POLL = 0.005
 """Seconds between two looks for a record; a turn is a thousand times as long."""
@@ -44,29 +45,31 @@ class Contender:
     """What it prints."""
     turns: list[Turn] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
-    seen: int = 0
-    tokens: int = 0
 
     def start(self) -> None:
-        """Start it, computing."""
+        """Start it, computing, in a session of its own."""
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
-                self.command, env=dict(self.environment), stdout=out, stderr=subprocess.STDOUT
+                self.command, env=dict(self.environment), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def take_turn(self) -> bool:
-        """Compute up to the next record, and return whether there was one; the run has ended otherwise."""
+    def take_turn(self) -> None:
+        """Compute up to the next record.
+
+        Raises:
+            RuntimeError: the run has ended without another one.
+        """
         self.signal(signal.SIGCONT)
         began = time.perf_counter()
         while (record := self._next_record()) is None:
             if self.running.poll() is not None:
-                return False
+                self.finish()
+                raise RuntimeError(f"{' '.join(self.command)} ended before its last step")
             time.sleep(POLL)
         seconds = time.perf_counter() - began
         self.signal(signal.SIGSTOP)
-        self.turns.append(Turn(record, record["tokens"] - self.tokens, seconds))
-        self.tokens = record["tokens"]
-        return True
+        before = self.turns[-1].record["tokens"] if self.turns else 0
+        self.turns.append(Turn(record, record["tokens"] - before, seconds))
 
     def finish(self) -> None:
         """Let it end.
@@ -80,11 +83,13 @@ class Contender:
 
     def signal(self, number: int) -> None:
         """Send a signal to all its processes."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self.running.pid)
-            for process in (parent, *parent.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(self.running.pid, number)
+
+    def end(self) -> None:
+        """Leave no process behind, whatever has happened."""
+        self.signal(signal.SIGKILL)
+        self.running.wait()
 
     @property
     def running(self) -> subprocess.Popen[bytes]:
@@ -94,11 +99,8 @@ class Contender:
 
     def _next_record(self) -> dict[str, Any] | None:
         lines = self.records.read_bytes().split(b"\n")[:-1] if self.records.exists() else []
-        found = [line for line in lines if line.startswith(b"{")][self.seen :]
-        if not found:
-            return None
-        self.seen += 1
-        return json.loads(found[0])
+        found = [line for line in lines if line.startswith(b"{")][len(self.turns) :]
+        return json.loads(found[0]) if found else None
 
 
 def take_turns(contenders: list[Contender], last_step: int) -> None:
@@ -107,28 +109,16 @@ def take_turns(contenders: list[Contender], last_step: int) -> None:
     Raises:
         RuntimeError: one failed.
     """
-    with _ended(contenders):
+    with contextlib.ExitStack() as stack:
         for one in contenders:
             one.start()
+            stack.enter_context(killed_with_this_process(one.running.pid))
+            stack.callback(one.end)
             one.take_turn()
-        cycle = 0
-        while under_way := [one for one in contenders if one.turns and one.turns[-1].record["step"] < last_step]:
-            for one in under_way if cycle % 2 == 0 else reversed(under_way):
-                if not one.take_turn():
-                    one.finish()
-                    raise RuntimeError(f"{' '.join(one.command)} ended before step {last_step}")
-            cycle += 1
+        order = contenders
+        while under_way := [one for one in order if one.turns[-1].record["step"] < last_step]:
+            for one in under_way:
+                one.take_turn()
+            order = order[::-1]
         for one in contenders:
             one.finish()
-
-
-@contextlib.contextmanager
-def _ended(contenders: list[Contender]) -> Iterator[None]:
-    """Leave no process behind, whatever happens."""
-    try:
-        yield
-    finally:
-        for one in contenders:
-            if one.process is not None and one.process.poll() is None:
-                one.signal(signal.SIGKILL)
-                one.process.wait()

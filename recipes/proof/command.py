@@ -87,9 +87,9 @@ def writable(folder: Path | None) -> None:
 
 def compile_ops(techniques: Sequence[Technique], gpus: int) -> None:
     """Compile the ops that the ranks need, once and before they start."""
-    for config in dict.fromkeys(technique.config for technique in techniques) or ("zero0.json",):
-        by_itself = () if gpus else (ops.SHARED_MEMORY,)
-        ops.prepare((*by_itself, *ops.needed(deepspeed_file.read(str(CONFIGS / config)))), os.environ)
+    files = [deepspeed_file.read(str(CONFIGS / config)) for config in {technique.config for technique in techniques}]
+    by_itself = set() if gpus else {ops.SHARED_MEMORY}
+    ops.prepare(sorted(by_itself.union(*map(ops.needed, files)), key=lambda op: op.name), os.environ)
 
 
 def announced(status: Status, what: Sequence) -> Iterator:

@@ -74,8 +74,8 @@ class LayerInputs(saved_tensors_hooks):
 
     def __init__(self, mover: saved_tensors_hooks, hidden: int) -> None:
         self.mover, self.hidden = mover, hidden
-        self.bytes = self.peak = 0
-        """Of what the mover holds, and the most that it held."""
+        self.bytes = 0
+        """Of what the mover holds."""
         super().__init__(self._keep, self._give_back)
 
     def __enter__(self) -> None:
@@ -90,7 +90,6 @@ class LayerInputs(saved_tensors_hooks):
         if tensor.dim() != 3 or tensor.shape[-1] != self.hidden or not tensor.is_floating_point():
             return tensor
         self.bytes += tensor.nbytes
-        self.peak = max(self.peak, self.bytes)
         return tensor.nbytes, self.mover.pack_hook(tensor)
 
     def _give_back(self, kept: Any) -> torch.Tensor:

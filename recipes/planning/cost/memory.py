@@ -31,8 +31,6 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 ALL_REDUCE = 5 * 10**8
 """Gradients that are copied into one buffer to be reduced, without ZeRO (deepspeed, runtime/engine.py,
 MEMORY_OPT_ALLREDUCE_SIZE)."""
-
-
 ON_THEIR_WAY = 5
 """Layers whose inputs are on a GPU although they are offloaded: being copied (trl, `OffloadActivations`)."""
 MUON_BUFFERS = 2**28
