@@ -61,11 +61,13 @@ class Contender:
         """
         self.signal(signal.SIGCONT)
         began = time.perf_counter()
+        ended = False
         while (record := self._next_record()) is None:
-            if self.running.poll() is not None:
+            if ended:  # before that look: what it wrote last has been seen
                 self.finish()
                 raise RuntimeError(f"{' '.join(self.command)} ended before its last step")
             time.sleep(POLL)
+            ended = self.running.poll() is not None
         seconds = time.perf_counter() - began
         self.signal(signal.SIGSTOP)
         before = self.turns[-1].record["tokens"] if self.turns else 0
