@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -30,6 +29,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from trl.trainer import utils as trl_utils
 
 from ..machine import ops
+from .parallel.autoep import AutoEPMoELayer
 
 UNIVERSAL = "latest_universal"
 """The last file that DeepSpeed writes into a universal checkpoint; it names the folder."""

@@ -59,14 +59,16 @@ def derive() -> dict:
         root = _recorded_section((), names.texts())
         for name in READ_ELSEWHERE:
             root["keys"].setdefault(name, {"default": None})
-        for name in ds._REMOVED_TOP_LEVEL_CONFIG_KEYS:
+        # Before 0.19.7 DeepSpeed did not say which keys it had removed.
+        removed = dict(getattr(ds, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}))
+        for name in removed:
             root["keys"].pop(name, None)
         return {
             "format": FORMAT,
             "deepspeed": metadata.version("deepspeed"),
             "root": root,
-            "removed": dict(ds._REMOVED_TOP_LEVEL_CONFIG_KEYS),
-            "removed_zero": dict(ds._REMOVED_ZERO_CONFIG_KEYS),
+            "removed": removed,
+            "removed_zero": dict(getattr(ds, "_REMOVED_ZERO_CONFIG_KEYS", {})),
             "optimizers": names.optimizers(),
             "optimizer_parameters": names.optimizer_parameters(),
             "schedulers": names.schedulers(),

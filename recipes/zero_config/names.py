@@ -12,6 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+MUON_HALVES = ("lr", "momentum", "weight_decay", "ns_method", "betas", "eps")
+"""What DeepSpeed's engine takes for the weights that Muon updates and for those that its Adam does (`engine.py`)."""
+
+
 def texts() -> tuple[str, ...]:
     """Return the strings in DeepSpeed's constants: candidates for keys that accept only certain words."""
     from deepspeed.runtime import config, constants
@@ -43,7 +47,6 @@ def optimizer_parameters() -> dict[str, dict[str, dict]]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.ops.lamb import FusedLamb
     from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-    from deepspeed.runtime.engine import DeepSpeedEngine
 
     adam, adagrad = parameters_of(torch.optim.AdamW), parameters_of(torch.optim.Adagrad)
     # What the engine takes out before it builds the class, and what it passes to the class itself.
@@ -53,9 +56,8 @@ def optimizer_parameters() -> dict[str, dict[str, dict]]:
     def like(twin: dict, kind: type, *without: str) -> dict:
         return {name: entry for name, entry in _like(kind, twin).items() if name not in without}
 
-    halves = {*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS}
     momentum = parameters_of(torch.optim.SGD)["momentum"]
-    muon = {name: adam.get(name, momentum if name == "momentum" else _entry({"kind": "str"})) for name in halves}
+    muon = {name: adam.get(name, momentum if name == "momentum" else _entry({"kind": "str"})) for name in MUON_HALVES}
     return {
         "adam": {
             "gpu": {**like(adam, FusedAdam), **taken},
@@ -177,8 +179,10 @@ def _runs(kind: type, parameters: dict[str, Any]) -> bool:
 
 def expert_presets() -> list[str]:
     """Return the models whose experts AutoEP supports."""
-    from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
-
+    try:
+        from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
+    except ImportError:  # DeepSpeed before 0.19.2
+        return []
     return sorted(available_preset_names())
 
 

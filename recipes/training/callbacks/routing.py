@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from ..parallel.autoep import TokenChoiceTopKRouter
 
 
 class Routing(TrainerCallback):

@@ -2,7 +2,8 @@
 
 transformers marks them before a template is rendered (`sanitize_control_tokens`), and encodes what is marked without
 its added tokens. It cannot mark the assistant's tokens for the loss at the same time; this module can. Text without
-control tokens takes the usual path, and gives the same tokens.
+control tokens takes the usual path, and gives the same tokens. Text with them is refused where transformers is older
+than 5.20, which has nothing to mark them with.
 """
 
 import re
@@ -12,11 +13,17 @@ from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import (
-    _get_control_token_patterns,
-    encode_marked_chat,
-    mark_control_tokens,
-)
+
+from ...spec.errors import UserError
+
+try:
+    from transformers.utils.chat_template_utils import (
+        _get_control_token_patterns,
+        encode_marked_chat,
+        mark_control_tokens,
+    )
+except ImportError:  # transformers before 5.20
+    mark_control_tokens = None
 
 Turns = list[dict[str, Any]]
 
@@ -33,10 +40,18 @@ class ControlTokens:
 
     def occur(self, turns: Turns, tools: Any = None) -> bool:
         """Return whether what people wrote has control tokens."""
-        return any(pattern.search(text) for value, pattern in self._parts(turns, tools) for text in _strings(value))
+        return self._first(turns, tools) is not None
 
     def mark(self, turns: Turns, tools: Any = None) -> tuple[Turns, Any]:
-        """Return turns and tools with their control tokens marked, to be rendered and then encoded by `encode`."""
+        """Return turns and tools with their control tokens marked, to be rendered and then encoded by `encode`.
+
+        Raises:
+            UserError: there are some, and transformers is too old to mark them.
+        """
+        if mark_control_tokens is None:
+            if found := self._first(turns, tools):
+                raise UserError(f"{found!r} is a control token, and transformers before 5.20 would take it for one")
+            return turns, tools
         *marked, described = [mark_control_tokens(value, pattern) for value, pattern in self._parts(turns, tools)]
         return marked, described
 
@@ -57,6 +72,10 @@ class ControlTokens:
                 places += [found.span()] * len(as_text)
         return ids, places
 
+    def _first(self, turns: Turns, tools: Any) -> str | None:
+        texts = ((text, pattern) for value, pattern in self._parts(turns, tools) for text in _strings(value))
+        return next((found[0] for text, pattern in texts if (found := pattern.search(text))), None)
+
     def _parts(self, turns: Turns, tools: Any) -> Iterator[tuple[Any, re.Pattern[str]]]:
         for turn in turns:
             yield turn, self.special if turn["role"] == "assistant" else self.control
@@ -65,13 +84,23 @@ class ControlTokens:
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> ControlTokens:
     """Return a tokenizer's control tokens in conversations that a template renders."""
-    special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return _patterns(special, tokenizer._get_control_tokens(template))
+    added = tokenizer.added_tokens_decoder.values()
+    special = tuple(token.content for token in added if token.special)
+    if mark_control_tokens:
+        return _patterns(special, tokenizer._get_control_tokens(template))
+    written = (token.content for token in added if token.content in template and not token.content.isspace())
+    return _patterns(special, (*special, *written))
 
 
 @lru_cache
 def _patterns(special: tuple[str, ...], control: tuple[str, ...]) -> ControlTokens:
-    return ControlTokens(_get_control_token_patterns(special)[0], *_get_control_token_patterns(control))
+    if mark_control_tokens:
+        return ControlTokens(_get_control_token_patterns(special)[0], *_get_control_token_patterns(control))
+    return ControlTokens(_any_of(special), _any_of(control), _any_of(()))
+
+
+def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
 def conversation_tokens(
@@ -83,12 +112,6 @@ def conversation_tokens(
         return tokenizer.apply_chat_template(turns, tools, return_dict=True, **options)["input_ids"]
     marked, described = known.mark(turns, tools)
     return known.encode(tokenizer, tokenizer.apply_chat_template(marked, described, tokenize=False, **options))[0]
-
-
-def template_options(tokenizer: PreTrainedTokenizerBase, turns: Turns, tools: Any = None) -> dict[str, bool]:
-    """Return the option of `apply_chat_template` that makes text of control tokens, where there are any."""
-    known = control_tokens(tokenizer, tokenizer.chat_template)
-    return {"sanitize_control_tokens": known.occur(turns, tools)}
 
 
 def _strings(value: Any) -> Iterator[str]:

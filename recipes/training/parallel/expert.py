@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import groups
 from transformers import PreTrainedModel
 
 from .. import distributed
+from .autoep import AutoEPMoELayer
 
 
 def layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:

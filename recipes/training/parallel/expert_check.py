@@ -15,8 +15,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from deepspeed.module_inject.auto_ep import AutoEP
-from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 from deepspeed.utils import logger
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -25,6 +23,7 @@ from ...spec.errors import UserError, first_line
 from ...spec.limits import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES
 from ...spec.recipe import Recipe
 from ..model import draft, load, packing_check
+from . import autoep
 
 LENGTH = 48
 """Tokens of each sequence that is compared."""
@@ -44,8 +43,10 @@ def mixture(recipe: Recipe) -> Mixture:
     """Return what AutoEP has to be told; takes a second the first time, before ZeRO-3 shards what is made.
 
     Raises:
-        UserError: AutoEP computes something else than transformers, or cannot return what the recipe's loss needs.
+        UserError: AutoEP computes something else than transformers, cannot return what the recipe's loss needs, or is
+            not there.
     """
+    autoep.require()
     found = _mixture(recipe.model.path, recipe.model.trust_remote_code)
     if found.keys and recipe.router_aux_loss_coef:
         raise UserError(
@@ -179,7 +180,7 @@ def difference(whole: PreTrainedModel, keys: Mapping[str, Any], count: int) -> f
     logger.setLevel(logging.ERROR)  # it announces every layer
     try:
         settings = {**keys, "enabled": True, "autoep_size": 1, "use_grouped_mm": False}
-        auto = AutoEP(replaced, parse_autoep_config(settings))
+        auto = autoep.AutoEP(replaced, autoep.parse_autoep_config(settings))
         layers = auto.ep_parser()
         auto.replace_moe_layers(layers, 1, 0)
     finally:

@@ -5,12 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject import set_autotp_mode
-from deepspeed.module_inject.layers import (
-    LinearAllreduce,
-    LinearAllreduceWithReplicatedInput,
-    LinearLayer,
-    TensorParallel_Layer,
-)
+from deepspeed.module_inject import layers as autotp
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import groups
@@ -96,8 +92,15 @@ def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> Ten
     if style == "rowwise":
         return LinearAllreduce(linear, group)
     if style == "rowwise_split_input":
-        return LinearAllreduceWithReplicatedInput(linear, group)
+        return _splitting_its_input()(linear, group)
     return LinearLayer(linear, group, gather_output=style == "colwise_gather_output")
+
+
+def _splitting_its_input() -> type:
+    kind = getattr(autotp, "LinearAllreduceWithReplicatedInput", None)
+    if kind is None:
+        raise UserError("layout.tensor: this model needs DeepSpeed 0.19.8 or later: pip install -U deepspeed.")
+    return kind
 
 
 def _gather(linear: torch.nn.Linear) -> None:

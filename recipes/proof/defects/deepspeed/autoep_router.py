@@ -6,8 +6,12 @@ boundary then goes to other experts than in transformers, so training and every 
 
 import deepspeed
 import torch
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+try:
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+except ImportError:  # before 0.19.2
+    AutoEPMoELayer = None
 
 RANKS = 2
 SIZES = {
@@ -27,6 +31,8 @@ def model() -> PreTrainedModel:
 
 def measure() -> tuple[bool, str]:
     """Return whether logits change where the routers multiply in fp32, and nothing else is done."""
+    if AutoEPMoELayer is None:
+        return False, f"DeepSpeed {deepspeed.__version__} has no AutoEP"
     deepspeed.init_distributed(verbose=False)
     config = {
         "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True},
