@@ -29,7 +29,16 @@ from transformers.masking_utils import find_packed_sequence_indices
 from trl.trainer import utils as trl_utils
 
 from ..machine import ops
-from .parallel.autoep import AutoEPMoELayer
+from ..spec.errors import UserError
+
+try:
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+    from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+except ImportError:  # DeepSpeed before 0.19.2 has no AutoEP: no layer is of its kinds
+    AutoEP = parse_autoep_config = None
+    AutoEPMoELayer = TokenChoiceTopKRouter = type("NoSuchLayer", (), {})
 
 UNIVERSAL = "latest_universal"
 """The last file that DeepSpeed writes into a universal checkpoint; it names the folder."""
@@ -234,6 +243,16 @@ def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
         return update(has_overflow)
 
     optimizer._update_scale = look_first
+
+
+def require_autoep() -> None:
+    """Check that DeepSpeed can spread a mixture's experts.
+
+    Raises:
+        UserError: the installed version is too old.
+    """
+    if AutoEP is None:
+        raise UserError("layout.expert needs DeepSpeed 0.19.2 or later: pip install -U deepspeed, or layout.expert=1.")
 
 
 def route_as_transformers(model: PreTrainedModel, in_fp32: bool = False) -> None:

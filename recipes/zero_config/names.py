@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-
 MUON_HALVES = ("lr", "momentum", "weight_decay", "ns_method", "betas", "eps")
 """What DeepSpeed's engine takes for the weights that Muon updates and for those that its Adam does (`engine.py`)."""
 

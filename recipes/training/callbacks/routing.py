@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from ..parallel.autoep import TokenChoiceTopKRouter
+from ..upstream import TokenChoiceTopKRouter
 
 
 class Routing(TrainerCallback):

@@ -10,7 +10,7 @@ from deepspeed.utils import groups
 from transformers import PreTrainedModel
 
 from .. import distributed
-from .autoep import AutoEPMoELayer
+from ..upstream import AutoEPMoELayer
 
 
 def layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:

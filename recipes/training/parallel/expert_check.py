@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from ...spec.errors import UserError, first_line
 from ...spec.limits import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES
 from ...spec.recipe import Recipe
+from .. import upstream
 from ..model import draft, load, packing_check
-from . import autoep
 
 LENGTH = 48
 """Tokens of each sequence that is compared."""
@@ -46,7 +46,7 @@ def mixture(recipe: Recipe) -> Mixture:
         UserError: AutoEP computes something else than transformers, cannot return what the recipe's loss needs, or is
             not there.
     """
-    autoep.require()
+    upstream.require_autoep()
     found = _mixture(recipe.model.path, recipe.model.trust_remote_code)
     if found.keys and recipe.router_aux_loss_coef:
         raise UserError(
@@ -180,7 +180,7 @@ def difference(whole: PreTrainedModel, keys: Mapping[str, Any], count: int) -> f
     logger.setLevel(logging.ERROR)  # it announces every layer
     try:
         settings = {**keys, "enabled": True, "autoep_size": 1, "use_grouped_mm": False}
-        auto = autoep.AutoEP(replaced, autoep.parse_autoep_config(settings))
+        auto = upstream.AutoEP(replaced, upstream.parse_autoep_config(settings))
         layers = auto.ep_parser()
         auto.replace_moe_layers(layers, 1, 0)
     finally:

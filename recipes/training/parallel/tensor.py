@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject import set_autotp_mode
 from deepspeed.module_inject import layers as autotp
+from deepspeed.module_inject import set_autotp_mode
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.utils import is_zero_param
