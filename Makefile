@@ -1,4 +1,4 @@
-# make install | demo | quick | test | test-all | serving | ray | gguf | durations | gpu-check | check | docs | notebooks | lock | wheel.   VENV=DIR: another environment.
+# make install | demo | quick | test | test-all | serving | ray | gguf | durations | gpu-check | check | docs | notebooks | lock | stack | wheel.   VENV=DIR: another environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -14,7 +14,7 @@ ARGS =
 # Images often switch bytecode off; every rank would compile the whole stack again, for seconds.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install demo quick test test-all serving ray gguf durations gpu-check check docs notebooks lock wheel ops
+.PHONY: help install demo quick test test-all serving ray gguf durations gpu-check check docs notebooks lock wheel ops stack
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
@@ -30,6 +30,7 @@ help:
 	@echo "make docs      update the generated parts of the documents"
 	@echo "make notebooks execute the notebooks on an idle machine and keep their outputs"
 	@echo "make lock      write requirements.lock, the image's pins with hashes, after a change of constraints.txt"
+	@echo "make stack     make .stacks/NAME of tests/stacks: PYTHON=python3.11 make stack STACK=oldest; then make quick VENV=.stacks/oldest"
 	@echo "make wheel     build the package into dist/"
 	@echo "VENV=DIR       use the environment in DIR instead of .venv; nothing is installed into it"
 	@echo "ARGS=...       more options for pytest, e.g. make quick ARGS='-k layout'"
@@ -109,6 +110,10 @@ check: $(PREPARE)
 
 lock: $(PREPARE)
 	$(PYTHON) .ci/lock
+
+# The versions that users have; PYTHON=python3.11 for the oldest, 3.12 for the middle, 3.13 for the newest.
+stack:
+	.ci/stack $(STACK)
 
 wheel: $(PREPARE)
 	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

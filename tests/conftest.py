@@ -32,7 +32,7 @@ import pytest
 
 from recipes.proof import samples
 from recipes.proof.samples import conversation, random_qwen3
-from tests import durations
+from tests import durations, versions
 from tests.launching import LAUNCH, train_with
 from tests.ranks import PRELOADED, Ranks
 
@@ -58,6 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(STARTS[name])
         if item.nodeid in slow:
             item.add_marker("slow")
+        for word, requirement in versions.CASES.items():
+            if word in item.nodeid.partition("[")[2] and not versions.has(requirement):
+                item.add_marker(versions.needs(requirement))
 
 
 @pytest.fixture(scope="session", autouse=True)

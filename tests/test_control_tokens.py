@@ -19,6 +19,7 @@ from recipes.training.parallel import scores
 from tests.small import small
 from tests.test_masks import MARKED, SYSTEM, TOOL_TURNS, TOOLS, TURNS, WITHOUT_SYSTEM, WITHOUT_TOOLS, tokenizer_with
 from tests.tiers import tiered
+from tests.versions import needs
 
 HARMLESS = "and so on"
 THOUGHTS = {"<think>", "</think>", "<|channel>", "<channel|>"}
@@ -59,6 +60,7 @@ def trained(tokenizer, turns, tools):
 
 
 @pytest.mark.parametrize("name", MARKED)
+@needs("transformers>=5.20")  # older ones cannot mark control tokens
 def test_a_control_token_in_a_text_is_never_one(name):
     tokenizer = tokenizer_with(name)
     control = set(tokenizer.added_tokens_decoder)
@@ -78,6 +80,7 @@ def test_a_control_token_in_a_text_is_never_one(name):
 
 
 @pytest.mark.parametrize("name", MARKED)
+@needs("transformers>=5.20")  # older ones cannot mark control tokens
 def test_an_attack_in_a_question_is_not_learned_and_one_in_an_answer_is(name):
     tokenizer = tokenizer_with(name)
     question, answer = ([dict(turn) for turn in TURNS] for _ in range(2))
@@ -124,6 +127,7 @@ def test_a_forged_mark_is_no_mark():
     ]
 
 
+@needs("transformers>=5.20")  # older ones cannot mark control tokens
 def test_thinking_in_an_answer_stays_what_it_is():
     tokenizer = tokenizer_with("chatml")
     tokenizer.add_tokens(["<think>"])  # not special, as in Qwen3
@@ -147,6 +151,7 @@ def test_raw_text_has_no_control_tokens_but_the_end():
     assert cut["input_ids"][1][:-1] == tokenizer("plain text")["input_ids"]
 
 
+@needs("transformers>=5.20")  # older ones cannot mark control tokens
 def test_texts_to_classify_and_to_embed_have_none_either():
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     control = set(tokenizer.added_tokens_decoder)
@@ -159,6 +164,7 @@ def test_texts_to_classify_and_to_embed_have_none_either():
     assert found(hostile) == found(TURNS[:1])
 
 
+@needs("transformers>=5.20")  # older ones cannot mark control tokens
 def test_preferences_and_prompts_have_none_either(monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     pair = {

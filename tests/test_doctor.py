@@ -50,9 +50,8 @@ def test_the_table_names_a_fix_for_each_error():
     assert "error" in lines[-1]
 
 
-def test_another_version_is_a_warning():
-    assert software._version("torch", "0.1").state == "warning"
-    assert software._version("no-such-package", "1").state == "error"
+def test_a_missing_package_is_an_error():
+    assert software._version("no-such-package", "1", "pip install it").state == "error"
 
 
 def test_direct_io_is_measured_or_refused(tmp_path: Path):

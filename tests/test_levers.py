@@ -30,6 +30,7 @@ from recipes.training.data.collate import Collator
 from recipes.training.model import adapters, attention, draft, kernels, packing_check, tiling
 from tests.small import language_families, small
 from tests.tiers import tiered
+from tests.versions import needs
 from tests.workers import device_reads_per_step
 
 HIDDEN = 4096
@@ -283,6 +284,7 @@ def test_wrong_document_boundaries_are_noticed(tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize("family", REFUSED)
+@needs("transformers>=5.17")
 def test_what_the_kernel_does_not_support_is_refused(tokenizer, family):
     try:
         assert not packing_check.keeps_documents_apart(family_of(family), tokenizer, "varlen")
@@ -402,6 +404,7 @@ def test_compiled_layers_compute_the_same(model_folder):
 # When which is taken
 
 
+@needs("torch>=2.10")
 def test_attention_is_chosen_by_what_is_available(monkeypatch, model_folder, conversations):
     recipe = small(model_folder, conversations, packing=True, precision="bf16")
     config = AutoConfig.from_pretrained(model_folder)

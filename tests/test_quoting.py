@@ -27,6 +27,7 @@ from recipes.spec import pages, run_folder
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder
 from tests.launching import LAUNCH
+from tests.versions import needs
 
 ATTACKS = (
     "$(touch PWNED)",
@@ -116,6 +117,7 @@ def test_a_variable_reaches_another_host_as_it_is_or_is_refused(far, value):
 
 
 @needs_pdsh
+@needs("deepspeed>=0.19.8")
 def test_deepspeed_exports_nothing_that_the_file_does_not_have(far):
     with mock.patch.object(CUDA_Accelerator, "__init__", lambda self: None):
         assert set(pdsh_environment.EXPORTED) == {*runner.EXPORT_ENVS, *CUDA_Accelerator().export_envs()}

@@ -24,6 +24,7 @@ from recipes.spec.run_folder import RunFolder, write_recipe
 from tests.ranks import read_logs
 from tests.small import small
 from tests.tiers import tiered
+from tests.versions import needs
 from tests.workers import measure_layouts, measure_states
 
 HALF = measure_states.LAYERS // 2
@@ -149,6 +150,7 @@ def test_another_moment_is_noticed(measured):
 
 
 @pytest.mark.parametrize(("dtype", "checks"), [(torch.float16, 1), (torch.bfloat16, 0), (torch.float32, 0)])
+@needs("deepspeed>=0.19.8")
 def test_zero_3_looks_for_infinities_in_fp16_only(dtype, checks):
     """Three bytes per gradient: what the table has for fp16, and not for bf16, is what DeepSpeed's step does."""
     called = []

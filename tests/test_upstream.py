@@ -209,6 +209,9 @@ LOAD = """
 import sys
 from pathlib import Path
 from recipes.machine import ops
+from tests.versions import needs
+
+pytestmark = needs("deepspeed==0.19.8")  # what is wrong there
 if sys.argv[1] == "mended":
     from recipes.training import upstream
     upstream.compile_ops_once(Path(sys.argv[2]))

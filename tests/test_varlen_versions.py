@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from recipes.training.model import attention, packing_check
 from tests.small import small
+from tests.versions import needs
 
 STARTS = torch.tensor([0, 5, 12], dtype=torch.int32)
 
@@ -82,6 +83,7 @@ def recipe(monkeypatch, model_folder, conversations):
     return small(model_folder, conversations, packing=True, precision="bf16")
 
 
+@needs("torch>=2.10")
 def test_without_the_kernel_the_next_one_is_taken(monkeypatch, recipe):
     config = AutoConfig.from_pretrained(recipe.model.path)
     assert attention.candidates(recipe, config, on_gpu=True)[0] == "varlen"

@@ -10,6 +10,7 @@ import yaml
 from recipes.commands import check
 from recipes.spec.project import CONFIGS
 from recipes.zero_config.accelerate import keys
+from tests.versions import needs
 
 SHIPPED = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 DEEPSPEED = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 3}}
@@ -155,6 +156,7 @@ def test_an_alias_that_contains_itself_ends(found):
     assert status == 2 and "contains itself" in reports[0]["what"]
 
 
+@needs("accelerate>=1.15")
 def test_the_keys_are_those_of_accelerate():
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser

@@ -1,6 +1,7 @@
 """Checks of the software: versions, the accelerator, compilers, and DeepSpeed's ops."""
 
 import os
+import platform
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from ..spec.project import CONSTRAINTS, INSTALLED, as_typed
 from . import ops as built_ops
+from . import supported
 from .checks import Check, output
 from .ops import Op
 
@@ -17,21 +19,32 @@ NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "da
 
 
 def versions() -> list[Check]:
-    """Compare the installed packages with the versions that are tested together (constraints.txt)."""
+    """Compare the installed packages with the pinned versions (constraints.txt) and the ranges that are tested."""
     pinned = dict(re.findall(r"^([\w.-]+)==([\w.+-]+)", CONSTRAINTS.read_text(), re.MULTILINE))
-    return [_version(name, pinned.get(name)) for name in NEEDED]
-
-
-def _version(name: str, tested: str | None) -> Check:
+    checks = [_judged("python", platform.python_version(), None, "install a Python of that range")]
     what = f'"deepspeed-recipes[train]" -c {CONSTRAINTS}' if INSTALLED else "-r constraints.txt"
-    fix = f"pip install {what}"
+    for name in NEEDED:
+        checks.append(_version(name, pinned.get(name), f"pip install {what}"))
+    return checks
+
+
+def _version(name: str, pinned: str | None, fix: str) -> Check:
     try:
-        found = metadata.version(name)
+        return _judged(name, metadata.version(name), pinned, fix)
     except metadata.PackageNotFoundError:
         return Check(name, "error", "not installed", fix)
-    if tested is None or found.split("+")[0] == tested.split("+")[0]:
+
+
+def _judged(name: str, found: str, pinned: str | None, fix: str) -> Check:
+    """Judge a version: the pinned one is `ok`, and so is one of the tested range that has everything."""
+    if pinned is not None and found.split("+")[0] == pinned.split("+")[0]:
         return Check(name, "ok", found)
-    return Check(name, "warning", f"{found}; the tested version is {tested}", fix)
+    oldest, newest = supported.RANGES[name]
+    if not supported.within(name, found):
+        return Check(name, "warning", f"{found} is outside the tested range, {oldest} to {newest}", fix)
+    if lacks := supported.lacking(name, found):
+        return Check(name, "warning", f"{found}, of the tested range {oldest} to {newest}; {'; '.join(lacks)}", fix)
+    return Check(name, "ok", f"{found}, of the tested range {oldest} to {newest}")
 
 
 def command(folder: Path) -> list[Check]:

@@ -20,8 +20,8 @@ from ..spec.errors import UserError
 from .schema_format import FORMAT, SHIPPED
 from .schema_format import SAMPLES as SAMPLES
 
-OLDEST = "0.19.7"
-"""The oldest DeepSpeed that has been tried: it says which keys it has removed, which 0.19.3 does not."""
+OLDEST = "0.18.9"
+"""The oldest DeepSpeed whose schema has been derived; before 0.19.7 it does not say which keys it has removed."""
 
 
 def installed_version() -> str | None:

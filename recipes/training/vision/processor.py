@@ -51,10 +51,17 @@ def adopt(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase) -> Proc
 
 
 def text_of_pictures(processor: ProcessorMixin, pictures: Sequence[Any]) -> list[str]:
-    """Return the placeholder of each picture in the text that is tokenized."""
+    """Return the placeholder of each picture in the text that is tokenized.
+
+    Raises:
+        UserError: transformers is too old to tell.
+    """
     if not pictures:
         return []
     read = _processed(processor, [pictures], return_text_replacement_offsets=True)
+    if "text_replacement_offsets" not in read:
+        kind = type(processor).__name__
+        raise UserError(f"{kind} does not say what text stands for a picture: pip install -U 'transformers>=5.17'.")
     return [one["replacement"] for one in read["text_replacement_offsets"][0]]
 
 

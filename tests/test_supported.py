@@ -1,0 +1,77 @@
+"""The range of versions: what is declared, what doctor says of it, and what older versions lack."""
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from recipes.machine import software, supported
+from recipes.zero_config import schema
+
+ROOT = Path(__file__).resolve().parents[1]
+STACKS = ROOT / "tests" / "stacks"
+
+
+def pins(file: Path) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==([\w.+-]+)", file.read_text(), re.MULTILINE))
+
+
+def test_each_range_runs_from_the_oldest_stack_to_the_pins():
+    oldest, newest = pins(STACKS / "oldest.txt"), pins(ROOT / "constraints.txt")
+    for name in software.NEEDED:
+        first, last = supported.RANGES[name]
+        assert supported.within(name, newest[name]) and newest[name].startswith(last), name
+        assert oldest.get(name, newest[name]).startswith(first), name
+
+
+def test_the_package_asks_for_the_same_ranges():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = dict(re.findall(r"^([a-z]+)>=([\d.]+)", "\n".join(project["optional-dependencies"]["train"]), re.MULTILINE))
+    assert asked == {name: supported.RANGES[name][0] for name in software.NEEDED}
+    assert project["requires-python"] == f">={supported.RANGES['python'][0]}"
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "state", "said"),
+    [
+        ("torch", "2.13.0+cpu", "ok", "2.13.0+cpu"),
+        ("torch", "2.8.0", "warning", "2.8.0 is outside the tested range, 2.9 to 2.13"),
+        ("torch", "2.14.1", "warning", "2.14.1 is outside the tested range, 2.9 to 2.13"),
+        ("torch", "2.9.1", "warning", "no variable-length attention kernel: packed sequences take FlexAttention"),
+        ("torch", "2.11.0", "warning", "shared keys and values are repeated"),
+        ("deepspeed", "0.19.0", "warning", "no AutoEP: layout.expert is refused"),
+        ("deepspeed", "0.18.9", "warning", "0.18.9 is outside the tested range, 0.19.0 to 0.19.8"),
+        ("transformers", "5.21.0", "ok", "5.21.0, of the tested range 5.10 to 5.22"),
+        ("transformers", "5.23.0", "warning", "5.23.0 is outside"),
+        ("python", "3.14.0", "warning", "3.14.0 is outside the tested range, 3.11 to 3.13"),
+    ],
+)
+def test_doctor_says_what_is_outside_and_what_is_lost(name, version, state, said):
+    check = software._judged(name, version, pins(ROOT / "constraints.txt").get(name), "pip install it")
+    assert check.state == state and said in check.found
+    assert check.fix == ("pip install it" if state == "warning" else "")
+
+
+def test_only_what_a_version_itself_lacks_is_said():
+    assert len(supported.lacking("torch", "2.9.1")) == len(supported.lacking("torch", "2.10.0")) == 1
+    assert supported.lacking("torch", "2.13.0") == supported.lacking("accelerate", "1.13.0") == []
+
+
+def test_a_stack_replaces_pins_and_adds_none():
+    stack = runpy.run_path(str(ROOT / ".ci" / "stack"))
+    newest = set(stack["versions"]("newest"))
+    assert newest == {f"{name}=={version}" for name, version in pins(ROOT / "constraints.txt").items()}
+    for name in ("oldest", "middle"):
+        own = {f"{name}=={version}" for name, version in pins(STACKS / f"{name}.txt").items()}
+        found = set(stack["versions"](name))
+        assert own and own <= found and len(found) == len(newest) and found - newest == own
+
+
+def test_the_installed_deepspeed_gives_a_schema():
+    """0.18.9 and 0.19.0 have no list of removed keys, and 0.19.0 has no AutoEP: the linter works with them all."""
+    found = schema.load()
+    assert found["deepspeed"] == schema.installed_version()
+    assert {"zero_optimization", "bf16", "optimizer"} <= set(found["root"]["keys"])
+    assert {"adam", "lion", "muon"} <= set(found["optimizer_parameters"])
