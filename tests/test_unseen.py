@@ -22,6 +22,7 @@ from recipes.training.arguments import deepspeed_config
 from recipes.training.model import draft, load, packing_check
 from recipes.training.parallel import expert_check, sequence_check, stages
 from tests.small import small
+from tests.versions import needs
 
 DRAFTED = ["codegen", "ernie4_5_moe", "gptj", "llava", "mamba", "opt", "rwkv", "xglm"]
 
@@ -54,7 +55,7 @@ def test_narrower_layers_get_larger_weights_under_any_name(tokenizer):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("kind", ["gemma2", "gptj", "llama"])
+@pytest.mark.parametrize("kind", [pytest.param("gemma2", marks=needs("transformers>=5.20")), "gptj", "llama"])
 def test_a_model_without_sdpa_takes_eager_attention_and_says_so(alone, tmp_path, tokenizer, capsys, kind, packing):
     recipe = recipe_for(tmp_path, kind, packing=packing)
     found = run.checked(recipe, deepspeed_file.read(recipe.deepspeed), tokenizer)

@@ -1,9 +1,9 @@
 """Asks DeepSpeed and PyTorch for what configs/README.md says that they do not have; executed on every rank."""
 
 import deepspeed
+import deepspeed.pipe
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import DualPipeVModule
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
@@ -15,7 +15,7 @@ def two_stages_per_rank() -> None:
     """Give DeepSpeed's DualPipeV a pipeline whose batches differ in length, as a recipe's do, and print its answer."""
     distributed.start()
     layers = [torch.nn.Linear(4, 4) for _ in range(4)]
-    module = DualPipeVModule(layers=layers, num_stages=2, loss_fn=mse_loss, dynamic_shape=True)
+    module = deepspeed.pipe.DualPipeVModule(layers=layers, num_stages=2, loss_fn=mse_loss, dynamic_shape=True)
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
     config |= {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
     try:
