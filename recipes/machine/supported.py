@@ -40,6 +40,7 @@ LACKS = (
         "2.11",
     ),
     Lack("deepspeed", "0.19.2", "no AutoEP: layout.expert is refused"),
+    Lack("deepspeed", "0.19.3", "layout.pipeline is refused, since its gradients are wrong"),
     Lack("deepspeed", "0.19.7", "the linter does not know which keys DeepSpeed has removed"),
     Lack("deepspeed", "0.19.8", "tensor parallelism is refused for models whose plan splits whole inputs"),
     Lack("transformers", "5.14", "nemotron_h's configurations cannot be read"),
@@ -65,4 +66,4 @@ def lacking(package: str, version: str) -> list[str]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return a version's numbers: 2.9.1+cpu is (2, 9, 1)."""
-    return tuple(int(number) for number in re.match(r"[\d.]*\d", version)[0].split("."))
+    return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split("."))

@@ -21,6 +21,8 @@ from .techniques import Kind, Technique
 
 FORKED = "in forked subprocess"
 """What PyTorch says of a GPU that the process before the fork has already used."""
+REFUSED = 2
+"""The exit status of ranks that say why this stack cannot train a recipe."""
 LIMIT = 240
 """Seconds for one technique or defect; a hang ends there."""
 State = Literal["equal", "different", "failed", "present", "absent", "not tried"]
@@ -111,7 +113,8 @@ def prove(shop: Workshop, technique: Technique) -> Finding:
                                   world_size=1, log=log, timeout=LIMIT)  # fmt: skip
     seconds = time.monotonic() - begun
     if any(statuses):
-        return Finding(technique.name, "failed", why(read_logs(log), statuses), count, seconds)
+        state: State = "not tried" if set(statuses) == {REFUSED} else "failed"
+        return Finding(technique.name, state, why(read_logs(log), statuses), count, seconds)
     numbers = read_json(result)
     return Finding(technique.name, *judged(**numbers), count, seconds, numbers)
 
@@ -153,8 +156,10 @@ def look_for(shop: Workshop, defect: Defect) -> Finding:
 
 
 def why(logs: list[str], statuses: list[int]) -> str:
-    """Return the last line of ranks' output that looks like an error, or else how the ranks ended."""
+    """Return why ranks refused, or the last line of their output that looks like an error, or how they ended."""
     lines = [line.strip() for log in logs for line in log.splitlines()]
+    if set(statuses) == {REFUSED}:
+        return next((line for line in reversed(lines) if line), "refused")[:300]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|launch\.py:|error:", line)]
     return errors[-1][:300] if errors else f"the ranks ended with exit statuses {statuses} (negative: by that signal)"
 

@@ -8,7 +8,7 @@ from ..spec.errors import UserError
 from ..spec.layout import gradient_accumulation_steps
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
-from . import checkpointing, universal_checkpoint
+from . import checkpointing, universal_checkpoint, upstream
 from .parallel import expert_check
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -81,8 +81,10 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
         file = with_zero(file, reduce_scatter=False)  # Muon needs whole gradients
     config, layout = copy.deepcopy(dict(file.content)), recipe.layout
     if layout.tensor > 1 and layout.pipeline == 1:  # stages are split by `tensor.shard`
-        # A head that keeps its logits apart saves memory, but evaluation and generation need them whole.
-        sizes = {"autotp_size": layout.tensor, "vocab_parallel_lm_head": False}
+        sizes: dict[str, Any] = {"autotp_size": layout.tensor}
+        if upstream.has_vocabulary_parallel_heads():
+            # A head that keeps its logits apart saves memory, but evaluation and generation need them whole.
+            sizes["vocab_parallel_lm_head"] = False
         config["tensor_parallel"] = config.get("tensor_parallel", {}) | sizes
         # The Trainer and DeepSpeed count tensor-parallel ranks differently; each works it out from the rest.
         config.pop("train_batch_size", None)

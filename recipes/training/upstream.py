@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import distributed as dist
@@ -253,6 +255,34 @@ def require_autoep() -> None:
     """
     if AutoEP is None:
         raise UserError("layout.expert needs DeepSpeed 0.19.2 or later: pip install -U deepspeed, or layout.expert=1.")
+
+
+def require_right_pipelines() -> None:
+    """Check that the gradients of DeepSpeed's pipelines are right.
+
+    Before 0.19.3 each stage divides those that it passes on by the accumulation, which the loss was divided by already:
+    `proof/defects/deepspeed/pipeline_accumulation.py` shows it.
+
+    Raises:
+        UserError: the installed version is too old.
+    """
+    if "_backward_prologue_per_tensor" not in vars(PipelineEngine):
+        raise UserError(
+            "layout.pipeline needs DeepSpeed 0.19.3 or later, since earlier ones divide gradients by the accumulation "
+            "once per stage: pip install -U deepspeed, or layout.pipeline=1."
+        )
+
+
+def has_vocabulary_parallel_heads() -> bool:
+    """Return whether DeepSpeed can split a head by its vocabulary, which 0.19.8 does unless it is told not to."""
+    return "vocab_parallel_lm_head" in TPTrainingConfig.model_fields
+
+
+def rank_of_shard(weight: Any) -> int:
+    """Return which of ZeRO-3's shards of a weight this rank has; DeepSpeed before 0.19.3 does not note it."""
+    if hasattr(weight, "ds_zero_partition_rank"):
+        return weight.ds_zero_partition_rank
+    return dist.get_rank(weight.ds_process_group)
 
 
 def route_as_transformers(model: PreTrainedModel, in_fp32: bool = False) -> None:

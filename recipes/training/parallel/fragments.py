@@ -9,7 +9,7 @@ from deepspeed.pipe import PipelineModule
 from torch import distributed as dist
 
 from ...spec.recipe import Layout
-from .. import distributed
+from .. import distributed, upstream
 from ..holdings import layer_of
 from . import tensor
 from .pipeline import stage
@@ -75,7 +75,7 @@ def _fragments(engine: Any, layout: Layout) -> Iterator[tuple[torch.Tensor, Frag
 def _sharded(engine: Any, weight: Any) -> tuple[torch.Tensor, int, int]:
     """Return where ZeRO-3 has this rank's shard: the tensor, the first element and their number."""
     group, start, size = engine.optimizer.grad_position[engine.optimizer.get_param_id(weight)]
-    left = weight.ds_numel - weight.ds_zero_partition_rank * size  # the last shard is padded
+    left = weight.ds_numel - upstream.rank_of_shard(weight) * size  # the last shard is padded
     return engine.optimizer.fp32_partitioned_groups_flat[group], start, max(0, min(size, left))
 
 

@@ -30,7 +30,9 @@ def plan(config: PreTrainedConfig) -> dict[str, str]:
     Raises:
         ValueError: transformers has no plan for this architecture, or one that splits what `shard` cannot.
     """
-    whole = config.get_text_config().base_model_tp_plan or {}
+    said = config.get_text_config().base_model_tp_plan or {}
+    # transformers 5.17 plans the embeddings too.
+    whole = {pattern: style for pattern, style in said.items() if pattern.startswith("layers.*.")}
     styles = set(whole.values())
     if not whole or not styles <= set(STYLES):
         raise ValueError(f"{config.model_type}: no plan, or unknown styles {sorted(styles - set(STYLES))}")
@@ -186,8 +188,7 @@ def gathered(layer: TensorParallel_Layer, name: str, part: torch.Tensor) -> torc
     DeepSpeed's own gathering puts the whole weight in the parameter's place, and afterwards a copy of the part: cut off
     from the flat buffer in which ZeRO-1 and 2 update it.
     """
-    copies = [
-        torch.nn.Parameter(part.clone(), requires_grad=False) if name == own else None for own in ("weight", "bias")
-    ]
-    layer.gather_params(copies)
-    return next(copy for copy in copies if copy is not None).detach()
+    copy = torch.nn.Parameter(part.clone(), requires_grad=False)
+    if name == "weight" or not isinstance(layer, LinearAllreduce):  # whose bias is whole on every rank
+        layer.gather_params([copy])
+    return copy.detach()
