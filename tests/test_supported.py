@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from recipes.machine import software, supported
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Layout
+from recipes.training import upstream
 from recipes.zero_config import schema
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +44,7 @@ def test_the_package_asks_for_the_same_ranges():
         ("torch", "2.14.1", "warning", "2.14.1 is outside the tested range, 2.9 to 2.13"),
         ("torch", "2.9.1", "warning", "no variable-length attention kernel: packed sequences take FlexAttention"),
         ("torch", "2.11.0", "warning", "shared keys and values are repeated"),
-        ("deepspeed", "0.19.0", "warning", "no AutoEP: layout.expert is refused"),
+        ("deepspeed", "0.19.0", "warning", "layout.pipeline is refused, since it divides gradients"),
         ("deepspeed", "0.18.9", "warning", "0.18.9 is outside the tested range, 0.19.0 to 0.19.8"),
         ("transformers", "5.21.0", "ok", "5.21.0, of the tested range 5.10 to 5.22"),
         ("transformers", "5.23.0", "warning", "5.23.0 is outside"),
@@ -75,3 +78,17 @@ def test_the_installed_deepspeed_gives_a_schema():
     assert found["deepspeed"] == schema.installed_version()
     assert {"zero_optimization", "bf16", "optimizer"} <= set(found["root"]["keys"])
     assert {"adam", "lion", "muon"} <= set(found["optimizer_parameters"])
+
+
+@pytest.mark.parametrize("key", supported.LAYOUTS)
+def test_a_layout_that_an_old_deepspeed_gets_wrong_is_refused(monkeypatch, key):
+    first, why = supported.LAYOUTS[key]
+    layout = Layout(**{key: 2})
+    monkeypatch.setattr(upstream.metadata, "version", lambda _: "0.19.0")
+    with pytest.raises(
+        UserError, match=rf"layout\.{key}=2: DeepSpeed 0\.19\.0 {why}: pip install 'deepspeed>={first}'"
+    ):
+        upstream.check_version(layout)
+    upstream.check_version(Layout())
+    monkeypatch.setattr(upstream.metadata, "version", lambda _: first)
+    upstream.check_version(layout)

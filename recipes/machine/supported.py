@@ -19,6 +19,17 @@ RANGES = {
 """The oldest and the newest release of each that is tested; a later patch of the newest counts as tested."""
 
 
+LAYOUTS = {
+    "pipeline": ("0.19.3", "divides gradients by the accumulation once per stage"),
+    "tensor": ("0.19.6", "exports other weights than it trains"),
+    "expert": ("0.19.7", "does not start with a mixture's parameter groups, if it has AutoEP at all"),
+}
+"""The first DeepSpeed with which a layout trains and exports what plain PyTorch does, and what an older one does.
+
+Measured by `doctor.py --prove` with 0.19.0, 0.19.3, 0.19.6, 0.19.7 and 0.19.8, and read in the sources of the others.
+"""
+
+
 @dataclass(frozen=True)
 class Lack:
     """What a package does not have before a version."""
@@ -39,8 +50,7 @@ LACKS = (
         "shared keys and values are repeated for the variable-length kernel, which takes memory",
         "2.11",
     ),
-    Lack("deepspeed", "0.19.2", "no AutoEP: layout.expert is refused"),
-    Lack("deepspeed", "0.19.3", "layout.pipeline is refused, since its gradients are wrong"),
+    *(Lack("deepspeed", first, f"layout.{key} is refused, since it {why}") for key, (first, why) in LAYOUTS.items()),
     Lack("deepspeed", "0.19.7", "the linter does not know which keys DeepSpeed has removed"),
     Lack("deepspeed", "0.19.8", "tensor parallelism is refused for models whose plan splits whole inputs"),
     Lack("transformers", "5.14", "nemotron_h's configurations cannot be read"),
@@ -62,6 +72,11 @@ def lacking(package: str, version: str) -> list[str]:
     return [
         lack.what for lack in LACKS if lack.package == package and _numbers(lack.since) <= known < _numbers(lack.before)
     ]
+
+
+def is_before(version: str, other: str) -> bool:
+    """Return whether a version is older than another."""
+    return _numbers(version) < _numbers(other)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -164,6 +164,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     # The launcher may not have known the dimensions of a model on the Hub.
     config = load.load_config(recipe).to_dict()
     limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
+    upstream.check_version(recipe.layout)
     kernels.check(recipe, file, distributed.on_gpu())
     create.check(recipe)
     attention = packing_check.check(recipe, tokenizer, distributed.on_gpu(), say)

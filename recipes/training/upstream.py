@@ -13,13 +13,13 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial, wraps
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -30,8 +30,9 @@ from transformers.integrations.deepspeed import deepspeed_config
 from transformers.masking_utils import find_packed_sequence_indices
 from trl.trainer import utils as trl_utils
 
-from ..machine import ops
+from ..machine import ops, supported
 from ..spec.errors import UserError
+from ..spec.recipe import Layout
 
 try:
     from deepspeed.module_inject.auto_ep import AutoEP
@@ -247,30 +248,19 @@ def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
     optimizer._update_scale = look_first
 
 
-def require_autoep() -> None:
-    """Check that DeepSpeed can spread a mixture's experts.
+def check_version(layout: Layout) -> None:
+    """Refuse a layout that the installed DeepSpeed is too old for.
 
     Raises:
-        UserError: the installed version is too old.
+        UserError: it would train or export something else, or lacks what the layout needs.
     """
-    if AutoEP is None:
-        raise UserError("layout.expert needs DeepSpeed 0.19.2 or later: pip install -U deepspeed, or layout.expert=1.")
-
-
-def require_right_pipelines() -> None:
-    """Check that the gradients of DeepSpeed's pipelines are right.
-
-    Before 0.19.3 each stage divides those that it passes on by the accumulation, which the loss was divided by already:
-    `proof/defects/deepspeed/pipeline_accumulation.py` shows it.
-
-    Raises:
-        UserError: the installed version is too old.
-    """
-    if "_backward_prologue_per_tensor" not in vars(PipelineEngine):
-        raise UserError(
-            "layout.pipeline needs DeepSpeed 0.19.3 or later, since earlier ones divide gradients by the accumulation "
-            "once per stage: pip install -U deepspeed, or layout.pipeline=1."
-        )
+    installed = metadata.version("deepspeed")
+    for key, (first, why) in supported.LAYOUTS.items():
+        if (size := getattr(layout, key)) > 1 and supported.is_before(installed, first):
+            raise UserError(
+                f"layout.{key}={size}: DeepSpeed {installed} {why}: "
+                f"pip install 'deepspeed>={first}', or layout.{key}=1."
+            )
 
 
 def has_vocabulary_parallel_heads() -> bool:

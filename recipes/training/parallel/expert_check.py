@@ -43,10 +43,8 @@ def mixture(recipe: Recipe) -> Mixture:
     """Return what AutoEP has to be told; takes a second the first time, before ZeRO-3 shards what is made.
 
     Raises:
-        UserError: AutoEP computes something else than transformers, cannot return what the recipe's loss needs, or is
-            not there.
+        UserError: AutoEP computes something else than transformers, or cannot return what the recipe's loss needs.
     """
-    upstream.require_autoep()
     found = _mixture(recipe.model.path, recipe.model.trust_remote_code)
     if found.keys and recipe.router_aux_loss_coef:
         raise UserError(

@@ -39,7 +39,6 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     Raises:
         UserError: says what prevents it.
     """
-    upstream.require_right_pipelines()
     stages.check(recipe, tokenizer)
     if recipe.layout.tensor > 1:
         tensor_check.styles(recipe)
