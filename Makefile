@@ -30,7 +30,7 @@ help:
 	@echo "make docs      update the generated parts of the documents"
 	@echo "make notebooks execute the notebooks on an idle machine and keep their outputs"
 	@echo "make lock      write requirements.lock, the image's pins with hashes, after a change of constraints.txt"
-	@echo "make stack     make .stacks/NAME of tests/stacks: PYTHON=python3.11 make stack STACK=oldest; then make quick VENV=.stacks/oldest"
+	@echo "make stack     make .stacks/NAME of tests/stacks: STACK=oldest WITH=python3.11; then make quick VENV=.stacks/oldest"
 	@echo "make wheel     build the package into dist/"
 	@echo "VENV=DIR       use the environment in DIR instead of .venv; nothing is installed into it"
 	@echo "ARGS=...       more options for pytest, e.g. make quick ARGS='-k layout'"
@@ -111,9 +111,9 @@ check: $(PREPARE)
 lock: $(PREPARE)
 	$(PYTHON) .ci/lock
 
-# The versions that users have; PYTHON=python3.11 for the oldest, 3.12 for the middle, 3.13 for the newest.
+# The versions that users have: python3.11 for the oldest, python3.12 for the middle, python3.13 for the newest.
 stack:
-	.ci/stack $(STACK)
+	.ci/stack $(STACK) $(WITH)
 
 wheel: $(PREPARE)
 	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -1,0 +1,120 @@
+"""What only runs on a GPU, called with CUDA tensors that have no values: signatures, dtypes, shapes, devices.
+
+A read of a value (`.item()`, a mask as an index) raises here, since there is none; on a GPU it makes the host wait for
+all kernels before it. A build of torch for CPUs alone has no such tensors, and the file is skipped there; no GPU is
+needed (`make stack STACK=middle WITH=python3.12` makes such an environment). Backward passes need a driver.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, masking_utils
+
+from recipes.spec import pages
+from recipes.spec.recipe import Draft
+from recipes.training import upstream
+from recipes.training.model import attention, draft, tiling
+
+if not torch.backends.cuda.is_built():
+    pytest.skip("this build of torch is for CPUs only", allow_module_level=True)
+
+LENGTHS = (100, 60, 96)
+"""Of the documents of a packed sequence."""
+needs_varlen = pytest.mark.skipif(attention.varlen_attn is None, reason="torch 2.9 has no variable-length kernel")
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    """Make every tensor one without values, and transformers not look whether sequences are packed."""
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
+    tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+    with FakeTensorMode():
+        yield tokenizer
+
+
+def on_cuda(tokenizer, family: str, kernel: str) -> PreTrainedModel:
+    """Return a draft in bf16 whose weights are on the fake GPU."""
+    config = AutoConfig.for_model(**next(iter(pages.page(family).SIZES.values())).config)
+    small = draft.shrink(config, Draft(layers=2), tokenizer)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, attn_implementation=kernel)
+    attention.switch_by_batch(model)
+    model.config.use_cache = False
+    upstream.tell_whether_packed(model, True)
+    return model.train()
+
+
+def packed(model: torch.nn.Module) -> dict[str, object]:
+    """Return one packed sequence as the collator makes it, on the model's device."""
+    tokens = torch.zeros((1, sum(LENGTHS)), dtype=torch.int64)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    if attention.needs_boundaries(model):
+        batch |= attention.document_boundaries([LENGTHS], sum(LENGTHS))
+    return {name: one.to("cuda") if torch.is_tensor(one) else one for name, one in batch.items()}
+
+
+def train(model: torch.nn.Module) -> None:
+    """Compute a loss, and update the weights as if there were gradients, with the optimizer that a run has on a GPU."""
+    loss = model(**packed(model)).loss
+    assert loss.is_cuda and loss.shape == () and loss.requires_grad
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in trained:
+        assert weight.is_cuda
+        weight.grad = torch.empty_like(weight)
+    torch.optim.AdamW(trained, fused=True).step()
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(attention.VARLEN, marks=needs_varlen), "sdpa"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "gemma3", "mistral", "gpt_neox", "phi4", "granite"])
+def test_a_step_of_a_packed_sequence(fake, family, kernel):
+    train(on_cuda(fake, family, kernel))
+
+
+@pytest.mark.parametrize("lever", [tiling.recompute_feed_forward, lambda one: tiling.tile_feed_forward(one, 4)])
+def test_a_step_in_tiles(fake, lever):
+    model = on_cuda(fake, "llama3", "sdpa")
+    lever(model)
+    train(model)
+
+
+def test_trls_tiled_loss_reads_which_tokens_are_labelled(fake):
+    """Once per micro-batch and tensor; it passes on a GPU, and fails here when TRL takes indices."""
+    model = on_cuda(fake, "llama3", "sdpa")
+    tiling.tile_loss(model)
+    with pytest.raises(DynamicOutputShapeException, match="nonzero"):
+        train(model)
+
+
+@needs_varlen
+@pytest.mark.parametrize("key_heads", [8, 2], ids=["own keys", "shared keys"])
+@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("width", [64, 40], ids=["values as wide", "narrower values"])
+def test_the_variable_length_kernel_takes_what_layers_pass(key_heads, window, width):
+    total = sum(LENGTHS)
+    query = torch.zeros((1, 8, total, 64), dtype=torch.bfloat16, device="cuda")
+    key = torch.zeros((1, key_heads, total, 64), dtype=torch.bfloat16, device="cuda")
+    value = torch.zeros((1, key_heads, total, width), dtype=torch.bfloat16, device="cuda")
+    starts = torch.zeros(len(LENGTHS) + 1, dtype=torch.int32, device="cuda")
+    output, weights = attention.varlen(
+        None, query, key, value, None, scaling=0.1, sliding_window=window, cu_seq_lens_q=starts,
+        max_length_q=max(LENGTHS),
+    )  # fmt: skip
+    assert weights is None and output.is_cuda
+    assert (output.shape, output.dtype) == ((1, total, 8, width), torch.bfloat16)
+
+
+@needs_varlen
+def test_an_argument_that_the_kernel_does_not_have_is_noticed(monkeypatch):
+    """As `enable_gqa` was passed to kernels of torch 2.11, which lack it."""
+    monkeypatch.setattr(attention, "varlen_attn", lambda query, key, value, *starts: query)
+    monkeypatch.setattr(attention, "_parameters", lambda function: {"scale", "window_size", "enable_gqa"})
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        test_the_variable_length_kernel_takes_what_layers_pass(2, None, 64)
+
+
+def test_a_read_of_a_value_is_noticed(fake, monkeypatch):
+    model = on_cuda(fake, "llama3", "sdpa")
+    model.register_forward_pre_hook(lambda module, _: module.lm_head.weight.sum().item())
+    with pytest.raises(DataDependentOutputException):
+        train(model)
