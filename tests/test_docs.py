@@ -32,7 +32,9 @@ from recipes.spec import pages
 from recipes.spec.project import CHECKOUT as ROOT
 
 PAGES = sorted(
-    path for path in ROOT.rglob("*.md") if not {".venv", ".serving", "runs"} & set(path.relative_to(ROOT).parts)
+    path
+    for path in ROOT.rglob("*.md")
+    if not {".venv", ".serving", ".stacks", "runs"} & set(path.relative_to(ROOT).parts)
 )
 README = ROOT / "README.md"
 PARSERS = {
