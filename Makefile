@@ -1,4 +1,4 @@
-# make install | demo | quick | test | test-all | serving | ray | gguf | durations | gpu-check | check | docs | notebooks | lock | stack | wheel.   VENV=DIR: another environment.
+# make install | demo | quick | test | test-all | serving | ray | fp8 | gguf | durations | gpu-check | check | docs | notebooks | lock | stack | wheel.   VENV=DIR: another environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -14,7 +14,7 @@ ARGS =
 # Images often switch bytecode off; every rank would compile the whole stack again, for seconds.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install demo quick test test-all serving ray gguf durations gpu-check check docs notebooks lock wheel ops stack
+.PHONY: help install demo quick test test-all serving ray fp8 gguf durations gpu-check check docs notebooks lock wheel ops stack
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-all  every test: all variants, all templates, all layouts"
 	@echo "make serving   make .serving, a second environment with vLLM (for CPUs), llm-compressor and lm-evaluation-harness"
 	@echo "make ray       add Ray to .venv, for launch.py --ray and its tests"
+	@echo "make fp8       add torchao to .venv, for fp8=true and its tests"
 	@echo "make gguf      add llama.cpp and its converter to .serving (compiled)"
 	@echo "make durations run the test suite and write what each test costs to tests/durations.txt"
 	@echo "make gpu-check techniques and kernels beside plain PyTorch on this machine's GPUs, then the launcher on them"
@@ -56,6 +57,9 @@ $(SERVING)/.installed: constraints-serving.txt constraints.txt
 # Into .venv: it changes none of its versions.
 ray: $(PREPARE)
 	$(PIP) -c constraints.txt -r constraints-ray.txt
+
+fp8: $(PREPARE)
+	$(PIP) --no-deps -r constraints-fp8.txt
 
 # llama.cpp, compiled, and its converter, which only the package's source has.
 LLAMA = llama-cpp-python==0.3.36

@@ -167,6 +167,7 @@ def main():
         model.save_pretrained(o.output, state_dict=state)
         tokenizer.save_pretrained(o.output)
     dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

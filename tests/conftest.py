@@ -88,6 +88,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     missing = [] if environment.python("vllm") else ["make serving"]
     missing += [] if environment.has_llama_cpp() else ["make gguf"]
     missing += [] if find_spec("ray") else ["make ray"]
+    missing += [] if find_spec("torchao") else ["make fp8"]
     if missing:
         how = f"{' and '.join(missing)}, then make test-all"
     elif config.option.markexpr:

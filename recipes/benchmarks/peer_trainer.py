@@ -68,6 +68,7 @@ def main(model, sequences, config, micro_batch, steps, log_every, dtype):
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+    dist.destroy_process_group()  # or gloo's threads may be running when the interpreter ends, which aborts it
 
 
 if __name__ == "__main__":

@@ -243,6 +243,10 @@ class Recipe:
     minute at the start, and again for every other sequence length; not under ZeRO-3, whose fetches break the graph."""
     liger_kernel: bool = False
     """Liger's fused RMSNorm, RoPE and SwiGLU on a GPU, where it is installed (pip install liger-kernel)."""
+    fp8: bool = False
+    """The decoder's linear layers multiply in 8-bit floats while they train, by torchao (pip install torchao), on GPUs
+    that can (Ada, Hopper and later). Weights, gradients and evaluation stay in bf16; not with adapters. CPU ranks
+    emulate it, to be tried on a draft."""
     seed: int = 42
     """Of the order of the data, of adapters and of what is held out."""
     logging_steps: int = 10
@@ -287,6 +291,7 @@ class Recipe:
         _check_optimizer(self)
         _check_selective(self)
         _check_offloading(self)
+        _check_fp8(self)
         _check_vision(self)
         trackers.check(names(self.tracking))
         self.dpo.check()
@@ -490,6 +495,23 @@ def _check_offloading(recipe: Recipe) -> None:
         if used:
             value = str(_get(recipe, key)).lower()
             raise UserError(f"activation_offloading=true with {key}={value}: use {fix}.")
+
+
+def _check_fp8(recipe: Recipe) -> None:
+    """Refuse 8-bit products where they are not tested."""
+    if not recipe.fp8:
+        return
+    layout = recipe.layout
+    for key, used, fix in (
+        ("precision", recipe.precision != "bf16", "precision=bf16"),
+        ("lora", recipe.lora is not None, "fp8=false: adapters' products are too small to gain"),
+        ("model.vision", recipe.model.vision, "fp8=false"),
+        ("layout.tensor", layout.tensor > 1, "layout.tensor=1: DeepSpeed replaces the layers that it splits"),
+        ("layout.pipeline", layout.pipeline > 1, "layout.pipeline=1"),
+        ("layout.expert", layout.expert > 1, "layout.expert=1"),
+    ):
+        if used:
+            raise UserError(f"fp8=true with {key}={'...' if key == 'lora' else _get(recipe, key)}: use {fix}.")
 
 
 def _check_vision(recipe: Recipe) -> None:

@@ -1,8 +1,11 @@
-"""Fused and compiled layers, where a recipe asks for them."""
+"""Fused and compiled layers and 8-bit products, where a recipe asks for them."""
 
 import importlib.util
+from functools import partial
 from typing import Any
 
+import torch
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
@@ -23,12 +26,53 @@ def fuse(model: PreTrainedModel) -> None:
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
+FP8 = (8, 9)
+"""Compute capability (Ada) from which a GPU multiplies in 8-bit floats."""
+FP8_STEP = 16
+"""The widths of what it multiplies are multiples of this."""
+
+
+def multiply_in_fp8(model: PreTrainedModel, on_gpu: bool) -> None:
+    """Let the decoder's linear layers multiply in 8-bit floats while they train, each tensor with a scale of its own.
+
+    Forward products are in e4m3 and gradients in e5m2 (torchao's default recipe, after "FP8 Formats for Deep Learning",
+    arXiv:2209.05433). The head and routers keep their precision. In evaluation layers compute as they will wherever
+    the export is loaded.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def fits(module: torch.nn.Module, name: str) -> bool:
+        widths = (getattr(module, "in_features", 1), getattr(module, "out_features", 1))
+        return not name.endswith((".gate", ".router")) and all(width % FP8_STEP == 0 for width in widths)
+
+    convert_to_float8_training(model.base_model, config=Float8LinearConfig(emulate=not on_gpu), module_filter_fn=fits)
+    for layer in model.modules():
+        if type(layer).__name__ == "Float8Linear":
+            layer.forward = partial(_exact_in_evaluation, layer, layer.forward)
+
+
+def _exact_in_evaluation(layer: torch.nn.Linear, train: Any, inputs: torch.Tensor) -> torch.Tensor:
+    return train(inputs) if layer.training else linear(inputs, layer.weight, layer.bias)
+
+
+def _check_fp8(on_gpu: bool) -> None:
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("fp8=true: torchao is not installed; pip install torchao, or leave fp8 out.")
+    if on_gpu and torch.cuda.get_device_capability() < FP8:
+        raise UserError(
+            f"fp8=true: {torch.cuda.get_device_name()} does not multiply in 8-bit floats; Ada (RTX 4090, L4), Hopper "
+            "and later GPUs do. Leave fp8 out."
+        )
+
+
 def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
     """Refuse compiled layers under ZeRO-3, which would break every layer's graph at every weight, and what needs CUDA.
 
     Raises:
         UserError: names the file and the fix.
     """
+    if recipe.fp8:
+        _check_fp8(on_gpu)
     if file.deepcompile and not on_gpu:
         raise UserError(
             f"deepspeed={file.name}: DeepCompile's kernels are CUDA's, and these ranks are on CPUs; use "

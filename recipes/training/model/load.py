@@ -100,6 +100,8 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
         checkpointing.offload_inputs(model, distributed.on_gpu())
     if recipe.liger_kernel:
         kernels.fuse(model)
+    if recipe.fp8:
+        kernels.multiply_in_fp8(model, distributed.on_gpu())
     if recipe.compile == "regional":
         kernels.compile_layers(model)
     upstream.keep_4bit_layout(model)
