@@ -21,6 +21,8 @@ from tests.test_masks import MARKED, SYSTEM, TOOL_TURNS, TOOLS, TURNS, WITHOUT_S
 from tests.tiers import tiered
 from tests.versions import needs
 
+can_mark = needs("transformers>=5.20")
+
 HARMLESS = "and so on"
 THOUGHTS = {"<think>", "</think>", "<|channel>", "<channel|>"}
 """Templates look for these in answers, and move or drop what is between them."""
@@ -60,7 +62,7 @@ def trained(tokenizer, turns, tools):
 
 
 @pytest.mark.parametrize("name", MARKED)
-@needs("transformers>=5.20")  # older ones cannot mark control tokens
+@can_mark
 def test_a_control_token_in_a_text_is_never_one(name):
     tokenizer = tokenizer_with(name)
     control = set(tokenizer.added_tokens_decoder)
@@ -80,7 +82,7 @@ def test_a_control_token_in_a_text_is_never_one(name):
 
 
 @pytest.mark.parametrize("name", MARKED)
-@needs("transformers>=5.20")  # older ones cannot mark control tokens
+@can_mark
 def test_an_attack_in_a_question_is_not_learned_and_one_in_an_answer_is(name):
     tokenizer = tokenizer_with(name)
     question, answer = ([dict(turn) for turn in TURNS] for _ in range(2))
@@ -127,7 +129,7 @@ def test_a_forged_mark_is_no_mark():
     ]
 
 
-@needs("transformers>=5.20")  # older ones cannot mark control tokens
+@can_mark
 def test_thinking_in_an_answer_stays_what_it_is():
     tokenizer = tokenizer_with("chatml")
     tokenizer.add_tokens(["<think>"])  # not special, as in Qwen3
@@ -151,7 +153,7 @@ def test_raw_text_has_no_control_tokens_but_the_end():
     assert cut["input_ids"][1][:-1] == tokenizer("plain text")["input_ids"]
 
 
-@needs("transformers>=5.20")  # older ones cannot mark control tokens
+@can_mark
 def test_texts_to_classify_and_to_embed_have_none_either():
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     control = set(tokenizer.added_tokens_decoder)
@@ -164,7 +166,7 @@ def test_texts_to_classify_and_to_embed_have_none_either():
     assert found(hostile) == found(TURNS[:1])
 
 
-@needs("transformers>=5.20")  # older ones cannot mark control tokens
+@can_mark
 def test_preferences_and_prompts_have_none_either(monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     pair = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.machine import software, supported
+from recipes.machine.supported import pins
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout
 from recipes.training import upstream
@@ -15,10 +16,6 @@ from recipes.zero_config import schema
 
 ROOT = Path(__file__).resolve().parents[1]
 STACKS = ROOT / "tests" / "stacks"
-
-
-def pins(file: Path) -> dict[str, str]:
-    return dict(re.findall(r"^([\w.-]+)==([\w.+-]+)", file.read_text(), re.MULTILINE))
 
 
 def test_each_range_runs_from_the_oldest_stack_to_the_pins():

@@ -24,6 +24,8 @@ from recipes.training.parallel import expert_check, sequence_check, stages
 from tests.small import small
 from tests.versions import needs
 
+has_autoep = needs("deepspeed>=0.19.2")
+
 DRAFTED = ["codegen", "ernie4_5_moe", "gptj", "llava", "mamba", "opt", "rwkv", "xglm"]
 
 
@@ -92,6 +94,7 @@ WITHOUT_PRESET = {"glm4_moe": True, "minimax": False, "minimax_m2": False, "olmo
 
 
 @pytest.mark.parametrize("kind", WITHOUT_PRESET)
+@has_autoep
 def test_autoep_is_told_how_a_mixture_computes(tmp_path, tokenizer, kind):
     recipe = recipe_for(tmp_path, kind, layout=Layout(expert=2))
     known = replace(recipe, model=replace(recipe.model, config=AutoConfig.for_model(kind).to_dict()))
@@ -119,11 +122,13 @@ def test_autoep_is_told_how_a_mixture_computes(tmp_path, tokenizer, kind):
         ("llama", "finds no layers of experts in llama"),
     ],
 )
+@has_autoep
 def test_autoep_is_refused_where_it_computes_something_else(kind, why):
     with pytest.raises(UserError, match=rf"layout\.expert: .*{why}.*use layout\.expert=1\.$"):
         expert_check.find(AutoConfig.for_model(kind))
 
 
+@has_autoep
 def test_corrections_that_are_the_blocks_own_count(tokenizer, monkeypatch):
     """MiniMax M2 corrects its router by a buffer beside it; AutoEP without that computes another model."""
     keys = expert_check.find(AutoConfig.for_model("minimax_m2")).keys
@@ -140,6 +145,7 @@ def test_corrections_that_are_the_blocks_own_count(tokenizer, monkeypatch):
     assert expert_check.difference(whole, keys, len(found)) > 1e-2
 
 
+@has_autoep
 def test_autoep_without_a_preset_has_no_balancing_loss(tmp_path):
     recipe = recipe_for(tmp_path, "olmoe", layout=Layout(expert=2), router_aux_loss_coef=0.01)
     with pytest.raises(UserError, match=r"router_aux_loss_coef=0\.01: .* set it to 0"):

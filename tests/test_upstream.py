@@ -38,6 +38,7 @@ from tests.launching import train_with
 from tests.parity import gate
 from tests.ranks import read_logs
 from tests.small import small
+from tests.versions import needs
 from tests.workers import (
     expert_norm,
     expert_routes,
@@ -47,6 +48,8 @@ from tests.workers import (
     universal_groups,
     zero_init,
 )
+
+pytestmark = needs("deepspeed==0.19.8")  # what is wrong there
 
 
 def test_deepspeed_forgets_the_fp32_gradient_norm():
@@ -209,9 +212,6 @@ LOAD = """
 import sys
 from pathlib import Path
 from recipes.machine import ops
-from tests.versions import needs
-
-pytestmark = needs("deepspeed==0.19.8")  # what is wrong there
 if sys.argv[1] == "mended":
     from recipes.training import upstream
     upstream.compile_ops_once(Path(sys.argv[2]))

@@ -619,3 +619,11 @@ def test_lint_accepts_paths_dictionaries_and_models(tmp_path: Path):
         5,
         "zero_optimization.reduce_bucket_size",
     )
+
+
+def test_muon_takes_what_the_engine_says():
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from recipes.zero_config import names
+
+    assert set(names.MUON_HALVES) == {*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS}

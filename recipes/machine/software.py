@@ -20,7 +20,7 @@ NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "da
 
 def versions() -> list[Check]:
     """Compare the installed packages with the pinned versions (constraints.txt) and the ranges that are tested."""
-    pinned = dict(re.findall(r"^([\w.-]+)==([\w.+-]+)", CONSTRAINTS.read_text(), re.MULTILINE))
+    pinned = supported.pins(CONSTRAINTS)
     checks = [_judged("python", platform.python_version(), None, "install a Python of that range")]
     what = f'"deepspeed-recipes[train]" -c {CONSTRAINTS}' if INSTALLED else "-r constraints.txt"
     for name in NEEDED:

@@ -5,6 +5,7 @@ tests/stacks has an environment at either end of the ranges and one between; `.g
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 RANGES = {
     "python": ("3.11", "3.13"),
@@ -54,9 +55,18 @@ LACKS = (
     Lack("deepspeed", "0.19.7", "the linter does not know which keys DeepSpeed has removed"),
     Lack("deepspeed", "0.19.8", "tensor parallelism is refused for models whose plan splits whole inputs"),
     Lack("transformers", "5.14", "nemotron_h's configurations cannot be read"),
-    Lack("transformers", "5.17", "pictures are refused where the processor does not say what text stands for them"),
+    Lack(
+        "transformers",
+        "5.17",
+        "training with pictures is refused where the processor does not report their placeholder text",
+    ),
     Lack("transformers", "5.20", "conversations in which somebody wrote a control token are refused"),
 )
+
+
+def pins(file: Path) -> dict[str, str]:
+    """Return the versions that a list of requirements pins, such as constraints.txt."""
+    return dict(re.findall(r"^([\w.-]+)==(\S+)$", file.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def within(package: str, version: str) -> bool:

@@ -4,8 +4,8 @@ A variant is another one with a few fields changed: `replace(full(size), deepspe
 The field names are the override keys of the command line (`learning_rate=5e-5 lora.rank=32`).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal
 
 from .errors import UserError
@@ -486,15 +486,13 @@ def _check_offloading(recipe: Recipe) -> None:
     """Refuse to move what is not there, or where it is not tested."""
     if not recipe.activation_offloading:
         return
-    for key, used, fix in (
+    cases = (
         ("gradient_checkpointing", recipe.gradient_checkpointing is not True, "gradient_checkpointing=true"),
         ("compile", recipe.compile != "off", "compile=off"),
         ("model.vision", recipe.model.vision, "activation_offloading=false"),
         ("layout.pipeline", recipe.layout.pipeline > 1, "layout.pipeline=1: stages keep their inputs themselves"),
-    ):
-        if used:
-            value = str(_get(recipe, key)).lower()
-            raise UserError(f"activation_offloading=true with {key}={value}: use {fix}.")
+    )
+    _refuse(recipe, "activation_offloading=true", cases)
 
 
 def _check_fp8(recipe: Recipe) -> None:
@@ -502,16 +500,24 @@ def _check_fp8(recipe: Recipe) -> None:
     if not recipe.fp8:
         return
     layout = recipe.layout
-    for key, used, fix in (
+    cases = (
         ("precision", recipe.precision != "bf16", "precision=bf16"),
         ("lora", recipe.lora is not None, "fp8=false: adapters' products are too small to gain"),
         ("model.vision", recipe.model.vision, "fp8=false"),
         ("layout.tensor", layout.tensor > 1, "layout.tensor=1: DeepSpeed replaces the layers that it splits"),
         ("layout.pipeline", layout.pipeline > 1, "layout.pipeline=1"),
         ("layout.expert", layout.expert > 1, "layout.expert=1"),
-    ):
+    )
+    _refuse(recipe, "fp8=true", cases)
+
+
+def _refuse(recipe: Recipe, setting: str, cases: Sequence[tuple[str, bool, str]]) -> None:
+    """Refuse a setting beside the first key that is `used`, of cases with a key, whether it is, and what to use."""
+    for key, used, fix in cases:
         if used:
-            raise UserError(f"fp8=true with {key}={'...' if key == 'lora' else _get(recipe, key)}: use {fix}.")
+            value = _get(recipe, key)
+            shown = "..." if is_dataclass(value) else str(value).lower()
+            raise UserError(f"{setting} with {key}={shown}: use {fix}.")
 
 
 def _check_vision(recipe: Recipe) -> None:

@@ -25,6 +25,12 @@ try:
 except ImportError:  # transformers before 5.20
     mark_control_tokens = None
 
+    def _get_control_token_patterns(tokens: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """Return what finds the tokens, and what finds marks: nothing, since there are none."""
+        longest_first = sorted(tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)"), re.compile("(?!)")
+
+
 Turns = list[dict[str, Any]]
 
 
@@ -94,13 +100,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> Control
 
 @lru_cache
 def _patterns(special: tuple[str, ...], control: tuple[str, ...]) -> ControlTokens:
-    if mark_control_tokens:
-        return ControlTokens(_get_control_token_patterns(special)[0], *_get_control_token_patterns(control))
-    return ControlTokens(_any_of(special), _any_of(control), _any_of(()))
-
-
-def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+    return ControlTokens(_get_control_token_patterns(special)[0], *_get_control_token_patterns(control))
 
 
 def conversation_tokens(

@@ -13,6 +13,11 @@ from ...spec.deepspeed_file import DeepSpeedFile
 from ...spec.errors import UserError
 from ...spec.recipe import Recipe
 
+FP8 = (8, 9)
+"""Compute capability (Ada) from which a GPU multiplies in 8-bit floats."""
+FP8_STEP = 16
+"""The widths of what it multiplies are multiples of this."""
+
 
 def fuse(model: PreTrainedModel) -> None:
     """Replace norms, rotary embeddings and gated feed-forward layers with Liger's kernels; the loss stays as it is.
@@ -26,12 +31,6 @@ def fuse(model: PreTrainedModel) -> None:
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
-FP8 = (8, 9)
-"""Compute capability (Ada) from which a GPU multiplies in 8-bit floats."""
-FP8_STEP = 16
-"""The widths of what it multiplies are multiples of this."""
-
-
 def multiply_in_fp8(model: PreTrainedModel, on_gpu: bool) -> None:
     """Let the decoder's linear layers multiply in 8-bit floats while they train, each tensor with a scale of its own.
 
@@ -40,14 +39,15 @@ def multiply_in_fp8(model: PreTrainedModel, on_gpu: bool) -> None:
     the export is loaded.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
 
-    def fits(module: torch.nn.Module, name: str) -> bool:
-        widths = (getattr(module, "in_features", 1), getattr(module, "out_features", 1))
-        return not name.endswith((".gate", ".router")) and all(width % FP8_STEP == 0 for width in widths)
+    def fits(module: torch.nn.Linear, name: str) -> bool:
+        fitting = module.in_features % FP8_STEP == 0 and module.out_features % FP8_STEP == 0
+        return fitting and not name.endswith((".gate", ".router"))
 
     convert_to_float8_training(model.base_model, config=Float8LinearConfig(emulate=not on_gpu), module_filter_fn=fits)
     for layer in model.modules():
-        if type(layer).__name__ == "Float8Linear":
+        if isinstance(layer, Float8Linear):
             layer.forward = partial(_exact_in_evaluation, layer, layer.forward)
 
 

@@ -54,14 +54,16 @@ def text_of_pictures(processor: ProcessorMixin, pictures: Sequence[Any]) -> list
     """Return the placeholder of each picture in the text that is tokenized.
 
     Raises:
-        UserError: transformers is too old to tell.
+        UserError: transformers is too old to report it.
     """
     if not pictures:
         return []
     read = _processed(processor, [pictures], return_text_replacement_offsets=True)
     if "text_replacement_offsets" not in read:
         kind = type(processor).__name__
-        raise UserError(f"{kind} does not say what text stands for a picture: pip install -U 'transformers>=5.17'.")
+        raise UserError(
+            f"{kind} does not report the placeholder text of pictures: pip install -U 'transformers>=5.17'."
+        )
     return [one["replacement"] for one in read["text_replacement_offsets"][0]]
 
 
