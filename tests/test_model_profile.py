@@ -30,7 +30,8 @@ CORE = ("llama3", "bloom")
 """Gated layers and plain ones, rotary positions and biases; `make test-all` measures all families."""
 FAMILIES = tiered(language_families(), CORE)
 LORA = Lora(rank=16)
-SEQUENCES, LENGTH = 3, 192
+SEQUENCES, LENGTH = 3, 256
+"""As long as real ones: a multiple of 128, the chunk to whose multiples state-space layers pad a sequence."""
 MODES = {
     "full": {},
     "packed": {"packing": True},
@@ -39,6 +40,9 @@ MODES = {
     "adapters": {"lora": LORA},
     "adapters, packed, checkpointed": {"lora": LORA, "packing": True, "gradient_checkpointing": True},
 }
+UNFUSED_ON_CPU = ("deepseek", "gpt2")
+"""Whose attention no fused kernel of a CPU computes (keys wider than values; dropout), so that `selective`, which keeps
+what such kernels return, computes it again."""
 
 
 def draft_of(family, hidden=64):
@@ -104,7 +108,9 @@ def test_what_autograd_saves_of_a_draft_is_what_is_predicted(family):
         setup = setup_for(family, **changes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         found[name] = measured(model, setup)
-        assert predicted(profile, setup) == pytest.approx(found[name], rel=0.05), name
+        unfused = setup.selective and family in UNFUSED_ON_CPU
+        again = sum(2 * layer.attention_width * SEQUENCES * LENGTH for layer in profile.layers) if unfused else 0
+        assert predicted(profile, setup) - again == pytest.approx(found[name], rel=0.05), name
     # The mistakes that would be noticed: forgotten checkpointing, adapters taken for all weights.
     assert found["checkpointed"] < 0.8 * found["full"]
     modes = {name: predicted(profile, setup_for(family, **changes)) for name, changes in MODES.items()}
@@ -128,13 +134,13 @@ def test_the_worst_moment_is_what_is_predicted(family, name):
     """All live bytes of a forward and a backward pass are tracked, except the gradients of weights."""
     config, setup = draft_of(family), setup_for(family, **MODES[name])
     config.vocab_size, config.pad_token_id = 64, None  # so that the logits are not all that counts
-    profile = profile_model(config.to_dict(), [setup.lora], device="cpu")
+    profile = profile_model(config.to_dict(), [None, setup.lora], device="cpu")  # masks are measured without adapters
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     kept = sum(activations.kept_bytes(layer, setup) for layer in profile.layers)
     kept += activations.mask_bytes(profile.layer_kinds, setup)
     worst = max(activations.backward_bytes(kind, setup) for kind in profile.layer_kinds)
     found = measured(model, setup, backward=True)
-    assert kept + max(worst, activations.loss_bytes(profile, setup)) == pytest.approx(found, rel=0.1)
+    assert kept + max(worst, activations.loss_bytes(profile, setup)) == pytest.approx(found, rel=0.08)
 
 
 def test_a_forgotten_mask_is_noticed():
