@@ -22,6 +22,7 @@ os.environ |= ops.environment()
 import contextlib
 import json
 import re
+import signal
 from collections.abc import Iterable
 from functools import cache, partial
 from importlib.util import find_spec
@@ -35,6 +36,10 @@ from recipes.proof.samples import conversation, random_qwen3
 from tests import durations, versions
 from tests.launching import LAUNCH, train_with
 from tests.ranks import PRELOADED, Ranks
+
+# A shell's background job ignores Ctrl-C, and so would whatever the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Hypothesis fails an example that takes 200 ms; on a loaded machine any of them can.
 hypothesis.settings.register_profile("any-load", deadline=None)

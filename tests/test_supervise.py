@@ -1,5 +1,7 @@
 """When one process of a run dies, the others are ended and the reason is reported."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import psutil
 import pytest
 
 from recipes.launching import causes, supervise
+from recipes.launching.ranks import RankMonitor
 from recipes.spec.run_folder import REWIND, RunFolder, write_json, write_recipe
 from recipes.training import run as training_run
 from recipes.training.callbacks import watchdog
@@ -35,6 +38,24 @@ while True:
 """
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 AFTER = "import time; time.sleep(3); "
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_of_ranks_that_fail_at_once_the_killed_one_comes_first(killed):
+    """A busy machine shows a killed rank together with one whose connection to it broke."""
+    command = [sys.executable, "-c", "input()"]
+    ranks = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(2)]
+    monitor = RankMonitor(lambda known: [(rank.pid, number) for number, rank in enumerate(ranks)], 2)
+    assert monitor.failed(0) == []
+    ranks[killed].kill()
+    for rank in ranks:
+        rank.stdin.close()
+    for rank in ranks:  # ended, and not waited for: /proc still has the exit code
+        os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+    assert monitor.failed(5) == [(killed, -signal.SIGKILL), (1 - killed, 1)]
+    monitor.close()
+    for rank in ranks:
+        rank.wait()
 
 
 @pytest.fixture

@@ -65,7 +65,8 @@ def test_autotp_splits_correctly_what_its_plan_allows_and_nothing_else(by_deepsp
         right = "error" not in found and found["split"] >= 8 and found["weights"]
         right = right and found["logits"] < ROUNDED and found["gradient"] < ROUNDED
         assert right == (kind in TENSOR_PARALLEL_TYPES and kind not in REFUSED), (kind, found)
-        assert ("rowwise_split_input" in found.get("error", "")) == (kind in REFUSED)
+        if kind in TENSOR_PARALLEL_TYPES:
+            assert ("rowwise_split_input" in found.get("error", "")) == (kind in REFUSED)
 
 
 def test_the_launcher_refuses_before_anything_starts(capsys):

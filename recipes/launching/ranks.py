@@ -71,7 +71,10 @@ class RankMonitor:
         self.next_search = 0.0
 
     def failed(self, seconds: float) -> list[tuple[int, int | None]]:
-        """Wait at most `seconds`, and return the number and the exit code of each rank that has failed meanwhile."""
+        """Wait at most `seconds`, and return the number and the exit code of each rank that has failed meanwhile.
+
+        Killed ones come first: others that a busy machine shows at the same time have lost their connection to them.
+        """
         now = time.monotonic()
         if len(self.found) < self.expected and now >= self.next_search:
             self.next_search = now + 2 * POLL
@@ -85,7 +88,7 @@ class RankMonitor:
             self.poll.unregister(descriptor)
             pid, rank = self.found[descriptor]
             ended.append((rank, exit_code(pid)))
-        return [(rank, code) for rank, code in ended if code != 0]
+        return sorted((one for one in ended if one[1] != 0), key=lambda one: one[1] != -signal.SIGKILL)
 
     def close(self) -> None:
         """Close the descriptors."""
