@@ -130,6 +130,10 @@ class Hosts:
         server = self.servers[index]
         server.kill()
         server.wait()
+        deadline = time.monotonic() + 20
+        while answers(self.addresses[index]):  # its child dies after it, and until then has the port
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         self.serve(index, before)
         self.servers[index] = self.servers.pop()
 
