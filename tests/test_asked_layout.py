@@ -61,5 +61,5 @@ def test_a_layout_that_deepspeed_cannot_run_is_named_with_what_it_takes_and_cost
 def test_a_micro_batch_that_does_not_fit_says_by_how_much_and_which_does(capsys):
     assert main.run("plan", ["llama3-8b", "lora", "--gpu", "4090", "micro_batch_size=16"]) == 1
     said = capsys.readouterr()
-    assert "16 x 4" in said.out and "GiB of 22.5 usable" in said.err and "micro_batch_size=4" in said.err
+    assert "16 x 4" in said.out and "GiB of 23.6 on a GPU" in said.err and "micro_batch_size=4" in said.err
     assert main.run("plan", ["llama3-8b", "lora", "--gpu", "4090", "micro_batch_size=4"]) == 0

@@ -146,14 +146,14 @@ def test_what_may_run_out_of_memory_is_shown_and_not_recommended():
     assert room.best.fits and not evaluate(question, larger).fits
 
 
-def test_the_limit_is_95_percent():
+def test_of_a_gpu_all_counts_and_of_a_node_95_percent():
     hardware = cluster("H100", 8, 1, host_memory=100)
 
     def with_gpu(share):
         return shortfalls(memory(gpu=share * hardware.gpu.memory_gib), hardware)
 
-    assert with_gpu(0.94) == () and with_gpu(0.96) == ("75.9 GiB of 75.1 usable (95% of 79.1) on a GPU",)
-    assert shortfalls(memory(host=96), hardware)
+    assert with_gpu(0.99) == () and with_gpu(1.01) == ("79.9 GiB of 79.1 on a GPU",)
+    assert shortfalls(memory(host=96), hardware) and not shortfalls(memory(host=94), hardware)
     assert not shortfalls(memory(host=96), cluster("H100", 8)), "unknown: not checked"
     assert shortfalls(memory(nvme=1), hardware), "without NVMe there is no room on it"
 

@@ -195,7 +195,7 @@ class PublishedRow:
             micro_batch_size=self.micro_batch_size,
             gradient_accumulation_steps=self.accumulation,
             sequence_length=self.sequence_length,
-            gradient_checkpointing=self.checkpointing is True,  # the planner counts `selective` as none
+            gradient_checkpointing=self.checkpointing is True,  # others' `selective` keeps other results
             packing=self.packing,
             sequences_per_example=2 if self.preferences else 1,
             reference=self.preferences,

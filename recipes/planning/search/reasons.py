@@ -8,7 +8,7 @@ from ...spec.layout import bubble
 from ...spec.recipe import Layout
 from ..cost.memory import peak_memory
 from ..cost.training_setup import TrainingSetup
-from .plans import GIB, REFUSE, Plan, PlanRequest
+from .plans import GIB, Plan, PlanRequest
 
 LARGEST = 3
 """Components that are named."""
@@ -84,7 +84,7 @@ def _leanest(setup: TrainingSetup) -> TrainingSetup:
 
 
 def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
-    setup, have = plan.setup, REFUSE * request.cluster.gpu.memory_gib
+    setup, have = plan.setup, request.cluster.gpu.memory_gib
     lean = _leanest(setup)
     if setup.quantized:
         without = _gpu_gib(request, lean, quantized=False)
@@ -139,7 +139,7 @@ def _layout(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if layout.sequence > 1:
         fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
         with_fewer = _gpu_gib(request, lean, layout=replace(layout, sequence=fewer))
-        if with_fewer > REFUSE * cluster.gpu.memory_gib:
+        if with_fewer > cluster.gpu.memory_gib:
             where = "on one GPU" if fewer == 1 else f"over {fewer} GPUs"
             reason = f"a sequence of {setup.sequence_length:,} tokens would need {with_fewer:,.0f} GiB {where}"
         else:
@@ -159,7 +159,7 @@ def _activations(request: PlanRequest, plan: Plan) -> Iterator[str]:
         yield PARTLY[setup.gradient_checkpointing]
         return
     without = _gpu_gib(request, setup, gradient_checkpointing=False)
-    if without > REFUSE * request.cluster.gpu.memory_gib:
+    if without > request.cluster.gpu.memory_gib:
         yield f"checkpointing, because with all activations a GPU would need {without:,.0f} GiB"
     else:
         yield "checkpointing, for more room at little cost"

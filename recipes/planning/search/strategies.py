@@ -23,7 +23,18 @@ from ..cost.step_time import step_time
 from ..cost.training_setup import TrainingSetup, training_setup
 from ..hardware.cluster import Cluster
 from ..model_profile.lookup import profile_of
-from .plans import LAST_RESORT, SIMPLICITY, TIERS, Plan, PlanRequest, SearchResult, is_dominated, ranked, shortfalls
+from .plans import (
+    LAST_RESORT,
+    REFUSE,
+    SIMPLICITY,
+    TIERS,
+    Plan,
+    PlanRequest,
+    SearchResult,
+    is_dominated,
+    ranked,
+    shortfalls,
+)
 
 MOST_SEQUENCES = 64
 """Per forward pass; more does not make a GPU faster."""
@@ -65,7 +76,7 @@ def search(request: PlanRequest) -> SearchResult:
     used = {plan.recipe.deepspeed for plan in (*fitting, *tight)}
     return SearchResult(
         tuple(ranked(fitting)),
-        tuple(ranked(tight)),
+        tuple(_with_room_first(tight)),
         tuple(plan for name, plan in rejected.items() if name not in used),
     )
 
@@ -89,8 +100,13 @@ def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], lis
                 if plan.shortfalls and (name not in rejected or plan.gpu_gib < rejected[name].gpu_gib):
                     rejected[name] = plan
         fitting += wide
-        tight += ranked(narrow)[:1] if not wide else []
+        tight += _with_room_first(narrow)[:1] if not wide else []
     return fitting, tight, rejected
+
+
+def _with_room_first(tight: Sequence[Plan]) -> list[Plan]:
+    """Return the plans, best first, after all others those that are likely to fill a GPU to the last gigabytes."""
+    return sorted(ranked(tight), key=lambda plan: plan.gpu_gib > REFUSE * plan.cluster.gpu.memory_gib)
 
 
 def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:

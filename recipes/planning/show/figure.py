@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..search.plans import REFUSE, Plan
+from ..search.plans import Plan
 from .table import layout_in_words
 
 
@@ -30,8 +30,7 @@ def draw(plans: Mapping[str, Plan]) -> Figure:
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     memory_gib = next(iter(plans.values())).cluster.gpu.memory_gib
     axes.axvline(memory_gib, color="black", linewidth=1)
-    axes.axvline(REFUSE * memory_gib, color="black", linewidth=1, linestyle=":")
-    axes.set_xlabel("GiB on the fullest GPU (line: its memory; dots: above this a plan does not fit)")
+    axes.set_xlabel("GiB on the fullest GPU (line: its memory)")
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     return figure
 
