@@ -120,22 +120,23 @@ class Hosts:
         command = ["ip", "netns", "exec", self.spaces[index], *own, "sh", "-c", f"{before} && exec {sshd}"]
         with (self.folder / f"sshd{index}.log").open("a") as log:
             self.servers.append(subprocess.Popen(command, stdout=log, stderr=log))
-        deadline = time.monotonic() + 20
-        while not answers(self.addresses[index]):
-            assert time.monotonic() < deadline, (self.folder / f"sshd{index}.log").read_text()
-            time.sleep(0.05)
+        self._wait(index, answering=True)
 
     def change(self, index: int, before: str) -> None:
         """Restart a host's sshd after the shell command `before`, which makes the host different."""
         server = self.servers[index]
         server.kill()
         server.wait()
-        deadline = time.monotonic() + 20
-        while answers(self.addresses[index]):  # its child dies after it, and until then has the port
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        self._wait(index, answering=False)  # its child dies after it, and until then has the port
         self.serve(index, before)
         self.servers[index] = self.servers.pop()
+
+    def _wait(self, index: int, answering: bool) -> None:
+        """Wait until a host's sshd answers, or no longer does."""
+        deadline = time.monotonic() + 20
+        while answers(self.addresses[index]) != answering:
+            assert time.monotonic() < deadline, (self.folder / f"sshd{index}.log").read_text()
+            time.sleep(0.05)
 
     def cut(self, index: int) -> None:
         """Pull out a host's network cable, without notice."""

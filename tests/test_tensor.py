@@ -65,8 +65,8 @@ def test_autotp_splits_correctly_what_its_plan_allows_and_nothing_else(by_deepsp
         right = "error" not in found and found["split"] >= 8 and found["weights"]
         right = right and found["logits"] < ROUNDED and found["gradient"] < ROUNDED
         assert right == (kind in TENSOR_PARALLEL_TYPES and kind not in REFUSED), (kind, found)
-        if kind in TENSOR_PARALLEL_TYPES:
-            assert ("rowwise_split_input" in found.get("error", "")) == (kind in REFUSED)
+    inputs = {kind for kind, found in by_deepspeed.items() if "rowwise_split_input" in found.get("error", "")}
+    assert inputs == REFUSED | {"minimax_m2", "olmoe"}, "two mixtures, which are refused for their experts anyway"
 
 
 def test_the_launcher_refuses_before_anything_starts(capsys):

@@ -188,7 +188,9 @@ def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
     """Return what a cluster is likely to have too little of, as parts of a sentence."""
     gpu, host, nvme = memory.worst.total / GIB, max(memory.host.values()) / GIB, memory.nvme / GIB
     loading = " while weights are loaded, whole on every rank" if memory.worst.moment == "loading" else ""
-    lacking = [f"{gpu:,.1f} GiB of {cluster.gpu.memory_gib:,.1f} on a GPU{loading}"] * (gpu > cluster.gpu.memory_gib)
+    lacking = []
+    if gpu > cluster.gpu.memory_gib:
+        lacking.append(f"{gpu:,.1f} GiB of {cluster.gpu.memory_gib:,.1f} on a GPU{loading}")
     # Host memory counts only where it is known; where no NVMe is named, there is none.
     needs = [("a node's host memory", host, cluster.host_memory_gib)] if cluster.host_memory_gib else []
     needs += [("a node's NVMe", nvme, cluster.nvme_gib)] if nvme else []
