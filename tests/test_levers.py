@@ -98,10 +98,18 @@ def test_a_loss_of_whole_answers_reads_none_either(ranks, tmp_path, model_folder
 
 def test_every_way_to_ask_for_a_value_is_a_read():
     numbers = torch.arange(4.0)
+    large = numbers > 1
     with Reads() as reads:
         numbers + 1
+        numbers[large] = torch.tensor(0.0)  # a fill, which needs no number of places
     assert reads.total == 0
-    for ask in (lambda: numbers.sum().item(), lambda: bool(numbers.max() > 1), lambda: numbers[numbers > 1]):
+    asking = (
+        lambda: numbers.sum().item(),
+        lambda: bool(numbers.max() > 1),
+        lambda: numbers[large],
+        lambda: numbers.index_put_([large], torch.ones(2)),
+    )
+    for ask in asking:
         with Reads() as reads:
             ask()
         assert reads.total >= 1
@@ -411,8 +419,13 @@ def test_attention_is_chosen_by_what_is_available(monkeypatch, model_folder, con
     chosen = partial(attention.candidates, config=config, on_gpu=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert chosen(recipe) == ["varlen", "flex_attention", "sdpa"]
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
-    assert chosen(recipe)[0] == "flash_attention_2"
+    for version in (2, 3, 4):
+        monkeypatch.setattr(attention, f"is_flash_attn_{version}_available", lambda: True)
+    first = ["flash_attention_3", "flash_attention_4", "flash_attention_2"]
+    assert chosen(recipe) == [*first, "varlen", "flex_attention", "sdpa"]
+    for capability, names in {(10, 0): first[1:], (8, 9): first[2:]}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert chosen(recipe) == [*names, "varlen", "flex_attention", "sdpa"]
     assert attention.candidates(recipe, config, on_gpu=False) == ["sdpa"]
     for changes in ({"packing": False}, {"precision": "fp32"}, {"layout": Layout(pipeline=2)}):
         assert chosen(replace(recipe, **changes)) == ["sdpa"], changes

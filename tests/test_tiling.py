@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Draft, Layout
+from recipes.training.data.collate import LABELLED, labelled_places, next_labels
 from recipes.training.model import draft, tiling
 from tests.small import language_families
 
@@ -37,29 +38,64 @@ def model_of(family: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config).train()
 
 
-def computed(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
+def computed(model: torch.nn.Module, told: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and gradients; `told`: the batch says which tokens are labelled."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(5, model.config.vocab_size, (2, 37), generator=generator)
     labels = tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -100)
-    output = model(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(50), use_cache=False)
+    told_of = {LABELLED: labelled_places(next_labels(labels))} if told else {}
+    output = model(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(50), use_cache=False, **told_of)
     output.loss.backward()
     return output.loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["of all tokens", "of the labelled tokens"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_those_of_the_whole(family):
+def test_loss_and_gradients_are_those_of_the_whole(family, told):
     whole = model_of(family)
     tiled = copy.deepcopy(whole)
     tiling.tile_loss(tiled)
     if family not in MIXTURES | UNNAMED:
         tiling.tile_feed_forward(tiled, 4)
     loss, gradients = computed(whole)
-    tiles_loss, tiles_gradients = computed(tiled)
+    tiles_loss, tiles_gradients = computed(tiled, told)
     assert tiles_loss == pytest.approx(loss, rel=1e-5)
     assert gradients.keys() == tiles_gradients.keys()
     largest = max(gradient.abs().max() for gradient in gradients.values())
     for name, gradient in gradients.items():
         assert (tiles_gradients[name] - gradient).abs().max() <= 1e-5 * largest, name
+
+
+def test_a_label_that_is_left_out_is_noticed(monkeypatch):
+    whole = model_of("llama3")
+    tiled = copy.deepcopy(whole)
+    tiling.tile_loss(tiled)
+    right = labelled_places
+    monkeypatch.setitem(globals(), "labelled_places", lambda following: right(following)[1:])
+    assert computed(tiled, told=True)[0] != pytest.approx(computed(whole)[0], rel=1e-2)
+
+
+def test_logits_of_other_tokens_are_not_computed():
+    model = model_of("llama3")
+    tiling.tile_loss(model)
+    tokens = torch.randint(5, model.config.vocab_size, (2, 600))
+    labels = tokens.where(torch.arange(600) < 100, -100)
+    scored = []
+    for told in ({}, {LABELLED: labelled_places(next_labels(labels))}):
+        with Products(model.config.vocab_size) as products:
+            model(input_ids=tokens, labels=labels, use_cache=False, **told)
+        scored.append(products.rows)
+    assert scored == [2 * 599, 256]
+
+
+def test_a_batch_without_a_label_has_a_loss_of_0_and_gradients():
+    model = model_of("llama3")
+    tiling.tile_loss(model)
+    labels = torch.full((1, 40), -100)
+    told = {LABELLED: labelled_places(next_labels(labels))}
+    loss = model(input_ids=labels.clamp(5), labels=labels, use_cache=False, **told).loss
+    loss.backward()
+    assert loss == 0 and not any(p.grad.any() for p in model.parameters())
 
 
 def test_an_ignored_scale_is_noticed():
@@ -93,6 +129,20 @@ class Largest(TorchDispatchMode):
         for made in output if isinstance(output, tuple | list) else (output,):
             if torch.is_tensor(made):
                 self.elements = max(self.elements, made.numel())
+        return output
+
+
+class Products(TorchDispatchMode):
+    """Counts the rows of matrix products as wide as the vocabulary."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns, self.rows = columns, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        output = function(*arguments, **(options or {}))
+        if function.overloadpacket.__name__ in ("mm", "addmm") and output.shape[-1] == self.columns:
+            self.rows += len(output)
         return output
 
 

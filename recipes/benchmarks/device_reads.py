@@ -39,8 +39,11 @@ class Reads(TorchDispatchMode):
 
 
 def _selects(name: str, arguments: Any) -> bool:
-    """Return whether a mask determines the number of elements."""
-    masks = arguments[1] if name == "index" else []
+    """Return whether a mask determines the number of elements; one value for all of them only fills."""
+    if name == "index" or (name in ("index_put", "index_put_", "_index_put_impl_") and arguments[2].numel() != 1):
+        masks = arguments[1]
+    else:
+        return False
     return any(mask is not None and mask.dtype == torch.bool for mask in masks)
 
 

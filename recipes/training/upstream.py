@@ -169,6 +169,16 @@ def narrow_loss_tiles(columns: int) -> None:
     trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = columns
 
 
+def score_every_token() -> None:
+    """Make TRL's fused head compute logits for every token that it is given, and not look for labels among them.
+
+    Where there is Triton it selects by a mask, and the host waits for the device twice in the forward pass and once in
+    the backward pass of every micro-batch; `tiling.tile_loss` gives it the labelled ones, which the collator has found.
+    `test_trls_tiled_loss_reads_which_tokens_are_labelled` fails once this can be removed.
+    """
+    trl_utils._use_triton = lambda device: False
+
+
 def remember_gradient_norm(engine: Any) -> None:
     """Make the engine report its gradient norm in fp32 without ZeRO too, where DeepSpeed computes and forgets it.
 

@@ -10,6 +10,10 @@ from ..model import attention
 
 IGNORED = -100
 """The label of a token that the loss leaves out (PyTorch's `ignore_index`)."""
+LABELLED = "labelled"
+"""Of a batch, for losses in tiles: numbers of the tokens whose next one is in the loss, all sequences end to end."""
+STEP = 256
+"""The number of these is a multiple of it: a GPU's allocator reuses blocks of the same size."""
 
 
 def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Any]:
@@ -41,20 +45,24 @@ class Collator:
     """Also return where documents begin, for attention implementations that need it."""
     document_lengths: bool = False
     """Also return the length of the document that each token is in, [sequences, longest]; 0 for padding."""
+    labelled: bool = False
+    """Also return `labelled_places`; the device would have to wait for a mask that selects them."""
 
     def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return `input_ids`, `labels`, `position_ids`, each [sequences, longest], and two plain counts."""
         longest = max(len(sequence["input_ids"]) for sequence in sequences)
         width = -(-longest // self.multiple) * self.multiple
         lengths = [sequence["seq_lengths"] for sequence in sequences]
+        labels = self._pad([sequence["labels"] for sequence in sequences], width, IGNORED)
         return {
             "input_ids": self._pad([sequence["input_ids"] for sequence in sequences], width, self.pad_token_id),
-            "labels": self._pad([sequence["labels"] for sequence in sequences], width, IGNORED),
+            "labels": labels,
             "position_ids": torch.stack([_positions(one, width) for one in lengths]),
             "tokens": sum(len(sequence["input_ids"]) for sequence in sequences),
             "squared_lengths": sum(length**2 for one in lengths for length in one),
             **(attention.document_boundaries(lengths, width) if self.boundaries else {}),
             **self._document_lengths(lengths, width),
+            **({LABELLED: labelled_places(next_labels(labels))} if self.labelled else {}),
         }
 
     def _document_lengths(self, lengths: list[Sequence[int]], width: int) -> dict[str, torch.Tensor]:
@@ -73,6 +81,24 @@ class Collator:
 def next_labels(labels: torch.Tensor) -> torch.Tensor:
     """Return the label of the token after each position, [sequences, length]; the last has none."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def labelled_places(following: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of the tokens whose next one, `following`, is in the loss: at least one, and filled up.
+
+    Args:
+        following: what `next_labels` returns.
+
+    Returns:
+        [places], a multiple of `STEP` unless all are labelled; behind the labelled ones the first of the others.
+    """
+    labels = following.flatten()
+    others = labels == IGNORED
+    places = (~others).nonzero()[:, 0]
+    if not others.any():
+        return places
+    count = -(-max(1, len(places)) // STEP) * STEP
+    return torch.nn.functional.pad(places, (0, count - len(places)), value=int(others.nonzero()[0]))
 
 
 def _positions(lengths: Sequence[int], width: int) -> torch.Tensor:

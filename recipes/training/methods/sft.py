@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trl.models.utils import unwrap_model_for_generation
 
+from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from ...spec.run_folder import append_jsonl
 from .. import distributed
@@ -47,14 +48,16 @@ def trainer(
 ) -> RunTrainer:
     """Return transformers' Trainer with the run's hooks."""
     boundaries, layout = needs_boundaries(model), context.recipe.layout
+    labelled = tiles_loss(context.recipe, model.config.get_text_config().vocab_size)
     collator: Any
     if context.recipe.model.vision:
         collator = PictureCollator.of(context.recipe, tokenizer, model)
     elif layout.sequence > 1:
-        collator = PartCollator(tokenizer.pad_token_id, layout, boundaries)
+        collator = PartCollator(tokenizer.pad_token_id, layout, boundaries, labelled)
     else:
         noisy = context.recipe.neftune_alpha > 0
-        collator = Collator(tokenizer.pad_token_id, boundaries=boundaries, document_lengths=noisy)
+        pad = tokenizer.pad_token_id
+        collator = Collator(pad, boundaries=boundaries, document_lengths=noisy, labelled=labelled)
     return RunTrainer.of(context, model, arguments, dataset, tokenizer, data_collator=collator)
 
 

@@ -5,8 +5,10 @@ to 14 bytes per token and vocabulary entry) and whole feed-forward activations n
 in the backward pass. The idea is that of Arctic long sequence training (Bekman et al. 2025, arXiv:2506.13996).
 """
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ...spec.errors import UserError
 from ...spec.recipe import Recipe
 from .. import upstream
+from ..data.collate import next_labels
 
 COLUMNS = 8192
 """Vocabulary entries in a tile of logits: 2 bytes per token and entry at 4,096 tokens, where TRL's own 32,768 hold 8
@@ -26,18 +29,41 @@ without Triton; a matrix product of 4,096 x 8,192 still fills a GPU."""
 def tile_loss(model: PreTrainedModel) -> None:
     """Make `model` compute its loss without whole logits, wherever it is given labels; before adapters are added.
 
-    Uses TRL's fused head, which handles every architecture's logit scales and soft caps, and on a GPU computes logits
-    for labelled tokens only.
+    Uses TRL's fused head, which handles every architecture's logit scales and soft caps. Where the batch says which
+    tokens are labelled (`Collator.labelled`), logits of the others are never computed.
     """
     upstream.narrow_loss_tiles(COLUMNS)
+    upstream.score_every_token()
     add_fused_lm_head(model)
     fused = model.forward
 
     @functools.wraps(fused)
-    def forward(*arguments: Any, **inputs: Any) -> Any:
-        return fused(*arguments, **inputs, fused_lm_head=inputs.get("labels") is not None)
+    def forward(*arguments: Any, labelled: torch.Tensor | None = None, **inputs: Any) -> Any:
+        labels = inputs.get("labels")
+        if labelled is None or labels is None:
+            return fused(*arguments, **inputs, fused_lm_head=labels is not None)
+        following = inputs.pop("shift_labels", None)
+        following = next_labels(labels) if following is None else following
+        with _only(labelled, model.base_model):
+            chosen = following.flatten().index_select(0, labelled)
+            return fused(*arguments, **inputs, shift_labels=chosen[None], fused_lm_head=True)
 
     model.forward = forward
+
+
+@contextlib.contextmanager
+def _only(places: torch.Tensor, backbone: torch.nn.Module) -> Iterator[None]:
+    """Let the decoder return the hidden states of these tokens only, [1, places, width], to the head."""
+
+    def select(_: torch.nn.Module, __: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places)[None]
+        return output
+
+    handle = backbone.register_forward_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def tile_feed_forward(model: PreTrainedModel, tiles: int) -> None:

@@ -25,7 +25,7 @@ from transformers import masking_utils as masking
 from ...spec import layout as layouts
 from ...spec.recipe import Layout
 from .. import distributed
-from ..data.collate import Collator, next_labels
+from ..data.collate import LABELLED, Collator, labelled_places, next_labels
 from ..model.attention import VARLEN
 
 PREFIX = "ulysses_"
@@ -73,11 +73,13 @@ class PartCollator:
     pad_token_id: int
     layout: Layout
     boundaries: bool = False
+    labelled: bool = False
 
     def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return what `cut` leaves of a batch."""
         collate = Collator(self.pad_token_id, multiple=8 * self.layout.sequence, boundaries=self.boundaries)
-        return cut(collate(sequences), distributed.place(self.layout), self.layout)
+        part = cut(collate(sequences), distributed.place(self.layout), self.layout)
+        return part | ({LABELLED: labelled_places(part["shift_labels"])} if self.labelled else {})
 
 
 def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:

@@ -17,6 +17,7 @@ from ...model_folder.head import LABELS
 from ...spec.errors import UserError
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
 from ...spec.limits import TENSOR_PARALLEL_TYPES
+from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from ...spec.run_folder import write_json
 from .. import distributed, upstream
@@ -95,7 +96,8 @@ def logits(trainer: Trainer, tokens: torch.Tensor, **beside: torch.Tensor) -> to
 def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
     """Return the `loss` per token of held-out sequences; a collective."""
     recipe = trainer.context.recipe
-    collator: Any = Collator(trainer.processing_class.pad_token_id)
+    labelled = tiles_loss(recipe, trainer.model.config.get_text_config().vocab_size)
+    collator: Any = Collator(trainer.processing_class.pad_token_id, labelled=labelled)
     if recipe.model.vision:
         collator = trainer.data_collator
     loss = scores.loss_per_token(trainer.model, sequences, collator, recipe.micro_batch_size, recipe.layout)
