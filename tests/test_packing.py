@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, modeling_flash_attention_utils
 
 from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Draft, Model
-from recipes.training.model import attention_bounds, draft, packing_check
+from recipes.training.model import attention_bounds, draft, load, packing_check
 from tests.small import language_families, small
 
 SIZES = [(family, size) for family in language_families() for size in pages.page(family).SIZES]
@@ -84,3 +84,23 @@ def test_a_model_class_that_cannot_be_checked_is_refused_too(tmp_path, tokenizer
     asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="nonsense"))
     with pytest.raises(UserError, match=r"cannot be checked on a shrunken llama.*\nAdd packing=false"):
         packing_check.check(asked, tokenizer)
+
+
+def test_a_kernel_without_a_backward_pass_is_noticed(tokenizer, monkeypatch):
+    config = AutoConfig.for_model(**pages.page("llama3").SIZES["1b"].config)
+    model = packing_check.draft_of(config, tokenizer, "sdpa", torch.float32)
+    packing_check.check_gradients(model)
+    model.model.norm.register_full_backward_hook(lambda module, into, out: (into[0] * float("nan"),))
+    with pytest.raises(ArithmeticError, match="not finite"):
+        packing_check.check_gradients(model)
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "single"])
+@pytest.mark.parametrize("name", ["flash_attention_3", "kernels-community/flash-attn3"])
+def test_an_attention_that_is_not_installed_is_named(tokenizer, model_folder, conversations, monkeypatch, name, packs):
+    # transformers takes what failed to load once for loaded
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    recipe = small(model_folder, conversations, packing=packs)
+    recipe = replace(recipe, model=replace(recipe.model, attention=name))
+    with pytest.raises(UserError, match=rf"^model\.attention={name}: .*nstall.*\nInstall it, or leave"):
+        packing_check.check(recipe, tokenizer) if packs else load.load_model(recipe)

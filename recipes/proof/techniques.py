@@ -111,9 +111,12 @@ TECHNIQUES = (
     Technique("varlen_boundaries", "zero1.json", packing=True, attention="varlen", device="cpu"),
     Technique("varlen", "zero1.json", kind="bf16", packing=True, attention="varlen", device="gpu"),
     Technique("flex", "zero1.json", kind="bf16", packing=True, attention="flex_attention", device="gpu"),
-    Technique(
-        "flash2", "zero1.json", kind="bf16", packing=True, attention="flash_attention_2",
-        device="gpu", needs_package="flash_attn",
+    *(
+        Technique(
+            f"flash{version}", "zero1.json", kind="bf16", packing=True, attention=f"flash_attention_{version}",
+            device="gpu", needs_package=package,
+        )
+        for version, package in ((2, "flash_attn"), (3, "flash_attn_interface"), (4, "flash_attn.cute"))
     ),
     Technique("compiled", "zero1.json", kind="bf16", packing=True, changes={"compile": "regional"}, device="gpu"),
     Technique(

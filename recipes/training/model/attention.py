@@ -15,8 +15,9 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
+from ...spec.errors import first_line
 from ...spec.recipe import Recipe
 
 try:
@@ -26,10 +27,10 @@ except ImportError:  # torch 2.9
 
 VARLEN = "varlen"
 """The name of the implementation below, for `model.attention`."""
-NEEDS_BOUNDARIES = ("flash_attention_2", "flash_attention_3", VARLEN)
-"""Implementations that take the document boundaries from the batch; else they would read them off the position ids."""
 OLDEST = (8, 0)
 """Compute capability (Ampere) from which flash kernels exist."""
+HOPPER = 9
+"""The major compute capability that FlashAttention-3 is written for (arXiv:2407.08608), and from which -4 computes."""
 WIDEST = 256
 """Their widest head."""
 
@@ -47,10 +48,33 @@ def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[s
     fallback = "sdpa" if _has_sdpa(config) else "eager"
     if not on_gpu or not recipe.packs or recipe.layout.pipeline > 1:
         return [fallback]  # single documents need no mask, and on CPUs SDPA has the only fused kernel
-    if recipe.precision == "fp32" or torch.cuda.get_device_capability() < OLDEST or not _fits(config):
+    capability = torch.cuda.get_device_capability()
+    if recipe.precision == "fp32" or capability < OLDEST or not _fits(config):
         return [fallback]
-    flash = ["flash_attention_2"] if is_flash_attn_2_available() else []
-    return [*flash, *([VARLEN] if varlen_attn else []), "flex_attention", fallback]
+    return [*_installed_flash(capability[0]), *([VARLEN] if varlen_attn else []), "flex_attention", fallback]
+
+
+def _installed_flash(major: int) -> list[str]:
+    """Return the FlashAttention packages that are installed, the one written for this kind of GPU first.
+
+    Kernels that transformers would download (`kernels-community/...`) are taken only by name.
+    """
+    found = {
+        "flash_attention_3": major == HOPPER and is_flash_attn_3_available(),
+        "flash_attention_4": major >= HOPPER and is_flash_attn_4_available(),
+        "flash_attention_2": is_flash_attn_2_available(),
+    }
+    return [name for name, usable in found.items() if usable]
+
+
+def not_installed(name: str, error: ImportError) -> str:
+    """Return that a named implementation's package is missing, with the fix."""
+    return f"model.attention={name}: {first_line(error)}\nInstall it, or leave model.attention out."
+
+
+def is_flash(name: str) -> bool:
+    """Return whether an implementation is a FlashAttention: of a package, or a kernel from the Hub."""
+    return name.startswith("flash_attention") or ("/" in name and "flash" in name)
 
 
 def _has_sdpa(config: PreTrainedConfig) -> bool:
@@ -87,9 +111,10 @@ def loadable(attention: str) -> str:
 
 
 def needs_boundaries(model: torch.nn.Module) -> bool:
-    """Return whether `model` needs its batches to say where documents begin."""
+    """Return whether `model` needs its batches to say where documents begin; else it would read the position ids."""
     configs = [getattr(module, "config", None) for module in model.modules()]
-    return any(isinstance(one, PreTrainedConfig) and one._attn_implementation in NEEDS_BOUNDARIES for one in configs)
+    names = [one._attn_implementation or "" for one in configs if isinstance(one, PreTrainedConfig)]
+    return any(name == VARLEN or is_flash(name) for name in names)
 
 
 def switch_by_batch(model: PreTrainedModel) -> None:

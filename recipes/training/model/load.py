@@ -127,6 +127,10 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
             )
     except (OSError, ValueError, ArithmeticError, AssertionError, SafetensorError, MemoryError) as error:
         raise UserError(cannot_load("model", recipe, error)) from error
+    except ImportError as error:
+        if attention.loadable(recipe.model.attention) in ("sdpa", "eager"):
+            raise
+        raise UserError(attention.not_installed(recipe.model.attention, error)) from error
     except RuntimeError as error:
         if not any(words in str(error) for words in ("mismatched_sizes", "negative dimension", "allocate", "overflow")):
             raise

@@ -41,6 +41,8 @@ def check(
             why = "packed documents attend to each other"
         except Exception as error:  # a model's own code may raise anything
             why = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, ImportError) and recipe.model.attention != "auto":
+                raise UserError(attention.not_installed(name, error)) from error
             if name == names[-1]:
                 raise UserError(
                     f"packing=true: cannot be checked on a shrunken {config.model_type}: {error}\nAdd packing=false."
@@ -62,12 +64,16 @@ def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
         name: the implementation to try, as `from_pretrained(attn_implementation=...)` names it.
     """
     dtype = check_dtype(name)
-    return leak(draft_of(config, tokenizer, name, dtype)) < LEAK[dtype]
+    model = draft_of(config, tokenizer, name, dtype)
+    apart = leak(model) < LEAK[dtype]
+    if dtype == torch.bfloat16:
+        check_gradients(model)
+    return apart
 
 
 def check_dtype(name: str) -> torch.dtype:
     """Return the dtype to check an implementation in: bf16, on the GPU, for kernels that need one."""
-    only_there = name.startswith("flash") or (name not in ("auto", "sdpa", "eager") and torch.cuda.is_available())
+    only_there = attention.is_flash(name) or (name not in ("auto", "sdpa", "eager") and torch.cuda.is_available())
     return torch.bfloat16 if only_there else torch.float32
 
 
@@ -87,14 +93,36 @@ def draft_of(
 @torch.no_grad()
 def leak(model: torch.nn.Module) -> float:
     """Return how far the logits of packed documents are from those of each alone, as a share of the largest."""
+    documents = _documents(model)
+    packed = model(**_packed(documents, model)).logits[0]
+    alone = torch.cat([model(input_ids=document[None]).logits[0] for document in documents])
+    return ((packed - alone).abs().max() / alone.abs().max()).item()
+
+
+def check_gradients(model: torch.nn.Module) -> None:
+    """Compute the gradients of packed documents: a kernel's backward pass may have narrower limits than its forward.
+
+    Raises:
+        ArithmeticError: they are not finite.
+        Exception: the kernel has no backward pass for this model on this GPU.
+    """
+    model(**_packed(_documents(model), model)).logits.float().square().mean().backward()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    if not gradients or not all(bool(one.isfinite().all()) for one in gradients):
+        raise ArithmeticError("gradients are not finite")
+
+
+def _documents(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return documents of random tokens, the same for every model with as large a vocabulary."""
     generator = torch.Generator().manual_seed(0)
-    documents = [torch.randint(5, model.config.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    lengths = ((length,) for length in LENGTHS)
+    return [torch.randint(5, model.config.vocab_size, one, generator=generator).to(model.device) for one in lengths]
+
+
+def _packed(documents: list[torch.Tensor], model: torch.nn.Module) -> dict[str, Any]:
+    """Return the model's inputs for one sequence of all documents."""
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    device = model.device
     inputs: dict[str, Any] = {"input_ids": torch.cat(documents)[None], "position_ids": positions[None]}
     if attention.needs_boundaries(model):
         inputs |= attention.document_boundaries([LENGTHS], sum(LENGTHS))
-    inputs = {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
-    packed = model(**inputs).logits[0]
-    alone = torch.cat([model(input_ids=document[None].to(device)).logits[0] for document in documents])
-    return ((packed - alone).abs().max() / alone.abs().max()).item()
+    return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
