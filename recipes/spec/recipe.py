@@ -37,9 +37,11 @@ class Model:
     """`auto`: the tokenizer's own, or ChatML where it has none (base models); `chatml`; or a Jinja file."""
     attention: str = "auto"
     """Attention implementation, as `from_pretrained(attn_implementation=...)` names it, or `varlen`, torch's own for
-    packed sequences. `auto`: on a GPU, for packed sequences, the first of flash_attention_2 (where flash-attn is
-    installed), varlen and flex_attention with which a draft keeps documents apart; they need no mask of length times
-    length, which costs SDPA its flash kernel and computes all pairs of tokens of a sequence. Otherwise `sdpa`."""
+    packed sequences. `auto`: on a GPU, for packed sequences, the first with which a draft keeps documents apart, of
+    flash_attention_3 (on Hopper), flash_attention_4 (Hopper, Blackwell) and flash_attention_2 where their packages are
+    installed, varlen and flex_attention; they need no mask of length times length, which costs SDPA its flash kernel
+    and computes all pairs of tokens of a sequence. Otherwise `sdpa`. With the `kernels` package,
+    `kernels-community/flash-attn3` is downloaded from the Hub, built."""
     trust_remote_code: bool = False
     """Run Python code from the model's repository. Leave it off unless you have read that code."""
     vision: bool = False
@@ -234,7 +236,7 @@ class Recipe:
     they fill a GPU. Copies run beside the computation; needs gradient_checkpointing=true."""
     tiled_loss: bool | None = None
     """Compute the loss for some tokens at a time, so that whole logits never exist. Costs one more product with the
-    output matrix, on a GPU for labelled tokens alone. None: where whole logits would take a GiB or more."""
+    output matrix, for labelled tokens alone. None: where whole logits would take a GiB or more."""
     tiled_mlp: bool = False
     """Compute feed-forward layers for some tokens at a time: for sequences so long that one layer's activations do not
     fit. Costs their forward pass once more."""
@@ -247,6 +249,9 @@ class Recipe:
     """The decoder's linear layers multiply in 8-bit floats while they train, by torchao (pip install torchao), on GPUs
     that can (Ada, Hopper and later). Weights, gradients and evaluation stay in bf16; not with adapters. CPU ranks
     emulate it, to be tried on a draft."""
+    numa_binding: bool = True
+    """On machines with several NUMA nodes keep each rank on the cores of the node of its GPU, unless more GPUs are
+    attached to it than these cores can serve."""
     seed: int = 42
     """Of the order of the data, of adapters and of what is held out."""
     logging_steps: int = 10

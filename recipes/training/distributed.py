@@ -11,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
+from ..machine import numa
 from ..spec import layout as layouts
 from ..spec.recipe import Layout
 from . import upstream
@@ -29,6 +30,18 @@ def start() -> None:
     if not is_first() or not sys.stdout.isatty():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
+
+
+def keep_near_gpu() -> frozenset[int]:
+    """Keep this rank's threads on the cores of its GPU's NUMA node, where there are several; return these cores."""
+    if not on_gpu() or not torch.cuda.is_available():
+        return frozenset()
+    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    gpus = [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in devices]
+    cores = numa.cores_near(torch.cuda.current_device(), gpus, torch.get_num_threads())
+    if cores:
+        numa.bind(cores)
+    return cores
 
 
 def stop() -> None:

@@ -90,6 +90,8 @@ def main(folder: str) -> None:
 def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     """Prepare, train, measure, export."""
     file = deepspeed_file.read(recipe.deepspeed)
+    if recipe.numa_binding and (cores := distributed.keep_near_gpu()):
+        say(f"NUMA: each rank keeps to the cores near its GPU, rank 0 to {len(cores)} of {os.cpu_count()}")
     recipe = with_draft(recipe, run)
     tokenizer = chat_templates.load_tokenizer(recipe)
     recipe = checked(recipe, file, tokenizer)

@@ -1,0 +1,65 @@
+"""Which cores are near a GPU: those of the NUMA node to which it is attached.
+
+A rank on cores of the other socket launches its kernels, and copies to and from host memory, over the link between the
+sockets. PyTorch's launcher can keep ranks near their GPUs, for 1 to 10 % (torch 2.13, torch/numa/binding.py);
+DeepSpeed's divides the cores in the order of the ranks, wherever their GPUs are, and needs numactl.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+SYSTEM = Path("/sys")
+
+
+def nodes(system: Path = SYSTEM) -> dict[int, frozenset[int]]:
+    """Return the cores of each NUMA node that this process may use; nodes without any are left out."""
+    allowed = os.sched_getaffinity(0)
+    found = {
+        int(folder.name.removeprefix("node")): _numbers((folder / "cpulist").read_text()) & allowed
+        for folder in sorted((system / "devices/system/node").glob("node[0-9]*"))
+    }
+    return {node: frozenset(cores) for node, cores in found.items() if cores}
+
+
+def node_of(address: str, system: Path = SYSTEM) -> int | None:
+    """Return the NUMA node of a PCI device; None where the system does not say.
+
+    Args:
+        address: domain, bus, device and function in hexadecimal, `0000:17:00.0`.
+        system: where the kernel's view of the hardware is.
+    """
+    try:
+        node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def cores_near(gpu: int, gpus: Sequence[str], threads: int, system: Path = SYSTEM) -> frozenset[int]:
+    """Return the cores to which a rank should keep; empty: those it has.
+
+    Args:
+        gpu: of the rank, among `gpus`.
+        gpus: PCI addresses of the GPUs of all ranks on this machine.
+        threads: that each rank computes with. Where more GPUs are attached to a node than its cores can serve, ranks
+            are better spread over all cores.
+        system: see `node_of`.
+    """
+    cores, own = nodes(system), node_of(gpus[gpu], system)
+    if len(cores) < 2 or own not in cores:
+        return frozenset()
+    sharing = sum(node_of(address, system) == own for address in gpus)
+    return cores[own] if sharing * threads <= len(cores[own]) else frozenset()
+
+
+def bind(cores: frozenset[int]) -> None:
+    """Keep this process to these cores: its threads, and those that they start."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+def _numbers(ranges: str) -> set[int]:
+    """Return the numbers in a list such as `0-3,8`."""
+    parts = [part.split("-") for part in ranges.strip().split(",") if part]
+    return {number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)}

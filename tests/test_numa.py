@@ -1,0 +1,91 @@
+"""Ranks keep to the cores near their GPUs: read off a system that is written here, and applied to real threads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.machine import numa
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+def system_of(folder: Path, cores: dict[int, str], gpus: dict[str, int]) -> Path:
+    """Write what Linux says of a machine: NUMA nodes with their cores, and GPUs with their nodes."""
+    for node, listed in cores.items():
+        place = folder / f"devices/system/node/node{node}"
+        place.mkdir(parents=True)
+        (place / "cpulist").write_text(f"{listed}\n")
+    for address, node in gpus.items():
+        place = folder / "bus/pci/devices" / address
+        place.mkdir(parents=True)
+        (place / "numa_node").write_text(f"{node}\n")
+    return folder
+
+
+GPUS = {f"0000:{bus:02x}:00.0": node for bus, node in ((0x17, 0), (0x2A, 0), (0xBB, 1), (0xDB, 1))}
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Two sockets with 16 cores, hyperthreads counted behind them, and two GPUs each."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    return system_of(tmp_path, {0: "0-7,16-23", 1: "8-15,24-31"}, GPUS)
+
+
+def test_a_rank_keeps_to_the_node_of_its_gpu(machine):
+    first, second = {*range(8), *range(16, 24)}, {*range(8, 16), *range(24, 32)}
+    assert [numa.cores_near(gpu, list(GPUS), 8, machine) for gpu in range(4)] == [first, first, second, second]
+
+
+def test_it_keeps_to_what_it_may_use(machine, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 9})
+    assert numa.cores_near(0, list(GPUS), 1, machine) == {1, 2}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2})
+    assert numa.cores_near(0, list(GPUS), 1, machine) == set(), "one node is left, so there is nothing to choose"
+    assert numa.cores_near(3, list(GPUS), 1, machine) == set()
+
+
+def test_more_gpus_than_a_nodes_cores_can_serve_use_all_cores(machine):
+    assert numa.cores_near(0, list(GPUS), 9, machine) == set()
+
+
+def test_a_machine_that_does_not_say_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    assert numa.cores_near(0, ["0000:17:00.0"], 1, tmp_path) == set(), "no nodes, no device"
+    system_of(tmp_path, {0: "0-1", 1: "2-3", 2: ""}, {"0000:17:00.0": -1})  # a virtual machine; memory without cores
+    assert numa.cores_near(0, ["0000:17:00.0"], 1, tmp_path) == set()
+    assert sorted(numa.nodes(tmp_path)) == [0, 1]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_threads_that_exist_and_threads_to_come_are_kept(tmp_path):
+    """In a process of its own, with torch's threads; on the core that comes last."""
+    program = """
+import json, os, sys, threading
+import torch
+from recipes.machine import numa
+torch.ones(2000, 2000) @ torch.ones(2000, 2000)
+numa.bind(frozenset([int(sys.argv[1])]))
+later = []
+thread = threading.Thread(target=lambda: later.append(os.sched_getaffinity(0)))
+thread.start()
+thread.join()
+now = [os.sched_getaffinity(int(one)) for one in os.listdir("/proc/self/task")]
+print(json.dumps([sorted(one) for one in now + later]))
+"""
+    core = max(os.sched_getaffinity(0))
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    output = subprocess.run(
+        [sys.executable, "-c", program, str(core)],
+        cwd=HERE,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    affinities = json.loads(output)
+    assert len(affinities) > 2 and affinities == [[core]] * len(affinities)
