@@ -102,7 +102,7 @@ gpu-check: install
 	@$(PYTHON) scripts/doctor.py --prove
 	@$(PYTHON) scripts/launch.py tiny full
 	@$(PYTHON) scripts/launch.py tiny lora max_steps=40 precision=bf16
-	@$(PYTHON) scripts/launch.py llama3-8b qlora --draft max_steps=10
+	@$(PYTHON) scripts/launch.py llama3-8b qlora --draft max_steps=10 sequence_length=1024 global_batch_size=16
 
 notebooks: install
 	$(PYTHON) -m tests.notebooks

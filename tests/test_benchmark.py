@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import os
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from recipes.benchmarks import measure, tables
-from recipes.benchmarks.cases import BENCHMARKS, LIMIT, STEPS, WARM_UP, Benchmark, Case, recipe_of
+from recipes.benchmarks import measure, own_process, tables
+from recipes.benchmarks.cases import ALL, BENCHMARKS, CASE, LIMIT, STEPS, WARM_UP, Benchmark, Case, recipe_of
 from recipes.commands import benchmark
 from recipes.docs import documents, index
 from recipes.planning.calibration import benchmark_results, calibrate, measured_runs
@@ -51,8 +52,7 @@ def test_each_benchmark_runs_as_a_draft(forked, tmp_path, name):
     if BENCHMARKS[name].grows:
         assert all(longest > 0 for longest, _ in result["longest"].values())
     else:
-        turns = 1 if BENCHMARKS[name].estimates else 2
-        assert result["complete"] and all(len(runs) == turns for runs in result["runs"].values())
+        assert result["complete"] and all(len(runs) == 1 for runs in result["runs"].values())
         assert all(f"| {label} |" in table for label in result["runs"])
 
 
@@ -94,15 +94,25 @@ def of(answers):
     return start, asked
 
 
-def test_contenders_take_turns():
+@pytest.fixture
+def on_gpu(monkeypatch, tmp_path):
+    """Return options for a machine that says it has a GPU; results go elsewhere than into the project."""
+    monkeypatch.setattr(benchmark, "visible_gpus", lambda: 1)
+    return argparse.Namespace(draft=False, quick=False, output=tmp_path)
+
+
+def test_contenders_take_turns(on_gpu):
     start, asked = of([FOUND] * 4)
-    benchmark.run(TWO, argparse.Namespace(draft=True, quick=False, output=None), start)
+    benchmark.run(TWO, on_gpu, start)
     assert asked == ["limits", "a", "b", "b", "a"]
+    start, asked = of([FOUND] * 2)
+    benchmark.run(TWO, DRAFT, start)
+    assert asked == ["limits", "a", "b"], "whether it runs is seen at once"
 
 
-def test_a_failure_is_reported_and_not_retried():
+def test_a_failure_is_reported_and_not_retried(on_gpu):
     start, asked = of([FOUND, {"error": "out of memory"}, FOUND])
-    result = benchmark.run(TWO, argparse.Namespace(draft=True, quick=False, output=None), start)
+    result = benchmark.run(TWO, on_gpu, start)
     assert asked == ["limits", "a", "b", "a"]
     assert "| b |" in tables.table(result) and "out of memory" in tables.table(result)
 
@@ -125,6 +135,39 @@ def test_no_run_starts_that_would_exceed_the_time_limit(monkeypatch, capsys):
     assert "out of time" in capsys.readouterr().out
 
 
+def test_the_whole_list_leaves_time_for_its_last_part():
+    names, left, given = len(BENCHMARKS) + 1, 60.0 * ALL, []
+    for number in range(names, 0, -1):
+        given.append(benchmark.share(left, number))
+        left -= given[-1]
+    assert sum(given) <= 60 * ALL < 30 * 60 and given[0] < LIMIT and given == sorted(given, reverse=True)
+    assert benchmark.share(left, 1) == 1, "what has run over leaves nothing"
+
+
+def test_a_contender_has_its_own_limit(monkeypatch):
+    given = []
+    start, _ = of([FOUND] * 2)
+    benchmark.run(
+        TWO, DRAFT, lambda order, folder, seconds: given.append(seconds) or start(order, folder, seconds), 200
+    )
+    assert len(given) == 3 and all(0 < seconds <= CASE for seconds in given)
+
+
+def test_contenders_run_in_processes_of_their_own(tmp_path):
+    """The real way to start them: what has trained, what fails with all that it printed, what does not end."""
+    case = replace(BENCHMARKS["full_1b"].cases[-2], changes=("sequence_length=1024", "micro_batch_size=2"))
+    order = {"case": asdict(case), "warm_up": 1, "steps": 2, "draft": True}
+    before = dict(os.environ)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    trained = own_process.start(order, tmp_path / "a", 300)
+    assert trained["tokens_per_second"] > 0 and len(trained["step_seconds"]) == 2
+    failed = own_process.start({**order, "case": {**order["case"], "page": "nowhere"}}, tmp_path / "b", 300)
+    assert "nowhere" in failed["error"] and "Traceback" in failed["output"]
+    assert own_process.start({**order, "steps": 10**6}, tmp_path / "c", 4)["error"] == "not finished in 4 s"
+    assert dict(os.environ) == before
+
+
 def test_a_draft_is_never_kept_among_the_measurements(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "MEASUREMENTS", tmp_path)
     start, _ = of([FOUND] * 4)
@@ -139,7 +182,8 @@ def test_a_table_shows_medians_and_shares():
     assert rows[2][:4] == ["a", "200", "20.0%", "1.000"]
     assert rows[2][4] == f"{2e12 / 989.4e12:.1%}" and rows[2][5] == "50.0%"
     assert rows[3][1] == "100" and rows[3][3] == "0.500" and rows[3][6] == "12.3"
-    assert rows[4][0] == "c" and set(rows[4][1:-1]) == {"-"}
+    assert rows[4] == ["c", *[""] * 6, "not reached"]
+    assert "reserved GiB" in tables.COLUMNS and "reserved" not in table, "nothing of it was measured"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +195,7 @@ def test_a_table_shows_medians_and_shares():
     ],
 )
 def test_the_cause_of_a_failure_is_given_in_a_few_words(output, why):
-    assert benchmark.cause(output) == why
+    assert own_process.cause(output) == why
 
 
 # From the measurements into the planner's constants
@@ -219,4 +263,5 @@ def test_pages_and_index_show_what_was_measured(tmp_path, monkeypatch):
     assert changed.count(index.COLUMN) == 1 and index.COLUMN not in page
     assert "| measured per GPU |" in index.families()
     summary = tables.summary(COMPARED, benchmark_results.results())
-    assert "| packing | packed | 200 | 1.000 |" in summary and "| full_1b | - |" in summary
+    assert "| packing | packed | 200 | 1.000 |" in summary
+    assert "full_1b" not in summary and "padded" not in summary, "what was not measured is left out"

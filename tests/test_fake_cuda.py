@@ -5,10 +5,18 @@ all kernels before it. A build of torch for CPUs alone has no such tensors, and 
 needed (`make stack STACK=middle WITH=python3.12` makes such an environment). Backward passes need a driver.
 """
 
+import os
+import subprocess
+import sys
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, masking_utils
+from trl.kernels import chunked_logprob
+from trl.trainer import utils as trl_utils
+from trl.trainer.utils import add_fused_lm_head
 
 from recipes.spec import pages
 from recipes.spec.recipe import Draft
@@ -44,19 +52,19 @@ def on_cuda(tokenizer, family: str, kernel: str) -> PreTrainedModel:
     return model.train()
 
 
-def packed(model: torch.nn.Module) -> dict[str, object]:
-    """Return one packed sequence as the collator makes it, on the model's device."""
+def packed(model: torch.nn.Module, **more: torch.Tensor) -> dict[str, object]:
+    """Return one packed sequence as the collator makes it, and what else it is to have, on the model's device."""
     tokens = torch.zeros((1, sum(LENGTHS)), dtype=torch.int64)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions, **more}
     if attention.needs_boundaries(model):
         batch |= attention.document_boundaries([LENGTHS], sum(LENGTHS))
     return {name: one.to("cuda") if torch.is_tensor(one) else one for name, one in batch.items()}
 
 
-def train(model: torch.nn.Module) -> None:
+def train(model: torch.nn.Module, **more: torch.Tensor) -> None:
     """Compute a loss, and update the weights as if there were gradients, with the optimizer that a run has on a GPU."""
-    loss = model(**packed(model)).loss
+    loss = model(**packed(model, **more)).loss
     assert loss.is_cuda and loss.shape == () and loss.requires_grad
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     for weight in trained:
@@ -79,11 +87,21 @@ def test_a_step_in_tiles(fake, lever):
 
 
 def test_trls_tiled_loss_reads_which_tokens_are_labelled(fake):
-    """Once per micro-batch and tensor; it passes on a GPU, and fails here when TRL takes indices."""
+    """Once per micro-batch and tensor; when TRL takes indices it no longer has to be kept from it."""
     model = on_cuda(fake, "llama3", "sdpa")
-    tiling.tile_loss(model)
+    add_fused_lm_head(model)
+    model.forward = partial(model.forward, fused_lm_head=True)
     with pytest.raises(DynamicOutputShapeException, match="nonzero"):
         train(model)
+
+
+def test_the_tiled_loss_of_labelled_tokens_reads_nothing(fake, monkeypatch):
+    monkeypatch.setattr(trl_utils, "_use_triton", trl_utils._use_triton)  # put back afterwards
+    monkeypatch.setattr(chunked_logprob, "_use_triton", lambda device: False)  # its kernels need a driver
+    model = on_cuda(fake, "llama3", "sdpa")
+    tiling.tile_loss(model)
+    train(model, labelled=torch.zeros(256, dtype=torch.int64))
+    train(model)
 
 
 @pytest.mark.parametrize("key_heads", [8, 2], ids=["own keys", "shared keys"])
@@ -116,3 +134,26 @@ def test_a_read_of_a_value_is_noticed(fake, monkeypatch):
     model.register_forward_pre_hook(lambda module, _: module.lm_head.weight.sum().item())
     with pytest.raises(DataDependentOutputException):
         train(model)
+
+
+ASKS = """
+import torch
+asked = []
+torch.cuda._device_count_nvml = lambda: 1  # a driver with one GPU
+torch._C._cuda_getDeviceCount = lambda: asked.append("devices") or 1
+torch.cuda._lazy_init = lambda: asked.append("CUDA")
+import recipes.benchmarks.measure
+torch.cuda.is_available()
+print(asked)
+torch.cuda._raw_device_count_nvml = torch.cuda._device_count_nvml = lambda: -1
+torch.cuda.is_available()
+print(asked)
+"""
+
+
+def test_contenders_can_be_forked_from_what_is_imported():
+    """CUDA is neither started nor asked for devices, after which a fork could not use it; on purpose, it is noticed."""
+    environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda"}
+    command = [sys.executable, "-c", ASKS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["[]", "['devices']"]

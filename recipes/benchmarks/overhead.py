@@ -10,6 +10,7 @@ are warm-up. The launcher's setting of the allocator is part of what is measured
 import argparse
 import os
 import statistics
+import time
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -26,6 +27,8 @@ from .turns import Contender, Turn, take_turns
 WARM_UP = 20
 """Steps that are not counted: compilation of ops, allocator, ZeRO-3's trace."""
 LOG_EVERY = 5
+FEWEST = 40
+"""Steps of a run from which its rate is a median of several turns."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
 
 
-def overhead(bench: Bench, rounds: int) -> dict[str, Any]:
-    """Return every peer's throughput and memory in each run."""
+def overhead(bench: Bench, rounds: int, seconds: float = float("inf")) -> dict[str, Any]:
+    """Return every peer's throughput and memory in each run; no round starts that would take longer than `seconds`."""
+    began = time.monotonic()
     save_sequences(bench)
     peers = {"recipe": recipe_run, "plain_loop": plain_loop_run, "trainer": trainer_run}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
     for number in range(rounds):
+        taken = time.monotonic() - began
+        if number and taken * (number + 1) / number > seconds:
+            break
         contenders = {name: peer(bench, number) for name, peer in peers.items()}
         together = [list(contenders.values())]
         one_by_one = [[contender] for contender in contenders.values()]
         for group in one_by_one if bench.gpus else together:
-            take_turns(group, bench.steps)
+            take_turns(group, bench.steps, seconds)
         for name, contender in contenders.items():
             measured = steady(contender.turns)
             print(

@@ -8,61 +8,75 @@ from ..planning.calibration.benchmark_results import completed_runs, tokens_per_
 from ..spec.gpus import peak_flops
 
 COLUMNS = (
-    "", "tokens/s", "spread", "of the first", "MFU", "of this machine's matrix product", "peak GiB", "reserved GiB",
+    "tokens/s", "spread", "of the first", "MFU", "of this machine's matrix product", "peak GiB", "reserved GiB",
     "reads per step",
 )  # fmt: skip
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return a benchmark's results as Markdown: medians over all timed steps of all runs, a dash where there are none.
+    """Return a benchmark's results as Markdown: medians over all timed steps of all runs, or why there are none.
 
-    `spread`: half of the range from the 10th to the 90th percentile of the steps, as a share of the median.
+    `spread`: half of the range from the 10th to the 90th percentile of the steps, as a share of the median. Columns of
+    which nothing was measured are left out.
     """
     if result.get("longest"):
         lines = ["| | longest sequence that trained, tokens | next length |", "|---|---|---|"]
-        return "\n".join(
-            [*lines, *(f"| {name} | {n or '-'} | {why} |" for name, (n, why) in result["longest"].items())]
-        )
+        return "\n".join([*lines, *(f"| {name} | {n or ''} | {why} |" for name, (n, why) in result["longest"].items())])
+    measured, missing = _rows(result), _missing(result)
+    filled = [number for number in range(len(COLUMNS)) if any(cells[number] for cells in measured.values())]
+    columns = filled or [0]
+    rows = [["", *(COLUMNS[number] for number in columns)], ["---"] * (len(columns) + 1)]
+    for name in result["runs"]:
+        cells = [measured[name][number] for number in columns] if name in measured else [""] * len(columns)
+        rows.append([name, *cells[:-1], missing.get(name, cells[-1])])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _missing(result: dict[str, Any]) -> dict[str, str]:
+    """Return why each contender without a completed run has none."""
+    return {
+        name: runs[0]["error"] if runs else "not reached"
+        for name, runs in result["runs"].items()
+        if not completed_runs(result, name)
+    }
+
+
+def _rows(result: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the cells of each contender with completed runs, in the order of `COLUMNS`; empty: not measured."""
+    rows: dict[str, list[str]] = {}
     first = None
-    rows: list[Sequence[str]] = []
-    for name, runs in result["runs"].items():
-        ended = completed_runs(result, name)
-        if not ended:
-            why = runs[0]["error"] if runs else "not reached"
-            rows.append([name, *"-" * (len(COLUMNS) - 2), why])
+    for name in result["runs"]:
+        if not (ended := completed_runs(result, name)):
             continue
         steps = [seconds for run in ended for seconds in run["step_seconds"]]
         tokens = tokens_per_second(ended)
         first = first or tokens
         flops = ended[0]["flops_per_step"] / statistics.median(steps)
-        rows.append([
-            name, f"{tokens:,.0f}", f"{_spread(steps):.1%}", f"{tokens / first:.3f}",
+        rows[name] = [
+            f"{tokens:,.0f}", f"{_spread(steps):.1%}", f"{tokens / first:.3f}",
             _share(flops, _peak(result)), _share(flops, result["limits"].get("matrix_flops")),
             _memory(ended, "peak_allocated_gib"), _memory(ended, "peak_reserved_gib"),
             f"{max(run['reads_per_step'] for run in ended)}",
-        ])  # fmt: skip
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        ]  # fmt: skip
+    return rows
 
 
 def summary(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
-    """Return the README's table: a line per contender of every benchmark on a GPU, dashes where there are none."""
+    """Return the README's table: a line per contender of every benchmark that was measured on a GPU."""
     lines = [
         "| benchmark | contender | tokens/s | of the first | MFU | peak GiB | reads per step | hardware, date |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in names:
         if name not in results:
-            lines.append(f"| {name} |" + " - |" * 7)
             continue
         result = results[name]
         where = f"{result['environment']['gpus'][0]}, {result['date']}"
         if result.get("longest"):
             for label, (longest, _) in result["longest"].items():
-                lines.append(f"| {name} | {label}: sequences of {longest:,} tokens |" + " - |" * 5 + f" {where} |")
+                lines.append(f"| {name} | {label}: sequences of {longest:,} tokens |" + " |" * 5 + f" {where} |")
             continue
-        for line in table(result).splitlines()[2:]:
-            label, speed, _, ratio, mfu, _, peak, _, reads = (cell.strip() for cell in line.split("|")[1:-1])
+        for label, (speed, _, ratio, mfu, _, peak, _, reads) in _rows(result).items():
             lines.append(f"| {name} | {label} | {speed} | {ratio} | {mfu} | {peak} | {reads} | {where} |")
     return "\n".join(lines) + "\n"
 
@@ -89,9 +103,9 @@ def _peak(result: dict[str, Any]) -> float | None:
 
 
 def _share(value: float, of: float | None) -> str:
-    return f"{value / of:.1%}" if of else "-"
+    return f"{value / of:.1%}" if of else ""
 
 
 def _memory(runs: Sequence[dict[str, Any]], key: str, best: Callable[..., float] = max) -> str:
     known = [run[key] for run in runs if key in run]
-    return f"{best(known):.1f}" if known else "-"
+    return f"{best(known):.1f}" if known else ""

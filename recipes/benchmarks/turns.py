@@ -53,11 +53,11 @@ class Contender:
                 self.command, env=dict(self.environment), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def take_turn(self) -> None:
-        """Compute up to the next record.
+    def take_turn(self, most: float = float("inf")) -> None:
+        """Compute up to the next record, for `most` seconds.
 
         Raises:
-            RuntimeError: the run has ended without another one.
+            RuntimeError: the run has ended without another one, or takes longer.
         """
         self.signal(signal.SIGCONT)
         began = time.perf_counter()
@@ -66,6 +66,8 @@ class Contender:
             if ended:  # before that look: what it wrote last has been seen
                 self.finish()
                 raise RuntimeError(f"{' '.join(self.command)} ended before its last step")
+            if time.perf_counter() - began > most:
+                raise RuntimeError(f"{' '.join(self.command)} has not come further in {most:.0f} s\n{self.tail()}")
             time.sleep(POLL)
             ended = self.running.poll() is not None
         seconds = time.perf_counter() - began
@@ -81,7 +83,11 @@ class Contender:
         """
         self.signal(signal.SIGCONT)
         if self.running.wait():
-            raise RuntimeError(f"{' '.join(self.command)}\n{self.output.read_text(errors='replace')[-6000:]}")
+            raise RuntimeError(f"{' '.join(self.command)}\n{self.tail()}")
+
+    def tail(self) -> str:
+        """Return the end of what it has printed."""
+        return self.output.read_text(errors="replace")[-6000:]
 
     def signal(self, number: int) -> None:
         """Send a signal to all its processes."""
@@ -105,22 +111,22 @@ class Contender:
         return json.loads(found[0]) if found else None
 
 
-def take_turns(contenders: list[Contender], last_step: int) -> None:
+def take_turns(contenders: list[Contender], last_step: int, most: float = float("inf")) -> None:
     """Run all of them to their ends, with a turn for each record; in every other cycle in the opposite order.
 
     Raises:
-        RuntimeError: one failed.
+        RuntimeError: one failed, or took longer than `most` seconds for a turn.
     """
     with contextlib.ExitStack() as stack:
         for one in contenders:
             one.start()
             stack.enter_context(killed_with_this_process(one.running.pid))
             stack.callback(one.end)
-            one.take_turn()
+            one.take_turn(most)
         order = contenders
         while under_way := [one for one in order if one.turns[-1].record["step"] < last_step]:
             for one in under_way:
-                one.take_turn()
+                one.take_turn(most)
             order = order[::-1]
         for one in contenders:
             one.finish()

@@ -12,8 +12,9 @@ downloaded. They take turns (A B B A), each run in its own process: 10 warm-up s
 which the host's reads from the device are counted; in `planner_error` each runs once, for 3 and 5 steps. Padding tokens
 are not counted. MFU is the FLOPs of recipes/training/model/flops.py (causal attention once, no input embedding, no
 recomputation, adapters included) divided by the manufacturer's peak; next to it is the share of the matrix-product rate
-measured on this machine. Each benchmark ends within 8 minutes on one GPU (`--quick`: 4) and writes its results after
-every run, so an interrupted one keeps them.
+measured on this machine. Each benchmark ends within 8 minutes on one GPU (`--quick`: 4), `all` within `--minutes`, with
+the questions first that matter most: what is not reached is left out. Results are written after every run, so an
+interrupted one keeps them.
 
 Results are written to recipes/planning/calibration/measurements/NAME_gpu.json and .md, and from there into
 recipes/README.md, the pages and, next to the planner's estimates, the README.md of that folder. Results of drafts are
@@ -21,9 +22,6 @@ kept only with --output, as NAME_draft.json.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,13 +31,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..benchmarks import overhead, plan_speed, scaling, tables
-from ..benchmarks.cases import BENCHMARKS, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case
+from ..benchmarks import overhead, own_process, plan_speed, scaling, tables
+from ..benchmarks.cases import ALL, BENCHMARKS, CASE, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case
 from ..docs import documents
-from ..launching.command import deepspeed_command, rank_environment, visible_gpus
+from ..launching.command import visible_gpus
 from ..planning.calibration import benchmark_results
-from ..spec.project import CHECKOUT, IMPORT_ROOT, NAME, display, require
-from ..spec.run_folder import RunFolder, write_json
+from ..spec.project import CHECKOUT, display, require
+from ..spec.run_folder import write_json
 from .main import Parser
 
 MEASUREMENTS = benchmark_results.MEASUREMENTS
@@ -65,32 +63,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one run per contender, half the time")
     parser.add_argument("--draft", action="store_true", help="shrunken models, a few steps; not a measurement")
     parser.add_argument(
+        "--minutes", type=float, default=ALL, metavar="M", help="of everything that is asked for (default: %(default)s)"
+    )
+    parser.add_argument(
         "--output", type=Path, default=OUTPUT, help=f"folder for results (default: {display(OUTPUT or MEASUREMENTS)})"
     )
     overhead.add_arguments(parser)
     options = parser.parse_args(arguments)
-    names = ["overhead", *BENCHMARKS] if "all" in options.benchmark else options.benchmark
-    if {"overhead", "scaling"} & set(names) and options.steps < overhead.WARM_UP + 2 * overhead.LOG_EVERY:
-        parser.error(f"--steps {options.steps}: {overhead.WARM_UP} are warm-up; at least 40 are needed.")
+    names = [*BENCHMARKS, "overhead"] if "all" in options.benchmark else options.benchmark
+    if {"overhead", "scaling"} & set(names) and options.steps < overhead.FEWEST:
+        parser.error(f"--steps {options.steps}: {overhead.WARM_UP} are warm-up; at least {overhead.FEWEST} are needed.")
     if names != ["planner"]:
         require("deepspeed")
     failed = []
-    for name in names:
+    end = time.monotonic() + 60 * options.minutes
+    for left, name in zip(range(len(names), 0, -1), names, strict=True):
         try:
             if name in OWN:
                 OWN[name](options)
             else:
-                run(BENCHMARKS[name], options, in_own_process)
+                run(BENCHMARKS[name], options, own_process.start, share(end - time.monotonic(), left))
         except Exception as error:  # the rest of the list still runs
             failed.append(f"{name}: {error}")
             print(failed[-1], file=sys.stderr, flush=True)
     return 1 if failed else 0
 
 
+def share(seconds: float, benchmarks: int) -> float:
+    """Return how many of the seconds that are left the next of so many benchmarks may take: 1.5 parts.
+
+    Most need less, and leave the rest to those after them.
+    """
+    return max(1.0, seconds * min(1, 1.5 / benchmarks))
+
+
 def _overhead(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = overhead.bench_of(options, Path(folder))
-        result = overhead.overhead(bench, options.rounds)
+        rounds = options.rounds
+        if options.draft:
+            bench, rounds = replace(bench, steps=overhead.FEWEST), 1
+        result = overhead.overhead(bench, rounds, LIMIT)
     print(overhead.table(result))
     name = f"overhead_zero{bench.zero_stage}_{'gpu' if bench.gpus else 'cpu'}.json"
     write_json((options.output or MEASUREMENTS) / name, result)
@@ -121,8 +134,10 @@ OWN = {"overhead": _overhead, "scaling": _scaling, "planner": _planner}
 """Benchmarks with functions of their own to run and write them."""
 
 
-def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Run one benchmark, write its results after each of its runs, and return them."""
+def run(
+    benchmark: Benchmark, options: argparse.Namespace, start: Start, seconds: float = float("inf")
+) -> dict[str, Any]:
+    """Run one benchmark, for at most so many seconds, write its results after each of its runs, and return them."""
     draft = options.draft or not visible_gpus()
     warm_up, steps = (2, 3) if draft else FEW if benchmark.estimates else (WARM_UP, STEPS)
     result: dict[str, Any] = {
@@ -136,12 +151,12 @@ def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict
         "complete": False,
     }
     began = time.monotonic()
-    limit = LIMIT / (2 if options.quick else 1)
+    limit = min(seconds, LIMIT / (2 if options.quick else 1))
 
     def ask(case: Case | None) -> dict[str, Any]:
         order = {"case": asdict(case) if case else "limits", "warm_up": warm_up, "steps": steps, "draft": draft}
         with tempfile.TemporaryDirectory() as folder:
-            found = start(order, Path(folder), limit - (time.monotonic() - began))
+            found = start(order, Path(folder), min(CASE, limit - (time.monotonic() - began)))
         result["seconds"] = round(time.monotonic() - began, 1)
         return found
 
@@ -154,7 +169,8 @@ def run(benchmark: Benchmark, options: argparse.Namespace, start: Start) -> dict
             write_result(result, options.output)
     else:
         turns = [case for case in benchmark.cases if case.label in result["runs"]]
-        for case in turns if options.quick or benchmark.estimates else [*turns, *reversed(turns)]:
+        once = options.quick or draft or benchmark.estimates
+        for case in turns if once else [*turns, *reversed(turns)]:
             done = result["runs"][case.label]
             if done and "error" in done[-1]:
                 continue  # it would only fail again
@@ -206,39 +222,3 @@ def write_result(result: dict[str, Any], output: Path | None) -> None:
     (folder / f"{name}.md").write_text(f"{tables.heading(result)}\n\n{tables.table(result)}\n", encoding="utf-8")
     if output is None:
         documents.write()  # the index, the pages, and the tables of measurements
-
-
-def in_own_process(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
-    """Run an order in its own process, so that one contender's memory is not another's."""
-    asked, result = folder / "order.json", folder / "result.json"
-    asked.write_text(json.dumps(order))
-    gpus = visible_gpus()
-    environment = rank_environment(1, gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
-    if order["case"] != "limits" and order["case"]["peer"] == "recipe":  # the others are a single process without ranks
-        environment |= ranks_of_one()
-    command = [sys.executable, "-m", f"{NAME}.benchmarks.measure", str(asked), str(result)]
-    try:
-        done = subprocess.run(
-            command, env=environment, cwd=IMPORT_ROOT, capture_output=True, text=True, timeout=max(1, seconds)
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": "not finished in time"}
-    if result.exists():
-        return json.loads(result.read_text())
-    return {"error": cause(done.stdout + done.stderr)}
-
-
-def ranks_of_one() -> dict[str, str]:
-    """Return the variables that a launcher would set for the only rank."""
-    command = deepspeed_command(RunFolder(Path(".")), 1)
-    return {
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": command[command.index("--master_port") + 1]},
-    }
-
-
-def cause(output: str) -> str:
-    """Return why a contender failed, in a few words."""
-    if "out of memory" in output.lower() or "OutOfMemory" in output:
-        return "out of memory"
-    return (output.strip().splitlines() or ["ended without any output"])[-1][:160]
