@@ -119,6 +119,32 @@ def test_what_is_written_loads_lints_and_launches(tmp_path, capsys, words, layou
     assert Path(recipe["deepspeed"]).exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "prefetched", "reduced"),
+    [
+        ("qwen3-0.6b", 15_730_944, 15_730_944),
+        ("llama3-8b", 5 * 10**7, 5 * 10**7),
+        ("llama3-70b", 0.9 * 8192**2, 5 * 10**7),
+    ],
+)
+def test_message_sizes_follow_from_the_layers(tmp_path, model, prefetched, reduced):
+    """A layer's weights, up to what hides the latency, and what transformers fills in for wide models."""
+    words = [model, *EIGHT, "--nodes", "4", "deepspeed=zero3.json", "layout.tensor=1", "layout.pipeline=1"]
+    assert plan.main([*words, "--write", str(tmp_path)]) == 0
+    zero = read_json(tmp_path / "deepspeed.json")["zero_optimization"]
+    assert zero["stage3_prefetch_bucket_size"] == pytest.approx(prefetched, rel=1e-6)
+    assert zero["reduce_bucket_size"] == reduced
+
+
+def test_message_sizes_of_a_users_file_stay_as_they_are(tmp_path):
+    content = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 10**9, "stage3_prefetch_bucket_size": 7}}
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(content | {"train_micro_batch_size_per_gpu": "auto"}))
+    assert plan.main(["qwen3-0.6b", *EIGHT, f"deepspeed={file}", "--write", str(tmp_path / "plan")]) == 0
+    zero = read_json(tmp_path / "plan" / "deepspeed.json")["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (10**9, 7)
+
+
 def started(folder):
     """Return the words that launch.sh gives to the launcher, for hosts a, b, ... of as many slots as it wants."""
     script = (folder / "launch.sh").read_text()

@@ -105,6 +105,23 @@ def test_zero_3_gathers_twice_what_it_does_not_keep(profiled, teacher_folder, tm
 
 
 @pytest.mark.every
+def test_zero_3_gathers_a_layer_in_one_message(profiled, teacher_folder, tmp_path):
+    """Fewer messages than with what transformers fills in, of the same bytes, and the same loss."""
+    limits = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 200_000}
+    limits["stage3_param_persistence_threshold"] = 1000
+    found = []
+    for size in ("auto", int(0.9 * 96**2)):
+        file = with_zero(tmp_path, "zero3.json", **limits, stage3_prefetch_bucket_size=size)
+        run = profiled(file, model=teacher_folder)
+        gathers = [one for one in verdict.of_trace(traces(run)[0]).collectives if one.kind == "all-gather"]
+        loss = [row["loss"] for row in read_jsonl(run.metrics)][-1]
+        found.append((sum(one.count for one in gathers), sum(one.bytes for one in gathers), loss))
+    (by_layer, its_bytes, its_loss), (by_weight, other_bytes, other_loss) = found
+    assert by_layer < 0.8 * by_weight
+    assert its_bytes == pytest.approx(other_bytes, rel=0.05) and its_loss == other_loss
+
+
+@pytest.mark.every
 @pytest.mark.parametrize(("reuse", "live"), [(0, 200_000), (400_000, 1000)])
 def test_zero_3_keeps_what_it_has_gathered_ahead(profiled, teacher_folder, tmp_path, reuse, live):
     """Up to the live parameters, or half the distance of reuse, whichever is more; to one matrix or bucket."""

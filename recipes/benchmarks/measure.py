@@ -21,7 +21,7 @@ from ..spec.conversions import to_dict
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder, read_json, write_recipe
 from ..training import distributed, run, upstream
-from ..training.arguments import common_arguments
+from ..training.arguments import common_arguments, gather_layers
 from ..training.data.collate import Collator
 from ..training.data.load import Datasets
 from ..training.environment import describe
@@ -141,6 +141,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -
     trained = run.checked(trained, file, tokenizer)
     arguments = sft.arguments(common_arguments(trained, folder, file, 1, distributed.on_gpu()), trained)
     model = load.load_model(trained, synthetic.RandomWeights(trained, asked["draft"]))
+    gather_layers(arguments, model)
     upstream.tell_whether_packed(model, trained.packing)
     data = Datasets(sequences, None, None, [])
     context = run.prepare(trained, folder, file, data, model, None, {}, Trackers(folder))

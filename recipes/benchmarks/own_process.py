@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
@@ -78,8 +79,11 @@ def _measure(words: tuple[str, str], printed: Path, variables: Mapping[str, str]
 
     if torch.cuda._is_in_bad_fork():  # an import has asked for devices, after which a fork cannot use CUDA
         sys.exit(subprocess.run([sys.executable, "-m", MEASURE, *words]).returncode)
+    from tqdm import tqdm
+
     from .measure import main
 
+    tqdm.set_lock(threading.RLock())  # its own, between processes, would be left behind by `os._exit`
     main(*words)
 
 

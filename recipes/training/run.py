@@ -33,7 +33,7 @@ from ..spec.run_folder import (
 )
 from ..spec.samples import TINY_TEACHER
 from . import distributed, export, holdings, summary, upstream
-from .arguments import DTYPE_BYTES, common_arguments
+from .arguments import DTYPE_BYTES, common_arguments, gather_layers
 from .callbacks.checkpoints import Checkpoints
 from .callbacks.evaluation import Evaluation
 from .callbacks.layer_stats import LayerStats
@@ -106,6 +106,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     checkpoint = newest_checkpoint(run)
     mark = checked_data(recipe, checkpoint, tokenizer, datasets)
     model = parallel.load(recipe, datasets.labels)
+    gather_layers(arguments, model)
     upstream.tell_whether_packed(model, recipe.packs)
     outline = parallel.outline(recipe, model)
     context = prepare(recipe, run, file, datasets, outline, checkpoint, mark, trackers)

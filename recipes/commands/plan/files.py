@@ -11,6 +11,7 @@ from pathlib import Path
 from ...planning.search.plans import Plan, PlanRequest, SearchResult
 from ...planning.search.reasons import why
 from ...planning.show import table
+from ...spec.deepspeed_file import prefetch_size
 from ...spec.errors import UserError, cannot_write
 from ...spec.project import CONFIGS, IMPORT_ROOT, INSTALLED
 from ...spec.run_folder import write_json
@@ -71,7 +72,25 @@ def for_engine(request: PlanRequest, plan: Plan) -> dict:
         # In a pipeline the stages are split before DeepSpeed gets them.
         if size > 1 and setup.layout.pipeline == 1:
             config[block] = config.get(block, {}) | {key: size}
+    if setup.zero_stage == 3:
+        config["zero_optimization"] |= _buckets(request, plan, config["zero_optimization"])
     return config
+
+
+def _buckets(request: PlanRequest, plan: Plan, zero: dict) -> dict[str, int]:
+    """Return ZeRO-3's message sizes by the model's layers, where the file leaves them open or has the project's own.
+
+    Gradients of a layer are reduced while the one before it is computed; in small models the shipped bucket would hold
+    several layers', and the last bucket is reduced when there is nothing left to compute.
+    """
+    layer = max(kind.parameters for kind in request.profile.layer_kinds)
+    found = {}
+    if plan.file.zero.get("stage3_prefetch_bucket_size") == "auto":
+        found["stage3_prefetch_bucket_size"] = prefetch_size(request.profile.hidden_size, layer)
+    ours = Path(plan.recipe.deepspeed).name == plan.recipe.deepspeed  # a name in configs/, not a path
+    if ours and "reduce_bucket_size" in zero:
+        found["reduce_bucket_size"] = min(zero["reduce_bucket_size"], layer)
+    return found
 
 
 def launch_script(request: PlanRequest, plan: Plan, folder: Path) -> str:

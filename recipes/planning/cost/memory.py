@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...spec.deepspeed_file import prefetch_size
 from ...spec.recipe import Layout
 from ...spec.run_folder import checkpoint_bytes
 from ..hardware.cluster import Cluster
@@ -262,10 +263,13 @@ def _gathered(shard: StageShard, setup: TrainingSetup) -> float:
     if setup.zero_stage < 3:
         return dequantized
     hidden = shard.hidden_size
-    prefetched = 0.9 * hidden**2 if setup.prefetch_bucket_size is None else setup.prefetch_bucket_size
+    block = max(kind.parameters for kind, _ in shard.layer_counts)
+    prefetched: float = prefetch_size(hidden, block) if setup.gathers_layers else 0.9 * hidden**2
+    if setup.prefetch_bucket_size is not None:
+        prefetched = setup.prefetch_bucket_size
     threshold = 10 * hidden if setup.persistence_threshold is None else setup.persistence_threshold
     persistent = shard.adapter_parameters if setup.lora and setup.lora.rank * hidden <= threshold else 0
-    layer = max(shard.largest_module, *(kind.parameters for kind, _ in shard.layer_counts))
+    layer = max(shard.largest_module, block)
     return dequantized + width * (min(layer + prefetched, shard.parameters) + persistent)
 
 

@@ -92,7 +92,9 @@ class TrainingSetup:
     reduce_bucket_size: int | None = None
     """Elements; None: what the Trainer fills in for `auto`, the hidden size squared."""
     prefetch_bucket_size: int | None = None
-    """Elements, stage 3; None: 0.9 of the hidden size squared."""
+    """Elements, stage 3; None: 0.9 of the hidden size squared, or what `gathers_layers` says."""
+    gathers_layers: bool = False
+    """The launcher fills in `deepspeed_file.prefetch_size` for "auto"."""
     persistence_threshold: int | None = None
     """Elements; parameters below it are never sharded (stage 3). None: ten times the hidden size."""
     kept_weights: int = KEPT_WEIGHTS
@@ -202,6 +204,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         overlap_comm=bool(zero.get("overlap_comm", file.stage == 3)),
         reduce_bucket_size=_elements(zero, "reduce_bucket_size", 5 * 10**8),
         prefetch_bucket_size=_elements(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
+        gathers_layers=True,
         persistence_threshold=_elements(zero, "stage3_param_persistence_threshold", 10**5),
         kept_weights=file.kept_weights,
         sub_group_size=_elements(zero, "sub_group_size", 10**9) or 10**9,
