@@ -109,13 +109,6 @@ def test_unpacking_four_bits_does_not_depend_on_the_batch():
     assert added(8) == pytest.approx(added(1))
 
 
-def test_experts_that_are_modules_are_fetched_one_by_one_by_zero_3():
-    routed = mixture().layer_kinds[0]
-    alone = replace(BASE, grouped_experts=False)
-    assert hooked_modules(routed, alone, 8) == hooked_modules(routed, BASE, 8) + 3 * 8
-    assert hooked_modules(routed, replace(alone, kept_weights=0), 8) == hooked_modules(routed, BASE, 8)  # FSDP
-
-
 def test_without_a_kernel_for_it_grouped_experts_wait_for_each_others_launch():
     a100, h100 = constants("A100 80GB"), constants("H100")
     assert waiting_seconds(128, 0.0, BASE, a100) == pytest.approx(2 * 128 * a100.launch)

@@ -98,18 +98,20 @@ def row(case: Case, cluster: Cluster, run: Mapping[str, Any] | None = None) -> R
 
 
 def render(found: list[Row]) -> str:
-    """Return the lines as a Markdown table, and the planner's error in a sentence."""
-    lines = [HEAD, ["---"] * len(HEAD), *(_cells(one) for one in found)]
+    """Return a Markdown table, without columns of which nothing was measured, and the planner's error in a sentence."""
+    cells = [_cells(one) for one in found]
+    filled = [number for number in range(len(HEAD)) if any(line[number] for line in cells)]
+    lines = [[line[number] for number in filled] for line in (HEAD, ["---"] * len(HEAD), *cells)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{summary(found)}\n"
 
 
 def _cells(one: Row) -> list[str]:
     planner = f"{one.plan.gpu_gib:.1f}{', does not fit' if one.plan.shortfalls else ''}"
-    memory = speed = "-"
+    memory = speed = ""
     if one.measured:
         memory, speed = f"{one.measured['peak_allocated_gib']:.1f}", f"{one.measured['tokens_per_second']:,.0f}"
     elif one.run:
-        memory = one.run.get("error", "-")
+        memory = one.run.get("error", "")
     return [
         one.label, f"{one.deepspeed:.1f}", f"{one.accelerate:.1f}", planner, f"{one.allocates:.1f}", memory,
         _percent(one.memory_error), f"{one.plan.speed:,.0f}", speed, _percent(one.speed_error),
@@ -117,7 +119,7 @@ def _cells(one: Row) -> list[str]:
 
 
 def _percent(error: float | None) -> str:
-    return "-" if error is None else f"{error:+.1%}"
+    return "" if error is None else f"{error:+.1%}"
 
 
 def summary(found: list[Row]) -> str:

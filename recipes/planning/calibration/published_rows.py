@@ -69,7 +69,9 @@ class PublishedRow:
     gpus_per_node: int | None = None
     """None: one node."""
     network_gbs: float = 0.0
-    """Of a node; 0: not stated."""
+    """Of a node; 0: the GPU's usual network."""
+    network_stated: bool = True
+    """Or implied, by the name of the machine; it decides how fast nodes exchange weights."""
     offload: Literal["none", "optimizer", "parameters", "all"] = "none"
     """`parameters`: as FSDP does it, with gradients and optimizer; `all`: ZeRO-3's parameters and optimizer."""
     tensor: int = 1
@@ -245,6 +247,8 @@ class PublishedRow:
             return self.time_not_planned
         if self.known_gpu is None:
             return f"the planner does not know the GPU {self.gpu or 'that is not named'}"
+        if not self.network_stated and self.cluster.nodes > 1:
+            return "the network between its nodes is not stated"
         why = self.why_memory_is_not_planned
         return None if why and why.startswith("all of DeepSpeed's") else why
 

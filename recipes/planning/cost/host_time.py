@@ -21,8 +21,6 @@ each norm, the rotary embedding, the activation function and the sums, with thei
 ONE_BY_ONE = 2
 """Products per expert and pass where torch groups them in one call and then computes one after the other: on GPUs
 without a kernel for it, after it has waited for the counts of their tokens (torch 2.13, `_grouped_mm_fallback`)."""
-EXPERT_MODULES = 3
-"""Whose weights ZeRO-3 fetches for each expert that is a module of its own."""
 
 
 def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
@@ -33,13 +31,9 @@ def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
     return count + adapters + quantized + (0 if setup.grouped_experts else EXPERT * experts)
 
 
-def hooked_modules(kind: LayerProfile, setup: TrainingSetup, experts: float = 0.0) -> float:
-    """Return the modules of a layer whose weights ZeRO-3 fetches and releases: matrices, adapters, and two norms.
-
-    FSDP, which keeps nothing between the passes, does it for a layer at once.
-    """
-    alone = 0.0 if setup.grouped_experts or not setup.kept_weights else EXPERT_MODULES * experts
-    return (len(kind.linears) + alone) * (3 if setup.lora else 1) + 2
+def hooked_modules(kind: LayerProfile, setup: TrainingSetup) -> int:
+    """Return the modules of a layer whose weights ZeRO-3 fetches and releases: matrices, adapters, and two norms."""
+    return len(kind.linears) * (3 if setup.lora else 1) + 2
 
 
 def groups_experts(setup: TrainingSetup, constants: Constants) -> bool:
@@ -73,5 +67,5 @@ def host_seconds(kind: LayerProfile, setup: TrainingSetup, constants: Constants,
         constants: seconds per kernel and per module that ZeRO-3 fetches.
         experts: of the layer, on one rank.
     """
-    hooks = hooked_modules(kind, setup, experts) * constants.hook if setup.zero_stage == 3 else 0.0
+    hooks = hooked_modules(kind, setup) * constants.hook if setup.zero_stage == 3 else 0.0
     return kernels(kind, setup, experts) * constants.launch + hooks

@@ -35,10 +35,14 @@ class FitAnswer:
 
 
 def answers(rows: Iterable[PublishedRow]) -> list[FitAnswer]:
-    """Return an answer for every row of which the planner knows the memory."""
+    """Return an answer for every row of which the planner knows the memory.
+
+    FSDP's own offloading is no technique of this project: its rows widen the ranges, but are not answered.
+    """
     found = []
     for row in rows:
-        if row.why_memory_is_not_planned is None:
+        foreign = row.sharding == "fsdp" and row.offload != "none"
+        if row.why_memory_is_not_planned is None and not foreign:
             memory, cluster = planned_memory(row), row.cluster
             gib = memory.worst.total / 2**30
             found.append(FitAnswer(row, _says(row, shortfalls(memory, cluster), gib), gib, cluster.gpu.memory_gib))
