@@ -100,7 +100,8 @@ def test_the_tiled_loss_of_labelled_tokens_reads_nothing(fake, monkeypatch):
     monkeypatch.setattr(chunked_logprob, "_use_triton", lambda device: False)  # its kernels need a driver
     model = on_cuda(fake, "llama3", "sdpa")
     tiling.tile_loss(model)
-    train(model, labelled=torch.zeros(256, dtype=torch.int64))
+    places = torch.zeros(256, dtype=torch.int64)
+    train(model, labelled=places, shift_labels=places[None])
     train(model)
 
 

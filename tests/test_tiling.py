@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Draft, Layout
-from recipes.training.data.collate import LABELLED, labelled_places, next_labels
+from recipes.training.data.collate import labelled_only, next_labels
 from recipes.training.model import draft, tiling
 from tests.small import language_families
 
@@ -43,7 +43,7 @@ def computed(model: torch.nn.Module, told: bool = False) -> tuple[float, dict[st
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(5, model.config.vocab_size, (2, 37), generator=generator)
     labels = tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -100)
-    told_of = {LABELLED: labelled_places(next_labels(labels))} if told else {}
+    told_of = labelled_only(next_labels(labels)) if told else {}
     output = model(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(50), use_cache=False, **told_of)
     output.loss.backward()
     return output.loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -70,8 +70,8 @@ def test_a_label_that_is_left_out_is_noticed(monkeypatch):
     whole = model_of("llama3")
     tiled = copy.deepcopy(whole)
     tiling.tile_loss(tiled)
-    right = labelled_places
-    monkeypatch.setitem(globals(), "labelled_places", lambda following: right(following)[1:])
+    right = labelled_only
+    monkeypatch.setitem(globals(), "labelled_only", lambda following: right(following.where(following % 2 == 0, -100)))
     assert computed(tiled, told=True)[0] != pytest.approx(computed(whole)[0], rel=1e-2)
 
 
@@ -81,7 +81,7 @@ def test_logits_of_other_tokens_are_not_computed():
     tokens = torch.randint(5, model.config.vocab_size, (2, 600))
     labels = tokens.where(torch.arange(600) < 100, -100)
     scored = []
-    for told in ({}, {LABELLED: labelled_places(next_labels(labels))}):
+    for told in ({}, labelled_only(next_labels(labels))):
         with Products(model.config.vocab_size) as products:
             model(input_ids=tokens, labels=labels, use_cache=False, **told)
         scored.append(products.rows)
@@ -92,7 +92,7 @@ def test_a_batch_without_a_label_has_a_loss_of_0_and_gradients():
     model = model_of("llama3")
     tiling.tile_loss(model)
     labels = torch.full((1, 40), -100)
-    told = {LABELLED: labelled_places(next_labels(labels))}
+    told = labelled_only(next_labels(labels))
     loss = model(input_ids=labels.clamp(5), labels=labels, use_cache=False, **told).loss
     loss.backward()
     assert loss == 0 and not any(p.grad.any() for p in model.parameters())

@@ -102,6 +102,13 @@ def prefetch_size(hidden: int, layer: int) -> int:
     return max(int(0.9 * hidden**2), min(layer, PREFETCHED))
 
 
+def fill_prefetch(content: dict[str, Any], hidden: int, layer: int) -> None:
+    """Put `prefetch_size` into a configuration in the place of "auto", if that is there."""
+    zero = content.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get("stage3_prefetch_bucket_size") == "auto":
+        zero["stage3_prefetch_bucket_size"] = prefetch_size(hidden, layer)
+
+
 def with_zero(file: DeepSpeedFile, **changes: Any) -> DeepSpeedFile:
     """Return the file with other values in its `zero_optimization` block."""
     return parse({**file.content, "zero_optimization": {**file.zero, **changes}}, file.name)

@@ -6,7 +6,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import TrainingArguments
 
-from ..spec.deepspeed_file import DeepSpeedFile, prefetch_size, with_zero
+from ..spec.deepspeed_file import DeepSpeedFile, fill_prefetch, with_zero
 from ..spec.errors import UserError
 from ..spec.layout import gradient_accumulation_steps
 from ..spec.recipe import Recipe
@@ -73,14 +73,11 @@ def gather_layers(arguments: TrainingArguments, model: Any) -> None:
         arguments: the Trainer's.
         model: with adapters, if it has any; sharded or whole.
     """
-    zero = arguments.hf_deepspeed_config.config.get("zero_optimization") or {}
-    if zero.get("stage3_prefetch_bucket_size") != "auto":
-        return
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     layers = [one for one in inner.modules() if type(one).__name__ in (inner._no_split_modules or ())]
     sizes = [sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters()) for layer in layers]
     hidden = inner.config.get_text_config().hidden_size
-    zero["stage3_prefetch_bucket_size"] = prefetch_size(hidden, max(sizes, default=0))
+    fill_prefetch(arguments.hf_deepspeed_config.config, hidden, max(sizes, default=0))
 
 
 def loader_processes(recipe: Recipe, on_gpu: bool) -> int:

@@ -1,6 +1,7 @@
 """What `plan.py` writes: the best plan's DeepSpeed JSON, the script that starts it, and the figure."""
 
 import contextlib
+import copy
 import json
 import shlex
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from ...planning.search.plans import Plan, PlanRequest, SearchResult
 from ...planning.search.reasons import why
 from ...planning.show import table
-from ...spec.deepspeed_file import prefetch_size
+from ...spec.deepspeed_file import fill_prefetch, parse, with_zero
 from ...spec.errors import UserError, cannot_write
 from ...spec.project import CONFIGS, IMPORT_ROOT, INSTALLED
 from ...spec.run_folder import write_json
@@ -64,7 +65,10 @@ def for_engine(request: PlanRequest, plan: Plan) -> dict:
         adam_epsilon=recipe.adam_epsilon,
         weight_decay=recipe.weight_decay,
     )
-    config = resolve(dict(plan.file.content), numbers)
+    layer = max(kind.parameters for kind in request.profile.layer_kinds)
+    content = copy.deepcopy(dict(plan.file.content))
+    fill_prefetch(content, request.profile.hidden_size, layer)
+    config = resolve(content, numbers)
     for block, key, size in (
         ("tensor_parallel", "autotp_size", setup.layout.tensor),
         ("expert_parallel", "autoep_size", setup.layout.expert),
@@ -72,25 +76,19 @@ def for_engine(request: PlanRequest, plan: Plan) -> dict:
         # In a pipeline the stages are split before DeepSpeed gets them.
         if size > 1 and setup.layout.pipeline == 1:
             config[block] = config.get(block, {}) | {key: size}
-    if setup.zero_stage == 3:
-        config["zero_optimization"] |= _buckets(request, plan, config["zero_optimization"])
-    return config
+    ours = Path(recipe.deepspeed).name == recipe.deepspeed  # a name in configs/, not a path
+    return _with_buckets_of_a_layer(config, layer) if ours and setup.zero_stage == 3 else config
 
 
-def _buckets(request: PlanRequest, plan: Plan, zero: dict) -> dict[str, int]:
-    """Return ZeRO-3's message sizes by the model's layers, where the file leaves them open or has the project's own.
+def _with_buckets_of_a_layer(config: dict, layer: int) -> dict:
+    """Return a configuration whose gradients are reduced by the layer, or in the smaller buckets that it has.
 
-    Gradients of a layer are reduced while the one before it is computed; in small models the shipped bucket would hold
-    several layers', and the last bucket is reduced when there is nothing left to compute.
+    They are reduced while the layer before is computed; in small models the shipped bucket would hold several layers',
+    and the last bucket is reduced when there is nothing left to compute.
     """
-    layer = max(kind.parameters for kind in request.profile.layer_kinds)
-    found = {}
-    if plan.file.zero.get("stage3_prefetch_bucket_size") == "auto":
-        found["stage3_prefetch_bucket_size"] = prefetch_size(request.profile.hidden_size, layer)
-    ours = Path(plan.recipe.deepspeed).name == plan.recipe.deepspeed  # a name in configs/, not a path
-    if ours and "reduce_bucket_size" in zero:
-        found["reduce_bucket_size"] = min(zero["reduce_bucket_size"], layer)
-    return found
+    file = parse(config)
+    shipped = file.zero.get("reduce_bucket_size")
+    return dict(with_zero(file, reduce_bucket_size=min(shipped, layer)).content) if shipped else config
 
 
 def launch_script(request: PlanRequest, plan: Plan, folder: Path) -> str:

@@ -46,7 +46,7 @@ class Collator:
     document_lengths: bool = False
     """Also return the length of the document that each token is in, [sequences, longest]; 0 for padding."""
     labelled: bool = False
-    """Also return `labelled_places`; the device would have to wait for a mask that selects them."""
+    """Also return `labelled_only`."""
 
     def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return `input_ids`, `labels`, `position_ids`, each [sequences, longest], and two plain counts."""
@@ -62,7 +62,7 @@ class Collator:
             "squared_lengths": sum(length**2 for one in lengths for length in one),
             **(attention.document_boundaries(lengths, width) if self.boundaries else {}),
             **self._document_lengths(lengths, width),
-            **({LABELLED: labelled_places(next_labels(labels))} if self.labelled else {}),
+            **(labelled_only(next_labels(labels)) if self.labelled else {}),
         }
 
     def _document_lengths(self, lengths: list[Sequence[int]], width: int) -> dict[str, torch.Tensor]:
@@ -83,22 +83,23 @@ def next_labels(labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def labelled_places(following: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of the tokens whose next one, `following`, is in the loss: at least one, and filled up.
+def labelled_only(following: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return which tokens are labelled, and with what: a device would have to wait for a mask that selects them.
 
     Args:
         following: what `next_labels` returns.
 
     Returns:
-        [places], a multiple of `STEP` unless all are labelled; behind the labelled ones the first of the others.
+        `labelled`, [places], and `shift_labels`, [1, places]: a multiple of `STEP`, unless all are labelled, filled up
+        with the first token that is not.
     """
     labels = following.flatten()
     others = labels == IGNORED
     places = (~others).nonzero()[:, 0]
-    if not others.any():
-        return places
-    count = -(-max(1, len(places)) // STEP) * STEP
-    return torch.nn.functional.pad(places, (0, count - len(places)), value=int(others.nonzero()[0]))
+    if others.any():
+        count = -(-max(1, len(places)) // STEP) * STEP
+        places = torch.nn.functional.pad(places, (0, count - len(places)), value=int(others.nonzero()[0]))
+    return {LABELLED: places, "shift_labels": labels[places][None]}
 
 
 def _positions(lengths: Sequence[int], width: int) -> torch.Tensor:

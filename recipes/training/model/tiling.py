@@ -19,7 +19,6 @@ from trl.trainer.utils import add_fused_lm_head
 from ...spec.errors import UserError
 from ...spec.recipe import Recipe
 from .. import upstream
-from ..data.collate import next_labels
 
 COLUMNS = 8192
 """Vocabulary entries in a tile of logits: 2 bytes per token and entry at 4,096 tokens, where TRL's own 32,768 hold 8
@@ -30,7 +29,7 @@ def tile_loss(model: PreTrainedModel) -> None:
     """Make `model` compute its loss without whole logits, wherever it is given labels; before adapters are added.
 
     Uses TRL's fused head, which handles every architecture's logit scales and soft caps. Where the batch says which
-    tokens are labelled (`Collator.labelled`), logits of the others are never computed.
+    tokens are labelled, and with what (`data.collate.labelled_only`), logits of the others are never computed.
     """
     upstream.narrow_loss_tiles(COLUMNS)
     upstream.score_every_token()
@@ -39,14 +38,10 @@ def tile_loss(model: PreTrainedModel) -> None:
 
     @functools.wraps(fused)
     def forward(*arguments: Any, labelled: torch.Tensor | None = None, **inputs: Any) -> Any:
-        labels = inputs.get("labels")
-        if labelled is None or labels is None:
-            return fused(*arguments, **inputs, fused_lm_head=labels is not None)
-        following = inputs.pop("shift_labels", None)
-        following = next_labels(labels) if following is None else following
+        if labelled is None:
+            return fused(*arguments, **inputs, fused_lm_head=inputs.get("labels") is not None)
         with _only(labelled, model.base_model):
-            chosen = following.flatten().index_select(0, labelled)
-            return fused(*arguments, **inputs, shift_labels=chosen[None], fused_lm_head=True)
+            return fused(*arguments, **inputs, fused_lm_head=True)
 
     model.forward = forward
 

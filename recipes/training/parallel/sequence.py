@@ -25,7 +25,7 @@ from transformers import masking_utils as masking
 from ...spec import layout as layouts
 from ...spec.recipe import Layout
 from .. import distributed
-from ..data.collate import LABELLED, Collator, labelled_places, next_labels
+from ..data.collate import Collator, labelled_only, next_labels
 from ..model.attention import VARLEN
 
 PREFIX = "ulysses_"
@@ -79,7 +79,7 @@ class PartCollator:
         """Return what `cut` leaves of a batch."""
         collate = Collator(self.pad_token_id, multiple=8 * self.layout.sequence, boundaries=self.boundaries)
         part = cut(collate(sequences), distributed.place(self.layout), self.layout)
-        return part | ({LABELLED: labelled_places(part["shift_labels"])} if self.labelled else {})
+        return part | (labelled_only(part["shift_labels"]) if self.labelled else {})
 
 
 def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
