@@ -25,9 +25,10 @@ from recipes.spec.recipe import Draft, Layout, Lora, Model
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import checkpointing
 from recipes.training import run as training_run
+from recipes.training.adapters import add as adapters
 from recipes.training.arguments import loader_processes
 from recipes.training.data.collate import Collator
-from recipes.training.model import adapters, attention, draft, kernels, packing_check, tiling
+from recipes.training.model import attention, draft, kernels, packing_check, tiling
 from tests.small import language_families, small
 from tests.tiers import tiered
 from tests.versions import needs

@@ -13,9 +13,9 @@ from recipes.spec.optimization.optimizers import IMPOSSIBLE
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
 from recipes.training import universal_checkpoint
+from recipes.training.adapters import add as adapters
 from recipes.training.arguments import deepspeed_config
 from recipes.training.data.collate import Collator
-from recipes.training.model import adapters
 from recipes.training.optimization import muon, noise, rates
 
 

@@ -20,10 +20,10 @@ from ...spec.limits import TENSOR_PARALLEL_TYPES
 from ...spec.recipe import Recipe
 from ...spec.run_folder import write_json
 from .. import distributed, upstream
+from ..adapters import pissa
 from ..data.collate import Collator
 from ..model import heads
 from ..model.load import load_model
-from ..optimization import pissa
 from . import expert, scores, sequence, tensor, tensor_check
 
 

@@ -12,8 +12,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from ...spec.conversions import lora_options
 from ...spec.errors import UserError
 from ...spec.recipe import Lora
-from ..optimization import pissa
 from ..vision.tower import NAMES as VISION
+from . import pissa
 
 HEAD_AND_TOWER = ("lm_head", *(rf"(.*\.)?{name}" for name in VISION))
 """Modules that stay in the training dtype in a model that sees, as transformers matches them from the first letter."""
