@@ -43,6 +43,9 @@ def changed(*words, variant="full"):
         (["lora.init=pissa", "model.quantization=nf4"], "4-bit weights cannot give up a part; leave lora.init out"),
         (["lora.init=pissa", "lora.dora=true"], "DoRA's magnitudes"),
         (["lora.init=olora"], "must be one of zero, pissa"),
+        (["lora.fused=true", "lora.dora=true"], "DoRA scales the sum of both outputs.*; leave lora.fused out"),
+        (["lora.fused=true", "gradient_checkpointing=selective"], "add to in place; leave lora.fused out"),
+        (["lora.fused=true", "compile=regional"], "compiled layers fuse scaling and addition themselves"),
     ],
 )
 def test_what_cannot_be_is_refused(words, expected):
@@ -108,6 +111,7 @@ def test_layouts_that_do_not_go_with_an_optimizer_are_refused(layout, word):
         ("lora.plus_ratio=16", Layout(pipeline=2)),
         ("lora.init=pissa", Layout(tensor=2)),
         ("lora.init=pissa", Layout(pipeline=2)),
+        ("lora.fused=true", Layout(tensor=2)),
         ("neftune_alpha=5", Layout(sequence=2)),
         ("neftune_alpha=5", Layout(pipeline=2)),
     ],

@@ -8,12 +8,13 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ...spec.conversions import lora_options
 from ...spec.errors import UserError
 from ...spec.recipe import Lora
 from ..vision.tower import NAMES as VISION
-from . import pissa
+from . import fused, pissa
 
 HEAD_AND_TOWER = ("lm_head", *(rf"(.*\.)?{name}" for name in VISION))
 """Modules that stay in the training dtype in a model that sees, as transformers matches them from the first letter."""
@@ -61,6 +62,8 @@ def add(
     try:
         given = lora_options(lora, scores, embeds, model.config.model_type)
         options = LoraConfig(**given | ({"exclude_modules": excluded} if excluded else {}))
+        if lora.fused:
+            options._register_custom_module(fused.layers(quantised=getattr(model, "is_loaded_in_4bit", False)))
         with pissa.drawing(seed):
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
@@ -75,6 +78,8 @@ def add(
         pissa.remember(adapted)
     else:
         _start_by_name(adapted, seed)
+    if lora.fused and is_deepspeed_zero3_enabled():
+        fused.declare_weights(adapted)
     return adapted
 
 
