@@ -8,16 +8,18 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as PeftLinear
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from recipes.commands import export as export_script
 from recipes.spec.recipe import Layout, Lora, Model
 from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import run as training_run
 from recipes.training.adapters import add as adapters
-from recipes.training.adapters import fused
+from recipes.training.adapters import fused, fused_4bit
 from tests.parity import gate, plain
 from tests.small import with_zero
 from tests.tiers import tiered
@@ -51,7 +53,7 @@ def pair(dtype=torch.float32, bias=False, quantised=False, **options) -> tuple[P
         torch.manual_seed(0)
         config = LoraConfig(**given)
         if is_fused:
-            config._register_custom_module(fused.layers(quantised))
+            config._register_custom_module((fused_4bit if quantised else fused).LAYERS)
         model = Layer(bias, quantised)
         made.append(get_peft_model(model.to("cpu") if quantised else model.to(dtype), config).to(dtype))
     return tuple(made)
@@ -177,12 +179,43 @@ def test_adapters_by_example_and_autocast_are_pefts():
         assert torch.equal(theirs.base_model.model.linear(x), ours.base_model.model.linear(x))
 
 
+def test_compiled_layers_are_pefts():
+    """Their compiler fuses scaling and addition, which it could not look into here."""
+    theirs, ours = (model.base_model.model.linear for model in pair())
+    x = torch.ones(3, IN, requires_grad=True)
+    assert torch.equal(*(torch.compile(layer, backend="eager", fullgraph=True)(x) for layer in (theirs, ours)))
+
+
 def test_an_output_that_somebody_needs_again_is_not_overwritten_unnoticed():
     _, ours = pair()
     layer = ours.base_model.model.linear
     layer.base_layer.register_forward_hook(lambda module, inputs, output: output.exp())  # whose backward reads it
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         layer(torch.ones(3, IN, requires_grad=True)).sum().backward()
+
+
+# What is saved
+
+
+def test_saved_and_merged_it_is_pefts(tmp_path):
+    theirs, ours = pair(bias=True)
+    for name, model in {"theirs": theirs, "ours": ours}.items():
+        model.save_pretrained(tmp_path / name)
+    settings = [read_json(tmp_path / name / "adapter_config.json") for name in ("theirs", "ours")]
+    assert settings[0] == settings[1]
+    again = PeftModel.from_pretrained(pair(bias=True)[0].unload(), tmp_path / "ours")
+    assert type(again.base_model.model.linear) is PeftLinear
+    assert far(computed(ours), computed(set_trainable(again))) < ROUNDINGS
+    merged = [model.merge_and_unload().state_dict() for model in (theirs, ours)]
+    assert merged[0].keys() == merged[1].keys() == {"linear.weight", "linear.bias"}
+    assert all(torch.equal(weight, merged[1][name]) for name, weight in merged[0].items())
+
+
+def set_trainable(model: PeftModel) -> PeftModel:
+    """Return a model that was loaded for inference with adapters that have gradients."""
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("lora_" in name)
+    return model
 
 
 # Passes over memory
@@ -244,6 +277,7 @@ PARTITIONED = {"stage3_param_persistence_threshold": 0}
 """Keys of ZeRO-3 with which it shards weights as small as an adapter's."""
 RUNS = {
     "zero2": ("zero2.json", {}),
+    "zero2, checkpointing": ("zero2.json", {"gradient_checkpointing": True}),
     "zero3": ("zero3.json", {}),
     "zero3, checkpointing": ("zero3.json", {"gradient_checkpointing": True}),
     "zero3, feed-forward layers again": ("zero3.json", {"gradient_checkpointing": "feed_forward"}),
@@ -309,7 +343,19 @@ def agree(run: RunFolder, records, weights) -> None:
         assert plain.worst(weight, weights[name.replace(".weight", ".default.weight")]) <= 1, name
 
 
-@pytest.mark.parametrize("name", tiered(RUNS, {"zero2", "zero3, checkpointing", "zero3, 4 bits"}))
+def test_a_run_exports_an_ordinary_adapter(train, reference, model_folder, tmp_path):
+    run = train("zero2")
+    agree(run, *reference(False, LORA))
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, run.export)
+    assert type(adapted.base_model.model.model.layers[0].self_attn.q_proj) is PeftLinear
+    assert export_script.main([str(run.path), "--output", str(tmp_path / "merged"), "--merge"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    for name, weight in adapted.merge_and_unload().state_dict().items():
+        assert torch.allclose(merged[name], weight, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("name", tiered(RUNS, {"zero3, checkpointing", "zero3, 4 bits"}))
 def test_runs_train_pefts_adapters(train, reference, name):
     if name == "pipeline":
         run = train(name, training_run.main)

@@ -63,7 +63,7 @@ def add(
         given = lora_options(lora, scores, embeds, model.config.model_type)
         options = LoraConfig(**given | ({"exclude_modules": excluded} if excluded else {}))
         if lora.fused:
-            options._register_custom_module(fused.layers(quantised=getattr(model, "is_loaded_in_4bit", False)))
+            options._register_custom_module(_fused_layers(model))
         with pissa.drawing(seed):
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
@@ -81,6 +81,14 @@ def add(
     if lora.fused and is_deepspeed_zero3_enabled():
         fused.declare_weights(adapted)
     return adapted
+
+
+def _fused_layers(model: PreTrainedModel) -> dict[type[torch.nn.Module], type[torch.nn.Module]]:
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return fused.LAYERS
+    from . import fused_4bit  # and with it bitsandbytes
+
+    return fused_4bit.LAYERS
 
 
 def _start_by_name(adapted: PeftModel, seed: int) -> None:

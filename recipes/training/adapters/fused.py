@@ -121,19 +121,8 @@ class FusedLinear(Fused, Linear):
     """PEFT's layer on `torch.nn.Linear`."""
 
 
-def layers(quantised: bool) -> dict[type[torch.nn.Module], type[torch.nn.Module]]:
-    """Return which layers replace PEFT's, by the layers that they adapt; PEFT takes the first that fits.
-
-    Args:
-        quantised: the model has 4-bit weights; only then is bitsandbytes imported.
-    """
-    if not quantised:
-        return {torch.nn.Linear: FusedLinear}
-    from bitsandbytes.nn import Linear4bit
-
-    from .fused_4bit import FusedLinear4bit
-
-    return {Linear4bit: FusedLinear4bit, torch.nn.Linear: FusedLinear}
+LAYERS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {torch.nn.Linear: FusedLinear}
+"""What replaces PEFT's layers, by the layers that they adapt; PEFT takes the first that fits."""
 
 
 def declare_weights(model: PeftModel) -> None:

@@ -1,9 +1,14 @@
 """Fused LoRA on 4-bit weights. It imports bitsandbytes, which runs without such weights do not."""
 
-from peft.tuners.lora import Linear4bit
+from bitsandbytes.nn import Linear4bit
+from peft.tuners import lora
 
-from .fused import Fused
+from . import fused
 
 
-class FusedLinear4bit(Fused, Linear4bit):
+class FusedLinear4bit(fused.Fused, lora.Linear4bit):
     """PEFT's layer on bitsandbytes' `Linear4bit`, whose output PEFT copies before it adds to it."""
+
+
+LAYERS = {Linear4bit: FusedLinear4bit, **fused.LAYERS}
+"""`fused.LAYERS` of a model with 4-bit weights, whose layers are linear ones, too."""
