@@ -8,7 +8,6 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ...spec.conversions import lora_options
 from ...spec.errors import UserError
@@ -78,8 +77,6 @@ def add(
         pissa.remember(adapted)
     else:
         _start_by_name(adapted, seed)
-    if lora.fused and is_deepspeed_zero3_enabled():
-        fused.declare_weights(adapted)
     return adapted
 
 

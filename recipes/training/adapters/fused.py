@@ -1,15 +1,14 @@
 """Fused LoRA: an adapter's product is added to the layer's output, and to its input's gradient, while it is computed.
 
-PEFT computes `result + lora_B(lora_A(x)) * scaling`: three further tensors of the output's size, and in the backward
-pass one of the output's and one of the input's. Here `addmm_` multiplies, scales and adds in one pass over memory. On
-GPUs cuBLAS does so in the product's epilogue, which leaves nothing that a kernel written in Triton could save.
+PEFT computes `result + lora_B(lora_A(x)) * scaling`: product, scaled product and sum are three tensors of the output's
+size, the scaled gradient is a fourth, and autograd adds the input's two gradients to a fifth. Here `addmm_` multiplies,
+scales and adds at once. On GPUs cuBLAS does so in the product's epilogue: a kernel written in Triton could save more
+only by computing the base layer's product as well, which cuBLAS is hard to beat at.
 """
 
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import register_external_parameter
-from peft import PeftModel
 from peft.tuners.lora import Linear, LoraLayer
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -98,12 +97,14 @@ class Fused(LoraLayer):
         name = None if arguments or options else self._plain_adapter(x)
         if name is None:
             return super().forward(x, *arguments, **options)
+        # Of modules that are not called; ZeRO-3 gathers them for this layer once it has seen it read them.
         down, up = self.lora_A[name].weight, self.lora_B[name].weight
-        seen = self.lora_dropout[name](x)
-        if seen is x and x.requires_grad:
+        dropout = self.lora_dropout[name]
+        drops = isinstance(dropout, torch.nn.Dropout) and dropout.training
+        if drops or not x.requires_grad:  # the base layer's gradient is of another tensor, or is not wanted
+            reduced = self.lora_A[name](dropout(x))
+        else:
             x, reduced = DownProjection.apply(x, down)
-        else:  # the base layer's gradient is of another tensor than the adapter's, or is not wanted
-            reduced = self.lora_A[name](seen)
         return UpProjection.apply(self.base_layer(x), reduced, up, self.scaling[name])
 
     def _plain_adapter(self, x: Tensor) -> str | None:
@@ -123,12 +124,3 @@ class FusedLinear(Fused, Linear):
 
 LAYERS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {torch.nn.Linear: FusedLinear}
 """What replaces PEFT's layers, by the layers that they adapt; PEFT takes the first that fits."""
-
-
-def declare_weights(model: PeftModel) -> None:
-    """Tell ZeRO-3 that these layers read their adapters' weights, which belong to modules that nobody calls."""
-    for layer in model.modules():
-        if isinstance(layer, Fused):
-            for side in (layer.lora_A, layer.lora_B):
-                for projection in side.values():
-                    register_external_parameter(layer, projection.weight)

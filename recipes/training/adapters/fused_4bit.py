@@ -2,6 +2,7 @@
 
 from bitsandbytes.nn import Linear4bit
 from peft.tuners import lora
+from torch import nn
 
 from . import fused
 
@@ -10,5 +11,5 @@ class FusedLinear4bit(fused.Fused, lora.Linear4bit):
     """PEFT's layer on bitsandbytes' `Linear4bit`, whose output PEFT copies before it adds to it."""
 
 
-LAYERS = {Linear4bit: FusedLinear4bit, **fused.LAYERS}
+LAYERS: dict[type[nn.Module], type[nn.Module]] = {Linear4bit: FusedLinear4bit, **fused.LAYERS}
 """`fused.LAYERS` of a model with 4-bit weights, whose layers are linear ones, too."""
