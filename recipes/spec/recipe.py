@@ -448,8 +448,8 @@ def _check_adapters(recipe: Recipe) -> None:
     if lora.fused:
         selective = recipe.gradient_checkpointing == "selective"
         for key, used, why in (
-            ("lora.dora", lora.dora, "DoRA scales the sum of both outputs, and a product can only be added to one"),
-            ("gradient_checkpointing", selective, "it keeps the layers' outputs, which fused adapters add to in place"),
+            ("lora.dora", lora.dora, "DoRA rescales the sum of both outputs, so the product cannot simply be added"),
+            ("gradient_checkpointing", selective, "it keeps layers' outputs, and fused adapters add to them in place"),
             ("compile", recipe.compile != "off", "compiled layers fuse scaling and addition themselves"),
         ):
             if used:
