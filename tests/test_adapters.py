@@ -15,7 +15,7 @@ from recipes.spec import overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import export
-from recipes.training.model import adapters
+from recipes.training.adapters import add as adapters
 from tests.small import language_families
 from tests.test_catalogue import short_run
 from tests.tiers import tiered

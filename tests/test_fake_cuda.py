@@ -9,9 +9,12 @@ import os
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, masking_utils
 from trl.kernels import chunked_logprob
@@ -21,6 +24,7 @@ from trl.trainer.utils import add_fused_lm_head
 from recipes.spec import pages
 from recipes.spec.recipe import Draft
 from recipes.training import upstream
+from recipes.training.adapters import fused
 from recipes.training.model import attention, draft, tiling
 from tests.versions import has
 
@@ -84,6 +88,30 @@ def test_a_step_in_tiles(fake, lever):
     model = on_cuda(fake, "llama3", "sdpa")
     lever(model)
     train(model)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_pass_through_fused_adapters_and_back(fake, monkeypatch, dropout):
+    monkeypatch.setattr(LoraLayer, "_move_adapter_to_device_of_base_layer", lambda *_: None)  # not without values
+    config = LoraConfig(r=4, lora_dropout=dropout)
+    with torch.device("cuda"):
+        base = torch.nn.Linear(64, 96, bias=True, dtype=torch.bfloat16)
+        layer = fused.FusedLinear(base, "default", config, r=4, lora_alpha=8)
+        hidden = torch.zeros((1, 7, 64), dtype=torch.bfloat16, requires_grad=True)
+        for weight in layer.parameters():
+            weight.data = weight.data.to(torch.bfloat16)
+    output = layer(hidden)
+    assert type(output.grad_fn).__name__ == "UpProjectionBackward"
+    assert (output.shape, output.dtype, output.is_cuda) == ((1, 7, 96), torch.bfloat16, True)
+    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    reduced = hidden.detach() @ down.t()
+    kept = SimpleNamespace(saved_tensors=(reduced, up), scaling=2.0)
+    of_output, of_reduced, of_up, _ = fused.UpProjection.backward(kept, torch.zeros_like(output))
+    kept = SimpleNamespace(saved_tensors=(hidden, down))
+    of_hidden, of_down = fused.DownProjection.backward(kept, torch.zeros_like(hidden), of_reduced)
+    computed = ((of_output, output), (of_reduced, reduced), (of_up, up), (of_hidden, hidden), (of_down, down))
+    for gradient, one in computed:
+        assert (gradient.shape, gradient.dtype, gradient.device) == (one.shape, one.dtype, one.device)
 
 
 def test_trls_tiled_loss_reads_which_tokens_are_labelled(fake):

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.spec.gpus import BF16_TFLOPS, peak_flops
 from recipes.spec.recipe import Lora
-from recipes.training.model.adapters import add as add_adapters
+from recipes.training.adapters.add import add as add_adapters
 from recipes.training.model.flops import training_flops
 
 SIZES = {

@@ -25,9 +25,10 @@ from recipes.spec.recipe import Draft, Layout, Lora, Model
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import checkpointing
 from recipes.training import run as training_run
+from recipes.training.adapters import add as adapters
 from recipes.training.arguments import loader_processes
 from recipes.training.data.collate import Collator
-from recipes.training.model import adapters, attention, draft, kernels, packing_check, tiling
+from recipes.training.model import attention, draft, kernels, packing_check, tiling
 from tests.small import language_families, small
 from tests.tiers import tiered
 from tests.versions import needs
@@ -140,8 +141,8 @@ def saved_per_layer(prepare: Callable[[Any], Any]) -> float:
     return (kept[1] - kept[0]) / tokens / HIDDEN
 
 
-def ours(model: Any) -> Any:
-    return adapters.add(model, Lora(rank=16))
+def ours(model: Any, **changes: Any) -> Any:
+    return adapters.add(model, Lora(rank=16, **changes))
 
 
 def pefts_defaults(model: Any) -> Any:
@@ -156,6 +157,7 @@ def feed_forward(model: Any) -> Any:
 
 def test_adapters_save_46_h_of_activations_where_pefts_defaults_save_111():
     assert 40 < saved_per_layer(ours) <= 46
+    assert saved_per_layer(partial(ours, fused=True)) <= saved_per_layer(ours)
     assert 105 < saved_per_layer(pefts_defaults) <= 111
 
 

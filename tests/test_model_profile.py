@@ -21,7 +21,7 @@ from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Draft, Lora
 from recipes.training import checkpointing, upstream
-from recipes.training.model import adapters
+from recipes.training.adapters import add as adapters
 from recipes.training.model.draft import TINY_MODEL, shrink
 from tests.small import language_families
 from tests.tiers import tiered

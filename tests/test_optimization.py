@@ -13,9 +13,9 @@ from recipes.spec.optimization.optimizers import IMPOSSIBLE
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
 from recipes.training import universal_checkpoint
+from recipes.training.adapters import add as adapters
 from recipes.training.arguments import deepspeed_config
 from recipes.training.data.collate import Collator
-from recipes.training.model import adapters
 from recipes.training.optimization import muon, noise, rates
 
 
@@ -43,6 +43,9 @@ def changed(*words, variant="full"):
         (["lora.init=pissa", "model.quantization=nf4"], "4-bit weights cannot give up a part; leave lora.init out"),
         (["lora.init=pissa", "lora.dora=true"], "DoRA's magnitudes"),
         (["lora.init=olora"], "must be one of zero, pissa"),
+        (["lora.fused=true", "lora.dora=true"], "DoRA rescales the sum of both outputs.*; leave lora.fused out"),
+        (["lora.fused=true", "gradient_checkpointing=selective"], "add to them in place; leave lora.fused out"),
+        (["lora.fused=true", "compile=regional"], "compiled layers fuse scaling and addition themselves"),
     ],
 )
 def test_what_cannot_be_is_refused(words, expected):
@@ -108,6 +111,7 @@ def test_layouts_that_do_not_go_with_an_optimizer_are_refused(layout, word):
         ("lora.plus_ratio=16", Layout(pipeline=2)),
         ("lora.init=pissa", Layout(tensor=2)),
         ("lora.init=pissa", Layout(pipeline=2)),
+        ("lora.fused=true", Layout(tensor=2)),
         ("neftune_alpha=5", Layout(sequence=2)),
         ("neftune_alpha=5", Layout(pipeline=2)),
     ],
@@ -117,6 +121,13 @@ def test_so_are_rates_starts_and_noise(word, layout):
     without = replace(changed(variant="lora" if "lora" in word else "full"), layout=layout)
     assert limits.limit(without, 2, file) is None
     assert limits.limit(replace(changed(word), layout=layout), 2, file)
+
+
+def test_fused_adapters_are_refused_where_deepcompile_fuses_them():
+    file = deepspeed_file.read(ROOT / "configs" / "deepcompile.json")
+    limits.check(changed("lora.rank=8"), 2, file)
+    with pytest.raises(UserError, match="DeepCompile fuses scaling and addition itself"):
+        limits.check(changed("lora.fused=true"), 2, file)
 
 
 def test_muon_gets_whole_gradients_under_zero3():

@@ -17,7 +17,7 @@ from recipes.planning.hardware.cluster import Cluster, cluster
 from recipes.planning.hardware.gpus import find
 from recipes.spec.layout import bubble, rank_position
 from recipes.spec.recipe import Layout, Lora
-from recipes.training.model.adapters import add
+from recipes.training.adapters.add import add
 from recipes.training.model.flops import training_flops
 from tests.profiles import llama, mixture
 

@@ -247,7 +247,7 @@ def test_no_file_is_larger_than_8_mb_and_lint_is_clean():
         assert done.returncode == 0, done.stdout
 
 
-TRAINING_LAYERS = ["run", "methods", "callbacks", "parallel", "data", "model", "distributed"]
+TRAINING_LAYERS = ["run", "methods", "callbacks", "parallel", "data", "model", "adapters", "distributed"]
 """Of `recipes/training`, from the top: a layer imports only from those below it."""
 
 

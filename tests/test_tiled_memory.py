@@ -25,7 +25,8 @@ from recipes.spec.methods.settings import Dpo
 from recipes.spec.methods.traits import TRAITS
 from recipes.spec.recipe import Lora
 from recipes.training import upstream
-from recipes.training.model import adapters, tiling
+from recipes.training.adapters import add as adapters
+from recipes.training.model import tiling
 
 VOCABULARY = 32000
 

@@ -116,6 +116,7 @@ BENCHMARKS = {
             "adapters of rank 16 on all linear layers of Llama 3.1 8B, no checkpointing",
             (
                 LORA,
+                replace(LORA, label="recipe, fused adapters", changes=(*LORA.changes, "lora.fused=true")),
                 replace(LORA, label="recipe, compiled", changes=(*LORA.changes, "compile=regional")),
                 replace(LORA, label="Trainer", peer="trainer"),
                 replace(LORA, label="SFTTrainer", peer="sft_trainer"),

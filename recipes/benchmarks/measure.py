@@ -26,7 +26,8 @@ from ..training.data.collate import Collator
 from ..training.data.load import Datasets
 from ..training.environment import describe
 from ..training.methods import sft
-from ..training.model import adapters, load
+from ..training.adapters import add as adapters
+from ..training.model import load
 from ..training.model.flops import training_flops
 from ..training.tracking.trackers import Trackers
 from . import synthetic

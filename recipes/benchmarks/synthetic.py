@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from trl import pack_dataset
 
 from ..spec.recipe import Draft, Recipe
-from ..training.model import adapters, attention
+from ..training.adapters import add as adapters
+from ..training.model import attention
 from ..training.model.draft import TINY_MODEL, shrink
 from ..training.model.load import DTYPES
 

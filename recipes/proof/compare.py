@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from ..model_folder.base_model import ADAPTER
 from ..spec.run_folder import RunFolder, read_jsonl, write_json
 from ..training import distributed
-from ..training.model import adapters
+from ..training.adapters import add as adapters
 from . import plain, samples
 from .techniques import LORA, SETTINGS, Kind, Technique
 

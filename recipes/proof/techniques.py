@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,6 +105,7 @@ TECHNIQUES = (
     Technique("pipeline", "zero1.json", Layout(pipeline=2), changes={"micro_batch_size": 1}),
     Technique("expert", "expert_parallel.json", Layout(expert=2), kind="mixture"),
     Technique("adapters", "zero3.json", kind="adapters"),
+    Technique("fused_adapters", "zero3.json", kind="adapters", changes={"lora": replace(LORA, fused=True)}),
     Technique("packing", "zero2.json", packing=True),
     Technique("tiled_loss", "zero2.json", packing=True, changes={"tiled_loss": True}),
     Technique("eager", "zero1.json", packing=True, attention="eager"),

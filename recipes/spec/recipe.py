@@ -450,6 +450,15 @@ def _check_adapters(recipe: Recipe) -> None:
         ):
             if used:
                 raise UserError(f"lora.init=pissa with {key}={_get(recipe, key)}: {why}; leave lora.init out.")
+    if lora.fused:
+        selective = recipe.gradient_checkpointing == "selective"
+        for key, used, why in (
+            ("lora.dora", lora.dora, "DoRA rescales the sum of both outputs, so the product cannot simply be added"),
+            ("gradient_checkpointing", selective, "it keeps layers' outputs, and fused adapters add to them in place"),
+            ("compile", recipe.compile != "off", "compiled layers fuse scaling and addition themselves"),
+        ):
+            if used:
+                raise UserError(f"lora.fused=true with {key}={_get(recipe, key)}: {why}; leave lora.fused out.")
 
 
 def _check_optimizer(recipe: Recipe) -> None:

@@ -10,8 +10,8 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.spec.methods.settings import Distill
+from recipes.training.adapters import add as adapters
 from recipes.training.methods.rollouts import sampling
-from recipes.training.model import adapters
 from tests.parity import plain
 
 SEED = 42

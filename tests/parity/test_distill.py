@@ -10,7 +10,7 @@ from recipes.spec.methods.settings import Distill
 from recipes.spec.recipe import Lora
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
-from recipes.training.model import adapters
+from recipes.training.adapters import add as adapters
 from tests.parity import gate, plain, plain_distill
 from tests.parity.plain_distill import NONE, SEED, Mistakes
 from tests.tiers import tiered

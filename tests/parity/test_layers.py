@@ -12,7 +12,7 @@ from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import run as training_run
-from recipes.training.model.adapters import add
+from recipes.training.adapters.add import add
 from tests.parity import gate, plain
 from tests.small import in_sub_groups
 from tests.tiers import tiered

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes.spec.recipe import Lora, Recipe
 from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import run as training_run
-from recipes.training.model import adapters
+from recipes.training.adapters import add as adapters
 from recipes.training.optimization import noise
 from tests.parity import gate, plain, plain_optimizers
 from tests.tiers import tiered

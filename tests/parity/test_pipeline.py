@@ -14,8 +14,8 @@ from recipes.spec.recipe import Draft, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import export
 from recipes.training import run as training_run
+from recipes.training.adapters.add import add
 from recipes.training.model import draft
-from recipes.training.model.adapters import add
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import pipeline_mistakes

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from recipes.spec.recipe import Lora, Model
 from recipes.spec.run_folder import RunFolder, read_json, write_recipe
-from recipes.training.model import adapters
+from recipes.training.adapters import add as adapters
 from tests.parity import gate, plain
 from tests.small import with_zero
 from tests.tiers import tiered

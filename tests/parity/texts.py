@@ -11,7 +11,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from recipes.proof.plain import Settings
 from recipes.spec.recipe import Lora
-from recipes.training.model import adapters, heads
+from recipes.training.adapters import add as adapters
+from recipes.training.model import heads
 
 SEED = 42
 SETTINGS = Settings(learning_rate=1e-3)

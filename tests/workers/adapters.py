@@ -2,6 +2,7 @@
 
 import deepspeed
 import torch
+from peft.tuners.lora import LoraLayer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from recipes.spec.run_folder import RunFolder, write_json
@@ -14,22 +15,24 @@ def main(folder: str) -> None:
 
     def save_and_look(trainer, exported):
         save(trainer, exported)
-        held = share_held(trainer.model)
+        trained = trainer.model
+        held = {"held": share_held(trained), "adapters_held": share_held(trained, frozen=False)}
+        held |= {"layers": sorted({type(one).__name__ for one in trained.modules() if isinstance(one, LoraLayer)})}
         weights = whole_parameters(trainer.model)
         if distributed.is_first():
             unset_hf_deepspeed_config()  # or transformers would shard what it loads
             base = export.load_base(export.base_of(exported), exported, dtype=trainer.model.dtype)
-            write_json(exported.parent / "changes.json", changes(weights, base) | {"held": held})
+            write_json(exported.parent / "changes.json", changes(weights, base) | held)
 
     export.save = save_and_look
     run.main(folder)
 
 
-def share_held(model: torch.nn.Module) -> float:
-    """Return the share of the frozen weights' elements that this rank holds between steps."""
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    whole = sum(getattr(p, "ds_numel", p.numel()) for p in frozen)
-    return sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in frozen) / whole
+def share_held(model: torch.nn.Module, frozen: bool = True) -> float:
+    """Return the share of the frozen weights' elements, or of the trained ones', that this rank holds between steps."""
+    weights = [p for p in model.parameters() if p.requires_grad != frozen]
+    whole = sum(getattr(p, "ds_numel", p.numel()) for p in weights)
+    return sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in weights) / whole
 
 
 def whole_parameters(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:

@@ -15,7 +15,8 @@ from recipes.spec import pages
 from recipes.spec.recipe import Draft, Lora
 from recipes.spec.run_folder import write_json
 from recipes.training import distributed, export, run
-from recipes.training.model import adapters, attention, draft
+from recipes.training.adapters import add as adapters
+from recipes.training.model import attention, draft
 from recipes.training.parallel import tensor, tensor_check
 from tests.small import language_families
 

@@ -13,7 +13,8 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from recipes.proof.plain import Settings
 from recipes.spec.recipe import Lora
-from recipes.training.model import adapters, heads
+from recipes.training.adapters import add as adapters
+from recipes.training.model import heads
 
 SEED = 42
 SETTINGS = Settings(learning_rate=1e-3)

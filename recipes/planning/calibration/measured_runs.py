@@ -127,8 +127,8 @@ def _bigscience() -> Iterator[MeasuredRun]:
 def _own_runs() -> Iterator[MeasuredRun]:
     """Yield what `scripts/benchmark.py` measured of this project's own training, one run per case of a benchmark.
 
-    Left out are peers, and what `cost.step_time` has no terms for: compiled layers, fused kernels, selective
-    checkpointing and padded sequences. Cases of `planner_error` are held out.
+    Left out are peers, and what `cost.step_time` has no terms for: compiled layers, fused kernels and adapters,
+    selective checkpointing and padded sequences. Cases of `planner_error` are held out.
     """
     for name, result in benchmark_results.results(MEASUREMENTS).items():
         for case in result["cases"]:
@@ -148,4 +148,5 @@ def _own_runs() -> Iterator[MeasuredRun]:
 
 def _is_plain(recipe: Recipe) -> bool:
     usual = recipe.compile == "off" and not recipe.liger_kernel
-    return usual and recipe.packing and recipe.gradient_checkpointing != "selective"
+    fused = recipe.lora is not None and recipe.lora.fused
+    return usual and not fused and recipe.packing and recipe.gradient_checkpointing != "selective"

@@ -274,7 +274,7 @@ def _two_of_each_kind(model: PreTrainedModel, first: Sequence[int]) -> PreTraine
 
 
 def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
-    """Return the model with adapters in its own dtype, as `recipes.training.model.adapters` adds them."""
+    """Return the model with adapters in its own dtype, as `recipes.training.adapters` does."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and its warnings do not apply
     from peft import LoraConfig, get_peft_model
 

@@ -23,6 +23,7 @@ EXCLUDES = {
     "lora.init": dict.fromkeys(
         ("tensor", "pipeline"), "PiSSA decomposes whole matrices of the whole model, and each rank has a part of it"
     ),
+    "lora.fused": {"tensor": "a rank has parts of an adapter, whose products it sums over ranks one by one"},
     "neftune_alpha": {
         "sequence": "NEFTune's noise depends on the length of a document, and each rank has only a part of it",
         "pipeline": "NEFTune is tested with whole models, and not with a pipeline's stages",
@@ -41,6 +42,8 @@ def used(recipe: Recipe) -> Iterator[str]:
         yield "lora.plus_ratio"
     if lora is not None and lora.init == "pissa":
         yield "lora.init"
+    if lora is not None and lora.fused:
+        yield "lora.fused"
     if recipe.neftune_alpha:
         yield "neftune_alpha"
 
@@ -63,6 +66,11 @@ def check(recipe: Recipe, file: DeepSpeedFile) -> None:
         raise UserError(
             f"deepspeed={file.name}: its optimizer block would replace the recipe's optimizer and its learning rates; "
             "remove the block, or use another file."
+        )
+    if file.deepcompile and recipe.lora is not None and recipe.lora.fused:
+        raise UserError(
+            f"lora.fused=true with deepspeed={file.name}: DeepCompile fuses scaling and addition itself; leave "
+            "lora.fused out."
         )
     if found := next(refused(recipe, file), None):
         why, use = found

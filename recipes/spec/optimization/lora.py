@@ -35,3 +35,6 @@ class Lora:
     plus_ratio: float = 1.0
     """The output side of an adapter (B) learns this many times as fast as the input side (LoRA+, Hayou et al. 2024,
     arXiv:2402.12354, which finds 16 good); 1: alike."""
+    fused: bool = False
+    """Add the adapter's product to the layer's output, and to its input's gradient, as it is computed; PEFT writes it,
+    scales it and adds it in three passes over memory. It trains and exports the same adapters."""

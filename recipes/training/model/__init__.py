@@ -1,1 +1,1 @@
-"""The model: loaded, adapted, and made leaner or faster."""
+"""The model: loaded, and made leaner or faster."""

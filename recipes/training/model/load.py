@@ -22,8 +22,9 @@ from ...spec.errors import UserError, errors_only, first_line
 from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from .. import checkpointing, distributed, upstream
+from ..adapters import add as adapters
 from ..vision import blank, processor, tower
-from . import adapters, attention, heads, kernels, tiling
+from . import attention, heads, kernels, tiling
 
 TEXT_PART = {
     r"^language_model\.model\.": "model.",

@@ -1,1 +1,1 @@
-"""How weights are trained where a recipe asks for more: optimizers, learning rates, PiSSA's start, and noise."""
+"""How weights are trained where a recipe asks for more: optimizers, learning rates, and noise."""

@@ -18,7 +18,8 @@ from ...spec.errors import UserError
 from ...spec.layout import balanced
 from ...spec.recipe import Recipe
 from .. import checkpointing
-from ..model import adapters, load, packing_check
+from ..adapters import add as adapters
+from ..model import load, packing_check
 
 PROBE_STAGES = 3
 """The first stage, one between, and the last."""

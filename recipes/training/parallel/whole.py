@@ -21,10 +21,10 @@ from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from ...spec.run_folder import write_json
 from .. import distributed, upstream
+from ..adapters import pissa
 from ..data.collate import Collator
 from ..model import heads
 from ..model.load import load_model
-from ..optimization import pissa
 from . import expert, scores, sequence, tensor, tensor_check
 
 

@@ -12,8 +12,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from ...spec.conversions import lora_options
 from ...spec.errors import UserError
 from ...spec.recipe import Lora
-from ..optimization import pissa
 from ..vision.tower import NAMES as VISION
+from . import fused, pissa
 
 HEAD_AND_TOWER = ("lm_head", *(rf"(.*\.)?{name}" for name in VISION))
 """Modules that stay in the training dtype in a model that sees, as transformers matches them from the first letter."""
@@ -61,6 +61,8 @@ def add(
     try:
         given = lora_options(lora, scores, embeds, model.config.model_type)
         options = LoraConfig(**given | ({"exclude_modules": excluded} if excluded else {}))
+        if lora.fused:
+            options._register_custom_module(_fused_layers(model))
         with pissa.drawing(seed):
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
@@ -76,6 +78,14 @@ def add(
     else:
         _start_by_name(adapted, seed)
     return adapted
+
+
+def _fused_layers(model: PreTrainedModel) -> dict[type[torch.nn.Module], type[torch.nn.Module]]:
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return fused.LAYERS
+    from . import fused_4bit  # and with it bitsandbytes
+
+    return fused_4bit.LAYERS
 
 
 def _start_by_name(adapted: PeftModel, seed: int) -> None:
