@@ -142,7 +142,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -
     trained = run.checked(trained, file, tokenizer)
     arguments = sft.arguments(common_arguments(trained, folder, file, 1, distributed.on_gpu()), trained)
     model = load.load_model(trained, synthetic.RandomWeights(trained, asked["draft"]))
-    gather_layers(arguments, model)
+    gather_layers(arguments, model, file)
     upstream.tell_whether_packed(model, trained.packing)
     data = Datasets(sequences, None, None, [])
     context = run.prepare(trained, folder, file, data, model, None, {}, Trackers(folder))

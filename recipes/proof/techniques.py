@@ -66,7 +66,7 @@ class Technique:
             return "needs a GPU"
         if self.device == "cpu" and gpus:
             return "for CPUs"
-        if self.needs_package and importlib.util.find_spec(self.needs_package) is None:
+        if self.needs_package and not _is_installed(self.needs_package):
             return f"{self.needs_package} is not installed"
         return None
 
@@ -90,6 +90,13 @@ class Technique:
             **self.changes,
         }
         return of_settings(self.settings(), model, data, self.config, **changes)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # nor is the one that it would be part of
+        return False
 
 
 TECHNIQUES = (

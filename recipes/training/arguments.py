@@ -66,13 +66,16 @@ def common_arguments(
     }
 
 
-def gather_layers(arguments: TrainingArguments, model: Any) -> None:
-    """Let ZeRO-3 gather a layer's weights in one message, where the file has "auto"; before the engine is made.
+def gather_layers(arguments: TrainingArguments, model: Any, file: DeepSpeedFile) -> None:
+    """Let ZeRO-3 gather a layer's weights in one message, where its file has "auto"; before the engine is made.
 
     Args:
         arguments: the Trainer's.
         model: with adapters, if it has any; sharded or whole.
+        file: of the run.
     """
+    if file.stage < 3:
+        return
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     layers = [one for one in inner.modules() if type(one).__name__ in (inner._no_split_modules or ())]
     sizes = [sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters()) for layer in layers]

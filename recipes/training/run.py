@@ -106,7 +106,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     checkpoint = newest_checkpoint(run)
     mark = checked_data(recipe, checkpoint, tokenizer, datasets)
     model = parallel.load(recipe, datasets.labels)
-    gather_layers(arguments, model)
+    gather_layers(arguments, model, file)
     upstream.tell_whether_packed(model, recipe.packs)
     outline = parallel.outline(recipe, model)
     context = prepare(recipe, run, file, datasets, outline, checkpoint, mark, trackers)

@@ -48,7 +48,8 @@ def trainer(
 ) -> RunTrainer:
     """Return transformers' Trainer with the run's hooks."""
     boundaries, layout = needs_boundaries(model), context.recipe.layout
-    labelled = tiles_loss(context.recipe, model.config.get_text_config().vocab_size)
+    # The stages of a pipeline have no loss of their own, and no configuration.
+    labelled = layout.pipeline == 1 and tiles_loss(context.recipe, model.config.get_text_config().vocab_size)
     collator: Any
     if context.recipe.model.vision:
         collator = PictureCollator.of(context.recipe, tokenizer, model)
