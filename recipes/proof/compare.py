@@ -1,11 +1,12 @@
 """The plain loop's result, and how far a run is from it; on ranks, since both need the stack."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..model_folder.base_model import ADAPTER
 from ..spec.run_folder import RunFolder, read_jsonl, write_json
@@ -40,12 +41,21 @@ def make(folder: str, kinds: list[Kind], settings: plain.Settings = SETTINGS) ->
             (samples.random_mixture if kind == "mixture" else samples.random_qwen3)(model)
         used = Technique("", "", kind=kind).settings()
         options: dict[str, Any] = {"device": device}
-        if kind == "adapters":
-            options["prepare"] = lambda whole: adapters.add(whole, LORA, SEED)
+        if kind in ("adapters", "qlora"):
+            options["prepare"] = partial(_with_adapters, model if kind == "qlora" else None)
         records, weights = plain.train(model, data, used, **options)
         exact = plain.train(model, data, used, torch.float64, **options) if kind == "dense" else (records, weights)
         torch.save({"records": records, "weights": weights, "rounding": distance(exact, (records, weights))},
                    root / f"{kind}.pt")  # fmt: skip
+
+
+def _with_adapters(quantized: Path | None, whole: PreTrainedModel) -> torch.nn.Module:
+    """Return a model with adapters: `whole`, or that of a folder, read again in 4 bits."""
+    if quantized:
+        in_4_bits = adapters.nf4(whole.dtype)
+        whole = AutoModelForCausalLM.from_pretrained(quantized, dtype=whole.dtype, quantization_config=in_4_bits)
+    # In evaluation bitsandbytes multiplies in bf16 on some CPUs.
+    return adapters.add(whole.train(), LORA, SEED)
 
 
 def model_of(root: Path, kind: Kind) -> Path:

@@ -20,7 +20,7 @@ PACKED_ROWS = 4
 """The sequences of `PACKED_LENGTH` tokens that the conversations fill."""
 PACKED_LENGTH = 96
 
-Kind = Literal["dense", "adapters", "mixture", "bf16"]
+Kind = Literal["dense", "adapters", "qlora", "mixture", "bf16"]
 """Which plain loop a technique is compared with."""
 
 
@@ -79,9 +79,11 @@ class Technique:
         rows = PACKED_ROWS if self.packing else 8
         copies = ranks // (self.layout.tensor * self.layout.pipeline * self.layout.sequence)
         changes = {
-            "model": Model(path=str(model), attention=self.attention),
+            "model": Model(
+                path=str(model), attention=self.attention, quantization="nf4" if self.kind == "qlora" else "none"
+            ),
             "layout": self.layout,
-            "lora": LORA if self.kind == "adapters" else None,
+            "lora": LORA if self.kind in ("adapters", "qlora") else None,
             "precision": "bf16" if self.kind == "bf16" else "fp32",
             "packing": self.packing,
             "sequence_length": PACKED_LENGTH,
@@ -113,6 +115,7 @@ TECHNIQUES = (
     Technique("expert", "expert_parallel.json", Layout(expert=2), kind="mixture"),
     Technique("adapters", "zero3.json", kind="adapters"),
     Technique("fused_adapters", "zero3.json", kind="adapters", changes={"lora": replace(LORA, fused=True)}),
+    Technique("qlora", "zero2.json", kind="qlora", needs_package="bitsandbytes"),
     Technique("packing", "zero2.json", packing=True),
     Technique("tiled_loss", "zero2.json", packing=True, changes={"tiled_loss": True}),
     Technique("eager", "zero1.json", packing=True, attention="eager"),
