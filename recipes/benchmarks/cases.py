@@ -75,6 +75,7 @@ def _estimated(page: str, variant: str, config: str, length: int, micro_batch: i
 
 LORA = Case("recipe", "recipe", "llama3-8b", "lora", (*ROOMY, "gradient_checkpointing=false"))
 QLORA = Case("recipe", "recipe", "llama3-8b", "qlora", ROOMY)
+OFFLOADED = Case("in host memory", "recipe", "llama3-3b", "full", (*ROOMY, "deepspeed=zero2_offload.json"))
 BENCHMARKS = {
     one.name: one
     for one in (
@@ -198,13 +199,9 @@ BENCHMARKS = {
             "Adam's states in host memory, Llama 3.2 3B",
             (
                 Case("on the GPU", "recipe", "llama3-3b", "full", (*ROOMY, "deepspeed=zero2.json")),
-                Case("in host memory", "recipe", "llama3-3b", "full", (*ROOMY, "deepspeed=zero2_offload.json")),
-                Case(
-                    "in host memory, on any cores",
-                    "recipe",
-                    "llama3-3b",
-                    "full",
-                    (*ROOMY, "deepspeed=zero2_offload.json", "numa_binding=false"),
+                OFFLOADED,
+                replace(
+                    OFFLOADED, label="in host memory, on any cores", changes=(*OFFLOADED.changes, "numa_binding=false")
                 ),
             ),
         ),

@@ -11,6 +11,7 @@ from ..planning.hardware.gpus import find
 from ..planning.search import strategies
 from ..planning.search.plans import GIB, Plan
 from .cases import BENCHMARKS, Benchmark, Case, recipe_of
+from .tables import markdown
 
 GPU = "H200"
 """The GPU to predict for where nothing has been measured yet."""
@@ -99,10 +100,7 @@ def row(case: Case, cluster: Cluster, run: Mapping[str, Any] | None = None) -> R
 
 def render(found: list[Row]) -> str:
     """Return a Markdown table, without columns of which nothing was measured, and the planner's error in a sentence."""
-    cells = [_cells(one) for one in found]
-    filled = [number for number in range(len(HEAD)) if any(line[number] for line in cells)]
-    lines = [[line[number] for number in filled] for line in (HEAD, ["---"] * len(HEAD), *cells)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{summary(found)}\n"
+    return f"{markdown(HEAD, [_cells(one) for one in found])}\n\n{summary(found)}\n"
 
 
 def _cells(one: Row) -> list[str]:

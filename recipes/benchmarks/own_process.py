@@ -13,7 +13,9 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,8 @@ def start(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]
     asked, result, printed = folder / "order.json", folder / "result.json", folder / "output.txt"
     asked.write_text(json.dumps(order))
     ranks = order["case"] != "limits" and order["case"]["peer"] == "recipe"  # the others are processes without ranks
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([MEASURE])
-    with _environment(_of_the_libraries()):
-        forkserver.ensure_running()
     words = (str(asked), str(result))
-    process = context.Process(target=_measure, args=(words, printed, _of_the_only_rank() if ranks else {}))
+    process = _forks().Process(target=_measure, args=(words, printed, _of_the_only_rank() if ranks else {}))
     process.start()
     assert process.pid
     with killed_with_this_process(process.pid):
@@ -58,6 +56,16 @@ def start(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]
     if result.exists():
         return json.loads(result.read_text())
     return {"error": cause(_text(printed)), "output": _text(printed)}
+
+
+@cache
+def _forks() -> ForkServerContext:
+    """Return what forks processes from one with the libraries, which begins to import them now."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([MEASURE])
+    with _environment(_of_the_libraries()):
+        forkserver.ensure_running()
+    return context
 
 
 def cause(output: str) -> str:

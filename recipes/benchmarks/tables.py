@@ -22,23 +22,19 @@ def table(result: dict[str, Any]) -> str:
     if result.get("longest"):
         lines = ["| | longest sequence that trained, tokens | next length |", "|---|---|---|"]
         return "\n".join([*lines, *(f"| {name} | {n or ''} | {why} |" for name, (n, why) in result["longest"].items())])
-    measured, missing = _rows(result), _missing(result)
-    filled = [number for number in range(len(COLUMNS)) if any(cells[number] for cells in measured.values())]
-    columns = filled or [0]
-    rows = [["", *(COLUMNS[number] for number in columns)], ["---"] * (len(columns) + 1)]
-    for name in result["runs"]:
-        cells = [measured[name][number] for number in columns] if name in measured else [""] * len(columns)
-        rows.append([name, *cells[:-1], missing.get(name, cells[-1])])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    measured = _rows(result)
+    rows: list[list[str]] = []
+    for name, runs in result["runs"].items():
+        why = runs[0].get("error", "") if runs else "not reached"
+        rows.append([name, *measured.get(name, [*[""] * (len(COLUMNS) - 1), why])])
+    return markdown(["", *COLUMNS], rows)
 
 
-def _missing(result: dict[str, Any]) -> dict[str, str]:
-    """Return why each contender without a completed run has none."""
-    return {
-        name: runs[0]["error"] if runs else "not reached"
-        for name, runs in result["runs"].items()
-        if not completed_runs(result, name)
-    }
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table without the columns in which every row is empty."""
+    filled = [number for number in range(len(head)) if any(row[number] for row in rows)]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line[number] for number in filled) + " |" for line in lines)
 
 
 def _rows(result: dict[str, Any]) -> dict[str, list[str]]:

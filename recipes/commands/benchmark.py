@@ -90,9 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def share(seconds: float, benchmarks: int) -> float:
-    """Return how many of the seconds that are left the next of so many benchmarks may take: 1.5 parts.
+    """Return the time limit of the next benchmark, in seconds: one and a half times an equal share of what is left.
 
     Most need less, and leave the rest to those after them.
+
+    Args:
+        seconds: left for all of them.
+        benchmarks: how many are left, this one included.
     """
     return max(1.0, seconds * min(1, 1.5 / benchmarks))
 

@@ -264,13 +264,11 @@ def _gathered(shard: StageShard, setup: TrainingSetup) -> float:
         return dequantized
     hidden = shard.hidden_size
     block = max(kind.parameters for kind, _ in shard.layer_counts)
-    prefetched: float = prefetch_size(hidden, block) if setup.gathers_layers else 0.9 * hidden**2
-    if setup.prefetch_bucket_size is not None:
-        prefetched = setup.prefetch_bucket_size
+    filled_in = prefetch_size(hidden, block) if setup.gathers_layers else 0.9 * hidden**2
+    prefetched = filled_in if setup.prefetch_bucket_size is None else setup.prefetch_bucket_size
     threshold = 10 * hidden if setup.persistence_threshold is None else setup.persistence_threshold
     persistent = shard.adapter_parameters if setup.lora and setup.lora.rank * hidden <= threshold else 0
-    layer = max(shard.largest_module, block)
-    return dequantized + width * (min(layer + prefetched, shard.parameters) + persistent)
+    return dequantized + width * (min(max(shard.largest_module, block) + prefetched, shard.parameters) + persistent)
 
 
 def _gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:

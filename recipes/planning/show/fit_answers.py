@@ -37,7 +37,7 @@ class FitAnswer:
 def answers(rows: Iterable[PublishedRow]) -> list[FitAnswer]:
     """Return an answer for every row of which the planner knows the memory.
 
-    FSDP's own offloading is no technique of this project: its rows widen the ranges, but are not answered.
+    Runs that FSDP itself offloads are left out: the planner never plans them.
     """
     found = []
     for row in rows:

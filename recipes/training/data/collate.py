@@ -10,10 +10,8 @@ from ..model import attention
 
 IGNORED = -100
 """The label of a token that the loss leaves out (PyTorch's `ignore_index`)."""
-LABELLED = "labelled"
-"""Of a batch, for losses in tiles: numbers of the tokens whose next one is in the loss, all sequences end to end."""
 STEP = 256
-"""The number of these is a multiple of it: a GPU's allocator reuses blocks of the same size."""
+"""The number of labelled tokens is filled up to a multiple of it: a GPU's allocator reuses blocks of the same size."""
 
 
 def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Any]:
@@ -90,8 +88,8 @@ def labelled_only(following: torch.Tensor) -> dict[str, torch.Tensor]:
         following: what `next_labels` returns.
 
     Returns:
-        `labelled`, [places], and `shift_labels`, [1, places]: a multiple of `STEP`, unless all are labelled, filled up
-        with the first token that is not.
+        `labelled`, the numbers of these tokens, all sequences laid end to end, [places], and `shift_labels`,
+        [1, places]: a multiple of `STEP`, unless all are labelled, filled up with the first token that is not.
     """
     labels = following.flatten()
     others = labels == IGNORED
@@ -99,7 +97,7 @@ def labelled_only(following: torch.Tensor) -> dict[str, torch.Tensor]:
     if others.any():
         count = -(-max(1, len(places)) // STEP) * STEP
         places = torch.nn.functional.pad(places, (0, count - len(places)), value=int(others.nonzero()[0]))
-    return {LABELLED: places, "shift_labels": labels[places][None]}
+    return {"labelled": places, "shift_labels": labels[places][None]}
 
 
 def _positions(lengths: Sequence[int], width: int) -> torch.Tensor:
