@@ -221,9 +221,10 @@ def test_a_column_that_nothing_reads_is_refused(tmp_path):
 def test_every_question_is_answered():
     given = fit_answers.answers(QUESTIONED)
     by_fsdp = [row for row in QUESTIONED if row.sharding == "fsdp" and row.offload != "none"]
-    without = by_fsdp + [row for row in QUESTIONED if row.sequence_length is None]
+    contradicted = [row for row in QUESTIONED if row.not_planned]
+    without = by_fsdp + contradicted + [row for row in QUESTIONED if row.sequence_length is None]
     assert [one.row for one in given] == [row for row in QUESTIONED if row not in without]
-    assert 0 < len(by_fsdp) < len(without) < 6 and len(given) >= 60
+    assert by_fsdp and contradicted and len(without) < 8 and len(given) >= 60
     right = sum(one.is_right for one in given)
     assert f"| public questions | {len(given)} | {right} |" in fit_answers.report()
     spoiled = fit_answers.answers([replace(row, fits=not row.fits) for row in QUESTIONED])
@@ -231,12 +232,23 @@ def test_every_question_is_answered():
     assert sum(one.is_right for one in spoiled) == len(given) - right + tight
 
 
-def test_nine_in_ten_questions_are_answered_as_the_thread_found():
-    """And nine in ten that ran out of memory without a "fits"; measurements/README.md names those that were not."""
+def test_questions_are_answered_as_the_thread_found():
+    """On layers and software as here at least 42 in 44, none with "fits" where it ran out of memory."""
     given = fit_answers.answers(QUESTIONED)
+    as_here = [one for one in given if one.row.runs_as_here]
+    right = sum(one.is_right for one in as_here)
+    assert len(as_here) >= 44 and right / len(as_here) >= 42 / 44
+    assert not [one for one in as_here if one.says == "fits" and not one.row.fits]
+    assert f"| {fit_answers.AS_HERE} | {len(as_here)} | {right} |" in fit_answers.report()
     assert sum(one.is_right for one in given) / len(given) >= 0.9
-    ran_out = [one for one in given if not one.row.fits]
-    assert sum(one.says == "fits" for one in ran_out) / len(ran_out) <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "as_here"),
+    [({}, True), ({"sharding": "fsdp"}, False), ({"stack": "the model's own code"}, False), ({"stack": "LitGPT"}, False)],
+)
+def test_software_as_here_is_told_apart(changes, as_here):
+    assert replace(QUESTIONED[0], **changes).runs_as_here == as_here
 
 
 def test_a_row_across_nodes_needs_their_network():

@@ -49,7 +49,7 @@ def stack(row: PublishedRow) -> str:
     """Return the software; with transformers' layers, whether DeepSpeed shards them, as here, or FSDP."""
     if not row.is_same_stack:
         return row.stack
-    return "Hugging Face with FSDP" if row.sharding == "fsdp" else "Hugging Face with DeepSpeed, or on one GPU"
+    return "Hugging Face with DeepSpeed, or on one GPU" if row.runs_as_here else "Hugging Face with FSDP"
 
 
 def layout(row: PublishedRow) -> str:

@@ -186,6 +186,11 @@ class PublishedRow:
         return self.stack.startswith(SAME_STACK)
 
     @property
+    def runs_as_here(self) -> bool:
+        """Whether it also ran under DeepSpeed or on one GPU; this project never runs FSDP."""
+        return self.is_same_stack and self.sharding != "fsdp"
+
+    @property
     def setup(self) -> TrainingSetup:
         """The run as the planner takes it."""
         assert self.sequence_length is not None, self

@@ -112,8 +112,8 @@ def coverage(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
     for share in SHARES:
         for measure in get_args(Measure):
             compared = comparisons((row for row in rows if row.share == share and row.is_same_stack), measure)
-            for name, is_fsdp in (("DeepSpeed, or one GPU", False), ("FSDP", True)):
-                found = [one for one in compared if (one.row.sharding == "fsdp") == is_fsdp]
+            for name, as_here in (("DeepSpeed, or one GPU", True), ("FSDP", False)):
+                found = [one for one in compared if one.row.runs_as_here == as_here]
                 if found:
                     within = sum(inside(one, data["ranges"][measure]) for one in found) / len(found)
                     lines.append(f"| {share} | {measure} | {name} | {len(found)} | {within:.0%} |")

@@ -14,6 +14,7 @@ from ..calibration.published_rows import SHARES, PublishedRow, published_rows, q
 from ..cost.ranges import memory_range
 from ..search.plans import shortfalls
 
+AS_HERE = "of these, transformers' layers under DeepSpeed or on one GPU"
 Says = Literal["fits", "tight", "does not fit"]
 
 
@@ -74,6 +75,7 @@ def report() -> str:
         "|---|---|---|---|---|---|",
     ]
     lines.append(summary("public questions", asked))
+    lines.append(summary(AS_HERE, [one for one in asked if one.row.runs_as_here]))
     for share in SHARES:
         given = answers(row for row in published_rows() if row.share == share)
         lines.append(summary(f"published rows, {share}", given))
