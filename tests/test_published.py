@@ -245,7 +245,12 @@ def test_questions_are_answered_as_the_thread_found():
 
 @pytest.mark.parametrize(
     ("changes", "as_here"),
-    [({}, True), ({"sharding": "fsdp"}, False), ({"stack": "the model's own code"}, False), ({"stack": "LitGPT"}, False)],
+    [
+        ({}, True),
+        ({"sharding": "fsdp"}, False),
+        ({"stack": "the model's own code"}, False),
+        ({"stack": "LitGPT"}, False),
+    ],
 )
 def test_software_as_here_is_told_apart(changes, as_here):
     assert replace(QUESTIONED[0], **changes).runs_as_here == as_here
