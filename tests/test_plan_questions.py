@@ -265,6 +265,8 @@ def test_a_pair_takes_more_memory_than_a_sequence(answer):
 
 # Suggestions.
 
+PIPELINE_OF_TENSORS = ("layout.tensor=8", "layout.pipeline=8")
+
 
 @pytest.mark.parametrize(
     ("words", "expected"),
@@ -275,18 +277,29 @@ def test_a_pair_takes_more_memory_than_a_sequence(answer):
             ("llama3-8b", "--gpu", "A100 80GB", "--host-memory", "16", "--sequence-length", "65536"),
             {"--method", "--host-memory"},
         ),
+        # What the user has set stays.
+        (("llama3-8b", "--gpu", "RTX 4090", "micro_batch_size=64"), {"micro_batch_size=4"}),
+        (("llama3-8b", "--method", "lora", "--gpu", "A100 80GB", "micro_batch_size=64"), set()),
+        (("llama3-405b", "--gpu", "H100", "--gpus", "8", "--nodes", "8", *PIPELINE_OF_TENSORS), set()),
+        (("llama3-70b", "--gpu", "H100", "--gpus", "8", "deepspeed=zero3.json", "layout.sequence=1"), {"--nodes"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_what_is_suggested_fits(words, expected, capsys):
     assert plan.main(words) == 1
     said = capsys.readouterr().err
-    changes = re.search(r"What would: (.+)\.\n", said)[1].split("; ")
-    assert expected <= {change.split()[0] for change in changes}
+    found = re.search(r"What would: (.+)\.\n", said)
+    changes = found[1].split("; ") if found else []
+    assert expected <= {change.split()[0] for change in changes} and (changes or not expected)
     for change in changes:
-        key = change.partition("=")[0]
+        typed, speed = re.fullmatch(r"(.+) \(([0-9,]+) tokens/s\)", change).groups()
+        key, is_method = typed.partition("=")[0], typed.startswith("--method")
         others = [word for word in words if not word.startswith(f"{key}=")]  # a second --host-memory replaces the first
-        assert plan.main([*others, *shlex.split(change)]) == 0, (change, capsys.readouterr().err)
+        others = [word for word in others if not (is_method and word in ("--method", "lora", "qlora"))]
+        assert plan.main([*others, *shlex.split(typed), "--json"]) == 0, (change, capsys.readouterr().err)
+        answer = json.loads(capsys.readouterr().out)
+        gpus = answer["hardware"]["nodes"] * answer["hardware"]["gpus_per_node"]
+        assert f"{answer['plans'][0]['tokens_per_second_per_gpu'] * gpus:,.0f}" == speed, change
 
 
 def test_a_shorter_sequence_is_suggested(capsys):

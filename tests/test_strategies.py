@@ -1,5 +1,6 @@
 """The search: what it may choose, how it chooses, and that it agrees with published guides."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from recipes.planning.cost.memory import GpuMoment, Memory
 from recipes.planning.hardware.cluster import cluster
 from recipes.planning.search import forecast, model_recipe, suggestions
 from recipes.planning.search.plans import GIB, LAST_RESORT, SIMPLICITY, TIERS, is_dominated, ranked, shortfalls
-from recipes.planning.search.reasons import why
+from recipes.planning.search.reasons import behind, why
 from recipes.planning.search.strategies import evaluate, plan_request, search
 from recipes.planning.show import table
 from recipes.spec import limits, overrides, pages
@@ -133,7 +134,7 @@ def test_what_may_run_out_of_memory_is_shown_and_not_recommended():
     assert found.best is None and likely < 0.95 * have < have < most < 1.3 * likely
     said = suggestions.sentence(question, found)
     assert f"nothing fits for sure; zero2.json is tight: likely {likely:.1f} GiB, but runs of its kind took" in said
-    assert "\nWhat would: --method qlora; " in said
+    assert "\nWhat would: --method qlora (" in said
     answer = table.as_json(question, found)
     assert answer["best"] is None and answer["plans"][0]["tight"] and not answer["plans"][0]["fits"]
     # Among all files, one that offloads fits for sure, and the faster ones that are tight stand after it.
@@ -313,11 +314,31 @@ def test_each_reason_names_the_number_that_decided(plan):
     long = asked("llama3-8b", sequence_length=131072)
     found = search(long).best
     assert (
-        f"sequence {found.recipe.layout.sequence} because a sequence of 131,072 tokens would need"
-        in why(long, found).lower()
+        f"sequence {found.recipe.layout.sequence} because on one GPU a sequence of 131,072 tokens would need up to"
+        in why(long, found)
     )
     miss = search(asked("llama3-70b")).rejected[0]
     assert why(question, miss).startswith("Does not fit: ")
+
+
+def test_sequences_are_split_for_the_reason_that_is_given():
+    """Too few of them is said only where they are fewer than the ranks that would each take one."""
+    old = asked("llama3-8b", "lora", gpu="V100 32GB", gpus=4)
+    first = search(old).best
+    assert first.recipe.layout.sequence == 2 and not first.setup.gradient_checkpointing
+    stored = re.search(r"all activations of a sequence would need up to (\d+) GiB, so that some", why(old, first))
+    whole = replace(first.recipe, layout=Layout(), micro_batch_size=1)
+    assert float(stored[1]) == round(evaluate(old, whole).gpu_gib_range[1]) > 31.74
+    few = asked("llama3-8b", gpus=8, global_batch_size=4, sequence_length=8192)
+    split = [plan for plan in search(few).plans if plan.recipe.layout.sequence > 1]
+    assert split and all("4 sequences per step are too few for all GPUs without it" in why(few, one) for one in split)
+
+
+def test_a_plan_behind_the_first_is_compared_in_speed(plan):
+    slow, fast = like(plan, 0.9), like(plan, 1.0, "zero3_offload.json")
+    assert behind(fast, slow) == "11% faster than the first, but less simple"
+    assert behind(like(plan, 0.995), plan) == "as fast as the first within 1 %, but less simple"
+    assert behind(slow, plan).startswith("a token takes 11% longer than with the first")
 
 
 # What the launcher asks.
@@ -335,7 +356,7 @@ def test_a_run_that_cannot_fit_is_stopped_with_what_fits(one_gpu):
     greedy = replace(recipe, micro_batch_size=64, gradient_checkpointing=False)
     with pytest.raises(UserError, match=r"this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+"):
         forecast.forecast(greedy, one_gpu)
-    with pytest.raises(UserError, match=r"\nnothing fits; .*\nWhat would: --method lora; .*--no-plan"):
+    with pytest.raises(UserError, match=r"\nnothing fits; .*\nWhat would: --method lora \(.*--no-plan"):
         forecast.forecast(pages.find("llama3-8b", "full"), replace(one_gpu, host_memory_gib=32))
 
 

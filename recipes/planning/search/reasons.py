@@ -7,6 +7,7 @@ from typing import Any
 from ...spec.layout import bubble
 from ...spec.recipe import Layout
 from ..cost.memory import peak_memory
+from ..cost.ranges import memory_range
 from ..cost.training_setup import TrainingSetup
 from .plans import GIB, Plan, PlanRequest
 
@@ -36,7 +37,10 @@ def behind(plan: Plan, first: Plan) -> str:
     """Return what makes a plan slower than another, by the time of a token; or why it is behind although it is not."""
     longer = first.speed / plan.speed - 1
     if longer < SAME:
-        return "as fast as the first within 1 %, but less simple, or with more memory"
+        faster = plan.speed / first.speed - 1
+        speed = f"{faster:.0%} faster than the first" if faster >= SAME else "as fast as the first within 1 %"
+        more = " and with more memory" if plan.gpu_gib > first.gpu_gib else ""
+        return f"{speed}, but less simple{more}"
     theirs = {name: seconds / first.time.tokens * first.time.gpus for name, seconds in first.time.components.items()}
     own = {name: seconds / plan.time.tokens * plan.time.gpus for name, seconds in plan.time.components.items()}
     more = sorted(((own[name] - theirs[name]) * first.speed, name) for name in own)[::-1][:LARGEST]
@@ -75,6 +79,11 @@ def tightness(plan: Plan) -> str:
 def _gpu_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
     """Return the GiB that a GPU would need with another setup."""
     return peak_memory(request.profile, replace(setup, **changes), request.cluster).worst.total / GIB
+
+
+def _most_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
+    """Return the high value of what a GPU would need with another setup, which decides whether a plan fits."""
+    return memory_range(replace(setup, **changes)).high * _gpu_gib(request, setup, **changes)
 
 
 def _leanest(setup: TrainingSetup) -> TrainingSetup:
@@ -126,7 +135,6 @@ def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
 
 def _layout(request: PlanRequest, plan: Plan) -> Iterator[str]:
     setup, layout, cluster = plan.setup, plan.setup.layout, request.cluster
-    lean = _leanest(setup)
     if layout.tensor > 1:
         yield f"tensor {layout.tensor} stays inside the node because its all-reduces run per layer"
     if layout.pipeline > 1:
@@ -137,17 +145,27 @@ def _layout(request: PlanRequest, plan: Plan) -> Iterator[str]:
             f"of the time with {setup.gradient_accumulation_steps} micro-batches"
         )
     if layout.sequence > 1:
-        fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
-        with_fewer = _gpu_gib(request, lean, layout=replace(layout, sequence=fewer))
-        if with_fewer > cluster.gpu.memory_gib:
-            where = "on one GPU" if fewer == 1 else f"over {fewer} GPUs"
-            reason = f"a sequence of {setup.sequence_length:,} tokens would need {with_fewer:,.0f} GiB {where}"
-        else:
-            reason = f"{plan.recipe.global_batch_size} sequences per step are too few for all GPUs without it"
-        yield f"sequence {layout.sequence} because {reason}"
+        yield f"sequence {layout.sequence} because {_split_sequences(request, plan)}"
     if layout.expert > 1:
-        whole = _gpu_gib(request, lean, layout=Layout())
+        whole = _gpu_gib(request, _leanest(setup), layout=Layout())
         yield f"experts over {layout.expert} GPUs, because with all of them a GPU would need {whole:,.0f} GiB"
+
+
+def _split_sequences(request: PlanRequest, plan: Plan) -> str:
+    """Return what would be if sequences were split over fewer GPUs."""
+    setup, layout, have = plan.setup, plan.setup.layout, request.cluster.gpu.memory_gib
+    fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
+    where = "on one GPU" if fewer == 1 else f"over {fewer} GPUs"
+    wider = replace(layout, sequence=fewer)
+    lean = _leanest(setup)
+    if (most := _most_gib(request, lean, layout=wider)) > have:
+        return f"{where} a sequence of {setup.sequence_length:,} tokens would need up to {most:,.0f} GiB"
+    if (batch := plan.recipe.global_batch_size) < setup.data_parallel_size * layout.sequence // fewer:
+        return f"{batch} sequences per step are too few for all GPUs without it"
+    whole = replace(lean, gradient_checkpointing=setup.gradient_checkpointing)
+    if (most := _most_gib(request, whole, layout=wider)) > have:
+        return f"{where} all activations of a sequence would need up to {most:,.0f} GiB, so that some were recomputed"
+    return f"{where} a sequence leaves less room for others beside it"
 
 
 def _activations(request: PlanRequest, plan: Plan) -> Iterator[str]:

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from ...spec import overrides, pages
 from ...spec.errors import UserError
-from ...spec.recipe import Recipe
 from .model_recipe import METHODS, method_of, pinned
-from .plans import REFUSE, PlanRequest, SearchResult
+from .plans import REFUSE, Plan, PlanRequest, SearchResult
 from .reasons import tightness
 from .strategies import plan_request, search
 
@@ -18,6 +17,8 @@ MOST_GPUS = 8
 """Of one node that is no instance."""
 TILES = ("tiled_loss=true", "tiled_mlp=true")
 OFFLOADED = ("activation_offloading=true",)
+NARROW = ("layout.tensor", "layout.pipeline", "layout.sequence", "layout.expert", "micro_batch_size")
+"""Settings of the user's that leave a plan little room."""
 SHORTEST = 512
 """Tokens of a sequence; below it most conversations would be cut."""
 
@@ -38,8 +39,12 @@ def sentence(request: PlanRequest, result: SearchResult) -> str:
             f"size of any; try global_batch_size={math.ceil(batch / gpus) * gpus}."
         )
     nearest = min(result.rejected, key=lambda plan: plan.gpu_gib)
-    short = nearest.shortfalls[0]
-    return f"nothing fits; {nearest.recipe.deepspeed} comes nearest, with {short}.\n{_what_would(request)}"
+    asked = overrides.as_typed(request.recipe, [key for key in sorted(request.fixed) if key in NARROW])
+    given = f" with {' '.join(asked)}" if asked else ""
+    return (
+        f"nothing fits{given}; {nearest.recipe.deepspeed} comes nearest, with {nearest.shortfalls[0]}.\n"
+        f"{_what_would(request)}"
+    )
 
 
 def _what_would(request: PlanRequest) -> str:
@@ -50,7 +55,10 @@ def _what_would(request: PlanRequest) -> str:
 
 
 def suggestions(request: PlanRequest) -> Iterator[str]:
-    """Yield each change with which the model can be trained, as it is typed for plan.py; each was tried by itself."""
+    """Yield each change with which the model can be trained, as it is typed for plan.py, and the speed that it leads to.
+
+    Each was tried by itself, beside all that the user has set.
+    """
     yield from _methods(request)
     yield from _less_at_once(request)
     yield from _more_hardware(request)
@@ -59,15 +67,14 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
 def _methods(request: PlanRequest) -> Iterator[str]:
     """Yield the first variant with fewer states that fits: adapters, then 4-bit weights, then sharded ones."""
     frugal = METHODS.index(method_of(request.recipe))
-    others = [
-        other for name in pages.variants(pages.page_of(request.recipe)) if (other := with_method(request.recipe, name))
-    ]
+    others = [other for name in pages.variants(pages.page_of(request.recipe)) if (other := with_method(request, name))]
     for method in METHODS[frugal:]:
         for other in others:
-            same = other.method == request.recipe.method and method_of(other) == method
-            more = METHODS.index(method) > frugal or other.variant.startswith(f"{request.recipe.variant}_")
-            if same and more and _fits(plan_request(other, request.cluster, pinned(other))):
-                yield f"--method {other.variant}"
+            variant = other.recipe.variant
+            same = other.recipe.method == request.recipe.method and method_of(other.recipe) == method
+            more = METHODS.index(method) > frugal or variant.startswith(f"{request.recipe.variant}_")
+            if same and more and (found := _tried(f"--method {variant}", other)):
+                yield found
                 return
 
 
@@ -76,20 +83,22 @@ def _less_at_once(request: PlanRequest) -> Iterator[str]:
     recipe = request.recipe
     size = recipe.micro_batch_size // 2 if "micro_batch_size" in request.fixed else 0
     while size:
-        if _fits(replace(request, recipe=replace(recipe, micro_batch_size=size))):
-            yield f"micro_batch_size={size}"
+        if found := _tried(f"micro_batch_size={size}", replace(request, recipe=replace(recipe, micro_batch_size=size))):
+            yield found
             break
         size //= 2
     if recipe.traits.whole_loss is None and not recipe.layout.pipeline > 1:
         for words in (TILES, OFFLOADED, TILES + OFFLOADED):
             with contextlib.suppress(UserError):  # what it does not go with
-                if _fits(replace(request, recipe=overrides.apply(recipe, words))):
-                    yield " ".join(words)
+                if found := _tried(" ".join(words), replace(request, recipe=overrides.apply(recipe, words))):
+                    yield found
                     break
     length = recipe.sequence_length // 2
     while length >= SHORTEST:
-        if _fits(replace(request, recipe=replace(recipe, sequence_length=length))):
-            yield f"sequence_length={length}"
+        if found := _tried(
+            f"sequence_length={length}", replace(request, recipe=replace(recipe, sequence_length=length))
+        ):
+            yield found
             return
         length //= 2
 
@@ -99,40 +108,59 @@ def _more_hardware(request: PlanRequest) -> Iterator[str]:
     cluster = request.cluster
     gpus = cluster.gpus_per_node * 2
     while not cluster.instance and cluster.nodes == 1 and gpus <= MOST_GPUS:
-        if _fits(replace(request, cluster=replace(cluster, gpus_per_node=gpus))):
-            yield f"--gpus {gpus}"
+        if found := _tried(f"--gpus {gpus}", replace(request, cluster=replace(cluster, gpus_per_node=gpus))):
+            yield found
             break
         gpus *= 2
     else:
         nodes = cluster.nodes * 2
         while nodes <= MOST_NODES:
-            if _fits(replace(request, cluster=replace(cluster, nodes=nodes))):
-                yield f"--nodes {nodes}"
+            if found := _tried(f"--nodes {nodes}", replace(request, cluster=replace(cluster, nodes=nodes))):
+                yield found
                 break
             nodes *= 2
     if cluster.host_memory_gib:
         offloaded = search(replace(request, cluster=replace(cluster, host_memory_gib=0))).plans
         if offloaded:
-            yield f"--host-memory {math.ceil(min(plan.host_gib for plan in offloaded) / REFUSE):.0f}"
+            leanest = min(offloaded, key=lambda plan: plan.host_gib)
+            yield f"--host-memory {math.ceil(leanest.host_gib / REFUSE):.0f} ({_speed(leanest)})"
     if not cluster.nvme_gib:
         best = search(replace(request, cluster=replace(cluster, nvme_gib=float("inf")))).best
         if best and best.nvme_gib:
-            yield f"--nvme {math.ceil(best.nvme_gib / REFUSE):.0f}"
+            yield f"--nvme {math.ceil(best.nvme_gib / REFUSE):.0f} ({_speed(best)})"
 
 
-def _fits(request: PlanRequest) -> bool:
-    return search(request).best is not None
+def _tried(change: str, request: PlanRequest) -> str | None:
+    """Return a change with the speed of its best plan; None where nothing fits with it."""
+    best = search(request).best
+    return f"{change} ({_speed(best)})" if best else None
 
 
-def with_method(recipe: Recipe, method: str) -> Recipe | None:
-    """Return the recipe with another method of its page, on the same model and batch; None where the page has none."""
-    if method not in pages.variants(pages.page_of(recipe)):
-        return None
-    other = pages.find(pages.typed(recipe), method)
-    return replace(
+def _speed(plan: Plan) -> str:
+    return f"{plan.speed * plan.setup.world_size:,.0f} tokens/s"
+
+
+def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
+    """Return the request for another variant of the recipe's page, on the same model, batch and hardware.
+
+    What the user has set stays, but for what the present variant is; None where the other does not go with it.
+    """
+    recipe, page = request.recipe, pages.find(pages.typed(request.recipe), request.recipe.variant)
+    other = pages.find(pages.typed(recipe), variant)
+    other = replace(
         other,
         model=replace(recipe.model, quantization=other.model.quantization),
         sequence_length=recipe.sequence_length,
         global_batch_size=recipe.global_batch_size,
         micro_batch_size=1,
     )
+    own = pinned(other)
+    typed = request.fixed - pinned(page)
+    if typed & own:
+        return None
+    words = [word for word in overrides.differences(page, recipe) if word.partition("=")[0] in typed]
+    try:
+        other = overrides.apply(other, words)
+        return plan_request(other, request.cluster, typed | own)
+    except UserError:
+        return None
