@@ -55,7 +55,7 @@ def _what_would(request: PlanRequest) -> str:
 
 
 def suggestions(request: PlanRequest) -> Iterator[str]:
-    """Yield each change with which the model can be trained, as it is typed for plan.py, and the speed that it leads to.
+    """Yield each change with which the model can be trained, as it is typed for plan.py, and its speed.
 
     Each was tried by itself, beside all that the user has set.
     """
