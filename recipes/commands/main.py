@@ -5,8 +5,11 @@ import importlib
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
 
 from ..spec.errors import UserError, cannot_write, redact
 from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program
@@ -130,3 +133,18 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return the help."""
         return as_typed(super().format_help())
+
+    def error(self, message: str) -> NoReturn:
+        """End with a line that names the mistake and what to write instead, not with the whole usage."""
+        self.exit(2, f"{self.prog}: {self._in_words(message)}\n")
+
+    def _in_words(self, message: str) -> str:
+        """Return argparse's complaint as one of ours."""
+        if unknown := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
+            near = get_close_matches(unknown[1].replace("_", "-"), self._option_string_actions, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the options."
+            return f"{unknown[1]}: no such option; {hint}"
+        if wrong := re.match(r"argument (\S+): invalid (int|float) value: '(.*)'", message):
+            kind = "a whole number" if wrong[2] == "int" else "a number"
+            return f"{wrong[1]} {wrong[3]}: must be {kind}."
+        return f"{message.removeprefix('argument ')}; see {self.prog} --help."

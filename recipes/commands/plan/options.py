@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,13 +36,15 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     result.add_argument("--gpus", type=int, metavar="N", help="GPUs of one node")
     result.add_argument("--nodes", type=int, default=1, metavar="M", help="nodes (default 1)")
     result.add_argument("--gpu", metavar="NAME", help="H100, A100-80GB, p5.48xlarge ... (default: this machine)")
-    result.add_argument("--gpu-memory", type=float, metavar="GIB", help="instead of --gpu, for any other GPU")
-    result.add_argument("--host-memory", type=float, metavar="GIB", help="of one node (default: unknown, not checked)")
-    result.add_argument("--nvme", type=float, metavar="GIB", help="of one node's local drives (default: none)")
+    result.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="instead of --gpu, for any other GPU")
+    result.add_argument("--host-memory", type=_gib, metavar="GIB", help="of one node (default: unknown, not checked)")
+    result.add_argument("--nvme", type=_gib, metavar="GIB", help="of one node's local drives (default: none)")
     result.add_argument(
         "--network", type=float, metavar="GBITS", help="between nodes (default: what is usual for the GPU)"
     )
-    result.add_argument("--sequence-length", type=int, metavar="S", help="in tokens (default: the recipe's)")
+    result.add_argument(
+        "--sequence-length", type=_length, metavar="S", help="in tokens, 4096 or 4k (default: the recipe's)"
+    )
     result.add_argument("--tokens", metavar="N", help="to train, such as 500M: each plan's hours (or give data.path)")
     result.add_argument(
         "--price", action="append", default=[], metavar="DOLLARS", help="per hour of a node; also INSTANCE=DOLLARS"
@@ -59,6 +62,23 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     result.add_argument("--write", type=Path, metavar="DIR", help="write the best plan's DeepSpeed JSON and launch.sh")
     result.add_argument("--figure", type=Path, metavar="FILE", help="draw each plan's memory as a PNG")
     return result
+
+
+def _gib(text: str) -> float:
+    """Return GiB: `64`, `64G`, `64GB` or `64 GiB`, which people mean alike."""
+    number = re.fullmatch(r"([-+]?[0-9.]+(?:e[0-9]+)?)\s*(?:g|gb|gib)?", text.strip().lower())
+    try:
+        return float(number[1] if number else text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no size in GiB, such as 64") from None
+
+
+def _length(text: str) -> int:
+    """Return tokens: `4096` or `4k`, of 1,024 each."""
+    number = re.fullmatch(r"([-+]?[0-9]+)\s*(k?)", text.strip().lower().replace("_", ""))
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens, such as 4096 or 4k")
+    return int(number[1]) * (1024 if number[2] else 1)
 
 
 def with_method(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -151,5 +171,6 @@ def check_layout(recipe: Recipe, hardware: Cluster, keys: Collection[str]) -> No
     """
     given = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in keys}
     file = strategies.template(recipe.deepspeed if "deepspeed" in keys else "zero1.json", hardware)
-    alone = replace(recipe, layout=Layout(**given), micro_batch_size=1, global_batch_size=hardware.gpus)
+    batch = math.lcm(hardware.gpus, recipe.global_batch_size)  # of whole groups of answers, too
+    alone = replace(recipe, layout=Layout(**given), micro_batch_size=1, global_batch_size=batch)
     limits.check(alone, hardware.gpus, file)

@@ -92,6 +92,8 @@ class PublishedRow:
     frozen_fp32: bool = False
     quantized_experts: bool = False
     """Both as in `TrainingSetup`."""
+    grouped_experts: bool = False
+    """Experts are one tensor, and multiplied together, as in transformers from 5 on; other software always does so."""
     liger: bool = False
     """Liger's kernels with its fused loss."""
     chunked_loss: bool = False
@@ -223,8 +225,7 @@ class PublishedRow:
             fp32_activations=self.fp32_activations,
             liger_kernel=self.liger,
             compile=self.compile,
-            # transformers groups them from 5 on, which none of the tables ran.
-            grouped_experts=not self.is_same_stack,
+            grouped_experts=self.grouped_experts or not self.is_same_stack,
             offload_optimizer="none" if self.offload == "none" else "cpu",
             offload_parameters="cpu" if self.offload in ("parameters", "all") else "none",
             bf16_states=self.states == "bf16",

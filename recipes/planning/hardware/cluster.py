@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass, replace
 
 from ...spec.errors import UserError
@@ -29,7 +30,7 @@ class Cluster:
     cores: int = 0
     """Of one node's CPUs; 0: unknown."""
     instance: str = ""
-    """What the node is rented as, a name in `instances.INSTANCES`; empty: not said."""
+    """What is rented, a name in `instances.INSTANCES`, whether all its GPUs are used or not; empty: not said."""
 
     @property
     def gpus(self) -> int:
@@ -71,6 +72,7 @@ def cluster(
             raise UserError(f"{flag} {value:g}: must be at least 0, in GiB.")
     if gpu is not None and gpu_memory is not None:
         raise UserError(f"--gpu {gpu} --gpu-memory {gpu_memory:g}: give one of them; a GPU's name says its memory.")
+    _refuse_count(gpu)
     node = _node(gpu, gpu_memory)
     if gpus is not None and gpu is not None and instance_name(gpu) and gpus > node.gpus_per_node:
         raise UserError(f"--gpus {gpus}: {gpu} has {node.gpus_per_node} per node; add --nodes.")
@@ -78,10 +80,26 @@ def cluster(
         node,
         gpus_per_node=gpus or node.gpus_per_node,
         nodes=nodes,
-        instance=node.instance if gpus in (None, node.gpus_per_node) else "",
         host_memory_gib=node.host_memory_gib if host_memory is None else host_memory,
         nvme_gib=node.nvme_gib if nvme is None else nvme,
     )
+
+
+def _refuse_count(gpu: str | None) -> None:
+    """Refuse a number of GPUs in a GPU's name: `8xH100`, `8 x H100`, `gpu_8x_h100_sxm5`, `h100x8`.
+
+    Raises:
+        UserError: with the option that says how many.
+    """
+    if gpu is None or instance_name(gpu):
+        return
+    before = re.match(r"(?:gpu[_ -])?(\d{1,2})\s*x[_ -]*(\w.*)", gpu, re.IGNORECASE)
+    after = re.fullmatch(r"(.*\d)\s*x\s*(\d{1,2})", gpu, re.IGNORECASE)
+    count, name = (before[1], before[2]) if before else (after[2], after[1]) if after else ("", "")
+    if count:
+        raise UserError(
+            f"--gpu {gpu}: the number has an option of its own: --gpu {name.replace(' ', '-')} --gpus {count}."
+        )
 
 
 def _node(gpu: str | None, gpu_memory: float | None) -> Cluster:

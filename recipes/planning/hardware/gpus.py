@@ -105,7 +105,7 @@ def find(name: str) -> Gpu:
     if len(around) == 1:
         return around[0]
     if around:
-        raise UserError(f"--gpu {name}: which one? {', '.join(gpu.name for gpu in around)}.")
+        raise UserError(f"--gpu {name}: which one? {', '.join(gpu.name.replace(' ', '-') for gpu in around)}.")
     raise UserError(f"--gpu {name}: unknown; {_nearest(name)}\nFor any other GPU, give --gpu-memory GIB.")
 
 
@@ -126,12 +126,12 @@ def _nearest(name: str) -> str:
         return f"{all_names()}."
     by_name = f"did you mean {', '.join(close)}?" if close else "none has a similar name."
     if stated:
-        gib = float(stated[1])
+        gib, whose = float(stated[1]), ""
     else:
         first = INSTANCES[close[0]].gpu if close[0] in INSTANCES else close[0]
-        gib = next(gpu.memory_gib for gpu in GPUS if gpu.name == first)
+        gib, whose = next(gpu.memory_gib for gpu in GPUS if gpu.name == first), f", as {first} has,"
     alike = sorted((gpu for gpu in GPUS if gpu.name not in close), key=lambda gpu: abs(gpu.memory_gib - gib))
-    return f"{by_name} Near {gib:.0f} GiB are {', '.join(gpu.name for gpu in alike[:_NEAR])}."
+    return f"{by_name} Near {gib:.0f} GiB{whose} are {', '.join(gpu.name for gpu in alike[:_NEAR])}."
 
 
 def all_names() -> str:

@@ -124,6 +124,8 @@ def _dollars(word: str, text: str) -> float:
     except ValueError:
         price = math.nan
     if math.isnan(price) or not price:
+        if re.fullmatch(r"\$?\s*\d+,\d{1,2}", text.strip()):
+            raise UserError(f"--price {word}: write a point for the comma: {text.strip().replace(',', '.')}.")
         other = re.search(r"[€£¥₹]|\b(?!usd\b)[a-z]{3}\b|(?<=\d)(?!usd\b)[a-z]{3}\b", text.lower())
         what = f"{other[0].upper()} is another currency; convert it:" if other else "is no price;"
         raise UserError(f"--price {word}: {what} US dollars per hour of one node are expected, such as --price 2.50.")
