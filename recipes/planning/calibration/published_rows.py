@@ -95,7 +95,9 @@ class PublishedRow:
     grouped_experts: bool = False
     """Experts are one tensor, and multiplied together, as in transformers from 5 on; other software always does so."""
     liger: bool = False
-    """Liger's kernels with its fused loss."""
+    """Liger's kernels, with its fused loss unless `whole_logits`."""
+    whole_logits: bool = False
+    """Liger's kernels with the loss of all logits at once."""
     chunked_loss: bool = False
     logit_bytes: float | None = None
     """Per token and vocabulary entry, as the row's software takes them; None: as transformers does today."""
@@ -212,7 +214,7 @@ class PublishedRow:
             attention=self.attention,
             lora=self.lora,
             quantized=self.method == "qlora",
-            tiled_loss=self.liger or self.chunked_loss,
+            tiled_loss=(self.liger and not self.whole_logits) or self.chunked_loss,
             tensor_splits_all=self.stack in SPLIT_ALL,
             frozen_fp32=self.frozen_fp32,
             quantized_experts=self.quantized_experts,
