@@ -121,8 +121,8 @@ def test_an_unmeasured_gpu_borrows_another_gpus_shares_and_says_so():
     assert not step_time(llama(), TrainingSetup(1), cluster("L4")).measured
     assert constants("RTX 4090").measured and not constants("RTX 5090").measured and not constants("B200").measured
     data = json.loads(FILE.read_text())
-    taken = data["software"]["llm-foundry"]["values"]["overlap"]
-    assert resolve(data, "H100", "deepspeed").overlap == taken
+    taken = data["software"]["llm-foundry"]["values"]["network"]
+    assert resolve(data, "H100", "deepspeed").network == taken
 
 
 # Ranges.

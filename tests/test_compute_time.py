@@ -7,7 +7,15 @@ import pytest
 from recipes.planning.calibration import calibrate
 from recipes.planning.calibration.published_rows import published_rows
 from recipes.planning.cost.constants import constants
-from recipes.planning.cost.host_time import ADAPTER, EXPERT, KERNELS, hooked_modules, kernels, waiting_seconds
+from recipes.planning.cost.host_time import (
+    ADAPTER,
+    BACKWARD_HOOKS,
+    EXPERT,
+    KERNELS,
+    hooked_modules,
+    kernels,
+    waiting_seconds,
+)
 from recipes.planning.cost.roofline import adapted_share, experts_on_rank, feed_forward_share, layer_seconds
 from recipes.planning.cost.step_time import step_time
 from recipes.planning.cost.training_setup import TrainingSetup
@@ -42,6 +50,26 @@ def test_short_steps_take_as_long_as_their_host_needs():
     assert error(short) < 0.2
     assert error(short, {"hook": 0.0}) > 0.4
     assert error(short, {"launch": 0.0}) > 0.2
+
+
+def test_each_pass_waits_for_its_own_launches():
+    """A backward pass with much to compute does not make up for a forward pass that the host holds up."""
+    kind, sharded = llama().layer_kinds[0], replace(BASE, zero_stage=3)
+    known = replace(constants("H100"), gap=0.0)
+
+    def launch(setup, **changes):
+        return layer_seconds(kind, llama(), setup, H100.gpu, replace(known, **changes)).launch
+
+    assert launch(sharded, hook=0.0) == 0.0  # with 4,096 tokens the GPU is busy for longer
+    slow = 10.0  # seconds per module: nothing else counts
+    modules = hooked_modules(kind, sharded)
+    assert launch(sharded, hook=slow) == pytest.approx((1 + BACKWARD_HOOKS) * slow * modules, rel=0.01)
+    again = replace(sharded, gradient_checkpointing=True)
+    assert launch(again, hook=slow) == pytest.approx((2 + BACKWARD_HOOKS) * slow * modules, rel=0.01)
+    # So slow that a forward pass has to wait, and a backward pass, which computes twice as much, does not.
+    forward = layer_seconds(kind, llama(), sharded, H100.gpu, known)
+    busy = (forward.matmul + forward.attention + forward.elementwise) / 3
+    assert 0 < launch(sharded, hook=1.3 * busy / modules) < 0.5 * busy
 
 
 def test_consumer_gpus_reach_more_of_their_datasheet():

@@ -257,6 +257,8 @@ class PublishedRow:
             return f"the planner does not know the GPU {self.gpu or 'that is not named'}"
         if not self.network_stated and self.cluster.nodes > 1:
             return "the network between its nodes is not stated"
+        if "autocast" in self.states:
+            return "autocast converts fp32 weights at each use"
         why = self.why_memory_is_not_planned
         return None if why and why.startswith("all of DeepSpeed's") else why
 

@@ -96,17 +96,18 @@ def layer_seconds(
     part = moved if setup.selective else 0.0
     if setup.recomputes_feed_forward:
         part = feed_forward_share(kind) * (forward + moved)
-    busy = matmul + attention + attention_backward + 3 * moved + 2 * weights + again * once + part
+    back = matmul - forward + attention_backward + 2 * moved + weights + part
     passes = 3 + again
     experts = experts_on_rank(kind, setup)
-    host = host_seconds(kind, setup, constants, experts)
+    ahead, behind = host_seconds(kind, setup, constants, experts)
+    idle = (1 + again) * max(0.0, ahead - once) + max(0.0, behind - back)
     waiting = waiting_seconds(experts, _expert_product(kind, tokens, setup, gpu, constants), setup, constants)
     return ComputeSeconds(
         matmul=matmul,
         attention=attention + attention_backward,
         elementwise=3 * moved + 2 * weights,
         recomputation=again * once + part,
-        launch=passes * (constants.gap + waiting) + max(0.0, passes * host - busy),
+        launch=passes * (constants.gap + waiting) + idle,
     )
 
 
