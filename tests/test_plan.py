@@ -79,7 +79,7 @@ def test_the_json_is_what_the_contract_says(answer):
 def test_the_table_names_the_best_first_and_its_command(capsys):
     assert plan.main(["llama3-8b", *EIGHT, "--explain"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("llama3-8b (8.03B), full, sequences of 4,096 tokens, on 8 x H100")
+    assert shown.startswith("llama3-8b (meta-llama/Llama-3.1-8B-Instruct, 8.03B), full, 64 sequences of 4,096 tokens")
     command = shown.strip().splitlines()[-1]
     assert command.startswith("python scripts/launch.py llama3-8b full --gpus 8")
     assert "does not fit" in shown and "free" in shown and "A checkpoint takes 132 GiB" in shown

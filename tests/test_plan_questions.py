@@ -39,7 +39,7 @@ QUESTIONS = re.findall(
     re.MULTILINE,
 )
 SAID = (
-    "llama3-8b (8.03B), qlora",
+    "llama3-8b (meta-llama/Llama-3.1-8B-Instruct, 8.03B), qlora",
     "GPU with 8 GiB (assumed to be as fast as RTX 4060)",
     "Dollars: 1.86 per hour, on demand, 2026-09",
     "Dollars: 2.50 per hour, as you say.",
@@ -159,6 +159,68 @@ def test_a_deadline_takes_the_fewest_nodes(answer):
 def test_a_bare_gpu_fills_a_node_first(answer):
     found = answer("llama3-8b", "--method", "lora", "--gpu", "H100", "--tokens", "200M", "--deadline", "2h")
     assert (found["hardware"]["gpus_per_node"], found["hardware"]["nodes"]) in {(2, 1), (4, 1), (8, 1)}
+
+
+def test_gpus_of_a_node_that_are_given_stay(answer):
+    words = ("llama3-8b", "--gpu", "H100", "--gpus", "4", "--tokens", "2B", "--deadline", "8h")
+    found = answer(*words)["hardware"]
+    assert found["gpus_per_node"] == 4 and found["nodes"] > 1
+    assert answer(*[word for word in words if word not in ("--gpus", "4")])["hardware"]["gpus_per_node"] == 8
+
+
+@pytest.mark.parametrize("room", [1.01, 2.0])
+def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
+    words = ("llama3-8b", "--gpu", "p5.48xlarge", "--tokens", "2B")
+    (taken, slowest) = (
+        2e9 / (8 * speed) / 3600
+        for one in answer(*words)["plans"][:1]
+        for speed in (one["tokens_per_second_per_gpu"], one["tokens_per_second_per_gpu_range"][0])
+    )
+    assert plan.main([*words, "--deadline", f"{room * taken:.3f}h"]) == 0
+    said = capsys.readouterr().out
+    assert f"The fewest that end within {room * taken:.1f} h: 8 GPUs (1 x 8), in {taken:.1f} h" in said
+    assert (f"but up to {slowest:.1f} h by the range" in said) == (room == 1.01)
+
+
+# What a person should know.
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("llama3-8b", *EIGHT), "full, 64 sequences of 4,096 tokens per step, on 8 x H100"),
+        (("llama3-8b", "dpo_lora", *EIGHT), " pairs of sequences of "),
+        (("llama3-8b", "--gpu", "H100", "--gpus", "3"), "global_batch_size=66, not 64, gives every GPU as many"),
+        (("qwen3-8b", "--gpu", "4090"), "171 GiB of host memory per node, which is not checked: give --host-memory."),
+        (("llama3-8b", "grpo", "--gpu", "A100-80GB"), "Speeds are of training alone"),
+        (("qwen3-8b", "--gpu", "4090"), "By other methods, tokens/s/GPU and memory: --method lora: "),
+        (
+            ("llama3-405b", *EIGHT, "--nodes", "8", "layout.tensor=8", "layout.pipeline=8", "--explain"),
+            "Most of a GPU's",
+        ),
+        (("qwen3-4b", "lora", "--gpu", "g6e.12xlarge", "--gpus", "2", "--tokens", "9M"), "Dollars: 10.49 per hour"),
+        (("qwen3-4b", "lora", "--gpu", "H100", "--tokens", "1M"), "0.0"),
+        (("qwen3-14b", "--which-gpu"), "A billion tokens are assumed: give --tokens"),
+        (("qwen3-14b", "--which-gpu", "--tokens", "20M"), "--tokens 20M"),
+        (("qwen3-14b", "--which-gpu"), "1 x p6-b200.48xlarge (8 x B200)"),
+        (("llama3-8b", "--gpu", "4090", "--host-memory", "64G", "--sequence-length", "2k"), "of 2,048 tokens per step"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
+)
+def test_an_answer_says_what_it_takes_for_granted(words, said, capsys):
+    assert plan.main(words) in (0, 1)
+    assert said in capsys.readouterr().out
+
+
+def test_what_is_known_or_small_is_not_remarked_on(capsys):
+    assert plan.main(["llama3-8b", "lora", *EIGHT, "--host-memory", "1800"]) == 0
+    said = capsys.readouterr().out
+    assert not [words for words in ("not checked", "as many", "training alone", "nearest recipe") if words in said]
+
+
+def test_of_two_gpus_with_as_much_memory_the_cheaper_one_is_smaller():
+    request = asked("llama3-70b", "qlora", "H100", 1)
+    assert which_gpu.smallest(request, Workload(1e9)).cluster.instance == "a2-ultragpu-1g"
 
 
 # The longest sequence.
@@ -318,6 +380,13 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "--tokens", "1.2.3"): "--tokens 1.2.3: must be a number",
     ("llama3-8b", *EIGHT, "--tokens", "1B", "epochs=3"): "--tokens 1B and epochs=...: give one of them",
     ("llama3-8b", *EIGHT, "data.path=nobody/none"): "data.path=nobody/none: cannot be counted here",
+    ("llama3-8b", *EIGHT, "data.path=none.jsonl"): "data.path=none.jsonl: no such file.",
+    ("llama3-8b", *EIGHT, "data.path=/dev/null"): "data.path=/dev/null: cannot be counted here",
+    ("llama3-8b", *EIGHT, "--price", "2,50", "--tokens", "1B"): "--price 2,50: write a point for the comma: 2.50.",
+    ("llama3-8b", "--gpu", "8xH100"): "--gpu H100 --gpus 8.",
+    ("llama3-8b", *EIGHT, "--tokens", "2B", "--deadline", "1m"): "nodes of H100 ends within 1 min.",
+    ("qwen3-30b-a3b", *EIGHT): "There is nemotron_h-30b-a3b and qwen3_moe-30b-a3b.",
+    ("llama3-8b", "three_d", *EIGHT): "use layout.tensor=2 or --gpus 8 --nodes 4.",
     ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "30", "--price", "40"): "two prices for a node, 30 and 40",
     (
         "llama3-8b",
@@ -360,6 +429,30 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys):
     assert main.run("plan", words) == 2
     said = capsys.readouterr().err
     assert MISTAKES[words] in said and said.startswith("plan.py: ") and len(said.strip().splitlines()) <= 2, said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sequencelength", "4096"], "--sequencelength: no such option; did you mean --sequence-length?"),
+        (["--seq_len", "4096"], "--seq_len: no such option; did you mean --sequence-length?"),
+        (["--tokns=1B"], "--tokns: no such option; did you mean --tokens?"),
+        (["--gpus", "eight"], "--gpus eight: must be a whole number."),
+        (["--host-memory", "64Q"], "--host-memory: 64Q is no size in GiB, such as 64; see plan.py --help."),
+        (["--sequence-length", "long"], "long is no number of tokens, such as 4096 or 4k; see plan.py --help."),
+        (["--frobnicate"], "--frobnicate: no such option; plan.py --help lists the options."),
+    ],
+)
+def test_a_misspelled_option_is_answered_in_a_line(words, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        main.run("plan", ["llama3-8b", "--gpu", "H100", *words])
+    assert end.value.code == 2 and capsys.readouterr().err.endswith(f"{said}\n")
+
+
+def test_an_empty_file_has_no_tokens(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match=r"empty\.jsonl: holds no text to train on; give --tokens"):
+        plan.main(["llama3-8b", *EIGHT, f"data.path={tmp_path}/empty.jsonl"])
 
 
 def test_two_prices_are_refused_whatever_they_are():

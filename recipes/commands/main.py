@@ -141,7 +141,7 @@ class Parser(argparse.ArgumentParser):
     def _in_words(self, message: str) -> str:
         """Return argparse's complaint as one of ours."""
         if unknown := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
-            near = get_close_matches(unknown[1].replace("_", "-"), self._option_string_actions, n=1)
+            near = get_close_matches(unknown[1].replace("_", "-"), self._option_string_actions, n=1, cutoff=0.65)
             hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the options."
             return f"{unknown[1]}: no such option; {hint}"
         if wrong := re.match(r"argument (\S+): invalid (int|float) value: '(.*)'", message):

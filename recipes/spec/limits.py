@@ -15,6 +15,8 @@ from .layout import gradient_accumulation_steps
 from .optimization import combinations
 from .recipe import Layout, Recipe
 
+NODE = 8
+"""GPUs of a node that has as many as usual."""
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "tensor": {
         **dict.fromkeys(("bloom", "gpt2"), "its queries, keys and values are one matrix, not cut by heads"),
@@ -162,10 +164,15 @@ def suggestions(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> list[st
     multiple = math.lcm(_model_parallel_size(recipe.layout), recipe.layout.expert)
     below = max(1, world_size // multiple) * multiple
     world_sizes = {below, (world_size // multiple + 1) * multiple} - {world_size}
-    found += [f"--gpus {size}" for size in sorted(world_sizes) if limit(recipe, size, file) is None]
+    found += [_gpus(size) for size in sorted(world_sizes) if limit(recipe, size, file) is None]
     if recipe.layout.pipeline > 1 and limit(recipe, world_size, DeepSpeedFile(stage=1)) is None:
         found.append("deepspeed=pipeline.json")
     return found
+
+
+def _gpus(count: int) -> str:
+    """Return so many GPUs as they are typed: those of a node, and how many nodes."""
+    return f"--gpus {count}" if count < 2 * NODE or count % NODE else f"--gpus {NODE} --nodes {count // NODE}"
 
 
 def nearest(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Layout:

@@ -177,7 +177,9 @@ def find(recipe: str, variant: str) -> Recipe:
             raise UserError(f"{name} comes in several sizes; choose one of: {_sizes(module)}.")
         size = next(iter(module.SIZES))
     if size not in module.SIZES:
-        raise UserError(_unknown(f"size of {name}", size, list(module.SIZES)))
+        elsewhere = [f"{other}-{size}" for other in families() if size in page(other).SIZES]
+        hint = f"\nThere is {' and '.join(elsewhere)}." if elsewhere else ""
+        raise UserError(_unknown(f"size of {name}", size, list(module.SIZES)) + hint)
     if variant not in variants(module):
         if variant.startswith("qlora") and any("experts" in key for key in module.SIZES[size].config):
             raise UserError(

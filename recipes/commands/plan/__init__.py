@@ -31,7 +31,7 @@ or a deadline that nothing meets.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -68,9 +68,8 @@ def main(words: Sequence[str] | None = None) -> int:
     else:
         if remark:
             print(remark)
-        table.show(request, result, console(), arguments.explain, work)
-        if arguments.longest and result.best:
-            print(f"\n{longest.sentence(request)}")
+        remarks = _remarks(arguments, request, result, work)
+        table.show(request, result, console(), arguments.explain, work, remarks)
         asked = any(asked_layout.is_pinned(key) for key in overrides.keys_of(arguments.overrides))
         if asked and (rank := asked_layout.rank(request, result)):
             print(f"\n{rank}")
@@ -86,6 +85,20 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _remarks(
+    arguments: argparse.Namespace, request: PlanRequest, result: SearchResult, work: Workload | None
+) -> Iterator[str]:
+    """Yield what is to be said of the best plan: what was looked for, and what other methods reach."""
+    if result.best is None:
+        return
+    if arguments.longest:
+        yield longest.sentence(request)
+    if arguments.deadline and work:
+        yield deadline.sentence(result.best, work, workload.deadline(arguments.deadline))
+    if others := suggestions.other_methods(request):
+        yield others
+
+
 def answer(
     arguments: argparse.Namespace, request: PlanRequest, work: Workload | None
 ) -> tuple[PlanRequest, SearchResult]:
@@ -98,7 +111,7 @@ def answer(
         hours = workload.deadline(arguments.deadline)
         if work is None or arguments.longest:
             raise UserError("--deadline: how much is to be trained? Add --tokens 500M, or data.path=... epochs=3.")
-        return deadline.in_time(request, work, hours)
+        return deadline.in_time(request, work, hours, larger_nodes=arguments.gpus is None)
     return longest.longest(request) if arguments.longest else (request, strategies.search(request))
 
 

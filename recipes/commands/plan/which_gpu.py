@@ -9,7 +9,7 @@ from rich.console import Console
 from ...planning.hardware.cluster import Cluster
 from ...planning.hardware.gpus import GPUS
 from ...planning.search import strategies, which_gpu
-from ...planning.search.run_cost import Workload
+from ...planning.search.run_cost import Workload, in_words
 from ...planning.search.which_gpu import Choice
 from ...planning.show import hardware, table
 from ...spec.errors import UserError
@@ -52,8 +52,11 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
         return 0
     console.print(f"{table.asked(on_first)}, {work.tokens:,.0f} tokens")
     console.print(hardware.table(shown, least, work))
+    console.print("\nSmallest: the fewest GPUs, of those the ones with the least memory.")
     for note in table.cost_notes(first.plan, work):
         console.print(f"\n{note}")
+    if arguments.tokens is None and not work.about:
+        console.print("\nA billion tokens are assumed: give --tokens, or data.path and epochs.")
     console.print(f"\n{_more(arguments, first)}", soft_wrap=True)
     return 0
 
@@ -62,7 +65,8 @@ def _more(arguments: argparse.Namespace, first: Choice) -> str:
     """Return the command that shows all plans on the first choice."""
     nodes = ["--nodes", str(first.cluster.nodes)] if first.cluster.nodes > 1 else []
     place = ["--gpu", first.cluster.instance or first.cluster.gpu.name, *nodes]
-    words = [arguments.model, *arguments.overrides, "--method", arguments.method, *place]
+    much = ["--tokens", arguments.tokens] if arguments.tokens else []
+    words = [arguments.model, *arguments.overrides, "--method", arguments.method, *place, *much]
     return f"{command('plan')} {shlex.join(words)}"
 
 
@@ -77,5 +81,5 @@ def _nothing(
         return f"{arguments.model} fits on no hardware of the catalogue, whatever the deadline."
     return (
         f"--deadline {arguments.deadline}: nothing meets it with up to {which_gpu.NODES[-1]} nodes; of those with a "
-        f"price the nearest is {near.cluster.nodes} x {near.cluster.instance}, {near.hours:,.1f} hours."
+        f"price the nearest is {near.cluster.nodes} x {near.cluster.instance}, {in_words(near.hours)}."
     )

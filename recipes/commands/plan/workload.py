@@ -94,6 +94,8 @@ def tokens_of(recipe: Recipe) -> float:
         UserError: the data is not local text, or is not in a form that the method reads.
     """
     lengths = [_characters(example) for file in _files(recipe) for example in _examples(file, recipe)]
+    if not sum(lengths):
+        raise UserError(f"data.path={' '.join(names(recipe.data.path))}: holds no text to train on; give --tokens.")
     share = min(1.0, (recipe.data.max_examples or len(lengths)) / max(1, len(lengths)))
     return max(1.0, share * sum(lengths) / CHARACTERS)
 
@@ -104,6 +106,8 @@ def _files(recipe: Recipe) -> Iterator[Path]:
         files = sorted(each for each in path.iterdir() if each.is_file()) if path and path.is_dir() else [path]
         readable = (*text_files.SUFFIXES, text_files.PLAIN)
         local = [file for file in files if file and file.suffix in readable and file.suffix not in text_files.COLUMNAR]
+        if path is None and (name.startswith(("/", ".", "~")) or Path(name).suffix in readable):
+            raise UserError(f"data.path={name}: no such file.")
         if not local:
             raise UserError(
                 f"data.path={name}: cannot be counted here, only local .jsonl, .json, .csv and .txt; give --tokens."

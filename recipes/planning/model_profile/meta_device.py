@@ -9,6 +9,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -119,6 +120,8 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
             model = AutoModelForCausalLM.from_config(known, dtype=torch.bfloat16, attn_implementation=attention)
     except Exception as error:  # of any kind: whatever a model's class finds wrong with its dimensions
         why = " ".join(str(error).split())[:200]
+        if "Unrecognized model" in why:
+            why = f"transformers {version('transformers')} has none of this name; a newer one may have."
         raise UserError(f"{values.get('model_type')}: transformers knows no decoder like this: {why}") from error
     model.config.use_cache = False
     model.config.pad_token_id = None  # models look for it among the tokens, which have no values here

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from ...spec.errors import UserError
 from ..hardware.cluster import Cluster
-from .plans import PlanRequest, SearchResult
-from .run_cost import Workload
+from .plans import Plan, PlanRequest, SearchResult
+from .run_cost import Workload, in_words
 from .strategies import search
 from .suggestions import MOST_NODES
 
@@ -14,15 +14,23 @@ NODE = 8
 """GPUs of a node, where no instance says how many it has."""
 
 
-def in_time(request: PlanRequest, workload: Workload, hours: float) -> tuple[PlanRequest, SearchResult]:
+def in_time(
+    request: PlanRequest, workload: Workload, hours: float, larger_nodes: bool = True
+) -> tuple[PlanRequest, SearchResult]:
     """Return the smallest cluster of the request's GPUs on which the best plan ends in time, and its plans.
+
+    Args:
+        request: with the smallest cluster to take.
+        workload: what is trained.
+        hours: in which it is to end.
+        larger_nodes: whether a node that is no instance may have more GPUs.
 
     Raises:
         UserError: none does; with the one that comes nearest.
     """
     nearest: tuple[float, Cluster] | None = None
     slow: Cluster | None = None
-    for cluster in _growing(request.cluster):
+    for cluster in _growing(request.cluster, larger_nodes):
         result = search(replace(request, cluster=cluster))
         if result.best is None:
             continue
@@ -38,16 +46,25 @@ def in_time(request: PlanRequest, workload: Workload, hours: float) -> tuple[Pla
         )
     taken, cluster = nearest
     raise UserError(
-        f"no cluster of up to {MOST_NODES} nodes of {request.cluster.gpu.name} ends within {hours:g} h.\n"
-        f"The nearest is {cluster.nodes} x {cluster.gpus_per_node} GPUs with {taken:,.1f} hours; a larger "
+        f"no cluster of up to {MOST_NODES} nodes of {request.cluster.gpu.name} ends within {in_words(hours)}.\n"
+        f"The nearest is {cluster.nodes} x {cluster.gpus_per_node} GPUs with {in_words(taken)}; a larger "
         "global_batch_size keeps more GPUs busy."
     )
 
 
-def _growing(cluster: Cluster) -> Iterator[Cluster]:
+def sentence(plan: Plan, workload: Workload, hours: float) -> str:
+    """Return how many GPUs the answer is, and what the range of published runs leaves of it."""
+    taken, cluster = workload.hours(plan), plan.cluster
+    slowest = taken * plan.speed / plan.speed_range[0]
+    late = f", but up to {in_words(slowest)} by the range: take more GPUs to be sure" if slowest > hours else ""
+    gpus = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)} ({cluster.nodes} x {cluster.gpus_per_node})"
+    return f"The fewest that end within {in_words(hours)}: {gpus}, in {in_words(taken)}{late}."
+
+
+def _growing(cluster: Cluster, larger_nodes: bool) -> Iterator[Cluster]:
     """Yield ever larger clusters: more GPUs in a node that is no instance, then twice as many nodes, and so on."""
     each = cluster.gpus_per_node
-    while not cluster.instance and cluster.nodes == 1 and each < NODE:
+    while larger_nodes and not cluster.instance and cluster.nodes == 1 and each < NODE:
         yield replace(cluster, gpus_per_node=each)
         each *= 2
     nodes = cluster.nodes

@@ -33,7 +33,9 @@ def sentence(request: PlanRequest) -> str:
     """Return what the answer means, given the request that `longest` has returned."""
     length = request.recipe.sequence_length
     most = positions(request.recipe.model.config)
-    why = "the model has no more positions" if length + STEP > most else "to about 6 %"
+    why = "to about 6 %; with longer ones the high value of the range would not fit"
+    if length + STEP > most:
+        why = "the model has no more positions"
     return f"The longest sequence that fits has {length:,} tokens ({why})."
 
 

@@ -35,6 +35,10 @@ SIZES = {
 """Keys of a config.json: the name that GPT-2's and BLOOM's use, and a maximum that no model comes near."""
 
 
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Of these, every decoder's file has some."""
+
+
 def find(name: str, method: str, to_launch: bool = False) -> Recipe:
     """Return the recipe that trains a model with a method, with the model's dimensions.
 
@@ -185,6 +189,8 @@ def check_sizes(config: Mapping[str, Any], name: str) -> None:
     Raises:
         UserError: names the file, the key and its value.
     """
+    if not any(name in config for key in NEEDED for name in (key, SIZES[key][0])):
+        raise UserError(f"{name}: has none of {', '.join(NEEDED)}: is this the whole config.json?")
     for key, (other, most) in SIZES.items():
         value = config.get(key, config.get(other))
         if isinstance(value, list | None):  # one value per layer: transformers knows whether that is allowed

@@ -12,6 +12,11 @@ HOPELESS = 50.0
 """Interruptions within one interval between checkpoints, on average, from which on a run makes no progress."""
 
 
+def in_words(hours: float) -> str:
+    """Return a time as people say it: `40 min`, `4.6 h`."""
+    return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
+
+
 @dataclass(frozen=True)
 class Workload:
     """How much is to be trained, and what nodes cost."""

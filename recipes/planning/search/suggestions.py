@@ -17,6 +17,8 @@ MOST_GPUS = 8
 """Of one node that is no instance."""
 TILES = ("tiled_loss=true", "tiled_mlp=true")
 OFFLOADED = ("activation_offloading=true",)
+FEW_GPUS = 64
+"""Up to which other methods are searched, too: that takes tenths of a second each."""
 NARROW = ("layout.tensor", "layout.pipeline", "layout.sequence", "layout.expert", "micro_batch_size")
 """Settings of the user's that leave a plan little room."""
 SHORTEST = 512
@@ -62,6 +64,16 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
     yield from _methods(request)
     yield from _less_at_once(request)
     yield from _more_hardware(request)
+
+
+def other_methods(request: PlanRequest) -> str | None:
+    """Return what `METHODS` other than the request's would reach; None for other variants, and for many GPUs."""
+    if request.recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS:
+        return None
+    requests = {name: with_method(request, name) for name in METHODS if name != request.recipe.variant}
+    found = {name: other and search(other).best for name, other in requests.items()}
+    said = [f"--method {name}: {best.speed:,.0f}, {best.gpu_gib:.1f} GiB" for name, best in found.items() if best]
+    return f"By other methods, tokens/s/GPU and memory: {'; '.join(said)}." if said else None
 
 
 def _methods(request: PlanRequest) -> Iterator[str]:
@@ -146,6 +158,8 @@ def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
     What the user has set stays, but for what the present variant is; None where the other does not go with it.
     """
     recipe, page = request.recipe, pages.find(pages.typed(request.recipe), request.recipe.variant)
+    if variant not in pages.variants(pages.page_of(recipe)):
+        return None
     other = pages.find(pages.typed(recipe), variant)
     other = replace(
         other,

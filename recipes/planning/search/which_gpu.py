@@ -1,5 +1,6 @@
 """On which hardware of the catalogue a model can be trained: the smallest, and what each that has a price costs."""
 
+import math
 from dataclasses import dataclass, replace
 
 from ..hardware.cluster import Cluster, of_instance
@@ -37,7 +38,7 @@ class Choice:
 
 
 def smallest(request: PlanRequest, workload: Workload, hours: float | None = None) -> Choice | None:
-    """Return the hardware of the fewest GPUs, and of those the one with the least memory, on which a run fits.
+    """Return the hardware of the fewest GPUs, of those with the least memory, of those the cheapest, where a run fits.
 
     Args:
         request: whose cluster is ignored.
@@ -45,7 +46,12 @@ def smallest(request: PlanRequest, workload: Workload, hours: float | None = Non
         hours: in which it is to end; None: however long it takes.
     """
     nodes = [*(Cluster(gpu, host_memory_gib=DESKTOP_HOST) for gpu in DESKTOP), *map(of_instance, INSTANCES)]
-    ordered = sorted(nodes, key=lambda one: (one.gpus, one.gpu.memory_gib, bool(one.instance), one.host_memory_gib))
+
+    def size(one: Cluster) -> tuple[float, ...]:
+        price = workload.prices.per_hour(one) or math.inf
+        return one.gpus, round(one.gpu.memory_gib), bool(one.instance), price, one.host_memory_gib
+
+    ordered = sorted(nodes, key=size)
     for count in NODES:
         slow = []
         for one in ordered:

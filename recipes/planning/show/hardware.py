@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ..hardware.cluster import Cluster
 from ..search.run_cost import Workload
 from ..search.which_gpu import Choice
 from .table import cost, hardware_in_words, layout_in_words
@@ -22,7 +23,7 @@ def rows(choices: Sequence[Choice], least: Choice | None) -> list[Choice]:
 def table(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> Table:
     """Return the choices as a table, the cheapest first."""
     result = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "hardware", "config", "layout", "GPU", "host GiB", "tokens/s", "$/hour", "hours", "dollars"):
+    for name in ("", "hardware", "config", "layout", "GPU full", "host GiB", "tokens/s", "$/hour", "hours", "dollars"):
         left = name in ("", "hardware", "config", "layout")
         result.add_column(name, justify="left" if left else "right", no_wrap=True)
     for choice in shown:
@@ -30,7 +31,7 @@ def table(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> 
         hourly = workload.prices.per_hour(cluster)
         result.add_row(
             ", ".join(names(choice, shown, least)),
-            f"{cluster.nodes} x {cluster.instance}" if cluster.instance else hardware_in_words(cluster),
+            _in_words(cluster),
             plan.recipe.deepspeed.removesuffix(".json"),
             layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
             f"{plan.share:.0%}",
@@ -40,6 +41,12 @@ def table(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> 
             *cost(plan, workload),
         )
     return result
+
+
+def _in_words(cluster: Cluster) -> str:
+    if not cluster.instance:
+        return hardware_in_words(cluster)
+    return f"{cluster.nodes} x {cluster.instance} ({cluster.gpus_per_node} x {cluster.gpu.name})"
 
 
 def names(choice: Choice, shown: Sequence[Choice], least: Choice | None) -> list[str]:

@@ -1,8 +1,8 @@
 """A search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
 
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -105,21 +105,30 @@ def command(recipe: Recipe, cluster: Cluster) -> str:
 
 
 def show(
-    request: PlanRequest, result: SearchResult, console: Console, explain: bool, workload: Workload | None = None
+    request: PlanRequest,
+    result: SearchResult,
+    console: Console,
+    explain: bool,
+    workload: Workload | None = None,
+    remarks: Iterable[str] = (),
 ) -> None:
-    """Print the answer: the table, the best plan's memory as a bar, its reasons and its command."""
-    console.print(f"{asked(request)}, on {hardware_in_words(request.cluster)}")
+    """Print the answer: the table, the best plan's memory as a bar, its reasons, remarks on it and its command."""
     possible = [*result.plans, *result.tight]
     plans = [*shown(possible), *(result.rejected if explain or not possible else ())]
+    planned = replace(request, recipe=plans[0].recipe) if plans else request
+    console.print(f"{asked(planned)}, on {hardware_in_words(request.cluster)}")
     console.print(_table(plans, workload))
     if result.best is None:
+        for number, plan in enumerate(plans if explain else (), start=1):
+            console.print(f"\n{number}. {why(request, plan)}")
         return
     for line in bar(result.best):
         console.print(line)
     for number, plan in enumerate(plans if explain else plans[:1], start=1):
         rank = f" Behind the first: {behind(plan, plans[0])}." if number > 1 and not plan.shortfalls else ""
         console.print(f"\n{f'{number}. ' if explain else ''}{why(request, plan)}{rank}")
-    for note in (*notes(result.best), *(cost_notes(result.best, workload) if workload else ())):
+    costs = cost_notes(result.best, workload) if workload else ()
+    for note in (*notes(request, result.best), *costs, *remarks):
         console.print(f"\n{note}")
     console.print(f"\n{command(result.best.recipe, request.cluster)}", soft_wrap=True)
 
@@ -133,12 +142,20 @@ def shown(plans: Sequence[Plan]) -> list[Plan]:
     return first
 
 
-def notes(plan: Plan) -> Iterator[str]:
+def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """Yield what else a person should know of a plan."""
     batch, gpus = plan.recipe.global_batch_size, plan.setup.world_size
     (low, high), (slow, fast) = plan.gpu_gib_range, plan.speed_range
     speeds = f"{slow:,.0f} to {fast:,.0f} tokens/s/GPU"
     yield f"Range, by published runs of its kind: {low:,.0f} to {high:,.0f} GiB, {speeds}."
+    if plan.setup.offload_optimizer != "none" and not plan.cluster.host_memory_gib:
+        yield f"That takes {plan.host_gib:,.0f} GiB of host memory per node, which is not checked: give --host-memory."
+    if batch != (before := request.recipe.global_batch_size):
+        yield f"global_batch_size={batch}, not {before}, gives every GPU as many sequences: each step learns from more."
+    if plan.recipe.writes_answers:
+        yield "Speeds are of training alone: the answers that it learns from are written before each step."
+    if not _is_known(plan.recipe):
+        yield f"Data, rates and batch are those of {pages.typed(plan.recipe)}, the nearest recipe: see that they suit."
     if plan.checkpoint_gib > LARGE_CHECKPOINT:
         kept = plan.recipe.keep_checkpoints
         yield f"A checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} of them are kept."
@@ -176,12 +193,20 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
 
 
 def asked(request: PlanRequest) -> str:
-    """Return what is planned, without the hardware: model, method and sequence length."""
+    """Return what is planned, without the hardware: model, method, batch and sequence length."""
     recipe = request.recipe
-    known = pages.find(pages.typed(recipe), recipe.variant).model.path == recipe.model.path
-    name = pages.typed(recipe) if known else recipe.model.path
     parameters = pages.human(request.profile.parameters)
-    return f"{name} ({parameters}), {recipe.variant}, sequences of {recipe.sequence_length:,} tokens"
+    name = f"{pages.typed(recipe)} ({recipe.model.path}, {parameters})"
+    if not _is_known(recipe):
+        name = f"{recipe.model.path} ({parameters})"
+    what = "pairs of sequences" if recipe.traits.sequences == 2 else "sequences"
+    step = f"{recipe.global_batch_size} {what} of {recipe.sequence_length:,} tokens per step"
+    return f"{name}, {recipe.variant}, {step}"
+
+
+def _is_known(recipe: Recipe) -> bool:
+    """Return whether the model is the recipe's own; otherwise it has borrowed the recipe."""
+    return pages.find(pages.typed(recipe), recipe.variant).model.path == recipe.model.path
 
 
 def hardware_in_words(cluster: Cluster) -> str:
@@ -219,7 +244,10 @@ def _table(plans: list[Plan], workload: Workload | None) -> Table:
 def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
     """Return the cells of a plan's hours and dollars."""
     hours, dollars = workload.hours(plan), workload.dollars(plan)
-    return f"{hours:,.1f}", "-" if dollars is None else f"{dollars:,.2f}" if dollars < 100 else f"{dollars:,.0f}"
+    return (
+        f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}",
+        "-" if dollars is None else f"{dollars:,.2f}" if dollars < 100 else f"{dollars:,.0f}",
+    )
 
 
 def _checkpointing(how: Checkpointing) -> str:
