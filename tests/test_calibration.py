@@ -34,9 +34,12 @@ def held_out(change_setup=lambda setup: setup, without=()) -> dict[str, list[tup
     return pairs
 
 
-def holds(pairs) -> bool:
-    together = calibrate.score([pair for each in pairs.values() for pair in each])
-    return together.rank >= RANK and all(calibrate.score(each).error <= ERROR for each in pairs.values())
+def is_noticed(pairs) -> bool:
+    """Whether the mean error of some table is larger by more than a point than with everything right."""
+    right = held_out()
+    return any(
+        calibrate.score(each).error > calibrate.score(right[table]).error + 0.01 for table, each in pairs.items()
+    )
 
 
 def test_published_tables_that_nothing_was_fitted_on_are_predicted():
@@ -57,7 +60,7 @@ def test_published_tables_that_nothing_was_fitted_on_are_predicted():
 
 @pytest.mark.parametrize("term", ["matmul", "attention", "elementwise", "recomputation", "tensor", "zero"])
 def test_a_missing_term_is_noticed(term):
-    assert not holds(held_out(without=[term]))
+    assert is_noticed(held_out(without=[term]))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_a_missing_term_is_noticed(term):
     ],
 )
 def test_a_different_setup_is_noticed(change):
-    assert not holds(held_out(change))
+    assert is_noticed(held_out(change))
 
 
 def test_the_tables_name_their_sources():

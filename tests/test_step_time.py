@@ -13,6 +13,7 @@ from recipes.planning.cost.roofline import model_flops
 from recipes.planning.cost.stage_shards import stage_ranges
 from recipes.planning.cost.step_time import StepTime, step_time
 from recipes.planning.cost.training_setup import TrainingSetup
+from recipes.planning.cost.zero_traffic import zero_traffic
 from recipes.planning.hardware.cluster import Cluster, cluster
 from recipes.planning.hardware.gpus import find
 from recipes.spec.layout import bubble, rank_position
@@ -211,6 +212,23 @@ def test_more_work_is_never_faster(setup):
     assert step_time(llama(), replace(setup, sequence_length=2 * setup.sequence_length), here).seconds > seconds
     assert step_time(llama(layers=40), setup, here).seconds > seconds
     assert step_time(llama(), replace(setup, gradient_checkpointing=True), here).seconds >= seconds
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_collectives_take_as_long_as_their_bytes(stage, micro_batches):
+    """An all-reduce passes its bytes twice: what `zero_traffic` counts, which profiles of ranks confirm."""
+    known = replace(constants("H100"), latency=0.0, hook=0.0)
+    setup = TrainingSetup(
+        8, zero_stage=stage, overlap_comm=False, gradient_accumulation_steps=micro_batches, kept_weights=0
+    )
+    one = cluster("H100", 8)
+    model = llama()
+    total = model.parameters
+    sent = zero_traffic(stage, total, total, 2, micro_batches, kept=0)
+    passed = sum(size * (2 if kind == "all-reduce" else 1) for kind, size in sent.items()) * 7 / 8
+    seconds = passed / (one.gpu.link_gbs * 1e9 * known.link)
+    assert step_time(model, setup, one, known).zero == pytest.approx(seconds, rel=0.02)
 
 
 def test_zero_3_gathers_once_what_it_still_holds():

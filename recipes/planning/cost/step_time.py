@@ -257,10 +257,11 @@ def _zero_seconds(stage: _StageTime, setup: TrainingSetup, cluster: Cluster, kno
         weights = _weight_bytes(setup) * stage.parameters
         forward, backward = (communication.gather(weights, one, cluster, known, stage.layers) for one in (group, near))
         return forward + _gathered_again(stage.parameters, setup) * backward + reduced, 0.0
+    # An all-reduce of gradients, which is twice that: at stage 2 in every backward pass, otherwise after the last one;
+    # then, with ZeRO, the weights that each rank has updated.
     if setup.zero_stage == 2:
-        return reduced, reduced
-    # Once per step, after the last micro-batch's backward pass.
-    return 0.0, 2 * reduced
+        return 2 * reduced, reduced
+    return 0.0, (3 if setup.zero_stage else 2) * reduced
 
 
 def _gathered_again(parameters: float, setup: TrainingSetup) -> float:
