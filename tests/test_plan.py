@@ -38,6 +38,9 @@ KEYS = {
 }
 
 
+SIZE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
 @pytest.fixture
 def config_json(tmp_path):
     """Return a function that writes a model's config.json and gives its path."""
@@ -206,6 +209,13 @@ def test_fixed_settings_are_kept(answer):
     assert found["model"]["global_batch_size"] == 128
 
 
+def test_a_model_of_ones_own_borrows_a_recipe_and_is_told_so(config_json, capsys):
+    assert plan.main([config_json(), *EIGHT]) == 0
+    said = capsys.readouterr().out
+    assert "Data, rates and batch are those of llama3-8b, the nearest recipe" in said
+    assert "By other methods" not in said  # which takes seconds for a model that is not profiled yet
+
+
 def test_a_config_json_is_as_good_as_a_recipe(answer, config_json):
     page, own = answer("llama3-8b", *EIGHT), answer(config_json(), *EIGHT)
     assert own["model"]["parameters"] == page["model"]["parameters"]
@@ -307,6 +317,8 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
             "mamba: has no attention",
         ),
         ({"model_type": "bert", "architectures": ...}, "BertLMHeadModel is not a decoder of the usual shape"),
+        ({"model_type": "foo", "architectures": ...}, "knows no such decoder; a newer one may"),
+        (dict.fromkeys(SIZE_KEYS, ...), "has none of hidden_size, num_hidden_layers, num_attention_heads, vocab_size"),
         ({"model_type": "vit", "architectures": ...}, "vit: transformers knows no decoder like this"),
         ({"model_type": "clip", "architectures": ["CLIPModel"], "text_config": {"a": 1}}, "CLIPModel is not a decoder"),
         ({"text_config": {"hidden_size": 64}}, "its text_config has no model_type"),

@@ -191,6 +191,11 @@ def find(recipe: str, variant: str) -> Recipe:
     return build(module, size, variant)
 
 
+def is_own_model(recipe: Recipe) -> bool:
+    """Return whether a recipe's model is its page's; otherwise the model has borrowed the recipe."""
+    return find(typed(recipe), recipe.variant).model.path == recipe.model.path
+
+
 def choices(recipe: str) -> str:
     """Return the variants and sizes of the page that a person has named, as a sentence.
 

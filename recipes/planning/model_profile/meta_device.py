@@ -121,7 +121,10 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
     except Exception as error:  # of any kind: whatever a model's class finds wrong with its dimensions
         why = " ".join(str(error).split())[:200]
         if "Unrecognized model" in why:
-            why = f"transformers {version('transformers')} has none of this name; a newer one may have."
+            raise UserError(
+                f"model_type={values.get('model_type')}: transformers {version('transformers')} knows no such decoder; "
+                "a newer one may, or name a model that is built alike."
+            ) from error
         raise UserError(f"{values.get('model_type')}: transformers knows no decoder like this: {why}") from error
     model.config.use_cache = False
     model.config.pad_token_id = None  # models look for it among the tokens, which have no values here

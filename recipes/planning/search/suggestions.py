@@ -18,7 +18,7 @@ MOST_GPUS = 8
 TILES = ("tiled_loss=true", "tiled_mlp=true")
 OFFLOADED = ("activation_offloading=true",)
 FEW_GPUS = 64
-"""Up to which other methods are searched, too: that takes tenths of a second each."""
+"""Up to which other methods are searched, too: that takes tenths of a second each; a new model's profile, seconds."""
 NARROW = ("layout.tensor", "layout.pipeline", "layout.sequence", "layout.expert", "micro_batch_size")
 """Settings of the user's that leave a plan little room."""
 SHORTEST = 512
@@ -67,10 +67,11 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
 
 
 def other_methods(request: PlanRequest) -> str | None:
-    """Return what `METHODS` other than the request's would reach; None for other variants, and for many GPUs."""
-    if request.recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS:
+    """Return what `METHODS` other than the request's would reach; None for other variants, or where it takes seconds."""
+    recipe = request.recipe
+    if recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS or not pages.is_own_model(recipe):
         return None
-    requests = {name: with_method(request, name) for name in METHODS if name != request.recipe.variant}
+    requests = {name: with_method(request, name) for name in METHODS if name != recipe.variant}
     found = {name: other and search(other).best for name, other in requests.items()}
     said = [f"--method {name}: {best.speed:,.0f}, {best.gpu_gib:.1f} GiB" for name, best in found.items() if best]
     return f"By other methods, tokens/s/GPU and memory: {'; '.join(said)}." if said else None

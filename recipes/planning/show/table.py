@@ -154,7 +154,7 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
         yield f"global_batch_size={batch}, not {before}, gives every GPU as many sequences: each step learns from more."
     if plan.recipe.writes_answers:
         yield "Speeds are of training alone: the answers that it learns from are written before each step."
-    if not _is_known(plan.recipe):
+    if not pages.is_own_model(plan.recipe):
         yield f"Data, rates and batch are those of {pages.typed(plan.recipe)}, the nearest recipe: see that they suit."
     if plan.checkpoint_gib > LARGE_CHECKPOINT:
         kept = plan.recipe.keep_checkpoints
@@ -197,16 +197,11 @@ def asked(request: PlanRequest) -> str:
     recipe = request.recipe
     parameters = pages.human(request.profile.parameters)
     name = f"{pages.typed(recipe)} ({recipe.model.path}, {parameters})"
-    if not _is_known(recipe):
+    if not pages.is_own_model(recipe):
         name = f"{recipe.model.path} ({parameters})"
     what = "pairs of sequences" if recipe.traits.sequences == 2 else "sequences"
     step = f"{recipe.global_batch_size} {what} of {recipe.sequence_length:,} tokens per step"
     return f"{name}, {recipe.variant}, {step}"
-
-
-def _is_known(recipe: Recipe) -> bool:
-    """Return whether the model is the recipe's own; otherwise it has borrowed the recipe."""
-    return pages.find(pages.typed(recipe), recipe.variant).model.path == recipe.model.path
 
 
 def hardware_in_words(cluster: Cluster) -> str:
