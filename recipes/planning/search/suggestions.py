@@ -67,7 +67,7 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
 
 
 def other_methods(request: PlanRequest) -> str | None:
-    """Return what `METHODS` other than the request's would reach; None for other variants, or where it takes seconds."""
+    """Return what other `METHODS` would reach; None for other variants, and where that would take seconds."""
     recipe = request.recipe
     if recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS or not pages.is_own_model(recipe):
         return None
