@@ -14,7 +14,7 @@ HOPELESS = 50.0
 
 def in_words(hours: float) -> str:
     """Return a time as people say it: `40 min`, `4.6 h`."""
-    return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
+    return f"{hours:,.1f} h" if hours >= 1 else f"{max(1, round(60 * hours))} min"
 
 
 @dataclass(frozen=True)
