@@ -231,6 +231,16 @@ def test_collectives_take_as_long_as_their_bytes(stage, micro_batches):
     assert step_time(model, setup, one, known).zero == pytest.approx(seconds, rel=0.02)
 
 
+@pytest.mark.parametrize(("stage", "per_layer"), [(1, 0.7e-3), (3, 1.2e-3)])
+def test_a_small_models_step_is_launched_weight_by_weight(stage, per_layer):
+    model, one = llama(), cluster("H100", 8)
+    small = step_time(model, TrainingSetup(8, zero_stage=stage), one).optimizer
+    assert small == pytest.approx(per_layer * len(model.layer_order))
+    known = constants("H100")
+    slow = replace(known, memory=known.memory / 1000)
+    assert step_time(model, TrainingSetup(8, zero_stage=stage), one, slow).optimizer > 2 * small  # Adam's memory counts
+
+
 def test_zero_3_gathers_once_what_it_still_holds():
     """A model of a billion parameters is whole at the end of its forward pass, unless that is limited."""
     setup = TrainingSetup(8, zero_stage=3, overlap_comm=False)

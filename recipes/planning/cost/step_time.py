@@ -17,6 +17,10 @@ and conversion to fp32 2 + 4 + 4."""
 CPU_ADAM = 4e9
 """Parameters per second and node that DeepSpeed's CPU Adam updates: ZeRO-Offload, arXiv:2101.06840, table 4 (1 to 10
 billion parameters in 0.22 to 2.57 s on a node with two Xeon 8168)."""
+STEP_LAUNCHES = {"zero3": 1.2e-3, "others": 0.7e-3}
+"""Seconds per decoder layer in which the host launches a step's operations, weight by weight: norms, scales, copies
+(deepspeed 0.19.8, a Llama of 8 and of 16 layers 64 wide, two CPU ranks, time of the process: ZeRO-3 1.1 and 1.2 ms,
+ZeRO-1 0.7 ms)."""
 CPU_STEP = 2.0
 """Times as long as Adam alone takes what DeepSpeed's step does on the host: norm, clipping, conversions and copies too
 (deepspeed 0.19.8, 0.4 billion parameters on one rank with two threads: 2.05 at ZeRO-2, 1.93 at ZeRO-3)."""
@@ -113,6 +117,7 @@ def step_time(
     fetches += 2 * communication.to_host(stage.moved, cluster, known)
     visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
     optimizer, offload, nvme = _optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
+    optimizer = max(optimizer, STEP_LAUNCHES["zero3" if setup.zero_stage == 3 else "others"] * stage.layers)
     return StepTime(
         matmul=micro_batches * compute.matmul,
         attention=micro_batches * compute.attention,
