@@ -11,11 +11,11 @@
     python scripts/plan.py qwen3-8b --method qlora --gpu 4090 --longest
 
 A plan is a file in configs/, a layout, a micro-batch size and whether to checkpoint. Plans that cannot run are left
-out, those that are likely to need more than 95 % of a GPU's memory do not fit, and those of whose kind published runs
-needed up to more than there is are tight: they may run out of memory, and are not recommended. Plans are ranked by
-predicted tokens per second and GPU; a simpler plan is preferred if it reaches 95 % of a more complex one's speed.
-`micro-batch` is the sequences of a forward pass x passes per optimizer step. Planning needs neither a GPU nor the
-weights, and for a recipe not even a network.
+out, those that are likely to need more memory than there is do not fit, and those of whose kind published runs needed
+up to more than there is are tight: they may run out of memory, and are not recommended. Plans are ranked by predicted
+tokens per second and GPU; a simpler plan is preferred if it reaches 95 % of a more complex one's speed, and 90 % where
+that one splits the model. `micro-batch` is the sequences of a forward pass x passes per optimizer step. Planning needs
+neither a GPU nor the weights, and for a recipe not even a network.
 
 --tokens, or data.path and epochs, gives every plan's hours, and dollars where the price is known: list prices of a date
 for the clouds' instances, or --price. --deadline finds how many such GPUs end in time, --which-gpu the cheapest and the
