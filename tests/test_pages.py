@@ -249,7 +249,7 @@ def test_a_page_outside_the_project_is_launched_listed_and_planned_by_its_path(t
     assert answer["model"]["recipe"] == f"{path}-1b" and answer["plans"][0]["fits"]
     assert f"scripts/launch.py {path}-1b lora" in answer["plans"][0]["command"]
     assert plan.main([str(path), "--gpu-memory", "9", "--host-memory", "6"]) == 1
-    assert "--method lora; --nodes " in capsys.readouterr().err, "what else would fit is looked for on the same page"
+    assert "--method lora (" in capsys.readouterr().err, "what else would fit is looked for on the same page"
 
 
 def test_a_page_outside_may_have_the_name_of_one_inside(tmp_path, monkeypatch):
