@@ -157,6 +157,11 @@ def test_ranges_reach_a_publisher_that_was_left_out(monkeypatch):
     assert high == pytest.approx(1.4 * 1.3, rel=0.02) and low == pytest.approx(0.92 / 1.3, rel=0.02)
 
 
+def test_the_ranges_in_use_are_those_of_the_rows():
+    fitted = ranges.fit(published_rows())
+    assert json.loads(FILE.read_text())["ranges"] == fitted, "run python -m recipes.planning.calibration.calibrate"
+
+
 def test_ranges_are_taken_from_the_fitted_share_alone():
     rows = published_rows()
     assert ranges.fit(rows) == ranges.fit([row for row in rows if row.share == "fitted"])

@@ -7,6 +7,7 @@ python -m recipes.planning.calibration.calibrate            # fit, write, report
 python -m recipes.planning.calibration.calibrate --report   # report only
 """
 
+import argparse
 import json
 import math
 import sys
@@ -175,8 +176,11 @@ def report(data: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Fit the constants unless `--report` is given, and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", action="store_true", help="change nothing: only say how far predictions are off")
+    report_only = parser.parse_args(arguments).report
     data = json.loads(FILE.read_text())
-    if "--report" not in arguments:
+    if not report_only:
         published = [run for run in runs() if run.fitted and run.software != "deepspeed"]
         own = [run for run in runs() if run.fitted and run.software == "deepspeed"]
         own += published_runs([row for row in published_rows() if _is_fitted(row)])
