@@ -202,6 +202,24 @@ def test_experts_are_distributed_before_they_reach_a_gpu():
     assert saved == pytest.approx(routed * 7 / 8)
 
 
+def test_zero3_holds_whole_experts_until_the_backward_pass():
+    profile = profile_of("qwen3_moe", "30b-a3b")
+    whole = 2 * sum(layer.expert_parameters for layer in profile.layers)
+
+    def live(moment, **about):
+        setup = TrainingSetup(**{"world_size": 8, "zero_stage": 3, "gradient_checkpointing": False, **about})
+        moments = {each.moment: each.components for each in peak_memory(profile, setup, NODE).moments}
+        return moments[moment]["live_parameters"]
+
+    again = live("backward", gradient_checkpointing=True, kept_weights=0)
+    assert live("backward", kept_weights=0) == pytest.approx(again + whole)
+    assert live("loss", kept_weights=0) == pytest.approx(again + whole)
+    assert live("gradients") == pytest.approx(again + whole / 48), "the first layer is the last to be released"
+    assert live("saving") == pytest.approx(again)
+    assert live("backward", world_size=1, kept_weights=0) == pytest.approx(again), "one rank slices its own shards"
+    assert live("backward", zero_stage=2) == 0
+
+
 def test_the_setup_follows_from_the_deepspeed_file():
     recipe = pages.find("llama3-8b", "full_offload")
     file = deepspeed_file.read(ROOT / "configs" / recipe.deepspeed)

@@ -42,6 +42,7 @@ from tests.versions import needs
 from tests.workers import (
     expert_norm,
     expert_routes,
+    held_experts,
     other_schedules,
     split_layers,
     staged_experts,
@@ -83,6 +84,15 @@ def test_autoep_routes_deepseek_differently(ranks, tmp_path):
     for (_, dtype, _), (before, after) in zip(expert_routes.CASES[1:], others, strict=True):
         assert after < 1e-6
         assert (before > 1e-3) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("world_size", "held"), [(2, 1), (1, 0)])
+def test_zero3_holds_whole_experts_until_the_backward_pass(world_size, held, ranks, tmp_path):
+    """`_held_by_autograd` in planning/cost/memory.py can go when ZeRO-3 releases what autograd saved slices of."""
+    ranks.check(held_experts.main, world_size=world_size, log=tmp_path / "log")
+    said = re.search(r"held (\S+) of the experts", read_logs(tmp_path / "log")[0])
+    assert float(said[1]) == pytest.approx(held, rel=0.1)
 
 
 @pytest.mark.every

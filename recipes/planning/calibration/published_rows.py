@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from ...spec.deepspeed_file import KEPT_WEIGHTS
 from ...spec.errors import UserError
-from ...spec.recipe import Layout, Lora
+from ...spec.recipe import Layout, Lora, Precision
 from ..cost.training_setup import TrainingSetup
 from ..hardware.cluster import Cluster
 from ..hardware.gpus import Gpu, find, with_memory
@@ -29,6 +29,8 @@ SPLIT_ALL = ("Megatron", "torchtitan")
 """Software whose tensor parallelism divides all activations and the vocabulary."""
 SAME_STACK = ("Hugging Face", "own loop with FSDP and PEFT")
 """How the stacks begin that compute with transformers' layers."""
+
+PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}
 
 Share = Literal["fitted", "held out", "unseen"]
 SHARES: tuple[Share, ...] = get_args(Share)
@@ -100,7 +102,7 @@ class PublishedRow:
     """Liger's kernels with the loss of all logits at once."""
     chunked_loss: bool = False
     logit_bytes: float | None = None
-    """Per token and vocabulary entry, as the row's software takes them; None: as transformers does today."""
+    """Per token and vocabulary entry, without a cap, as the row's software takes them; None: as transformers today."""
     reduce_bucket_size: int | None = None
     """Elements; None: what the Trainer fills in."""
     tiled_mlp: bool = False
@@ -210,7 +212,7 @@ class PublishedRow:
             packing=self.packing,
             sequences_per_example=2 if self.preferences else 1,
             reference=self.preferences,
-            precision="fp16" if self.precision == "fp16" else "bf16",
+            precision=PRECISIONS.get(self.precision, "bf16"),
             attention=self.attention,
             lora=self.lora,
             quantized=self.method == "qlora",
@@ -240,7 +242,7 @@ class PublishedRow:
             "the length of its sequences is not stated": self.sequence_length is None,
             "whether it checkpoints is not stated": self.checkpointing is None,
             "the planner does not offload activations": self.checkpointing == "offloaded",
-            f"the planner does not know {self.precision}": self.precision not in ("bf16", "fp16", "fp32"),
+            f"the planner does not know {self.precision}": self.precision not in PRECISIONS,
             "all of DeepSpeed's optimizers hold master weights": self.method == "full" and self.states != "fp32",
             "the GPU and its memory are not stated": not (self.known_gpu or self.gpu_memory_gib),
             "DeepSpeed divides experts among data-parallel ranks only": self.expert * self.tensor * self.pipeline

@@ -123,6 +123,7 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
     first = activations.kept_bytes(shard.layers[0], setup) + activations.backward_bytes(shard.layers[0], setup)
     loss = activations.loss_bytes(profile, setup) if shard.is_last else 0.0
     gathered, between_passes = _gathered(shard, setup), _gathered_between_passes(shard, setup)
+    held = _held_by_autograd(shard.layers[0].expert_parameters, setup)
     permanent_buckets, reduce_buckets = _buckets(shard, setup)
 
     def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
@@ -159,7 +160,7 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
             "gradients",
             held_bytes(shard, setup, "backward"),
             activations=first,
-            live_parameters=gathered,
+            live_parameters=gathered + held,
             buckets=reduce_buckets + _all_reduce_buffer(shard, setup),
         ),
         at("step", held_bytes(shard, setup, "step"), buckets=permanent_buckets),
@@ -276,7 +277,22 @@ def _gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
     gathered = _gathered(shard, setup)
     if setup.zero_stage < 3:
         return gathered
-    return max(gathered, min(WIDTH[setup.precision] * setup.kept_weights, loaded_bytes(shard, setup)))
+    kept = min(WIDTH[setup.precision] * setup.kept_weights, loaded_bytes(shard, setup))
+    return max(gathered + _held_by_autograd(shard.expert_parameters, setup), kept)
+
+
+def _held_by_autograd(experts: float, setup: TrainingSetup) -> float:
+    """Return the bytes of experts' whole weights that stay on a GPU from the forward to the backward pass under ZeRO-3.
+
+    Experts multiply by slices of their weights, which autograd saves, and a slice keeps alive all that was gathered;
+    the backward pass gathers it once more. A rank of its own slices its shards; layers that are computed again save
+    nothing. DeepSpeed 0.19.8, seen in tests/workers/held_experts.py; `LinearFunctionForZeroStage3` saves dense layers
+    from this.
+    """
+    copied = setup.zero_ranks > 1 or setup.offload_parameters != "none"
+    if setup.zero_stage < 3 or setup.gradient_checkpointing or setup.quantized_experts or not copied:
+        return 0.0
+    return WIDTH[setup.precision] * experts / setup.layout.expert
 
 
 def _gathered_for_answers(shard: StageShard, setup: TrainingSetup) -> float:

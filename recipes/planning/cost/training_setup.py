@@ -65,7 +65,7 @@ class TrainingSetup:
     """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and in torchtitan;
     DeepSpeed's AutoTP divides what is inside a layer's matrices only."""
     logit_bytes: float | None = None
-    """Per token and vocabulary entry, of whole logits in other software than this project's; None: as profiled."""
+    """Per token and vocabulary entry, of whole logits without a cap in other software than this; None: as profiled."""
     tiled_mlp: bool = False
     """The feed-forward layers are computed in tiles."""
     fp32_adapters: bool = False
