@@ -16,7 +16,7 @@ from .optimization import combinations
 from .recipe import Layout, Recipe
 
 NODE = 8
-"""GPUs of a node that has as many as usual."""
+"""GPUs of a node, where no instance says how many it has."""
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "tensor": {
         **dict.fromkeys(("bloom", "gpt2"), "its queries, keys and values are one matrix, not cut by heads"),

@@ -8,6 +8,7 @@ from torch.autograd.graph import Node
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.training import distributed
+from recipes.training.parallel.tensor_graph import nodes
 
 WIDTHS = {
     "vocab_size": 512,
@@ -35,13 +36,7 @@ SETTINGS = {
 
 def saved_tensors(root: Node) -> Iterator[torch.Tensor]:
     """Yield what the nodes of a graph have saved for their backward passes."""
-    seen, waiting = set(), [root]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
+    for node in nodes(root):
         names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
         for saved in (getattr(node, name) for name in names):
             yield from (one for one in (saved if isinstance(saved, tuple) else (saved,)) if torch.is_tensor(one))

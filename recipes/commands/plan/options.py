@@ -70,14 +70,14 @@ def _gib(text: str) -> float:
     try:
         return float(number[1] if number else text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is no size in GiB, such as 64") from None
+        raise argparse.ArgumentTypeError(f"{text} is not a size in GiB, such as 64") from None
 
 
 def _length(text: str) -> int:
     """Return tokens: `4096` or `4k`, of 1,024 each."""
     number = re.fullmatch(r"([-+]?[0-9]+)\s*(k?)", text.strip().lower().replace("_", ""))
     if number is None:
-        raise argparse.ArgumentTypeError(f"{text} is no number of tokens, such as 4096 or 4k")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens, such as 4096 or 4k")
     return int(number[1]) * (1024 if number[2] else 1)
 
 

@@ -31,6 +31,7 @@ SAME_STACK = ("Hugging Face", "own loop with FSDP and PEFT")
 """How the stacks begin that compute with transformers' layers."""
 
 PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}
+"""What a row's precision is to the planner; others are not planned."""
 
 Share = Literal["fitted", "held out", "unseen"]
 SHARES: tuple[Share, ...] = get_args(Share)

@@ -4,14 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...spec.errors import UserError
+from ...spec.limits import NODE
 from ..hardware.cluster import Cluster
 from .plans import Plan, PlanRequest, SearchResult
 from .run_cost import Workload, in_words
 from .strategies import search
 from .suggestions import MOST_NODES
-
-NODE = 8
-"""GPUs of a node, where no instance says how many it has."""
 
 
 def in_time(

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 from ...spec import overrides, pages
 from ...spec.errors import UserError
+from ...spec.limits import NODE
 from .model_recipe import METHODS, method_of, pinned
 from .plans import REFUSE, Plan, PlanRequest, SearchResult
 from .reasons import tightness
 from .strategies import plan_request, search
 
 MOST_NODES = 128
-MOST_GPUS = 8
-"""Of one node that is no instance."""
 TILES = ("tiled_loss=true", "tiled_mlp=true")
 OFFLOADED = ("activation_offloading=true",)
 FEW_GPUS = 64
@@ -120,7 +119,7 @@ def _more_hardware(request: PlanRequest) -> Iterator[str]:
     """Yield more GPUs, host memory and drives."""
     cluster = request.cluster
     gpus = cluster.gpus_per_node * 2
-    while not cluster.instance and cluster.nodes == 1 and gpus <= MOST_GPUS:
+    while not cluster.instance and cluster.nodes == 1 and gpus <= NODE:
         if found := _tried(f"--gpus {gpus}", replace(request, cluster=replace(cluster, gpus_per_node=gpus))):
             yield found
             break

@@ -6,6 +6,7 @@ what is between can be shared, only trying tells: `tensor_check`.
 """
 
 import re
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,16 +93,22 @@ def _reached(node: Any, names: dict[Any, str]) -> tuple[set[str], set[torch.Tens
     """Return the linear layers whose outputs reach a node without passing another one, and the weights on the way."""
     linears: set[str] = set()
     weights: set[torch.Tensor] = set()
-    visited, waiting = set(), [node]
-    while waiting:
-        one = waiting.pop()
-        if one is None or one in visited:
-            continue
-        visited.add(one)
+    for one in nodes(node, names):
         if one in names:
             linears.add(names[one])
         elif hasattr(one, "variable"):
             weights.add(one.variable)
-        else:
-            waiting += [following for following, _ in one.next_functions]
     return linears, weights
+
+
+def nodes(root: Any, last: Container[Any] = ()) -> Iterator[Any]:
+    """Yield each node of autograd's graph once, from `root` towards the weights, and none behind those in `last`."""
+    visited, waiting = set(), [root]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        yield node
+        if node not in last:
+            waiting += [following for following, _ in node.next_functions]
