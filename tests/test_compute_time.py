@@ -48,7 +48,7 @@ def test_short_steps_take_as_long_as_their_host_needs():
         return row.table == "qwen" and (row.sequence_length or 0) <= 512
 
     assert error(short) < 0.2
-    assert error(short, {"hook": 0.0}) > 0.4
+    assert error(short, {"hook": 0.0}) > 0.3
     assert error(short, {"launch": 0.0}) > 0.2
 
 

@@ -436,7 +436,17 @@ def test_4_bit_weights_are_sharded_where_one_gpu_can_load_them(answer, config_js
     assert best["config"] == "zero3_adapters.json" and best["gpu_peak_gib"] == pytest.approx(36.6, rel=0.03)
     whole = answer(*words, "deepspeed=zero2.json")["plans"][0]
     assert not whole["fits"] and whole["gpu_peak_gib"] > best["gpu_peak_gib"] + 5
-    small = answer(llama2, "--method", "qlora", "--gpu-memory", "24", "--gpus", "2", "deepspeed=zero3_adapters.json")
+    small = answer(
+        llama2,
+        "--method",
+        "qlora",
+        "--gpu-memory",
+        "24",
+        "--gpus",
+        "2",
+        "deepspeed=zero3_adapters.json",
+        "sequence_length=1024",
+    )
     assert "while weights are loaded, whole on every rank" in small["plans"][0]["why"]
 
 

@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from safetensors.torch import load_file
 
 from recipes.machine import ops
+from recipes.planning.cost.step_time import REDUCTION, ZERO_STEP
 from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
@@ -43,6 +44,7 @@ from tests.workers import (
     expert_norm,
     expert_routes,
     held_experts,
+    moved_bytes,
     other_schedules,
     split_layers,
     staged_experts,
@@ -93,6 +95,18 @@ def test_zero3_holds_whole_experts_until_the_backward_pass(world_size, held, ran
     ranks.check(held_experts.main, world_size=world_size, log=tmp_path / "log")
     said = re.search(r"held (\S+) of the experts", read_logs(tmp_path / "log")[0])
     assert float(said[1]) == pytest.approx(held, rel=0.1)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, world_size, ranks, tmp_path):
+    """`ZERO_STEP` and `REDUCTION` in planning/cost/step_time.py; a rank's own part of the gradients is 8 bytes more."""
+    ranks.check(moved_bytes.main, stage, world_size=world_size, log=tmp_path / "log")
+    said = re.search(r"step (\S+), backward (\S+) bytes per parameter", read_logs(tmp_path / "log")[0])
+    step, backward = (float(number) for number in said.groups())
+    assert step * world_size == pytest.approx(ZERO_STEP, rel=0.05)
+    assert REDUCTION - 4 <= backward - 8 / world_size <= REDUCTION + 1, "one rank copies nothing flat"
 
 
 @pytest.mark.every
@@ -222,6 +236,7 @@ LOAD = """
 import sys
 from pathlib import Path
 from recipes.machine import ops
+from recipes.planning.cost.step_time import REDUCTION, ZERO_STEP
 if sys.argv[1] == "mended":
     from recipes.training import upstream
     upstream.compile_ops_once(Path(sys.argv[2]))

@@ -43,9 +43,10 @@ PUBLISHED: dict[ConstantPath, tuple[float, float]] = {
 """Constants that are fitted on the published tables, and within which limits."""
 OWN: dict[ConstantPath, tuple[float, float]] = {
     **_limits("software", "deepspeed", gap=(1e-6, 1e-3), launch=(2e-6, 3e-5), overlap=(1e-3, 1)),
-    **_limits("software", "deepspeed", dequantize=(0.1, 0.85)),
+    **_limits("software", "deepspeed", dequantize=(0.1, 0.85), hook=(1e-4, 2e-3)),
     **_limits("gpus", "RTX 30", matmul=(0.5, 1.0), peer=(0.02, 0.75)),
     **_limits("gpus", "RTX 40", matmul=(0.5, 1.0)),
+    **_limits("gpus", "B300", matmul=(0.5, 0.95), waves=(0.1, 3)),
 }
 """Constants that are fitted on published rows of the fitted share, and on this project's own measurements."""
 
@@ -174,6 +175,12 @@ def report(data: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _write(data: Mapping[str, Any]) -> None:
+    """Write the constants, and let predictions be made with them from now on."""
+    FILE.write_text(json.dumps(data, indent=2) + "\n")
+    constants.cache_clear()
+
+
 def main(arguments: Sequence[str]) -> int:
     """Fit the constants unless `--report` is given, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -186,9 +193,10 @@ def main(arguments: Sequence[str]) -> int:
         own += published_runs([row for row in published_rows() if _is_fitted(row)])
         print(f"{len(published)} rows: {fit(data, PUBLISHED, lambda changed: loss(published, changed)):.4f}")
         print(f"{len(own)} rows: {fit(data, OWN, lambda changed: row_loss(own, changed)):.4f}")
-        data["ranges"] = ranges.fit(published_rows())
         data["date"] = date.today().isoformat()
-        FILE.write_text(json.dumps(data, indent=2) + "\n")
+        _write(data)
+        data["ranges"] = ranges.fit(published_rows())
+        _write(data)
     rows = published_rows()
     print(report(data), published_errors.report(rows), ranges.coverage(rows, data), sep="\n\n")
     return 0

@@ -74,7 +74,7 @@ class PublishedRow:
     network_gbs: float = 0.0
     """Of a node; 0: the GPU's usual network."""
     network_stated: bool = True
-    """Or implied, by the name of the machine; it decides how fast nodes exchange weights."""
+    """Or implied, by the name of the machine; it decides how fast nodes exchange weights, and GPUs without NVLink."""
     offload: Literal["none", "optimizer", "parameters", "all"] = "none"
     """`parameters`: as FSDP does it, with gradients and optimizer; `all`: ZeRO-3's parameters and optimizer."""
     tensor: int = 1
@@ -260,6 +260,8 @@ class PublishedRow:
             return f"the planner does not know the GPU {self.gpu or 'that is not named'}"
         if not self.network_stated and self.cluster.nodes > 1:
             return "the network between its nodes is not stated"
+        if not self.network_stated and self.gpus > 1 and not self.cluster.gpu.link_gbs:
+            return "how its GPUs without NVLink are connected is not stated"
         if "autocast" in self.states:
             return "autocast converts fp32 weights at each use"
         why = self.why_memory_is_not_planned

@@ -1,7 +1,7 @@
 """How far measurements lie from predictions, by the kind of run: the low and the high value of every prediction.
 
 The quantiles are of measured over predicted in the published rows that may be fitted on and that computed with
-transformers' layers: what other software needs says little about ours. Rows of one publisher err alike, so that
+transformers' layers under DeepSpeed or on one GPU: what other software needs says little about ours. Rows of one publisher err alike, so that
 quantiles over all rows are too narrow for the next publisher. Each publisher is therefore left out in turn, and all
 ranges are widened by what the one lacked that lay furthest outside (conformalised quantile regression,
 arXiv:1905.03222, with publishers as groups, arXiv:1809.07441, too few of them for a quantile over publishers).
@@ -43,7 +43,7 @@ Quantiles = Mapping[str, tuple[float, float, int]]
 
 def fit(rows: Sequence[PublishedRow]) -> dict[str, dict[str, list[float]]]:
     """Return low, high and the number of rows by measure and kind, out of the fitted share of the rows."""
-    fitted = [row for row in rows if row.share == "fitted" and row.is_same_stack]
+    fitted = [row for row in rows if row.share == "fitted" and row.runs_as_here]
     found: dict[str, dict[str, list[float]]] = {}
     for measure in get_args(Measure):
         residuals = [

@@ -22,19 +22,12 @@ class Range:
 
 
 def kinds_of(setup: TrainingSetup) -> tuple[str, ...]:
-    """Return the kinds that a run belongs to, the narrowest first: method and layout, method and place, method, all."""
-    method = "full" if setup.lora is None else "qlora" if setup.quantized else "lora"
-    states = "on GPUs" if setup.offload_optimizer == "none" else "offloaded"
-    return f"{method}, {_place(setup)}", f"{method}, {states}", method, ALL
+    """Return the kinds that a run belongs to, the narrowest first.
 
-
-def _place(setup: TrainingSetup) -> str:
-    layout = setup.layout
-    split = [name for name in ("tensor", "pipeline", "sequence", "expert") if getattr(layout, name) > 1]
-    if split:
-        return "+".join(split)
-    place = "one GPU" if setup.world_size == 1 else "sharded" if setup.zero_stage == 3 else "copies"
-    return place if setup.offload_optimizer == "none" else f"{place}, offloaded"
+    Whether ZeRO-3 shards the weights is what measurements differ by: gathered weights come and go, and wait for the
+    host and the links. By method and layout too there are fewer publishers to a kind, and ranges cover less of others'.
+    """
+    return "sharded" if setup.zero_stage == 3 and setup.zero_ranks > 1 else "whole", ALL
 
 
 def memory_range(setup: TrainingSetup) -> Range:

@@ -12,8 +12,15 @@ from .training_setup import TrainingSetup
 from .zero_traffic import zero_traffic
 
 ADAM = 40
-"""Bytes of GPU memory moved per parameter that Adam updates: 4 + 12 read, 12 + 2 written, and for the gradient's norm
-and conversion to fp32 2 + 4 + 4."""
+"""Bytes of GPU memory moved per parameter that Adam updates without ZeRO: 4 + 12 read, 12 + 2 written, and for the
+gradient's norm and clipping 2 + 4 + 4."""
+ZERO_STEP = 72
+"""The same in DeepSpeed's step with a fused Adam: Adam 28, the norm in fp64 18, clipping 8, the gradient to fp32 and
+back-to-back 10, the weights to bf16 6, and at ZeRO-1 and -2 4 for what overflowed (deepspeed 0.19.8, every operation of
+a Llama on 1, 2 and 4 CPU ranks, the sizes of what it reads and writes: 74 at ZeRO-1 and -2, 70 at ZeRO-3)."""
+REDUCTION = 12
+"""Bytes moved on each rank per trained parameter, whole, whenever gradients are reduced, beside the collective: into the
+bucket, into its flat copy, and the division by the ranks, each 2 + 2 (counted likewise; stages 1, 2 and 3 alike)."""
 CPU_ADAM = 4e9
 """Parameters per second and node that DeepSpeed's CPU Adam updates: ZeRO-Offload, arXiv:2101.06840, table 4 (1 to 10
 billion parameters in 0.22 to 2.57 s on a node with two Xeon 8168)."""
@@ -117,7 +124,9 @@ def step_time(
     fetches += 2 * communication.to_host(stage.moved, cluster, known)
     visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
     optimizer, offload, nvme = _optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
-    optimizer = max(optimizer, STEP_LAUNCHES["zero3" if setup.zero_stage == 3 else "others"] * stage.layers)
+    reductions = {0: 0, 1: 1, 2: micro_batches, 3: micro_batches}[setup.zero_stage]
+    copies = reductions * REDUCTION * stage.trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
+    optimizer = copies + max(optimizer, STEP_LAUNCHES["zero3" if setup.zero_stage == 3 else "others"] * stage.layers)
     return StepTime(
         matmul=micro_batches * compute.matmul,
         attention=micro_batches * compute.attention,
@@ -300,7 +309,8 @@ def _optimizer_seconds(
     ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
     offload = nvme = 0.0
     if setup.offload_optimizer == "none":
-        adam = own * ADAM / (cluster.gpu.memory_gbs * 1e9 * known.memory)
+        moved = own * (ZERO_STEP if setup.zero_stage else ADAM)
+        adam = moved / (cluster.gpu.memory_gbs * 1e9 * known.memory)
     else:
         adam = CPU_STEP * own * ranks_per_node / CPU_ADAM
         # The gradients of every micro-batch go there, the weights come back.
