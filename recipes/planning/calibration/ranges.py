@@ -1,10 +1,11 @@
 """How far measurements lie from predictions, by the kind of run: the low and the high value of every prediction.
 
 The quantiles are of measured over predicted in the published rows that may be fitted on and that computed with
-transformers' layers under DeepSpeed or on one GPU: what other software needs says little about ours. Rows of one publisher err alike, so that
-quantiles over all rows are too narrow for the next publisher. Each publisher is therefore left out in turn, and all
-ranges are widened by what the one lacked that lay furthest outside (conformalised quantile regression,
-arXiv:1905.03222, with publishers as groups, arXiv:1809.07441, too few of them for a quantile over publishers).
+transformers' layers under DeepSpeed or on one GPU: what other software needs says little about ours. Rows of one
+publisher err alike, so that quantiles over all rows are too narrow for the next publisher. Each publisher is therefore
+left out in turn, and all ranges are widened by what the one lacked that lay furthest outside (conformalised quantile
+regression, arXiv:1905.03222, with publishers as groups, arXiv:1809.07441, too few of them for a quantile over
+publishers).
 `coverage` is the share of the other rows inside them, which nothing here was taken from.
 """
 

@@ -15,12 +15,12 @@ ADAM = 40
 """Bytes of GPU memory moved per parameter that Adam updates without ZeRO: 4 + 12 read, 12 + 2 written, and for the
 gradient's norm and clipping 2 + 4 + 4."""
 ZERO_STEP = 72
-"""The same in DeepSpeed's step with a fused Adam: Adam 28, the norm in fp64 18, clipping 8, the gradient to fp32 and
-back-to-back 10, the weights to bf16 6, and at ZeRO-1 and -2 4 for what overflowed (deepspeed 0.19.8, every operation of
-a Llama on 1, 2 and 4 CPU ranks, the sizes of what it reads and writes: 74 at ZeRO-1 and -2, 70 at ZeRO-3)."""
+"""The same in DeepSpeed's step: Adam 28, the norm in fp64 18, clipping 8, gradients to fp32 10, weights to bf16 6, and
+at ZeRO-1 and -2 4 to find what overflowed (deepspeed 0.19.8 on CPU ranks, with a fused Adam, by the operations that
+it calls, tests/workers/moved_bytes.py: 74 at ZeRO-1 and -2, 70 at ZeRO-3)."""
 REDUCTION = 12
-"""Bytes moved on each rank per trained parameter, whole, whenever gradients are reduced, beside the collective: into the
-bucket, into its flat copy, and the division by the ranks, each 2 + 2 (counted likewise; stages 1, 2 and 3 alike)."""
+"""Bytes moved per trained parameter of a rank whenever gradients are reduced, beside the collective: into the bucket,
+into a flat copy, and the division by the number of ranks, each 2 + 2 (counted likewise, at every stage)."""
 CPU_ADAM = 4e9
 """Parameters per second and node that DeepSpeed's CPU Adam updates: ZeRO-Offload, arXiv:2101.06840, table 4 (1 to 10
 billion parameters in 0.22 to 2.57 s on a node with two Xeon 8168)."""
