@@ -169,7 +169,7 @@ def memory(gpu=0, host=0, nvme=0):
 
 
 def test_the_best_plan_of_every_tier_is_kept_unless_another_is_as_fast_and_as_lean():
-    both = search(asked("llama3-8b", gpu="L40S", gpus=6, nvme=3000)).plans
+    both = search(asked("llama3-8b", gpu="L40S", gpus=7, nvme=3000)).plans
     assert {plan.tier for plan in both} >= {0, 1} and LAST_RESORT[0] not in {plan.recipe.deepspeed for plan in both}
     for tier in range(1, len(TIERS)):
         assert sum(plan.tier == tier for plan in both) <= 1
@@ -312,22 +312,23 @@ def test_a_pipeline_of_four_with_sixteen_micro_batches_waits_three_nineteenths()
 
 
 def test_each_reason_names_the_number_that_decided(plan):
-    question = asked("llama3-70b", "lora")
+    question = asked("llama3-70b", "lora", nodes=2)
     best = search(question).best
-    assert best.setup.zero_stage != 3 or "unsharded a GPU would need" in why(question, best)
+    assert best.setup.zero_stage == 3 and "unsharded a GPU would need" in why(question, best)
     long = asked("llama3-8b", sequence_length=131072)
     found = search(long).best
-    assert (
-        f"sequence {found.recipe.layout.sequence} because on one GPU a sequence of 131,072 tokens would need up to"
-        in why(long, found)
+    size = found.recipe.layout.sequence
+    needed = (
+        rf"sequence {size} because (on one GPU|over {size // 2} GPUs) a sequence of 131,072 tokens would need up to"
     )
+    assert re.search(needed, why(long, found))
     miss = search(asked("llama3-70b")).rejected[0]
     assert why(question, miss).startswith("Does not fit: ")
 
 
 def test_sequences_are_split_for_the_reason_that_is_given():
     """Too few of them is said only where they are fewer than the ranks that would each take one."""
-    old = asked("llama3-8b", "lora", gpu="V100 32GB", gpus=4)
+    old = asked("llama3-8b", "lora", gpu="V100 32GB", gpus=8)
     first = search(old).best
     assert first.recipe.layout.sequence == 2 and not first.setup.gradient_checkpointing
     stored = re.search(r"all activations of a sequence would need up to (\d+) GiB, so that some", why(old, first))

@@ -72,11 +72,22 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
         more = kind.saved.get("masked", NOTHING)
         total += sequences * (more.per_token * own_length / layout.tensor + more.per_pair * length**2)
     elif setup.attention == "eager":
-        more = kind.saved.get("eager", NOTHING)
-        total += sequences * (more.per_token + more.per_pair * length) * own_length / layout.tensor
+        total += sequences * kind.saved.get("eager", NOTHING).per_token * own_length / layout.tensor
     if setup.tensor_splits_all:
         total = of_mode(kind.saved, setup).of(sequences, own_length) / layout.tensor
-    return _in_precision(total - _fused_bytes(kind, setup, sequences * own_length), setup)
+    return _in_precision(total - _fused_bytes(kind, setup, sequences * own_length), setup) + _scores(kind.saved, setup)
+
+
+def _scores(profiled: Mapping[str, SavedBytes], setup: TrainingSetup) -> float:
+    """Return what eager attention keeps of its scores, or what their gradients need.
+
+    In bf16 the probabilities are there in fp32 too, and in fp32 only once, but their gradients are twice as large: both
+    together are the same.
+    """
+    if setup.attention != "eager":
+        return 0.0
+    pairs = setup.sequence_length * setup.sequence_length / setup.layout.sequence / setup.layout.tensor
+    return setup.sequences_per_pass * profiled.get("eager", NOTHING).per_pair * pairs
 
 
 def _fused_bytes(kind: LayerProfile, setup: TrainingSetup, tokens: float) -> float:
@@ -157,10 +168,14 @@ def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return what a layer's backward pass needs beyond what was kept, recomputed activations included."""
     split = (1 - 1 / setup.layout.tensor) * kind.backward_peak.get("split", NOTHING)
     backward_peak = of_mode(kind.backward_peak, setup) + -1 * split
-    needed = backward_peak.of(setup.sequences_per_pass, setup.sequence_length / setup.layout.sequence)
+    own_length = setup.sequence_length / setup.layout.sequence
+    needed = backward_peak.of(setup.sequences_per_pass, own_length)
+    eager = kind.backward_peak.get("eager", NOTHING) if setup.attention == "eager" else NOTHING
+    more = _in_precision(setup.sequences_per_pass * eager.per_token * own_length, setup)
+    scores = max(0.0, more + _scores(kind.backward_peak, setup))
     # In batches smaller than those that were profiled, the gradient of the largest weight is the peak.
     gradient = 2.0 * kind.largest_module if setup.lora is None else 0.0
-    return _recomputed_bytes(kind, setup) + _in_precision(max(needed, gradient), setup)
+    return _recomputed_bytes(kind, setup) + _in_precision(max(needed, gradient), setup) + scores
 
 
 def _recomputed_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:

@@ -1,6 +1,6 @@
 """Host time: the seconds in which Python launches the kernels of a layer, which show where the GPU is faster."""
 
-from ..model_profile.profile import LayerProfile
+from ..model_profile.profile import LayerProfile, training_mode
 from .constants import Constants
 from .training_setup import TrainingSetup
 
@@ -39,6 +39,20 @@ def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
 def hooked_modules(kind: LayerProfile, setup: TrainingSetup) -> int:
     """Return the modules of a layer whose weights ZeRO-3 fetches and releases: matrices, adapters, and two norms."""
     return len(kind.linears) * (3 if setup.lora else 1) + 2
+
+
+def trained_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return how many weights of a layer are trained: matrices and two norms, or two for each adapted matrix."""
+    if setup.lora is None:
+        return len(kind.linears) + 2
+    return 2 * len(kind.linears) * adapted_share(kind, setup)
+
+
+def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the share of a layer's linear layers, by their widths, that have adapters."""
+    per_rank = kind.adapter_parameters.get(f"{training_mode(setup.lora)} rank")
+    widths = sum(map(sum, kind.linears))
+    return 1.0 if per_rank is None or not widths else min(1.0, per_rank / widths)
 
 
 def groups_experts(setup: TrainingSetup, constants: Constants) -> bool:

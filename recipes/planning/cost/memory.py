@@ -314,7 +314,10 @@ def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
         return kept, kept + one  # the buffer, and a copy in the order of the ranks
     if setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation):
         return 0.0, 0.0
-    return 0.0, one * (2 if setup.overlap_comm else 1)
+    # What belongs to several ranks is copied flat to be reduced (deepspeed, stage_1_and_2.py, `allreduce_bucket`).
+    trained = shard.adapter_parameters if setup.lora else shard.parameters
+    flat = min(1.0, trained / size) if setup.zero_ranks > 1 else 0.0
+    return 0.0, one * ((2 if setup.overlap_comm else 1) + flat)
 
 
 def _all_reduce_buffer(shard: StageShard, setup: TrainingSetup) -> float:

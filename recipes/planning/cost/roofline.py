@@ -5,10 +5,10 @@ from math import prod
 
 from ...spec.recipe import Lora
 from ..hardware.gpus import Gpu
-from ..model_profile.profile import LayerProfile, ModelProfile, training_mode
+from ..model_profile.profile import LayerProfile, ModelProfile
 from .attention_time import attention_seconds
 from .constants import Constants
-from .host_time import host_seconds, waiting_seconds
+from .host_time import adapted_share, host_seconds, waiting_seconds
 from .training_setup import TrainingSetup
 
 TILE = 128 * 256
@@ -226,10 +226,3 @@ def _adapter_bytes(kind: LayerProfile, setup: TrainingSetup, lora: Lora) -> floa
         # autocast (4 + 2) and read (2); the result is written (2), scaled (2 + 2) and added (2 + 2 + 2).
         per_input, per_output = 23 if lora.dropout else 14, 12
     return sum(per_input * inputs + per_output * outputs for inputs, outputs in kind.linears)
-
-
-def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the share of a layer's linear layers, by their widths, that have adapters."""
-    per_rank = kind.adapter_parameters.get(f"{training_mode(setup.lora)} rank")
-    widths = sum(map(sum, kind.linears))
-    return 1.0 if per_rank is None or not widths else min(1.0, per_rank / widths)

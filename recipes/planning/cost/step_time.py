@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..hardware.cluster import Cluster
 from ..model_profile.profile import LayerProfile, ModelProfile
-from . import activations, communication, roofline
+from . import activations, communication, host_time, roofline
 from .communication import Group
 from .constants import Constants, constants
 from .stage_shards import stage_ranges
@@ -24,10 +24,10 @@ into a flat copy, and the division by the number of ranks, each 2 + 2 (counted l
 CPU_ADAM = 4e9
 """Parameters per second and node that DeepSpeed's CPU Adam updates: ZeRO-Offload, arXiv:2101.06840, table 4 (1 to 10
 billion parameters in 0.22 to 2.57 s on a node with two Xeon 8168)."""
-STEP_LAUNCHES = {"zero3": 1.2e-3, "others": 0.7e-3}
-"""Seconds per decoder layer in which the host launches a step's operations, weight by weight: norms, scales, copies
-(deepspeed 0.19.8, a Llama of 8 and of 16 layers 64 wide, two CPU ranks, time of the process: ZeRO-3 1.1 and 1.2 ms,
-ZeRO-1 0.7 ms)."""
+STEP_LAUNCHES = {"zero3": 1.3e-4, "others": 0.8e-4}
+"""Seconds per trained weight in which the host launches a step's operations: norms, scales, copies (deepspeed 0.19.8, a
+Llama of 8 and of 16 layers with nine weights each, 64 wide, two CPU ranks, time of the process: ZeRO-3 1.1 and 1.2 ms
+per layer, ZeRO-1 0.7 ms)."""
 CPU_STEP = 2.0
 """Times as long as Adam alone takes what DeepSpeed's step does on the host: norm, clipping, conversions and copies too
 (deepspeed 0.19.8, 0.4 billion parameters on one rank with two threads: 2.05 at ZeRO-2, 1.93 at ZeRO-3)."""
@@ -126,7 +126,8 @@ def step_time(
     optimizer, offload, nvme = _optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
     reductions = {0: 0, 1: 1, 2: micro_batches, 3: micro_batches}[setup.zero_stage]
     copies = reductions * REDUCTION * stage.trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
-    optimizer = copies + max(optimizer, STEP_LAUNCHES["zero3" if setup.zero_stage == 3 else "others"] * stage.layers)
+    launches = STEP_LAUNCHES["zero3" if setup.zero_stage == 3 else "others"] * stage.trained_weights
+    optimizer = copies + max(optimizer, launches)
     return StepTime(
         matmul=micro_batches * compute.matmul,
         attention=micro_batches * compute.attention,
@@ -170,6 +171,8 @@ class _StageTime:
     """Bytes of activations that are offloaded between its passes."""
     updated: float
     """Trained parameters that ZeRO's ranks update between them: with expert parallelism all experts count."""
+    trained_weights: float
+    """In layers: how many matrices and vectors, or matrices of adapters."""
 
     @property
     def micro_batch(self) -> float:
@@ -184,6 +187,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
     split = [kind.parameters - kind.tensor_split + kind.tensor_split / layout.tensor for kind in kinds]
     elsewhere = [kind.expert_parameters * (1 - 1 / layout.expert) for kind in kinds]
     adapters = [roofline.linear_adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
+    weights = [host_time.trained_weights(kind, setup) for kind in kinds]
     moved = [activations.kept_bytes(kind, setup) if setup.activation_offloading else 0.0 for kind in kinds]
     tensor, sequence, expert = zip(
         *(_model_parallel_seconds(kind, profile, setup, cluster, known) for kind in kinds), strict=True
@@ -216,6 +220,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
             updated if setup.lora else parameters,
             total(moved),
             updated,
+            total(weights),
         )
     return list(found.values())
 
