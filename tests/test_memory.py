@@ -220,6 +220,29 @@ def test_zero3_holds_whole_experts_until_the_backward_pass():
     assert live("backward", zero_stage=2) == 0
 
 
+def test_a_bucket_is_copied_flat_where_ranks_share_it():
+    """DeepSpeed joins what belongs to several ranks before it reduces it, but no more than is trained."""
+
+    def buckets(ranks, **about):
+        setup = TrainingSetup(ranks, zero_stage=2, reduce_bucket_size=5 * 10**8, **about)
+        planned = peak_memory(profile_of("llama3", "8b", setup.lora), setup, NODE)
+        moments = {each.moment: each.components for each in planned.moments}
+        return moments["backward"]["buckets"]
+
+    assert buckets(8) == buckets(1) * 3 / 2 == 3 * 2 * 5e8
+    assert buckets(8, overlap_comm=False) == 2 * 2 * 5e8
+    assert buckets(1) < buckets(8, lora=Lora(target_modules="all-linear")) < 1.2 * buckets(1)
+
+
+def test_each_kind_of_parallelism_has_its_own_process_groups():
+    def runtime(*sizes):
+        setup = TrainingSetup(8, Layout(*sizes), zero_stage=1)
+        return peak_memory(profile_of("llama3", "8b"), setup, NODE).worst.components["runtime"]
+
+    assert runtime(1) < runtime(2) < runtime(2, 2)
+    assert runtime(2, 2) - runtime(2) == runtime(2) - runtime(1) == memory.NCCL
+
+
 def test_the_setup_follows_from_the_deepspeed_file():
     recipe = pages.find("llama3-8b", "full_offload")
     file = deepspeed_file.read(ROOT / "configs" / recipe.deepspeed)

@@ -37,6 +37,7 @@ MODES = {
     "packed": {"packing": True},
     "checkpointed": {"gradient_checkpointing": True},
     "selective": {"gradient_checkpointing": "selective"},
+    "eager, checkpointed": {"attention": "eager", "gradient_checkpointing": True},
     "adapters": {"lora": LORA},
     "adapters, packed, checkpointed": {"lora": LORA, "packing": True, "gradient_checkpointing": True},
 }
@@ -112,8 +113,8 @@ def test_what_autograd_saves_of_a_draft_is_what_is_predicted(family):
     found = {}
     for name, changes in MODES.items():
         setup = setup_for(family, **changes)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-        found[name] = measured(model, setup)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=setup.attention)
+        found[name] = measured(model.train(), setup)
         unfused = setup.selective and not is_fused_on_cpu(config)
         again = sum(2 * layer.attention_width * SEQUENCES * LENGTH for layer in profile.layers) if unfused else 0
         assert predicted(profile, setup) - again == pytest.approx(found[name], rel=0.05), name
@@ -127,8 +128,12 @@ def test_what_autograd_saves_of_a_draft_is_what_is_predicted(family):
 @pytest.mark.parametrize(
     ("family", "name"),
     tiered(
-        product(("llama3", "gpt2", "mixtral"), ("full", "checkpointed", "selective", "adapters, packed, checkpointed")),
+        product(
+            ("llama3", "gpt2", "mixtral"),
+            ("full", "checkpointed", "selective", "eager, checkpointed", "adapters, packed, checkpointed"),
+        ),
         {
+            ("llama3", "eager, checkpointed"),
             ("llama3", "full"),
             ("llama3", "selective"),
             ("gpt2", "adapters, packed, checkpointed"),
@@ -140,8 +145,9 @@ def test_the_worst_moment_is_what_is_predicted(family, name):
     """All live bytes of a forward and a backward pass are tracked, except the gradients of weights."""
     config, setup = draft_of(family), setup_for(family, **MODES[name])
     config.vocab_size, config.pad_token_id = 64, None  # so that the logits are not all that counts
-    profile = profile_model(config.to_dict(), [None, setup.lora], device="cpu")  # masks are measured without adapters
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    without = [None, setup.lora]  # masks, and what eager attention takes, are measured without adapters
+    profile = profile_model(config.to_dict(), without, device="cpu")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=setup.attention).train()
     kept = sum(activations.kept_bytes(layer, setup) for layer in profile.layers)
     kept += activations.mask_bytes(profile.layer_kinds, setup)
     worst = max(activations.backward_bytes(kind, setup) for kind in profile.layer_kinds)
