@@ -55,7 +55,7 @@ def _families() -> Iterator[str]:
 MEANING = f"""Predicted, not measured: the smallest hardware on which the recipe fits **as it is written**, with its
 page's DeepSpeed file, micro-batch, sequence length and checkpointing. A single GPU comes first ({", ".join(SINGLE)}),
 then 2, 4, 8 and more {GPU}, eight to a node; where GPUs outnumber the sequences of the batch, each gets a micro-batch.
-In brackets: GiB on the fullest GPU; what published runs of its kind took at most, 1.2 to 1.7 times as much, fits too;
+In brackets: GiB on the fullest GPU; what published runs of its kind took at most, 1.3 to 1.4 times as much, fits too;
 with offloading also GiB of host memory per node. A dash: the page has no such variant, or it does not fit on
 {MOST:,} GPUs.
 
