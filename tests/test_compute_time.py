@@ -16,7 +16,13 @@ from recipes.planning.cost.host_time import (
     kernels,
     waiting_seconds,
 )
-from recipes.planning.cost.roofline import adapted_share, experts_on_rank, feed_forward_share, layer_seconds
+from recipes.planning.cost.roofline import (
+    adapted_share,
+    experts_on_rank,
+    feed_forward_share,
+    head_seconds,
+    layer_seconds,
+)
 from recipes.planning.cost.step_time import step_time
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.planning.hardware.cluster import Cluster
@@ -204,3 +210,21 @@ def test_a_tiled_feed_forward_part_is_computed_once_more():
     whole, tiled = (step_time(llama(), replace(BASE, tiled_mlp=on), H100) for on in (False, True))
     assert whole.recomputation < tiled.recomputation < 2 * whole.recomputation
     assert tiled.matmul == whole.matmul
+
+
+@pytest.mark.parametrize(
+    ("changes", "per_logit"),
+    [
+        ({}, 30),
+        ({"tiled_loss": True}, 14 + 8 * 4096 * (1 / 4096 + 1 / 8192)),
+        ({"tiled_loss": True, "lora": Lora()}, 14 + 8 * 4096 / 8192),
+    ],
+)
+def test_a_loss_in_tiles_moves_no_fp32_copies_of_logits(changes, per_logit):
+    setup, known = replace(BASE, **changes), constants("H100")
+    logits = setup.sequence_length * llama().vocab_size
+    moved = [
+        head_seconds(llama(), setup, H100.gpu, replace(known, memory=share)).logits * H100.gpu.memory_gbs * 1e9
+        for share in (1.0, 0.5)
+    ]
+    assert (moved[1] - moved[0]) / logits == pytest.approx(per_logit)

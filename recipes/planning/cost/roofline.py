@@ -30,6 +30,13 @@ DEQUANTIZED = 4.5
 """Bytes moved per 4-bit weight each time that it is used: half a byte read, two written and two read again."""
 LOSS = 30
 """Bytes moved per logit: 2 written, 12 + 12 for the fp32 copy and its softmax in both directions, and 4 read back."""
+TILED_LOSS = 14
+"""The same in tiles: written and read in each direction, turned into its gradient in place, and read by two products
+(trl, kernels/chunked_logprob.py, with Triton)."""
+TILE_TOKENS, TILE_COLUMNS = 4096, 8192
+"""Of a tile (trl, TOKEN_CHUNK_SIZE, and `training.model.tiling.COLUMNS`)."""
+ADDED_UP = 8
+"""Bytes moved per number of the gradients in fp32 to which each tile adds: read and written."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,11 @@ def head_seconds(profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constant
     width = profile.vocab_size / setup.layout.tensor
     passes = (2 if setup.lora else 3) + setup.tiles(profile.vocab_size) + setup.reference
     products = passes * _product(tokens, width, profile.hidden_size, gpu, constants)
-    return ComputeSeconds(logits=products + LOSS * tokens * width / (gpu.memory_gbs * 1e9 * constants.memory))
+    moved = LOSS * tokens * width
+    if setup.tiles(profile.vocab_size):
+        added = 1 / TILE_COLUMNS + (0 if setup.lora else 1 / TILE_TOKENS)
+        moved = (TILED_LOSS + ADDED_UP * profile.hidden_size * added) * tokens * width
+    return ComputeSeconds(logits=products + moved / (gpu.memory_gbs * 1e9 * constants.memory))
 
 
 def _product(rows: float, columns: float, depth: float, gpu: Gpu, constants: Constants) -> float:
