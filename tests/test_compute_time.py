@@ -11,6 +11,7 @@ from recipes.planning.cost.host_time import (
     ADAPTER,
     BACKWARD_HOOKS,
     EXPERT,
+    FUSED_ADAPTER,
     KERNELS,
     hooked_modules,
     kernels,
@@ -228,3 +229,17 @@ def test_a_loss_in_tiles_moves_no_fp32_copies_of_logits(changes, per_logit):
         for share in (1.0, 0.5)
     ]
     assert (moved[1] - moved[0]) / logits == pytest.approx(per_logit)
+
+
+def test_fused_adapters_take_fewer_passes_and_launches():
+    """PEFT scales and adds in passes of their own; here a product adds to what is there (`training.adapters.fused`)."""
+    plain, fused = (replace(BASE, lora=Lora(target_modules="all-linear", fused=each)) for each in (False, True))
+    slow, fast = (step_time(llama(), setup, H100) for setup in (plain, fused))
+    assert fast.elementwise < slow.elementwise and fast.launch <= slow.launch and fast.matmul == slow.matmul
+    (kind,) = llama().layer_kinds
+    saved = 2 * len(kind.linears) * (ADAPTER - FUSED_ADAPTER) / 2
+    assert kernels(kind, plain, 0) - kernels(kind, fused, 0) == saved
+    moved = (slow.elementwise - fast.elementwise) * H100.gpu.memory_gbs * 1e9 * constants("H100").memory
+    per_token = moved / BASE.sequence_length / len(llama().layer_order)
+    widths = [sum(each) for each in zip(*kind.linears, strict=True)]
+    assert per_token == pytest.approx((6 - 4) * widths[0] + (18 - 4) * widths[1])

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from recipes.training import distributed
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
-PRODUCTS = ("mm", "addmm", "bmm", "_scaled_dot_product")
-"""Prefixes of operations that are counted as a layer's arithmetic, not here."""
+PRODUCTS = ("mm", "addmm", "bmm", "_scaled_dot_product", "_unsafe_view")
+"""Prefixes of operations that are counted as a layer's arithmetic, not here, and of views of their results."""
 OVERWRITES = ("copy_", "zero_", "fill_")
 """Operations that write their first argument without reading it."""
 UNSCALED = "grads"

@@ -6,8 +6,8 @@ from .training_setup import TrainingSetup
 
 KERNELS = 100
 """Of a Llama layer's forward pass in transformers 5.22.2, products and memory operations included."""
-ADAPTER = 6
-"""Per adapted matrix: dropout, two products, the scale, the sum, and a cast."""
+ADAPTER, FUSED_ADAPTER = 6, 3
+"""Per adapted matrix: dropout, two products, the scale, the sum, and a cast; fused (`lora.fused`), the first three."""
 DEQUANTIZE = 3
 """Per 4-bit matrix: its blocks' scales, their offset, and the weights."""
 EXPERT = 14
@@ -31,7 +31,8 @@ per layer than under ZeRO-1 (deepspeed 0.19.8, a Llama of 16 layers 64 wide, two
 def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
     """Return how many kernels a layer's forward pass launches on one rank, of its `experts` there."""
     count = KERNELS * (FUSED if setup.fuses else 1.0)
-    adapters = len(kind.linears) * ADAPTER if setup.lora else 0
+    per_matrix = (FUSED_ADAPTER if setup.lora.fused else ADAPTER) if setup.lora else 0
+    adapters = len(kind.linears) * per_matrix
     quantized = len(kind.linears) * DEQUANTIZE if setup.quantized else 0
     return count + adapters + quantized + (0 if setup.grouped_experts else EXPERT * experts)
 

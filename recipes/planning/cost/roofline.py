@@ -28,6 +28,9 @@ EXPERT_ROWS = 128
 """Rows of a tile of the experts' product: the last tile of each expert is half empty on average."""
 DEQUANTIZED = 4.5
 """Bytes moved per 4-bit weight each time that it is used: half a byte read, two written and two read again."""
+FUSED_ADAPTER = 4 / 3
+"""Bytes moved per pass and output of a fused adapter, and per input without dropout: read and written once in the
+forward and the two backward passes (training/adapters/fused.py)."""
 LOSS = 30
 """Bytes moved per logit: 2 written, 12 + 12 for the fp32 copy and its softmax in both directions, and 4 read back."""
 TILED_LOSS = 14
@@ -229,9 +232,11 @@ def _moved_bytes(
 
 
 def _adapter_bytes(kind: LayerProfile, setup: TrainingSetup, lora: Lora) -> float:
-    """Return the bytes per token that adapters on all linear layers of a layer move."""
+    """Return the bytes per token and pass that adapters on all linear layers of a layer move."""
     # Reads the input, with dropout two more times; adds to the output, which is read twice and written.
-    per_input, per_output = 6 if lora.dropout else 2, 6
+    per_input, per_output = 6.0 if lora.dropout else 2.0, 6.0
+    if lora.fused:  # products add to the output, and to the input's gradient, in place
+        per_input, per_output = per_input if lora.dropout else FUSED_ADAPTER, FUSED_ADAPTER
     if setup.fp32_adapters:
         # The input is cast to fp32 (2 + 4), with dropout read and written beside a mask (4 + 4 + 1), cast back by
         # autocast (4 + 2) and read (2); the result is written (2), scaled (2 + 2) and added (2 + 2 + 2).
