@@ -1,7 +1,7 @@
 """Memory of a run: on the fullest GPU at each moment of a step, by component; on a node's host, NVMe and disk."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...spec.deepspeed_file import prefetch_size
@@ -125,14 +125,13 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
     gathered, between_passes = _gathered(shard, setup), _gathered_between_passes(shard, setup)
     held = _held_by_autograd(shard.layers[0].expert_parameters, setup)
     permanent_buckets, reduce_buckets = _buckets(shard, setup)
+    layout = setup.layout  # each kind of parallelism has groups of its own, beside those of all ranks
+    groups = 1 + sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence, layout.expert))
 
     def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
         allocated = {**states, **more} | ({"teacher": teacher} if (teacher := teacher_bytes(setup)) else {})
         allocated |= {"vision_tower": tower} if (tower := tower_bytes(profile, setup)) else {}
-        groups = (
-            1 + sum(size > 1 for size in astuple(setup.layout)) if setup.world_size > 1 and moment != "loading" else 0
-        )
-        runtime = CONTEXT + CUBLAS + groups * NCCL
+        runtime = CONTEXT + CUBLAS + (groups * NCCL if setup.world_size > 1 and moment != "loading" else 0)
         alone = setup.zero_ranks == 1 and setup.offload_optimizer != "none"
         sharded = setup.zero_stage == 3 and not alone and moment != "loading"
         # Weights are allocated once, and nothing between them is released while they load.

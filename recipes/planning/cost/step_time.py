@@ -1,6 +1,7 @@
 """Step time: the seconds of an optimizer step, by component, on the slowest pipeline stage."""
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from ..hardware.cluster import Cluster
 from ..model_profile.profile import LayerProfile, ModelProfile
@@ -81,9 +82,9 @@ class StepTime:
     @property
     def components(self) -> dict[str, float]:
         """Seconds by component."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[:15]}
+        return {name: getattr(self, name) for name in COMPONENTS}
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Of the whole step."""
         return sum(self.components.values())
@@ -97,6 +98,9 @@ class StepTime:
     def mfu(self) -> float:
         """Model FLOPs utilisation: the share of the GPUs' peak that is progress."""
         return self.model_flops / self.seconds / self.gpus / self.peak_flops
+
+
+COMPONENTS = tuple(field.name for field in fields(StepTime))[:15]
 
 
 def step_time(
