@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 NEEDED = {"sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh", "ip": "iproute2", "tc": "iproute2"}
 SBIN = "/usr/sbin:/sbin"
+needs_pdsh = pytest.mark.skipif(not shutil.which("pdsh"), reason="not installed: pdsh")
+"""For a test in which DeepSpeed's launcher is to start ranks on several hosts."""
 
 
 @cache

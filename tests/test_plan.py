@@ -18,6 +18,7 @@ from recipes.planning.search import forecast
 from recipes.spec import pages
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import read_json
+from tests.network_hosts import needs_pdsh
 from tests.versions import needs
 
 EIGHT = ("--gpu", "H100", "--gpus", "8")
@@ -94,13 +95,14 @@ def test_the_table_names_the_best_first_and_its_command(capsys):
     [
         (["llama3-8b", *EIGHT], {}),
         (["llama3-70b", "--method", "lora", *EIGHT], {}),
-        (
+        pytest.param(
             ["llama3-70b", *EIGHT, "--nodes", "8", "deepspeed=pipeline.json", "layout.pipeline=4", "layout.sequence=1"],
             {"pipeline": 4},
+            marks=needs_pdsh,
         ),
-        (["llama3-8b", *EIGHT, "--nodes", "2", "deepspeed=zero3_hpz.json"], {}),
+        pytest.param(["llama3-8b", *EIGHT, "--nodes", "2", "deepspeed=zero3_hpz.json"], {}, marks=needs_pdsh),
         (["qwen3-8b", *EIGHT, "layout.tensor=4"], {}),
-        (["mixtral-8x7b", *EIGHT, "--nodes", "8", "layout.expert=8"], {}),
+        pytest.param(["mixtral-8x7b", *EIGHT, "--nodes", "8", "layout.expert=8"], {}, marks=needs_pdsh),
         (["llama3-8b", *EIGHT, "layout.sequence=8", "--sequence-length", "65536"], {"sequence-parallel": 8}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -487,6 +489,7 @@ def test_the_launcher_prints_the_forecast(one_a100, capsys):
     assert re.match(r"forecast: \d+\.\d GiB per GPU \(\d+%.*\), [\d,]+ tokens/s\n", capsys.readouterr().out)
 
 
+@needs_pdsh
 def test_the_forecast_of_several_hosts_is_that_of_all_their_gpus(one_a100, capsys, tmp_path):
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
     assert launch.main(["llama3-8b", "full", "--hostfile", str(tmp_path / "hosts"), "--dry-run"]) == 0

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -27,6 +26,7 @@ from recipes.spec import pages, run_folder
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder
 from tests.launching import LAUNCH
+from tests.network_hosts import needs_pdsh
 from tests.versions import needs
 
 ATTACKS = (
@@ -96,9 +96,6 @@ def arrived(far: Path, environment: dict[str, str]) -> tuple[list[str], dict[str
     words = (far / "words").read_text(encoding="utf-8").split("\0")[:-1]
     lines = (far / "environment").read_bytes().decode().split("\0")[:-1]
     return words, dict(line.split("=", 1) for line in lines)
-
-
-needs_pdsh = pytest.mark.skipif(not shutil.which("pdsh"), reason="not installed: pdsh")
 
 
 @needs_pdsh
