@@ -11,7 +11,7 @@ from recipes.planning.cost.communication import Group, all_reduce, all_to_all, g
 from recipes.planning.cost.constants import constants
 from recipes.planning.cost.roofline import model_flops
 from recipes.planning.cost.stage_shards import stage_ranges
-from recipes.planning.cost.step_time import StepTime, step_time
+from recipes.planning.cost.step_time import CORE_ADAM, CPU_STEP, StepTime, step_time
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.planning.cost.zero_traffic import zero_traffic
 from recipes.planning.hardware.cluster import Cluster, cluster
@@ -268,3 +268,21 @@ def test_zero_3_gathers_once_what_it_still_holds():
     assert other.zero / one.zero == pytest.approx(1.5, rel=0.02)
     large = [step_time(llama(), replace(setup, kept_weights=kept), cluster("H100", 8)) for kept in (10**9, 0)]
     assert 1.01 < large[1].zero / large[0].zero < 1.05
+
+
+def test_adam_on_the_host_is_as_fast_as_its_memory_or_its_cores():
+    setup = TrainingSetup(1, zero_stage=2, offload_optimizer="cpu")
+
+    def seconds(gpu, gpus=1, cores=0):
+        one = replace(cluster(gpu, gpus), cores=cores)
+        return step_time(llama(), setup, one).optimizer
+
+    updated = llama().parameters * CPU_STEP
+    assert seconds("A100 80GB") == pytest.approx(updated / 4e9, rel=0.05), "the paper's host"
+    assert seconds("H100") == pytest.approx(updated / 4e9 * 256 / 614, rel=0.05)
+    assert seconds("RTX 4090") == pytest.approx(updated / 4e9 * 256 / 90, rel=0.05)
+    assert seconds("RTX 4090", gpus=8) < seconds("RTX 4090", gpus=2), "eight are in a server"
+    assert seconds("A10G", cores=4) == pytest.approx(updated / (2 * CORE_ADAM), rel=0.05), (
+        "two cores of a small instance"
+    )
+    assert seconds("A10G", cores=192) == seconds("A10G")

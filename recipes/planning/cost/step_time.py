@@ -1,5 +1,6 @@
 """Step time: the seconds of an optimizer step, by component, on the slowest pipeline stage."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -22,9 +23,11 @@ it calls, tests/workers/moved_bytes.py: 74 at ZeRO-1 and -2, 70 at ZeRO-3)."""
 REDUCTION = 12
 """Bytes moved per trained parameter of a rank whenever gradients are reduced, beside the collective: into the bucket,
 into a flat copy, and the division by the number of ranks, each 2 + 2 (counted likewise, at every stage)."""
-CPU_ADAM = 4e9
-"""Parameters per second and node that DeepSpeed's CPU Adam updates: ZeRO-Offload, arXiv:2101.06840, table 4 (1 to 10
-billion parameters in 0.22 to 2.57 s on a node with two Xeon 8168)."""
+CPU_ADAM = 4e9 / 256
+"""Parameters per second that DeepSpeed's CPU Adam updates, for each GB/s of its host's memory bandwidth: ZeRO-Offload,
+arXiv:2101.06840, table 4 (1 to 10 billion in 0.22 to 2.57 s), on two Xeon 8168 with six channels of DDR4-2666."""
+CORE_ADAM = 0.88e9
+"""The same per core, at most (deepspeed 0.19.8, a Xeon of 2023, one thread and two: 0.88 and 1.70)."""
 STEP_LAUNCHES = {"zero3": 1.3e-4, "others": 0.8e-4}
 """Seconds per trained weight in which the host launches a step's operations: norms, scales, copies (deepspeed 0.19.8, a
 Llama of 8 and of 16 layers with nine weights each, 64 wide, two CPU ranks, time of the process: ZeRO-3 1.1 and 1.2 ms
@@ -310,6 +313,12 @@ def _visible_share(transfers: float, computation: float, overlap: float) -> floa
     return 1 - overlap * min(transfers, computation) / transfers if transfers else 1.0
 
 
+def _host_adam(cluster: Cluster) -> float:
+    """Return the parameters per second that Adam updates on a node's host; clouds count two threads of a core."""
+    cores = cluster.cores / 2 or math.inf
+    return min(CPU_ADAM * cluster.host_gbs, CORE_ADAM * cores)
+
+
 def _optimizer_seconds(
     parameters: float, updated: float, setup: TrainingSetup, cluster: Cluster, known: Constants
 ) -> tuple[float, float, float]:
@@ -321,7 +330,7 @@ def _optimizer_seconds(
         moved = own * (ZERO_STEP if setup.zero_stage else ADAM)
         adam = moved / (cluster.gpu.memory_gbs * 1e9 * known.memory)
     else:
-        adam = CPU_STEP * own * ranks_per_node / CPU_ADAM
+        adam = CPU_STEP * own * ranks_per_node / _host_adam(cluster)
         # The gradients of every micro-batch go there, the weights come back.
         offload += communication.to_host(2 * own * (setup.gradient_accumulation_steps + 1), cluster, known)
     if setup.offload_optimizer == "nvme":

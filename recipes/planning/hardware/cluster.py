@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ...spec.errors import UserError
-from .gpus import Gpu, all_names, find, with_memory
+from .gpus import Gpu, all_names, find, host_gbs, with_memory
 from .instances import INSTANCES
 
 GIB = 2**30
@@ -36,6 +36,11 @@ class Cluster:
     def gpus(self) -> int:
         """Over all nodes."""
         return self.gpus_per_node * self.nodes
+
+    @property
+    def host_gbs(self) -> float:
+        """Memory bandwidth of a node's host, as is usual for its GPUs, in GB/s."""
+        return host_gbs(self.gpu, self.gpus_per_node)
 
     @property
     def node_network_gbs(self) -> float:

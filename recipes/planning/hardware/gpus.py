@@ -85,6 +85,8 @@ _DATA_CENTRE = (
 DESKTOP = (*_GEFORCE, *_WORKSTATION)
 """GPUs that people put into a computer of their own."""
 GPUS = (*DESKTOP, *_DATA_CENTRE)
+DESKTOP_GPUS = 2
+"""That fit into an ordinary computer."""
 _OTHER_MODELS = frozenset({"ti", "super", "laptop", "mobile", "d", "max"})
 """Words that make another GPU of the same number."""
 _NEAR = 3
@@ -137,6 +139,19 @@ def _nearest(name: str) -> str:
 def all_names() -> str:
     """Return the names of all GPUs, as the end of a sentence."""
     return f"known are {', '.join(gpu.name for gpu in GPUS)}"
+
+
+def host_gbs(gpu: Gpu, gpus: int) -> float:
+    """Return the memory bandwidth of the host that is usual for so many GPUs of a kind, in GB/s.
+
+    Two channels of DDR5-5600 in a desktop, eight of DDR4-3200 in a workstation or a server of desktop GPUs, two sockets
+    with eight of DDR5-4800 where PCIe is of the fifth generation, and otherwise with six of DDR4-2666. A100's hosts
+    have 410, but a step on a DGX A100 took longer still than with 256 (DeepSpeed's blog of 2025-10-06, two ranks).
+    """
+    name = gpu.like or gpu.name
+    if name in {one.name for one in DESKTOP}:
+        return 90 if gpus <= DESKTOP_GPUS and name not in {one.name for one in _WORKSTATION} else 205
+    return 614 if gpu.pcie_gbs >= _PCIE5 else 256
 
 
 def with_memory(gib: float, name: str | None = None) -> Gpu:

@@ -115,7 +115,8 @@ def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
         alone = "everything fits on the GPU, so there is nothing to shard"
         yield alone if setup.world_size == 1 else "everything fits on each GPU, so only gradients are communicated"
     elif setup.zero_ranks == 1:
-        yield f"ZeRO-{setup.zero_stage} on one GPU shards nothing, but its optimizer step peaks lower"
+        where = "on one GPU" if setup.world_size == 1 else "with one data-parallel rank"
+        yield f"ZeRO-{setup.zero_stage} {where} shards nothing, but its optimizer step peaks lower"
     elif setup.zero_stage < 3:
         what = "the optimizer states" if setup.zero_stage == 1 else "gradients and optimizer states"
         without = _gpu_gib(request, lean, zero_stage=setup.zero_stage - 1)
