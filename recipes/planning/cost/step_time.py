@@ -131,7 +131,7 @@ def step_time(
     fetches += 2 * communication.to_host(stage.moved, cluster, known)
     visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
     optimizer, offload, nvme = _optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
-    reductions = {0: 0, 1: 1, 2: micro_batches, 3: micro_batches}[setup.zero_stage]
+    reductions = (0, 1, micro_batches, micro_batches)[setup.zero_stage]
     copies = reductions * REDUCTION * stage.trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
     launches = STEP_LAUNCHES["zero3" if setup.zero_stage == 3 else "others"] * stage.trained_weights
     optimizer = copies + max(optimizer, launches)
