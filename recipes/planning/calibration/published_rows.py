@@ -103,7 +103,8 @@ class PublishedRow:
     """Liger's kernels with the loss of all logits at once."""
     chunked_loss: bool = False
     logit_bytes: float | None = None
-    """Per token and vocabulary entry, without a cap, as the row's software takes them; None: as transformers today."""
+    """Per token and vocabulary entry in bf16, in fp32 twice as many, without a cap, as the row's software takes them;
+    None: as transformers today."""
     reduce_bucket_size: int | None = None
     """Elements; None: what the Trainer fills in."""
     tiled_mlp: bool = False
