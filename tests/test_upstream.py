@@ -236,7 +236,6 @@ LOAD = """
 import sys
 from pathlib import Path
 from recipes.machine import ops
-from recipes.planning.cost.step_time import REDUCTION, ZERO_STEP
 if sys.argv[1] == "mended":
     from recipes.training import upstream
     upstream.compile_ops_once(Path(sys.argv[2]))

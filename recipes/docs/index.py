@@ -7,6 +7,7 @@ from types import ModuleType
 
 from ..planning.calibration import benchmark_results
 from ..planning.calibration.benchmark_results import MeasuredRecipe
+from ..planning.cost.ranges import highest_memory
 from ..planning.hardware.cluster import Cluster
 from ..planning.hardware.gpus import find
 from ..planning.search.plans import Plan
@@ -33,7 +34,7 @@ def families() -> str:
 
 def hardware() -> str:
     """Return the table of the hardware that each recipe needs, with an explanation of its cells."""
-    return MEANING + "".join(_needs())
+    return _meaning() + "".join(_needs())
 
 
 def _families() -> Iterator[str]:
@@ -52,10 +53,14 @@ def _families() -> Iterator[str]:
         yield _line([f"[{family}]({family}.py)", sizes, ", ".join(variants), *measured, command])
 
 
-MEANING = f"""Predicted, not measured: the smallest hardware on which the recipe fits **as it is written**, with its
+def _meaning() -> str:
+    """Return what stands above the table of hardware."""
+    least, *_, most = highest_memory()
+    more = f"{least:.1f} to {most:.1f}"
+    return f"""Predicted, not measured: the smallest hardware on which the recipe fits **as it is written**, with its
 page's DeepSpeed file, micro-batch, sequence length and checkpointing. A single GPU comes first ({", ".join(SINGLE)}),
 then 2, 4, 8 and more {GPU}, eight to a node; where GPUs outnumber the sequences of the batch, each gets a micro-batch.
-In brackets: GiB on the fullest GPU; what published runs of its kind took at most, 1.3 to 1.4 times as much, fits too;
+In brackets: GiB on the fullest GPU; what published runs of its kind took at most, {more} times as much, fits too;
 with offloading also GiB of host memory per node. A dash: the page has no such variant, or it does not fit on
 {MOST:,} GPUs.
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes.training import distributed
+from tests.workers.held_experts import ZERO
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
 PRODUCTS = ("mm", "addmm", "bmm", "_scaled_dot_product", "_unsafe_view")
@@ -33,9 +34,9 @@ def moved(func: OpOverload, args: tuple, kwargs: dict[str, Any], result: Any) ->
     aliases = [returned.alias_info for returned in schema.returns]
     if library == "c10d" or name.startswith(PRODUCTS) or any(alias and not alias.is_write for alias in aliases):
         return 0  # a collective, a product, or a view
-    given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
     if name.startswith(("empty", "new_empty")):
         return 0
+    given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
     total = sum(size(new) for new, alias in zip(tree_leaves(result), aliases, strict=False) if alias is None)
     for argument in schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write and argument.name != UNSCALED
@@ -66,13 +67,12 @@ def per_parameter(model: torch.nn.Module, run: Callable[[], Any]) -> float:
 
 def settings(stage: int) -> dict[str, Any]:
     """Return DeepSpeed's settings: all weights are sharded, and gathered one by one, so that nothing is copied."""
-    limits = ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold")
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, **{f"stage3_{name}": 0 for name in limits}},
+        "zero_optimization": {**ZERO, "stage": stage},
     }
 
 

@@ -18,9 +18,11 @@ and two gradients, in fp32 (transformers 5.22, loss/loss_utils.py)."""
 TOO_SMALL_LOGITS = 2
 """Bytes per token and vocabulary entry that are reserved and of no use at that peak: the block of the logits in bf16 is
 free, but no gradient in fp32 fits into it."""
-TILE = 2 * 4096 * 8192
-"""Bytes of the one tile of logits that exists at a time: tokens (trl, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE) by
-vocabulary entries (`training.model.tiling.COLUMNS`), in bf16; Triton's kernels turn it into its gradient in place."""
+TILE_TOKENS, TILE_COLUMNS = 4096, 8192
+"""Of the one tile of logits that exists at a time: tokens (trl, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE), and
+vocabulary entries (`training.model.tiling.COLUMNS`)."""
+TILE = 2 * TILE_TOKENS * TILE_COLUMNS
+"""Bytes of that tile in bf16; Triton's kernels turn it into its gradient in place."""
 GRADIENTS_IN_TILES = 6
 """Bytes per number of the gradients that tiles add up: in fp32, and beside that the copy in bf16 that is returned."""
 HIDDEN_IN_TILES = 2.5
@@ -71,11 +73,15 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
         # Repeated keys and values are divided like all heads; every rank has the whole mask.
         more = kind.saved.get("masked", NOTHING)
         total += sequences * (more.per_token * own_length / layout.tensor + more.per_pair * length**2)
-    elif setup.attention == "eager":
-        total += sequences * kind.saved.get("eager", NOTHING).per_token * own_length / layout.tensor
+    total += sequences * _eager(kind.saved, setup).per_token * own_length / layout.tensor
     if setup.tensor_splits_all:
         total = of_mode(kind.saved, setup).of(sequences, own_length) / layout.tensor
     return _in_precision(total - _fused_bytes(kind, setup, sequences * own_length), setup) + _scores(kind.saved, setup)
+
+
+def _eager(profiled: Mapping[str, SavedBytes], setup: TrainingSetup) -> SavedBytes:
+    """Return what eager attention needs more than one operator does."""
+    return profiled.get("eager", NOTHING) if setup.attention == "eager" else NOTHING
 
 
 def _scores(profiled: Mapping[str, SavedBytes], setup: TrainingSetup) -> float:
@@ -84,10 +90,8 @@ def _scores(profiled: Mapping[str, SavedBytes], setup: TrainingSetup) -> float:
     In bf16 the probabilities are there in fp32 too, and in fp32 only once, but their gradients are twice as large: both
     together are the same.
     """
-    if setup.attention != "eager":
-        return 0.0
-    pairs = setup.sequence_length * setup.sequence_length / setup.layout.sequence / setup.layout.tensor
-    return setup.sequences_per_pass * profiled.get("eager", NOTHING).per_pair * pairs
+    pairs = setup.sequence_length**2 / setup.layout.sequence / setup.layout.tensor
+    return setup.sequences_per_pass * _eager(profiled, setup).per_pair * pairs
 
 
 def _fused_bytes(kind: LayerProfile, setup: TrainingSetup, tokens: float) -> float:
@@ -170,8 +174,8 @@ def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     backward_peak = of_mode(kind.backward_peak, setup) + -1 * split
     own_length = setup.sequence_length / setup.layout.sequence
     needed = backward_peak.of(setup.sequences_per_pass, own_length)
-    eager = kind.backward_peak.get("eager", NOTHING) if setup.attention == "eager" else NOTHING
-    more = _in_precision(setup.sequences_per_pass * eager.per_token * own_length, setup)
+    per_token = _eager(kind.backward_peak, setup).per_token
+    more = _in_precision(setup.sequences_per_pass * per_token * own_length, setup)
     scores = max(0.0, more + _scores(kind.backward_peak, setup))
     # In batches smaller than those that were profiled, the gradient of the largest weight is the peak.
     gradient = 2.0 * kind.largest_module if setup.lora is None else 0.0

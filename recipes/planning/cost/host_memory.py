@@ -42,7 +42,7 @@ def host_bytes(
         largest = max(shard.parameters for shard in stages) if len(stages) > 1 else whole.parameters
         read = ranks_per_node * width * largest
     # The first rank gathers the weights, or the adapters.
-    saved = width * (whole.adapter_parameters if setup.lora else whole.parameters)
+    saved = width * whole.trained(setup)
     return {"loading": processes + read, "training": processes + offloaded, "saving": processes + offloaded + saved}
 
 
@@ -56,7 +56,6 @@ def _offloaded(shard: StageShard, setup: TrainingSetup, states: States) -> float
 
 def nvme_bytes(shard: StageShard, setup: TrainingSetup) -> float:
     """Return the bytes that one rank has on NVMe: fp32 weights with Adam's moments, and the weights themselves."""
-    trained = shard.adapter_parameters if setup.lora else shard.parameters
-    states = 12 * trained / setup.zero_ranks if setup.offload_optimizer == "nvme" else 0.0
+    states = 12 * shard.trained(setup) / setup.zero_ranks if setup.offload_optimizer == "nvme" else 0.0
     weights = WIDTH[setup.precision] * shard.parameters / setup.zero_ranks
     return states + (weights if setup.offload_parameters == "nvme" else 0.0)

@@ -96,7 +96,7 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
         nvme=ranks_per_node * max(host_memory.nvme_bytes(shard, setup) for shard in stages),
         checkpoint=checkpoint_bytes(
             int(whole.parameters + whole.adapter_parameters),
-            int(whole.adapter_parameters if setup.lora else whole.parameters),
+            int(whole.trained(setup)),
             WIDTH[setup.precision],
         ),
     )
@@ -200,7 +200,7 @@ def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
     if setup.layout.expert > 1 and setup.lora is None:
         dense = shard.parameters - shard.expert_parameters
         return mixture_bytes(dense, shard.expert_parameters, *sharding, setup.layout.expert, **options)
-    trained = shard.adapter_parameters if setup.lora else shard.parameters
+    trained = shard.trained(setup)
     return state_bytes(trained, trained, *sharding, **options)
 
 
@@ -314,7 +314,7 @@ def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
     if setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation):
         return 0.0, 0.0
     # What belongs to several ranks is copied flat to be reduced (deepspeed, stage_1_and_2.py, `allreduce_bucket`).
-    trained = shard.adapter_parameters if setup.lora else shard.parameters
+    trained = shard.trained(setup)
     flat = min(1.0, trained / size) if setup.zero_ranks > 1 else 0.0
     return 0.0, one * ((2 if setup.overlap_comm else 1) + flat)
 
@@ -324,5 +324,5 @@ def _all_reduce_buffer(shard: StageShard, setup: TrainingSetup) -> float:
     unbucketed = setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation)
     if setup.zero_ranks == 1 or not unbucketed:
         return 0.0
-    trained = shard.adapter_parameters if setup.lora else shard.parameters
+    trained = shard.trained(setup)
     return min(trained, ALL_REDUCE) * (4 if setup.fp32_accumulation else WIDTH[setup.precision])

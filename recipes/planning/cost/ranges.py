@@ -40,6 +40,11 @@ def speed_range(setup: TrainingSetup) -> Range:
     return _range("time", setup)
 
 
+def highest_memory() -> list[float]:
+    """Return the factors of a GPU's peak at the high end of each kind's range, in ascending order."""
+    return sorted(high for _, high, *_ in _ranges()["memory"].values())
+
+
 def _range(measure: str, setup: TrainingSetup) -> Range:
     known = _ranges()[measure]
     kind = next(kind for kind in kinds_of(setup) if kind in known)

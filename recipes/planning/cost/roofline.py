@@ -6,6 +6,7 @@ from math import prod
 from ...spec.recipe import Lora
 from ..hardware.gpus import Gpu
 from ..model_profile.profile import LayerProfile, ModelProfile
+from .activations import TILE_COLUMNS, TILE_TOKENS
 from .attention_time import attention_seconds
 from .constants import Constants
 from .host_time import adapted_share, host_seconds, waiting_seconds
@@ -28,7 +29,7 @@ EXPERT_ROWS = 128
 """Rows of a tile of the experts' product: the last tile of each expert is half empty on average."""
 DEQUANTIZED = 4.5
 """Bytes moved per 4-bit weight each time that it is used: half a byte read, two written and two read again."""
-FUSED_ADAPTER = 4 / 3
+FUSED_ADAPTER_BYTES = 4 / 3
 """Bytes moved per pass and output of a fused adapter, and per input without dropout: read and written once in the
 forward and the two backward passes (training/adapters/fused.py)."""
 LOSS = 30
@@ -36,8 +37,6 @@ LOSS = 30
 TILED_LOSS = 14
 """The same in tiles: written and read in each direction, turned into its gradient in place, and read by two products
 (trl, kernels/chunked_logprob.py, with Triton)."""
-TILE_TOKENS, TILE_COLUMNS = 4096, 8192
-"""Of a tile (trl, TOKEN_CHUNK_SIZE, and `training.model.tiling.COLUMNS`)."""
 ADDED_UP = 8
 """Bytes moved per number of the gradients in fp32 to which each tile adds: read and written."""
 
@@ -236,7 +235,7 @@ def _adapter_bytes(kind: LayerProfile, setup: TrainingSetup, lora: Lora) -> floa
     # Reads the input, with dropout two more times; adds to the output, which is read twice and written.
     per_input, per_output = 6.0 if lora.dropout else 2.0, 6.0
     if lora.fused:  # products add to the output, and to the input's gradient, in place
-        per_input, per_output = per_input if lora.dropout else FUSED_ADAPTER, FUSED_ADAPTER
+        per_input, per_output = per_input if lora.dropout else FUSED_ADAPTER_BYTES, FUSED_ADAPTER_BYTES
     if setup.fp32_adapters:
         # The input is cast to fp32 (2 + 4), with dropout read and written beside a mask (4 + 4 + 1), cast back by
         # autocast (4 + 2) and read (2); the result is written (2), scaled (2 + 2) and added (2 + 2 + 2).

@@ -35,6 +35,10 @@ class StageShard:
     stages from here on."""
     is_last: bool
 
+    def trained(self, setup: TrainingSetup) -> float:
+        """Return the parameters that are trained: of its adapters, or all."""
+        return self.adapter_parameters if setup.lora else self.parameters
+
 
 def stage_shards(profile: ModelProfile, setup: TrainingSetup) -> list[StageShard]:
     """Return what each pipeline stage holds, balanced by parameters; one shard without a pipeline."""

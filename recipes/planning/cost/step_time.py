@@ -104,6 +104,7 @@ class StepTime:
 
 
 COMPONENTS = tuple(field.name for field in fields(StepTime))[:15]
+"""Those of its fields that are seconds; the step is their sum."""
 
 
 def step_time(
@@ -131,10 +132,7 @@ def step_time(
     fetches += 2 * communication.to_host(stage.moved, cluster, known)
     visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
     optimizer, offload, nvme = _optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
-    reductions = (0, 1, micro_batches, micro_batches)[setup.zero_stage]
-    copies = reductions * REDUCTION * stage.trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
     launches = STEP_LAUNCHES["zero3" if setup.zero_stage == 3 else "others"] * stage.trained_weights
-    optimizer = copies + max(optimizer, launches)
     return StepTime(
         matmul=micro_batches * compute.matmul,
         attention=micro_batches * compute.attention,
@@ -149,7 +147,7 @@ def step_time(
         pipeline=micro_batches * stage.sent,
         # (d - 1) micro-batches more than one stage alone would take: (d - 1) / (m + d - 1) of the whole.
         bubble=(setup.layout.pipeline - 1) * stage.micro_batch,
-        optimizer=optimizer,
+        optimizer=_copy_seconds(stage.trained, setup, cluster, known) + max(optimizer, launches),
         offload=offload + micro_batches * fetches * visible,
         nvme=nvme,
         tokens=setup.tokens_per_step,
@@ -311,6 +309,13 @@ def _fetch_seconds(parameters: float, setup: TrainingSetup, cluster: Cluster, kn
 def _visible_share(transfers: float, computation: float, overlap: float) -> float:
     """Return the share of a micro-batch's transfers that computation does not hide."""
     return 1 - overlap * min(transfers, computation) / transfers if transfers else 1.0
+
+
+def _copy_seconds(trained: float, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
+    """Return the seconds in which a step's gradients are copied and divided, at every reduction of a rank's."""
+    micro_batches = setup.gradient_accumulation_steps
+    reductions = (0, 1, micro_batches, micro_batches)[setup.zero_stage]
+    return reductions * REDUCTION * trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
 
 
 def _host_adam(cluster: Cluster) -> float:

@@ -149,8 +149,10 @@ def host_gbs(gpu: Gpu, gpus: int) -> float:
     have 410, but a step on a DGX A100 took longer still than with 256 (DeepSpeed's blog of 2025-10-06, two ranks).
     """
     name = gpu.like or gpu.name
+    if gpus <= DESKTOP_GPUS and name in {one.name for one in _GEFORCE}:
+        return 90
     if name in {one.name for one in DESKTOP}:
-        return 90 if gpus <= DESKTOP_GPUS and name not in {one.name for one in _WORKSTATION} else 205
+        return 205
     return 614 if gpu.pcie_gbs >= _PCIE5 else 256
 
 
