@@ -19,7 +19,8 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from safetensors.torch import load_file
 
 from recipes.machine import ops
-from recipes.planning.cost.step_time import REDUCTION, ZERO_STEP
+from recipes.planning.cost.step_time import REDUCTION, updated_bytes
+from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
@@ -98,14 +99,16 @@ def test_zero3_holds_whole_experts_until_the_backward_pass(world_size, held, ran
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "bf16_states"), [(1, False), (2, False), (3, False), (1, True), (3, True)])
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, world_size, ranks, tmp_path):
-    """`ZERO_STEP` and `REDUCTION` in planning/cost/step_time.py; a rank's own part of the gradients is 8 bytes more."""
-    ranks.check(moved_bytes.main, stage, world_size=world_size, log=tmp_path / "log")
+def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, bf16_states, fused, world_size, ranks, tmp_path):
+    """`updated_bytes` and `REDUCTION` in planning/cost/step_time.py; a rank's own part of the gradients is 8 bytes more."""
+    ranks.check(moved_bytes.main, stage, fused, bf16_states, world_size=world_size, log=tmp_path / "log")
     said = re.search(r"step (\S+), backward (\S+) bytes per parameter", read_logs(tmp_path / "log")[0])
     step, backward = (float(number) for number in said.groups())
-    assert step * world_size == pytest.approx(ZERO_STEP, rel=0.05)
+    setup = TrainingSetup(world_size, zero_stage=stage, foreach_adam=not fused, bf16_states=bf16_states)
+    assert step * world_size == pytest.approx(updated_bytes(setup), rel=0.05)
     assert REDUCTION - 4 <= backward - 8 / world_size <= REDUCTION + 1, "one rank copies nothing flat"
 
 

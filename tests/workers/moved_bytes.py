@@ -65,18 +65,19 @@ def per_parameter(model: torch.nn.Module, run: Callable[[], Any]) -> float:
     return counter.bytes / whole
 
 
-def settings(stage: int) -> dict[str, Any]:
+def settings(stage: int, bf16_states: bool) -> dict[str, Any]:
     """Return DeepSpeed's settings: all weights are sharded, and gathered one by one, so that nothing is copied."""
+    narrow = {"bf16_master_weights_and_grads": bf16_states, "bf16_optimizer_states": bf16_states}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, **narrow},
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {**ZERO, "stage": stage},
     }
 
 
-def main(stage: int) -> None:
+def main(stage: int, fused: bool = True, bf16_states: bool = False) -> None:
     """Say what a step moves, and what a backward pass moves beyond that of the model alone."""
     distributed.start()
     config = LlamaConfig(vocab_size=64, **WIDTHS)
@@ -89,8 +90,8 @@ def main(stage: int) -> None:
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     alone = per_parameter(model, loss.backward)
     model = prepared()
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings(stage))
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused, foreach=not fused)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings(stage, bf16_states))
     for _ in range(2):  # Adam's moments are made in the first step
         loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
         backward = per_parameter(model, lambda loss=loss: engine.backward(loss))

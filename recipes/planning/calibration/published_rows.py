@@ -108,6 +108,8 @@ class PublishedRow:
     reduce_bucket_size: int | None = None
     """Elements; None: what the Trainer fills in."""
     tiled_mlp: bool = False
+    foreach_adam: bool = False
+    """As in `TrainingSetup`: torch's AdamW, and the Trainer's up to transformers 4.56 or torch 2.7, unless asked for."""
     compile: bool = False
     preferences: bool = False
     """DPO."""
@@ -227,6 +229,7 @@ class PublishedRow:
             logit_bytes=self.logit_bytes,
             reduce_bucket_size=self.reduce_bucket_size,
             tiled_mlp=self.tiled_mlp,
+            foreach_adam=self.foreach_adam,
             fp32_adapters=self.fp32_adapters,
             fp32_activations=self.fp32_activations,
             liger_kernel=self.liger,

@@ -23,6 +23,8 @@ LOW, HIGH = 0.05, 0.95
 """The quantiles."""
 ENOUGH = 8
 """Rows of a kind below which it has the range of a wider one."""
+FULL = 0.8
+"""Share of a GPU that is reserved above which PyTorch gives back what it only kept: below it, that is no need."""
 PUBLISHERS = 2
 """Publishers of a kind below which it has: one of them does not show how they differ."""
 
@@ -50,6 +52,7 @@ def fit(rows: Sequence[PublishedRow]) -> dict[str, dict[str, list[float]]]:
         residuals = [
             Residual(one.row.publisher, kinds_of(one.row.setup), math.log(one.measured / one.predicted))
             for one in comparisons(fitted, measure)
+            if measure == "time" or is_needed(one)
         ]
         below = margin(residuals, lambda low, high, log: low - log)
         above = margin(residuals, lambda low, high, log: log - high)
@@ -58,6 +61,15 @@ def fit(rows: Sequence[PublishedRow]) -> dict[str, dict[str, list[float]]]:
             for kind, (low, high, count) in quantiles(residuals).items()
         }
     return found
+
+
+def is_needed(one: Comparison) -> bool:
+    """Return whether a measurement of memory is what a run needs: not what PyTorch keeps on a GPU with much room.
+
+    A step's copies do not fit into the many smaller pieces that the backward pass has freed, and both stay reserved
+    until the GPU is full.
+    """
+    return one.row.memory_is != "reserved" or one.measured > FULL * one.row.cluster.gpu.memory_gib
 
 
 def quantiles(residuals: Sequence[Residual]) -> Quantiles:

@@ -37,7 +37,7 @@ def _between(cluster: Cluster, constants: Constants) -> float:
     return cluster.node_network_gbs * constants.network * GB
 
 
-def gather(size: float, group: Group, cluster: Cluster, constants: Constants, count: int = 1) -> float:
+def gather(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:
     """Return the seconds of an all-gather that leaves `size` bytes on each rank, or of a reduce-scatter of as many.
 
     It runs in `count` parts, one after the other. Each rank receives what it does not hold. A node receives what its

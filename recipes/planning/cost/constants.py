@@ -47,7 +47,9 @@ class Constants:
     """Share of PCIe that collectives reach inside a node without NVLink: GeForce GPUs cannot read each other's memory,
     so that everything passes through the host's. 0: the same as `link`."""
     hook: float = 0.0
-    """Seconds in which ZeRO-3 fetches or releases a module, on the host, at each pass."""
+    """Seconds in which ZeRO-3 fetches or releases a module, on the host of one rank, at each pass."""
+    waiting: float = 0.0
+    """Share by which that takes longer for each further rank, with which it exchanges weights."""
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Shares of the peak that each attention kernel reaches on long sequences, forward and backward; empty: software of
     a table whose kernel was another."""

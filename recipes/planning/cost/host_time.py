@@ -23,6 +23,8 @@ ONE_BY_ONE = 2
 without a kernel for it, after it has waited for the counts of their tokens (torch 2.13, `_grouped_mm_fallback`)."""
 
 
+NODE = 8
+"""Ranks of a node, the most that a rank's hooks wait for: over more of them nothing was measured."""
 BACKWARD_LAUNCHES, BACKWARD_HOOKS = 2.0, 0.7
 """A layer's backward pass by its forward pass: launches as its operations; ZeRO-3's hooks measured, 2.2 and 3.1 ms more
 per layer than under ZeRO-1 (deepspeed 0.19.8, a Llama of 16 layers 64 wide, two CPU ranks, time of the process)."""
@@ -89,6 +91,8 @@ def host_seconds(
         constants: seconds per kernel and per module that ZeRO-3 fetches.
         experts: of the layer, on one rank.
     """
-    hooks = hooked_modules(kind, setup) * constants.hook if setup.zero_stage == 3 else 0.0
+    others = min(NODE, setup.zero_ranks) - 1
+    hook = constants.hook * (1 + constants.waiting * others) if setup.zero_stage == 3 else 0.0
+    hooks = hooked_modules(kind, setup) * hook
     launches = kernels(kind, setup, experts) * constants.launch
     return launches + hooks, BACKWARD_LAUNCHES * launches + BACKWARD_HOOKS * hooks

@@ -196,6 +196,7 @@ def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
         "bf16_states": setup.bf16_states,
         "sub_group": setup.sub_group_size,
         "moments": _moments(shard, setup),
+        "foreach": setup.foreach_adam,
     }
     if setup.layout.expert > 1 and setup.lora is None:
         dense = shard.parameters - shard.expert_parameters
@@ -267,8 +268,7 @@ def _gathered(shard: StageShard, setup: TrainingSetup) -> float:
         return dequantized
     hidden = shard.hidden_size
     block = max(kind.parameters for kind, _ in shard.layer_counts)
-    filled_in = prefetch_size(hidden, block) if setup.gathers_layers else 0.9 * hidden**2
-    prefetched = filled_in if setup.prefetch_bucket_size is None else setup.prefetch_bucket_size
+    prefetched = setup.prefetched(hidden, block)
     threshold = 10 * hidden if setup.persistence_threshold is None else setup.persistence_threshold
     persistent = shard.adapter_parameters if setup.lora and setup.lora.rank * hidden <= threshold else 0
     return dequantized + width * (min(max(shard.largest_module, block) + prefetched, shard.parameters) + persistent)
@@ -306,7 +306,7 @@ def _gathered_for_answers(shard: StageShard, setup: TrainingSetup) -> float:
 
 def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
     """Return the bytes of the buffers in which gradients are collected: always, and while they are reduced."""
-    size = shard.hidden_size**2 if setup.reduce_bucket_size is None else setup.reduce_bucket_size
+    size = setup.reduced(shard.hidden_size)
     one = size * (4 if setup.fp32_accumulation else WIDTH[setup.precision])
     if setup.zero_stage == 3:
         kept = one + (MUON_BUFFERS if setup.optimizer == "muon" else 0)

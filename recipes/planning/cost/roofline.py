@@ -27,8 +27,9 @@ ROUTED = 7
 """Vectors of the model's width read and written for each expert of a token: gathered (2), weighted (2), summed (3)."""
 EXPERT_ROWS = 128
 """Rows of a tile of the experts' product: the last tile of each expert is half empty on average."""
-DEQUANTIZED = 4.5
-"""Bytes moved per 4-bit weight each time that it is used: half a byte read, two written and two read again."""
+DEQUANTIZED = 2.5
+"""Bytes moved per 4-bit weight each time that it is used: half a byte read and two written; the product that reads them
+again takes no longer for that, as with any other weight."""
 FUSED_ADAPTER_BYTES = 4 / 3
 """Bytes moved per pass and output of a fused adapter, and per input without dropout: read and written once in the
 forward and the two backward passes (training/adapters/fused.py)."""

@@ -59,6 +59,7 @@ def state_bytes(
     bf16_states: bool = False,
     sub_group: int = 10**9,
     moments: float = ADAM_MOMENTS,
+    foreach: bool = False,
 ) -> States:
     """Return what one rank holds of a model that Adam trains with DeepSpeed 0.19.8.
 
@@ -75,6 +76,7 @@ def state_bytes(
         bf16_states: master weights and moments are in bf16 (stages 1 to 3).
         sub_group: parameters that stage 3 updates at once.
         moments: bytes per trained weight that the optimizer keeps of earlier gradients.
+        foreach: Adam holds the roots of what it updates at once, as torch's does without `fused`.
     """
     width = WIDTH[precision]
     wide = fp32_accumulation and width == 2
@@ -101,6 +103,8 @@ def state_bytes(
         gradients["step"] = accumulated + max(update, OVERFLOW_CHECK * own if precision == "fp16" else 0)
     else:
         gradients["step"] = gradients["backward"] if wide else (2 * width + converted) * own
+    if foreach and stage < 3:  # at stage 3 it is within what was fitted for fragmentation, on such rows
+        gradients["step"] += (2 if bf16_states else 4) * own
     return States(held, gradients[moment], kept, 0)
 
 

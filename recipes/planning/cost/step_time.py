@@ -13,13 +13,17 @@ from .stage_shards import stage_ranges
 from .training_setup import TrainingSetup
 from .zero_traffic import zero_traffic
 
-ADAM = 40
-"""Bytes of GPU memory moved per parameter that Adam updates without ZeRO: 4 + 12 read, 12 + 2 written, and for the
-gradient's norm and clipping 2 + 4 + 4."""
-ZERO_STEP = 72
-"""The same in DeepSpeed's step: Adam 28, the norm in fp64 18, clipping 8, gradients to fp32 10, weights to bf16 6, and
-at ZeRO-1 and -2 4 to find what overflowed (deepspeed 0.19.8 on CPU ranks, with a fused Adam, by the operations that
-it calls, tests/workers/moved_bytes.py: 74 at ZeRO-1 and -2, 70 at ZeRO-3)."""
+ADAM = 28
+"""Bytes of GPU memory that Adam moves per parameter it updates in fp32, as one kernel: 12 + 4 read, 12 written."""
+FOREACH = 3.0
+"""Times as many where torch's Adam runs operation by operation, as it does without `fused`: 80 in torch's own loop and
+84 in DeepSpeed's (torch 2.13)."""
+ZERO_STEP, ZERO_STEP_BF16 = 44, 32
+"""The same beside Adam in DeepSpeed's step: the norm in fp64 18, clipping 8, gradients to fp32 10, weights to bf16 6, and
+at ZeRO-1 and -2 4 to find what overflowed; where states are in bf16, less is converted (deepspeed 0.19.8 on CPU ranks,
+by the operations that it calls, tests/workers/moved_bytes.py: 46 and 34 at ZeRO-1 and -2, 42 and 30 at ZeRO-3)."""
+CLIPPING = 12
+"""The same without ZeRO: the norm of an fp32 gradient 4, and clipping 8 (likewise)."""
 REDUCTION = 12
 """Bytes moved per trained parameter of a rank whenever gradients are reduced, beside the collective: into the bucket,
 into a flat copy, and the division by the number of ranks, each 2 + 2 (counted likewise, at every stage)."""
@@ -127,7 +131,7 @@ def step_time(
     stage = max(stages, key=lambda stage: stage.micro_batch)
     largest = max(stages, key=lambda stage: stage.updated)  # the step ends when all have updated theirs
     micro_batches, compute = setup.gradient_accumulation_steps, stage.compute
-    collectives, once = _zero_seconds(stage, setup, cluster, known)
+    collectives, once = _zero_seconds(stage, profile, setup, cluster, known)
     fetches = _fetch_seconds(stage.parameters, setup, cluster, known)
     fetches += 2 * communication.to_host(stage.moved, cluster, known)
     visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
@@ -178,6 +182,8 @@ class _StageTime:
     """Trained parameters that ZeRO's ranks update between them: with expert parallelism all experts count."""
     trained_weights: float
     """In layers: how many matrices and vectors, or matrices of adapters."""
+    gathers: float
+    """Collectives in which ZeRO-3 gathers its layers for a pass."""
 
     @property
     def micro_batch(self) -> float:
@@ -193,6 +199,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
     elsewhere = [kind.expert_parameters * (1 - 1 / layout.expert) for kind in kinds]
     adapters = [roofline.linear_adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
     weights = [host_time.trained_weights(kind, setup) for kind in kinds]
+    gathers = [_gathers(kind, profile, setup) for kind in kinds]
     moved = [activations.kept_bytes(kind, setup) if setup.activation_offloading else 0.0 for kind in kinds]
     tensor, sequence, expert = zip(
         *(_model_parallel_seconds(kind, profile, setup, cluster, known) for kind in kinds), strict=True
@@ -226,6 +233,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
             total(moved),
             updated,
             total(weights),
+            total(gathers),
         )
     return list(found.values())
 
@@ -271,15 +279,37 @@ def _model_parallel_seconds(
     return tensor, sequence, expert
 
 
-def _zero_seconds(stage: _StageTime, setup: TrainingSetup, cluster: Cluster, known: Constants) -> tuple[float, float]:
+def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) -> float:
+    """Return in how many collectives ZeRO-3 gathers a layer's weights: as many whole matrices as are prefetched at once.
+
+    FSDP gathers a layer.
+    """
+    matrices = len(kind.linears)
+    if not matrices or not setup.kept_weights:
+        return 1.0
+    ahead = setup.prefetched(profile.hidden_size, kind.parameters)
+    return max(1.0, matrices / math.ceil(ahead / (kind.parameters / matrices)))
+
+
+def _reductions(stage: _StageTime, profile: ModelProfile, setup: TrainingSetup) -> float:
+    """Return in how many collectives ZeRO reduces a rank's gradients: whole ones in buckets; FSDP and DDP by layers."""
+    if not setup.kept_weights or not setup.zero_stage:
+        return stage.layers
+    return min(stage.trained_weights, 1 + stage.trained / setup.reduced(profile.hidden_size))
+
+
+def _zero_seconds(
+    stage: _StageTime, profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants
+) -> tuple[float, float]:
     """Return the seconds of ZeRO's collectives: per micro-batch, which computation can hide, and once per step."""
     layout = setup.layout
     group = Group(setup.zero_ranks, layout.tensor)
-    reduced = communication.gather(2 * stage.trained, group, cluster, known, stage.layers)
+    reductions = _reductions(stage, profile, setup)
+    reduced = communication.gather(2 * stage.trained, group, cluster, known, reductions)
     if setup.zero_stage == 3:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
         weights = _weight_bytes(setup) * stage.parameters
-        forward, backward = (communication.gather(weights, one, cluster, known, stage.layers) for one in (group, near))
+        forward, backward = (communication.gather(weights, one, cluster, known, stage.gathers) for one in (group, near))
         return forward + _gathered_again(stage.parameters, setup) * backward + reduced, 0.0
     # An all-reduce of gradients, which is twice that: at stage 2 in every backward pass, otherwise after the last one;
     # then, with ZeRO, the weights that each rank has updated.
@@ -318,6 +348,14 @@ def _copy_seconds(trained: float, setup: TrainingSetup, cluster: Cluster, known:
     return reductions * REDUCTION * trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
 
 
+def updated_bytes(setup: TrainingSetup) -> float:
+    """Return the bytes that an optimizer step on the GPU moves per parameter that a rank updates."""
+    adam = ADAM * (FOREACH if setup.foreach_adam else 1.0) * (0.5 if setup.bf16_states else 1.0)
+    if setup.zero_stage:
+        return adam + (ZERO_STEP_BF16 if setup.bf16_states else ZERO_STEP)
+    return adam + CLIPPING * (0.5 if setup.bf16_states else 1.0)
+
+
 def _host_adam(cluster: Cluster) -> float:
     """Return the parameters per second that Adam updates on a node's host; clouds count two threads of a core."""
     cores = cluster.cores / 2 or math.inf
@@ -332,7 +370,7 @@ def _optimizer_seconds(
     ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
     offload = nvme = 0.0
     if setup.offload_optimizer == "none":
-        moved = own * (ZERO_STEP if setup.zero_stage else ADAM)
+        moved = own * updated_bytes(setup)
         adam = moved / (cluster.gpu.memory_gbs * 1e9 * known.memory)
     else:
         adam = CPU_STEP * own * ranks_per_node / _host_adam(cluster)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...spec import loss_tiles
-from ...spec.deepspeed_file import KEPT_WEIGHTS, DeepSpeedFile, Device
+from ...spec.deepspeed_file import KEPT_WEIGHTS, DeepSpeedFile, Device, prefetch_size
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
 from ...spec.optimization.optimizers import Optimizer
 from ...spec.recipe import Checkpointing, Layout, Lora, Precision, Recipe
@@ -79,6 +79,8 @@ class TrainingSetup:
     grouped_experts: bool = True
     """All experts of a layer in one product, as transformers from 5 on computes them; False: one after the other."""
     optimizer: Optimizer = "adamw"
+    foreach_adam: bool = False
+    """Adam on the GPU is not one kernel but an operation after the other, as torch has it without `fused`; not here."""
     offload_optimizer: Device = "none"
     offload_parameters: Device = "none"
     """Stage 3 only."""
@@ -141,6 +143,16 @@ class TrainingSetup:
         """Tokens of an optimizer step over all ranks, padding included."""
         sequences = self.data_parallel_size * self.sequences_per_pass * self.gradient_accumulation_steps
         return sequences * self.sequence_length
+
+    def prefetched(self, hidden: int, layer: float) -> float:
+        """Return how many elements ZeRO-3 gathers ahead at once, by the model's width and its largest layer's weights."""
+        if self.prefetch_bucket_size is not None:
+            return self.prefetch_bucket_size
+        return prefetch_size(hidden, int(layer)) if self.gathers_layers else 0.9 * hidden**2
+
+    def reduced(self, hidden: int) -> int:
+        """Return how many gradients are reduced at once, by the model's width."""
+        return hidden**2 if self.reduce_bucket_size is None else self.reduce_bucket_size
 
     def feed_forward_tiles(self, hidden: int) -> int:
         """Return in how many parts feed-forward layers compute a sequence (`training.model.tiling.tiles`)."""
