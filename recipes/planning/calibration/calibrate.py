@@ -46,6 +46,7 @@ OWN: dict[ConstantPath, tuple[float, float]] = {
     **_limits("software", "deepspeed", dequantize=(0.1, 0.85), hook=(1e-4, 2e-3), waiting=(1e-3, 1)),
     **_limits("gpus", "RTX 30", matmul=(0.5, 1.0), peer=(0.02, 0.75)),
     **_limits("gpus", "RTX 40", matmul=(0.5, 1.0)),
+    **_limits("gpus", "RTX PRO", matmul=(0.5, 1.0), peer=(0.02, 0.75)),
     **_limits("gpus", "B300", matmul=(0.5, 0.95), waves=(0.1, 3)),
 }
 """Constants that are fitted on published rows of the fitted share, and on this project's own measurements."""

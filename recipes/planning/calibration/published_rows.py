@@ -266,6 +266,8 @@ class PublishedRow:
             return "the network between its nodes is not stated"
         if not self.network_stated and self.gpus > 1 and not self.cluster.gpu.link_gbs:
             return "how its GPUs without NVLink are connected is not stated"
+        if self.liger and not self.whole_logits and self.method == "full":
+            return "Liger's fused loss, which is not used here, adds up the head's gradient in many small pieces"
         if "autocast" in self.states:
             return "autocast converts fp32 weights at each use"
         why = self.why_memory_is_not_planned
