@@ -115,3 +115,16 @@ def test_software_whose_kernel_was_another_has_one_share():
     assert backward == pytest.approx(2.5 * forward)
     faster = replace(known, attention=2 * known.attention)
     assert attention_seconds(KIND, 4096, TrainingSetup(1), find("H100"), faster)[0] == pytest.approx(forward / 2)
+
+
+def test_packed_documents_attend_only_to_themselves():
+    """Kernels for documents skip what lies between them; SDPA computes what its mask hides."""
+
+    def sum_of(attention: str, document: float | None = None, packing: bool = True) -> float:
+        setup = TrainingSetup(1, sequence_length=16384, attention=attention, packing=packing, document_length=document)
+        return sum(attention_seconds(KIND, 16384, setup, find("A100 80GB"), constants("A100 80GB")))
+
+    assert 8 < sum_of("varlen") / sum_of("varlen", 1024) < 16, "a sixteenth, with kernels that are slower when short"
+    assert sum_of("varlen", 10**6) == sum_of("varlen")
+    assert sum_of("sdpa", 1024) == sum_of("sdpa")
+    assert sum_of("varlen", 1024, packing=False) == sum_of("varlen", packing=False)

@@ -168,6 +168,17 @@ def test_ranges_are_taken_from_the_fitted_share_alone():
     assert ranges.fit([row for row in rows if row.share == "held out"] + rows[:1]) != ranges.fit(rows)
 
 
+def test_what_pytorch_only_keeps_is_no_need():
+    """On a GPU with much room PyTorch reserves what it would give back; what it allocates is needed."""
+    (row,) = [row for row in published_rows() if row.memory_is == "reserved" and row.share == "fitted"][:1]
+    room = row.cluster.gpu.memory_gib
+
+    def needed(share, **changes):
+        return ranges.is_needed(Comparison(replace(row, **changes), 1.0, share * room))
+
+    assert not needed(0.5) and needed(0.9) and needed(0.5, memory_is="allocated")
+
+
 def test_coverage_counts_what_is_inside():
     data = {"ranges": {measure: {"all": [0.0, 99.0]} for measure in ("memory", "time")}}
     rows = published_rows()

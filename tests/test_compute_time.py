@@ -14,6 +14,7 @@ from recipes.planning.cost.host_time import (
     FUSED_ADAPTER,
     KERNELS,
     hooked_modules,
+    host_seconds,
     kernels,
     waiting_seconds,
 )
@@ -57,6 +58,17 @@ def test_short_steps_take_as_long_as_their_host_needs():
     assert error(short) < 0.1
     assert error(short, {"hook": 0.0}) > 0.35
     assert error(short, {"launch": 0.0}) > 0.2
+
+
+def test_hooks_wait_for_the_other_ranks_of_a_node():
+    """On two CPU ranks a layer's hooks took 1.4 times as long as on one (deepspeed 0.14.2 and 0.19.8)."""
+    kind, known = llama().layer_kinds[0], replace(constants("H100"), launch=0.0)
+    alone, pair, node, nodes = (
+        sum(host_seconds(kind, replace(BASE, zero_stage=3, world_size=ranks), known)) for ranks in (1, 2, 8, 64)
+    )
+    assert alone == pytest.approx((1 + BACKWARD_HOOKS) * known.hook * hooked_modules(kind, BASE))
+    assert 1.1 < pair / alone < 1.5
+    assert node / alone == pytest.approx(1 + 7 * known.waiting) and nodes == node
 
 
 def test_each_pass_waits_for_its_own_launches():

@@ -115,13 +115,31 @@ def test_steps_and_data_say_how_much_too(answer, tmp_path):
     assert fifth["hours"] == pytest.approx(once["hours"] / 5)
 
 
+def test_short_documents_in_long_sequences_attend_to_less(answer, tmp_path, capsys):
+    """Tokens count alike: of one document of 30,000 characters and 300 of 100, half are in the long one."""
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a" * 30000, *["b" * 100] * 300]))
+    recipe = replace(model_recipe.find("llama3-8b", "pretrain"), sequence_length=32768)
+    recipe = replace(recipe, data=replace(recipe.data, path=str(file)))
+    assert workload.tokens_of(recipe) == pytest.approx((15000, (30000 + 100) / 2 / 4))
+    divided = replace(recipe, sequence_length=1024)
+    assert workload.tokens_of(divided) == pytest.approx((15000, (4096 + 100) / 2 / 4))
+    words = ("llama3-8b", "--method", "pretrain", *EIGHT, "sequence_length=32768")
+    slow = answer(*words, "--tokens", "1M")["plans"][0]["tokens_per_second_per_gpu"]
+    fast = answer(*words, f"data.path={file}", "epochs=1")["plans"][0]["tokens_per_second_per_gpu"]
+    assert 1.1 < fast / slow < 3
+    plan.main([*words, f"data.path={file}", "epochs=1"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a token attends to its own document only, on average of 3,762 tokens" in shown
+
+
 def test_a_pair_of_answers_reads_its_prompt_twice():
     recipe = model_recipe.find("tiny", "dpo_lora")
     lines = (SAMPLES / "preferences" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     pairs = [json.loads(line) for line in lines]
     once = sum(len(turn["content"]) for pair in pairs for key in ("prompt", "chosen", "rejected") for turn in pair[key])
     prompts = sum(len(turn["content"]) for pair in pairs for turn in pair["prompt"])
-    assert 4 * workload.tokens_of(recipe) == pytest.approx(once + prompts, rel=0.1)  # and the turns' roles
+    assert 4 * workload.tokens_of(recipe)[0] == pytest.approx(once + prompts, rel=0.1)  # and the turns' roles
 
 
 @pytest.mark.parametrize(

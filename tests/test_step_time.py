@@ -11,7 +11,7 @@ from recipes.planning.cost.communication import Group, all_reduce, all_to_all, g
 from recipes.planning.cost.constants import constants
 from recipes.planning.cost.roofline import model_flops
 from recipes.planning.cost.stage_shards import stage_ranges
-from recipes.planning.cost.step_time import CORE_ADAM, CPU_STEP, StepTime, step_time
+from recipes.planning.cost.step_time import CORE_ADAM, CPU_STEP, StepTime, step_time, updated_bytes
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.planning.cost.zero_traffic import zero_traffic
 from recipes.planning.hardware.cluster import Cluster, cluster
@@ -259,12 +259,39 @@ def test_a_step_moves_the_bytes_that_were_counted(stage, ranks, micro_batches, p
     assert moved / model.parameters == pytest.approx(per_parameter, rel=1e-3)
 
 
+@pytest.mark.parametrize(("stage", "beside"), [(0, 12), (1, 44), (3, 44)])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("bf16_states", [False, True])
+def test_adam_moves_three_times_as_much_operation_by_operation(stage, beside, foreach, bf16_states):
+    """Counted in tests/workers/moved_bytes.py; in bf16 each number is half as wide, but not the norm in fp64."""
+    setup = TrainingSetup(8, zero_stage=stage, foreach_adam=foreach, bf16_states=bf16_states)
+    adam = (84 if foreach else 28) / (2 if bf16_states else 1)
+    assert updated_bytes(setup) == adam + ({12: 6, 44: 32}[beside] if bf16_states else beside)
+
+
+def test_zero_3_gathers_as_many_matrices_at_once_as_it_prefetches():
+    """The launcher prefetches a layer; with the Trainer's 0.9 of the hidden size squared each matrix is one message."""
+    model, known = llama(), replace(constants("H100"), latency=1.0)  # so slow that nothing else counts
+    setup = TrainingSetup(8, zero_stage=3, overlap_comm=False, lora=Lora(), kept_weights=0)
+    # Gradients of adapters fit into a bucket.
+    layers, matrices = len(model.layer_order), len(model.layer_kinds[0].linears)
+
+    def messages(**changes):
+        return step_time(model, replace(setup, **changes), cluster("H100", 8), known).zero
+
+    reductions = 2
+    assert messages() == pytest.approx((2 * layers * matrices + reductions), rel=0.05)
+    assert messages(prefetch_bucket_size=10**9) == pytest.approx(2 * layers + reductions, rel=0.05)
+    assert messages(fsdp=True) == pytest.approx(3 * layers, rel=0.05), "FSDP gathers and reduces layers"
+
+
 def test_zero_3_gathers_once_what_it_still_holds():
     """A model of a billion parameters is whole at the end of its forward pass, unless that is limited."""
     setup = TrainingSetup(8, zero_stage=3, overlap_comm=False)
+    known = replace(constants("H100"), latency=0.0)
     small = llama(hidden=1024, wide=3584, layers=8, heads=8, vocabulary=32000)
-    one = step_time(small, setup, cluster("H100", 8))
-    other = step_time(small, replace(setup, kept_weights=0), cluster("H100", 8))
+    one = step_time(small, setup, cluster("H100", 8), known)
+    other = step_time(small, replace(setup, kept_weights=0), cluster("H100", 8), known)
     assert other.zero / one.zero == pytest.approx(1.5, rel=0.02)
     large = [step_time(llama(), replace(setup, kept_weights=kept), cluster("H100", 8)) for kept in (10**9, 0)]
     assert 1.01 < large[1].zero / large[0].zero < 1.05

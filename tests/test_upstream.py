@@ -103,7 +103,7 @@ def test_zero3_holds_whole_experts_until_the_backward_pass(world_size, held, ran
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, bf16_states, fused, world_size, ranks, tmp_path):
-    """`updated_bytes` and `REDUCTION` in planning/cost/step_time.py; a rank's own part of the gradients is 8 bytes more."""
+    """`updated_bytes`, `REDUCTION` in planning/cost/step_time.py; a rank's part of the gradients is 8 bytes more."""
     ranks.check(moved_bytes.main, stage, fused, bf16_states, world_size=world_size, log=tmp_path / "log")
     said = re.search(r"step (\S+), backward (\S+) bytes per parameter", read_logs(tmp_path / "log")[0])
     step, backward = (float(number) for number in said.groups())

@@ -32,6 +32,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -60,6 +61,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return which_gpu.answer(arguments, console())
     request = request_of(arguments)
     work = workload.workload(arguments, *recipe_of(arguments))
+    if work:
+        request = replace(request, document_length=work.document_length)
     request, result = answer(arguments, request, work)
     remark = model_recipe.remark(arguments.model)
     if arguments.json:

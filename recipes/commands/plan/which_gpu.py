@@ -38,14 +38,14 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
     if work.prices.any_node is not None:
         raise UserError(f"--price {work.prices.any_node:g}: of which instance? --price p5.48xlarge=55, for instance.")
     hours = workload.deadline(arguments.deadline) if arguments.deadline else None
-    request = strategies.plan_request(recipe, Cluster(GPUS[-1]), keys)
+    request = strategies.plan_request(recipe, Cluster(GPUS[-1]), keys, work.document_length)
     priced = which_gpu.by_price(request, work, hours)
     least = which_gpu.smallest(request, work, hours)
     shown = hardware.rows(priced, least)
     if not shown:
         raise UserError(_nothing(arguments, request, work, hours))
     first = shown[0]
-    on_first = strategies.plan_request(recipe, first.cluster, keys)
+    on_first = strategies.plan_request(recipe, first.cluster, keys, work.document_length)
     if arguments.json:
         found = table.as_json(on_first, strategies.search(on_first), work)
         print(json.dumps(found | {"which_gpu": hardware.as_json(shown, least, work)}, indent=2))

@@ -51,7 +51,9 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
         each = recipe.global_batch_size * recipe.sequence_length * recipe.traits.sequences
         return Workload(recipe.max_steps * each, known, f"{recipe.max_steps:,} steps")
     if "data.path" in keys or "epochs" in keys:
-        return Workload(recipe.epochs * tokens_of(recipe), known, f"{CHARACTERS} characters per token")
+        counted, longest = tokens_of(recipe)
+        about = f"{CHARACTERS} characters per token"
+        return Workload(recipe.epochs * counted, known, about, document_length=longest)
     return None
 
 
@@ -87,8 +89,10 @@ def deadline(text: str, flag: str = "--deadline") -> float:
     return hours
 
 
-def tokens_of(recipe: Recipe) -> float:
-    """Return about how many tokens an epoch has, from the characters of local files: no tokenizer is loaded.
+def tokens_of(recipe: Recipe) -> tuple[float, float]:
+    """Return about how many tokens an epoch has, and the document of a token on average, from local files' characters.
+
+    No tokenizer is loaded.
 
     Raises:
         UserError: the data is not local text, or is not in a form that the method reads.
@@ -97,7 +101,9 @@ def tokens_of(recipe: Recipe) -> float:
     if not sum(lengths):
         raise UserError(f"data.path={' '.join(names(recipe.data.path))}: holds no text to train on; give --tokens.")
     share = min(1.0, (recipe.data.max_examples or len(lengths)) / max(1, len(lengths)))
-    return max(1.0, share * sum(lengths) / CHARACTERS)
+    whole = recipe.sequence_length * CHARACTERS  # longer documents are divided
+    attended = sum(length * min(length, whole) for length in lengths) / sum(lengths)
+    return max(1.0, share * sum(lengths) / CHARACTERS), max(1.0, attended / CHARACTERS)
 
 
 def _files(recipe: Recipe) -> Iterator[Path]:

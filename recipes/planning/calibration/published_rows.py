@@ -109,7 +109,7 @@ class PublishedRow:
     """Elements; None: what the Trainer fills in."""
     tiled_mlp: bool = False
     foreach_adam: bool = False
-    """As in `TrainingSetup`: torch's AdamW, and the Trainer's up to transformers 4.56 or torch 2.7, unless asked for."""
+    """As in `TrainingSetup`: torch's AdamW without `fused`, and the Trainer's up to transformers 4.56 or torch 2.7."""
     compile: bool = False
     preferences: bool = False
     """DPO."""
@@ -224,7 +224,7 @@ class PublishedRow:
             tensor_splits_all=self.stack in SPLIT_ALL,
             frozen_fp32=self.frozen_fp32,
             quantized_experts=self.quantized_experts,
-            sharded_loading=self.sharding == "fsdp",
+            fsdp=self.sharding == "fsdp",
             kept_weights=0 if self.sharding == "fsdp" else KEPT_WEIGHTS,
             logit_bytes=self.logit_bytes,
             reduce_bucket_size=self.reduce_bucket_size,

@@ -44,7 +44,7 @@ def implementation(setup: TrainingSetup) -> str:
     return "varlen" if setup.packing and setup.layout.pipeline == 1 else "sdpa"
 
 
-def attended_tokens(kind: LayerProfile, length: int) -> float:
+def attended_tokens(kind: LayerProfile, length: float) -> float:
     """Return how many tokens a token attends to on average, causally: half of its sequence, or its window."""
     if kind.window is None or kind.window >= length:
         return length / 2
@@ -63,7 +63,7 @@ def attention_seconds(
         gpu: with the peak that the shares are of.
         constants: the shares.
     """
-    length, peak = setup.sequence_length, gpu.bf16_tflops * 1e12
+    length, peak = float(setup.sequence_length), gpu.bf16_tflops * 1e12
     per_key = 4 * kind.attention_width / setup.layout.tensor * tokens / peak
     if setup.attention == "eager":
         forward = per_key * length / constants.matmul
@@ -73,6 +73,8 @@ def attention_seconds(
         forward = per_key * attended_tokens(kind, length) / constants.attention
         return forward, 2.5 * forward
     attention = implementation(setup)
+    if setup.packing and setup.document_length and attention != "sdpa":  # which computes what its mask hides
+        length = min(length, setup.document_length)
     masked = attention == "sdpa" and (setup.packing or (kind.window is not None and kind.window <= length))
     keys = length if masked else attended_tokens(kind, length)
     ahead, back = constants.kernels[kernel(attention, masked, constants.kernels)]

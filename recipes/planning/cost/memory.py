@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...spec.deepspeed_file import prefetch_size
 from ...spec.recipe import Layout
 from ...spec.run_folder import checkpoint_bytes
 from ..hardware.cluster import Cluster
@@ -242,7 +241,7 @@ def tower_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
 def _loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
     """Return what loading the weights takes: under ZeRO-3 they are sharded one by one, except 4-bit weights."""
     weights = loaded_bytes(shard, setup)
-    if setup.quantized and not setup.sharded_loading:
+    if setup.quantized and not setup.fsdp:
         # Each matrix arrives as it is stored, and is packed on the GPU.
         largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
         return {"parameters": weights, "live_parameters": WIDTH[setup.precision] * largest}

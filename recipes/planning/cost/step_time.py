@@ -19,9 +19,9 @@ FOREACH = 3.0
 """Times as many where torch's Adam runs operation by operation, as it does without `fused`: 80 in torch's own loop and
 84 in DeepSpeed's (torch 2.13)."""
 ZERO_STEP, ZERO_STEP_BF16 = 44, 32
-"""The same beside Adam in DeepSpeed's step: the norm in fp64 18, clipping 8, gradients to fp32 10, weights to bf16 6, and
-at ZeRO-1 and -2 4 to find what overflowed; where states are in bf16, less is converted (deepspeed 0.19.8 on CPU ranks,
-by the operations that it calls, tests/workers/moved_bytes.py: 46 and 34 at ZeRO-1 and -2, 42 and 30 at ZeRO-3)."""
+"""The same beside Adam in DeepSpeed's step: the norm in fp64 18, clipping 8, gradients to fp32 10, weights to bf16 6,
+and at ZeRO-1 and -2 4 to find what overflowed; with states in bf16 less is converted (deepspeed 0.19.8 on CPU ranks, by
+the operations that it calls, tests/workers/moved_bytes.py: 46 and 34 at ZeRO-1 and -2, 42 and 30 at ZeRO-3)."""
 CLIPPING = 12
 """The same without ZeRO: the norm of an fp32 gradient 4, and clipping 8 (likewise)."""
 REDUCTION = 12
@@ -280,12 +280,12 @@ def _model_parallel_seconds(
 
 
 def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return in how many collectives ZeRO-3 gathers a layer's weights: as many whole matrices as are prefetched at once.
+    """Return in how many collectives ZeRO-3 gathers a layer's weights: as many matrices in one as it prefetches.
 
     FSDP gathers a layer.
     """
     matrices = len(kind.linears)
-    if not matrices or not setup.kept_weights:
+    if not matrices or setup.fsdp:
         return 1.0
     ahead = setup.prefetched(profile.hidden_size, kind.parameters)
     return max(1.0, matrices / math.ceil(ahead / (kind.parameters / matrices)))
@@ -293,7 +293,7 @@ def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) ->
 
 def _reductions(stage: _StageTime, profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return in how many collectives ZeRO reduces a rank's gradients: whole ones in buckets; FSDP and DDP by layers."""
-    if not setup.kept_weights or not setup.zero_stage:
+    if setup.fsdp or not setup.zero_stage:
         return stage.layers
     return min(stage.trained_weights, 1 + stage.trained / setup.reduced(profile.hidden_size))
 

@@ -32,6 +32,9 @@ class TrainingSetup:
     activation_offloading: bool = False
     """What checkpointing keeps of layers is in host memory."""
     packing: bool = True
+    document_length: float | None = None
+    """Tokens of the document that a token of a packed sequence is in, on average: it attends to no other. None: as many
+    as the sequence has."""
     sequences_per_example: int = 1
     """Two where a method compares two answers."""
     reference: bool = False
@@ -57,8 +60,8 @@ class TrainingSetup:
     frozen_fp32: bool = False
     """What is not in 4 bits is in fp32, and so is what flows between layers: PEFT's `prepare_model_for_kbit_training`,
     which this project does without."""
-    sharded_loading: bool = False
-    """4-bit weights are sharded while they load, as FSDP does it; else every rank loads all of them."""
+    fsdp: bool = False
+    """FSDP shards it and not ZeRO-3: a layer at a time, and 4-bit weights while they load, not after."""
     tiled_loss: bool | None = False
     """The loss is computed in tiles, so that whole logits never exist; None: where they would be large."""
     tensor_splits_all: bool = False
@@ -145,7 +148,7 @@ class TrainingSetup:
         return sequences * self.sequence_length
 
     def prefetched(self, hidden: int, layer: float) -> float:
-        """Return how many elements ZeRO-3 gathers ahead at once, by the model's width and its largest layer's weights."""
+        """Return how many elements ZeRO-3 gathers ahead at once, by the model's width and its layers' weights."""
         if self.prefetch_bucket_size is not None:
             return self.prefetch_bucket_size
         return prefetch_size(hidden, int(layer)) if self.gathers_layers else 0.9 * hidden**2

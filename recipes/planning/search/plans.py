@@ -56,6 +56,8 @@ class PlanRequest:
     cluster: Cluster
     fixed: frozenset[str] = frozenset()
     """Override keys whose value in the recipe must not change."""
+    document_length: float | None = None
+    """As in `TrainingSetup`, where the data was read."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class Workload:
     prices: Prices = field(default_factory=Prices)
     about: str = ""
     """How the tokens were found, where the user has not said them."""
+    document_length: float | None = None
+    """Of the document that a token is in, on average, where the data was read."""
     node_hours: float | None = None
     """For which a node runs until it is interrupted, on average, as spot instances are; None: it never is."""
 

@@ -41,13 +41,16 @@ MOST_SEQUENCES = 64
 MOST_STAGES = 64
 
 
-def plan_request(recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = ()) -> PlanRequest:
+def plan_request(
+    recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = (), document_length: float | None = None
+) -> PlanRequest:
     """Return the request to plan a recipe on a cluster, with its model's profile.
 
     Raises:
         UserError: not a decoder that transformers knows, or one that cannot have such adapters.
     """
-    return PlanRequest(recipe, profile_of(recipe.model.config, recipe.lora), cluster, frozenset(fixed))
+    profile = profile_of(recipe.model.config, recipe.lora)
+    return PlanRequest(recipe, profile, cluster, frozenset(fixed), document_length)
 
 
 def search(request: PlanRequest) -> SearchResult:
@@ -112,7 +115,12 @@ def _with_room_first(tight: Sequence[Plan]) -> list[Plan]:
 def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:
     """Return the plan that a recipe is as it is written; `recipe.deepspeed` may be a path."""
     file = template(recipe.deepspeed, request.cluster)
-    return _plan(request, recipe, file, training_setup(recipe, file, request.cluster.gpus))
+    return _plan(request, recipe, file, _setup(request, recipe, file))
+
+
+def _setup(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile) -> TrainingSetup:
+    setup = training_setup(recipe, file, request.cluster.gpus)
+    return replace(setup, document_length=request.document_length)
 
 
 def template(deepspeed: str, cluster: Cluster) -> DeepSpeedFile:
@@ -236,7 +244,7 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
     Memory grows with the micro-batch, and checkpointing never adds to it: what does not fit ends the series.
     """
     file = template(recipe.deepspeed, request.cluster)
-    setup = training_setup(recipe, file, request.cluster.gpus)
+    setup = _setup(request, recipe, file)
     sequences = recipe.global_batch_size // setup.data_parallel_size
     fixed = recipe.gradient_checkpointing if "gradient_checkpointing" in request.fixed else None
     for checkpointing in (True, False) if fixed is None else (fixed,):

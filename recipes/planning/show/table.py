@@ -176,6 +176,9 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     )
     padding = "" if plan.recipe.packing else ", and so does padding, since packing is off"
     yield f"Hours are of training {tokens}; loading and checkpoints come on top{padding}."
+    documents = workload.document_length
+    if plan.recipe.packs and documents and documents < plan.recipe.sequence_length:
+        yield f"Sequences are packed: a token attends to its own document only, on average of {documents:,.0f} tokens."
     if workload.node_hours is not None:
         yield (
             f"Interruptions, of a node every {workload.node_hours:g} h on average, add "
