@@ -18,7 +18,7 @@ def llama(hidden=4096, wide=14336, layers=32, heads=32, shared=8, vocabulary=128
         (wide, hidden),
     )
     weights = sum(inputs * outputs for inputs, outputs in linears)
-    kind = LayerProfile(weights + 2 * hidden, weights, 0, linears, weights, hidden, window)
+    kind = LayerProfile(weights + 2 * hidden, weights, 0, linears, weights, hidden, window, modules=9)
     head = vocabulary * hidden + hidden
     return ModelProfile(
         "llama", hidden, vocabulary, heads, shared, (kind,), (0,) * layers, vocabulary * hidden, head, False
@@ -33,6 +33,6 @@ def mixture(experts=8, chosen=2) -> ModelProfile:
     linears = kind.linears[:4]
     attention = sum(inputs * outputs for inputs, outputs in linears)
     changed = LayerProfile(
-        attention + experts * feed, attention, experts * feed, linears, attention + chosen * feed, 4096, None, chosen
+        attention + experts * feed, attention, experts * feed, linears, attention + chosen * feed, 4096, None, chosen, modules=8
     )
     return replace(dense, layer_kinds=(changed,))

@@ -55,7 +55,7 @@ def gpt_profile(hidden: int, layers: int, heads: int, vocabulary: int, ends: boo
     """
     linears = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
     split = 12 * hidden**2
-    kind = LayerProfile(split + 13 * hidden, split, 0, linears, split, hidden, None)
+    kind = LayerProfile(split + 13 * hidden, split, 0, linears, split, hidden, None, modules=6)
     embedding = vocabulary * hidden if ends else 0
     order = (0,) * layers
     return ModelProfile("gpt", hidden, vocabulary, heads, heads, (kind,), order, embedding, 2 * hidden * ends, ends)

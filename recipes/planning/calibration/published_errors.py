@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from ..cost.constants import constants
 from ..cost.memory import Memory, peak_memory
 from ..cost.step_time import step_time
 from .published_models import profile_of
@@ -26,6 +27,7 @@ KINDS: Mapping[str, Callable[[PublishedRow], str]] = {
     "method": lambda row: row.method,
     "stack": lambda row: stack(row),
     "layout": lambda row: layout(row),
+    "constants": lambda row: f"{'of' if constants(row.cluster.gpu.name).measured else 'borrowed for'} the GPU",
     "table": lambda row: row.table,
 }
 """By what the report divides the rows."""

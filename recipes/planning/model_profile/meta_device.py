@@ -200,6 +200,7 @@ def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, atten
     expert_matrices = sum(one.numel() for one in experts.values() if one.dim() > 1)
     used = getattr(config, "num_experts_per_tok", 1) / count if experts else 0
     styles = tensor_plan(config)
+    own = [sum(one.numel() for one in module.parameters(recurse=False)) for module in layer.modules()]
     return LayerProfile(
         parameters=parameter_count(layer),
         tensor_split=sum(
@@ -213,7 +214,8 @@ def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, atten
         attention_width=attention_width,
         window=_window(layer, config, index),
         experts_per_token=getattr(config, "num_experts_per_tok", 1) if experts else 0,
-        largest_module=max(sum(one.numel() for one in module.parameters(recurse=False)) for module in layer.modules()),
+        largest_module=max(own),
+        modules=sum(size > 0 for size in own),
         checkpoint_bytes=2 * config.hidden_size,
     )
 

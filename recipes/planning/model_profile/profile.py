@@ -79,6 +79,8 @@ class LayerProfile:
     """0: the layer has no experts."""
     largest_module: int = 0
     """Parameters of the module that has the most of its own: what ZeRO-3 gathers at once."""
+    modules: int = 0
+    """Modules with parameters of their own, which ZeRO-3 fetches one after the other: linear layers, norms, experts."""
     adapter_parameters: Mapping[str, float] = field(default_factory=dict)
     """Parameters that adapters add, by training mode: at rank 0, and per rank."""
     saved: Mapping[str, SavedBytes] = field(default_factory=dict)
