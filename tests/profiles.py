@@ -33,6 +33,14 @@ def mixture(experts=8, chosen=2) -> ModelProfile:
     linears = kind.linears[:4]
     attention = sum(inputs * outputs for inputs, outputs in linears)
     changed = LayerProfile(
-        attention + experts * feed, attention, experts * feed, linears, attention + chosen * feed, 4096, None, chosen, modules=8
+        attention + experts * feed,
+        attention,
+        experts * feed,
+        linears,
+        attention + chosen * feed,
+        4096,
+        None,
+        chosen,
+        modules=8,
     )
     return replace(dense, layer_kinds=(changed,))

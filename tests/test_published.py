@@ -94,27 +94,42 @@ def test_whole_publishers_are_held_out():
 
 def test_the_share_of_a_publisher_is_not_a_choice():
     assert {row.publisher: row.share for row in ROWS if not row.unseen} == {
+        "Anassbzdd/fitcheck": "fitted",
         "AnswerDotAI/fsdp_qlora": "fitted",
+        "BenjaminBossan/peft-experiments": "fitted",
+        "CoinCheung/gdGPT": "fitted",
+        "DandinPower/Long-Context-LLM-Finetuning-Study": "held out",
         "FlagOpen/FlagPerf": "fitted",
         "InternLM/InternEvo": "fitted",
         "InternLM/xtuner": "held out",
+        "Jack31098/llm_training_demo": "held out",
         "Lightning-AI/litgpt": "held out",
+        "MakazhanAlpamys/Soup": "held out",
+        "NTHU-SC/AMD-LLM-Reproduce": "fitted",
         "NVIDIA-NeMo/Automodel": "fitted",
         "NVIDIA-NeMo/Megatron-Bridge": "fitted",
+        "Nkluge-correa/Tucano": "fitted",
         "QwenLM/Qwen": "fitted",
         "Scicom-AI-Enterprise-Organization/small-ablation": "held out",
         "Scicom-AI-Enterprise-Organization/small-malaysian-lm": "held out",
         "Xirider/finetune-gpt2xl": "held out",
         "alibaba/Pai-Megatron-Patch": "held out",
+        "alishafique3/mastering-llm-training-optimizations": "fitted",
         "axolotl-ai-cloud/axolotl": "held out",
         "basetenlabs/ml-cookbook": "fitted",
+        "bigyanghimire/deepspeed-experiments": "held out",
         "deepspeedai/DeepSpeed": "fitted",
         "deepspeedai/DeepSpeedExamples": "fitted",
         "dredwardhyde/gpt-neo-fine-tuning-example": "fitted",
+        "dylanytan/SimpleSFT": "fitted",
         "foundation-model-stack/fms-acceleration": "held out",
+        "gapsong/qpeft": "held out",
         "goooxu/fp4-route": "held out",
+        "hang154/h200-pretraining-optimizer-lab": "held out",
+        "hiyouga/LLaMA-Factory": "fitted",
         "hpcaitech/ColossalAI-Pytorch-lightning": "fitted",
         "huggingface/blog": "held out",
+        "huggingface/optimum-benchmark": "fitted",
         "huggingface/peft": "fitted",
         "huggingface/trl": "fitted",
         "intelligent-machine-learning/dlrover": "fitted",
@@ -123,6 +138,7 @@ def test_the_share_of_a_publisher_is_not_a_choice():
         "meta-pytorch/torchtune": "held out",
         "microsoft/onnxruntime-training-examples": "held out",
         "mlcommons/training": "fitted",
+        "modelscope/modelscope-classroom": "fitted",
         "modelscope/ms-swift": "held out",
         "neural-nova.com": "held out",
         "philschmid/deep-learning-pytorch-huggingface": "held out",
@@ -130,6 +146,10 @@ def test_the_share_of_a_publisher_is_not_a_choice():
         "ray-project/ray": "fitted",
         "shisa-ai/shisa-v2": "held out",
         "snowflakedb/ArcticTraining": "fitted",
+        "stas00/ml-engineering": "fitted",
+        "tanny1412/distributed-llm-training": "fitted",
+        "tohtana/bench_deep_compile": "held out",
+        "tohtana/benchmark_tp": "fitted",
         "tohtana/ds_verify_loss": "fitted",
         "unslothai/unsloth": "held out",
         "whitecircle/halo": "fitted",
@@ -144,7 +164,8 @@ def test_publishers_that_nobody_has_looked_at_judge_what_was_done_before():
     assert len({one.row.publisher for each in compared.values() for one in each}) >= 5
     assert {one.row.method for each in compared.values() for one in each} == {"full", "lora", "qlora"}
     split = {name for one in compared["time"] for name in published_errors.layout(one.row).split("+")}
-    assert split >= {"one GPU", "sharded", "tensor", "pipeline", "sequence"}
+    assert split >= {"one GPU", "sharded", "copies"}
+    assert holds([one for one in compared["time"] if one.row.runs_as_here])
 
 
 SAME_STACK = [
