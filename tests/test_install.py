@@ -32,8 +32,15 @@ def tracked() -> list[str]:
     return [name for name in names if name and (ROOT / name).is_file()]
 
 
+MEASUREMENTS = "recipes/planning/calibration/measurements"
+OTHERS = tuple(f"{MEASUREMENTS}/{name}" for name in ("published", "questions"))
+"""What others published, by which the planner is judged."""
+
+
 def installed_name(name: str) -> str | None:
     """Return where a file of the checkout is installed, or None where it is not."""
+    if name.startswith(OTHERS):
+        return None
     if name.startswith("recipes/"):
         return f"deepspeed_{name}"
     return f"deepspeed_recipes/{name}" if name.startswith("configs/") or name in PINS else None

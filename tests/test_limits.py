@@ -62,7 +62,8 @@ def changed(run, suggestion):
     """Return the run with one suggestion applied, as the message words it."""
     recipe, world_size, file = run
     if suggestion.startswith("--gpus"):
-        return recipe, int(suggestion.split()[1]), file
+        words = suggestion.split()
+        return recipe, int(words[1]) * (int(words[3]) if "--nodes" in words else 1), file
     if suggestion == "deepspeed=pipeline.json":
         return recipe, world_size, deepspeed_file.read(ROOT / "configs" / "pipeline.json")
     return overrides.apply(recipe, suggestion.split()), world_size, file
