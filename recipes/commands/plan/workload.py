@@ -51,9 +51,9 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
         each = recipe.global_batch_size * recipe.sequence_length * recipe.traits.sequences
         return Workload(recipe.max_steps * each, known, f"{recipe.max_steps:,} steps")
     if "data.path" in keys or "epochs" in keys:
-        counted, longest = tokens_of(recipe)
+        counted, attended = tokens_of(recipe)
         about = f"{CHARACTERS} characters per token"
-        return Workload(recipe.epochs * counted, known, about, document_length=longest)
+        return Workload(recipe.epochs * counted, known, about, document_length=attended)
     return None
 
 
