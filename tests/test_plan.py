@@ -80,6 +80,14 @@ def test_the_json_is_what_the_contract_says(answer):
     assert fits == sorted(fits, reverse=True), "what does not fit comes last"
 
 
+def test_a_plan_that_waits_for_its_host_says_so(capsys):
+    few = ("micro_batch_size=1", "sequence_length=256", "packing=false")
+    for words, waits in ((few, True), ((), False)):
+        plan.main(["qwen3-0.6b", "--method", "lora", "--gpu", "H100", *words])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("of a step the GPU waits for Python: with a slow CPU it takes up to twice as long" in shown) == waits
+
+
 def test_the_table_names_the_best_first_and_its_command(capsys):
     assert plan.main(["llama3-8b", *EIGHT, "--explain"]) == 0
     shown = capsys.readouterr().out
