@@ -34,8 +34,8 @@ COST_COLUMNS = ("hours", "dollars")
 LARGE_CHECKPOINT = 10
 """GiB of a checkpoint that are worth a note."""
 WAITS = 0.25
-"""Share of a step in which the GPU waits for its next kernel that is worth a note. Of equal layers, 256 tokens at a time,
-LoRA took 4.7 ms on one published host (Qwen's) and 8.7 on another (Param_Recommend's)."""
+"""Share of a step in which the GPU waits for its next kernel that is worth a note. With some 200 tokens at a time, LoRA
+took 4.7 ms per layer on one published host (Qwen's) and 8.7 on another (Param_Recommend's)."""
 BAR = 40
 """Characters of a GPU's whole memory."""
 HOSTS = "HOSTS"
@@ -164,8 +164,8 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
         yield f"A checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} of them are kept."
     if (waits := plan.time.launch / plan.time.seconds) > WAITS:
         yield (
-            f"In {waits:.0%} of a step the GPU waits for Python: with a slow CPU it takes up to twice as long, and more "
-            "tokens per pass (micro_batch_size, packing) cost little."
+            f"In {waits:.0%} of a step the GPU waits for Python: with a slow CPU it takes up to twice as long, and "
+            "more tokens per pass (micro_batch_size, packing) cost little."
         )
     if not plan.time.measured:
         yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order most."
