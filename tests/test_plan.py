@@ -497,6 +497,20 @@ def test_the_launcher_prints_the_forecast(one_a100, capsys):
     assert re.match(r"forecast: \d+\.\d GiB per GPU \(\d+%.*\), [\d,]+ tokens/s\n", capsys.readouterr().out)
 
 
+def test_the_forecast_knows_how_long_documents_are(one_a100, capsys, tmp_path):
+    def speed(name, lengths, *words):
+        file = tmp_path / name
+        turns = ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * each}] for each in lengths)
+        file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+        run = ["llama3-8b", "lora", "sequence_length=32768", "micro_batch_size=1", "gradient_checkpointing=true"]
+        assert launch.main([*run, f"data.path={file}", "model.attention=varlen", *words, "--dry-run"]) == 0
+        return int(re.search(r"([\d,]+) tokens/s", capsys.readouterr().out)[1].replace(",", ""))
+
+    short, long = speed("short.jsonl", [400] * 2000), speed("long.jsonl", [130000] * 40)
+    assert short > 1.2 * long
+    assert speed("short.jsonl", [400] * 2000, "packing=false") < short, "padded, nothing is known of lengths"
+
+
 @needs_pdsh
 def test_the_forecast_of_several_hosts_is_that_of_all_their_gpus(one_a100, capsys, tmp_path):
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")

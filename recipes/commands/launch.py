@@ -50,6 +50,7 @@ from ..training import universal_checkpoint
 from ..training.tracking import afterwards
 from . import list as list_command
 from .main import Parser
+from .plan import workload
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,8 +120,10 @@ def run(options: argparse.Namespace) -> int:
         if warning:
             print(as_typed(warning), flush=True)
     plan = None
-    if hardware and not options.no_plan and (plan := forecast.forecast(preflight.with_dimensions(recipe), hardware)):
-        print(forecast.line(plan), flush=True)
+    if hardware and not options.no_plan:
+        located = preflight.with_dimensions(recipe)
+        if plan := forecast.forecast(located, hardware, workload.document_length(recipe)):
+            print(forecast.line(plan), flush=True)
 
     folder = folder or run_folder.new(recipe, options.output_dir)
     recipe = with_profile(recipe, folder, ranks, per_host(options, pool or cluster, ranks))
@@ -291,7 +294,7 @@ def with_best_plan(recipe: Recipe, page: Recipe, changes: Sequence[str], hardwar
         print(f"deepspeed=auto: the planner needs GPUs; using the recipe's own {page.deepspeed}", flush=True)
         return recipe
     located = preflight.with_dimensions(paths.locate(recipe))
-    best = forecast.choose(located, overrides.keys_of(changes), hardware)
+    best = forecast.choose(located, overrides.keys_of(changes), hardware, workload.document_length(located))
     print(f"deepspeed=auto: {' '.join(overrides.differences(located, best)) or best.deepspeed}", flush=True)
     return replace(best, model=recipe.model)
 

@@ -18,6 +18,8 @@ from ...training.data import formats, text_files
 CHARACTERS = 4
 """Of English text per token, about, with today's tokenizers; other languages have fewer."""
 SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+QUICK = 64 * 2**20
+"""Bytes of data that are read before a run: about a second."""
 HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
 
 
@@ -104,6 +106,15 @@ def tokens_of(recipe: Recipe) -> tuple[float, float]:
     whole = recipe.sequence_length * CHARACTERS  # longer documents are divided
     attended = sum(length * min(length, whole) for length in lengths) / sum(lengths)
     return max(1.0, share * sum(lengths) / CHARACTERS), max(1.0, attended / CHARACTERS)
+
+
+def document_length(recipe: Recipe) -> float | None:
+    """Return the tokens of the document that a token is in, on average; None without packing, or of large data."""
+    try:
+        small = recipe.packs and sum(file.stat().st_size for file in _files(recipe)) <= QUICK
+        return tokens_of(recipe)[1] if small else None
+    except UserError:
+        return None
 
 
 def _files(recipe: Recipe) -> Iterator[Path]:

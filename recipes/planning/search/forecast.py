@@ -25,32 +25,34 @@ def machines(gpus: int, nodes: int = 1) -> Cluster | None:
     return here and replace(here, gpus_per_node=gpus, nodes=nodes)
 
 
-def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster) -> Recipe:
+def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_length: float | None = None) -> Recipe:
     """Return the recipe with the settings of the best plan, or of a tight one, of which `line` warns.
 
     Args:
         recipe: with its model's dimensions.
         given: the keys that the user has set, which stay as they are.
         cluster: where it is to run.
+        document_length: as in `TrainingSetup`.
 
     Raises:
         UserError: nothing fits; with what would.
     """
     fixed = frozenset(given) - {"deepspeed"}
     sizes = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in fixed}
-    request = plan_request(replace(recipe, layout=Layout(**sizes)), cluster, fixed)
+    request = plan_request(replace(recipe, layout=Layout(**sizes)), cluster, fixed, document_length)
     result = search(request)
     for plan in (*result.plans, *result.tight):
         return plan.recipe
     raise UserError(f"deepspeed={AUTO}: {suggestions.sentence(request, result)}")
 
 
-def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
+def forecast(recipe: Recipe, cluster: Cluster, document_length: float | None = None) -> Plan | None:
     """Return what a run will cost; None for a draft, and for a model whose dimensions are unknown.
 
     Args:
         recipe: with its model's dimensions.
         cluster: where it runs.
+        document_length: as in `TrainingSetup`.
 
     Raises:
         UserError: it does not fit; with the nearest settings that do.
@@ -60,7 +62,7 @@ def forecast(recipe: Recipe, cluster: Cluster) -> Plan | None:
     path = Path(recipe.deepspeed)
     recipe = replace(recipe, deepspeed=path.name if path.parent == CONFIGS else recipe.deepspeed)
     try:
-        request = plan_request(recipe, cluster)
+        request = plan_request(recipe, cluster, document_length=document_length)
     except UserError:  # the model's own code, for instance: what cannot be planned may still run
         return None
     plan = evaluate(request, recipe)
