@@ -35,7 +35,7 @@ LARGE_CHECKPOINT = 10
 """GiB of a checkpoint that are worth a note."""
 WAITS = 0.25
 """Share of a step in which the GPU waits for its next kernel that is worth a note. With some 200 tokens at a time, LoRA
-took 4.7 ms per layer on one published host (Qwen's) and 8.7 on another (Param_Recommend's)."""
+took 4.7 ms per layer on one published host with its software (Qwen's) and 8.7 on another (Param_Recommend's)."""
 BAR = 40
 """Characters of a GPU's whole memory."""
 HOSTS = "HOSTS"
