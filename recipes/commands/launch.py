@@ -99,8 +99,9 @@ def run(options: argparse.Namespace) -> int:
         ranks = rank_count(options.gpus, 0 if options.prepare else gpus) * (options.nodes or 1)
     known = gpus and not options.prepare and (pool or not elsewhere)
     hardware = hardware_of(pool, ranks) if known else None
+    documents = workload.document_length(recipe) if hardware and not recipe.draft.enabled else None
     if recipe.deepspeed == forecast.AUTO:
-        recipe = with_best_plan(recipe, page, options.overrides, hardware)
+        recipe = with_best_plan(recipe, page, options.overrides, hardware, documents)
 
     recipe = paths.locate(recipe, jobs.mount(options))
     check_sizes(recipe)
@@ -121,8 +122,8 @@ def run(options: argparse.Namespace) -> int:
             print(as_typed(warning), flush=True)
     plan = None
     if hardware and not options.no_plan:
-        located = preflight.with_dimensions(recipe)
-        if plan := forecast.forecast(located, hardware, workload.document_length(recipe)):
+        plan = forecast.forecast(preflight.with_dimensions(recipe), hardware, documents)
+        if plan:
             print(forecast.line(plan), flush=True)
 
     folder = folder or run_folder.new(recipe, options.output_dir)
@@ -283,7 +284,9 @@ def hardware_of(pool: HostPool | None, ranks: int) -> Cluster | None:
     return forecast.machines(pool.most_ranks, len(pool.hosts)) if equal else None
 
 
-def with_best_plan(recipe: Recipe, page: Recipe, changes: Sequence[str], hardware: Cluster | None) -> Recipe:
+def with_best_plan(
+    recipe: Recipe, page: Recipe, changes: Sequence[str], hardware: Cluster | None, documents: float | None
+) -> Recipe:
     """Return the recipe with what the planner chooses for these GPUs; without GPUs, with its page's DeepSpeed file.
 
     Raises:
@@ -294,7 +297,7 @@ def with_best_plan(recipe: Recipe, page: Recipe, changes: Sequence[str], hardwar
         print(f"deepspeed=auto: the planner needs GPUs; using the recipe's own {page.deepspeed}", flush=True)
         return recipe
     located = preflight.with_dimensions(paths.locate(recipe))
-    best = forecast.choose(located, overrides.keys_of(changes), hardware, workload.document_length(located))
+    best = forecast.choose(located, overrides.keys_of(changes), hardware, documents)
     print(f"deepspeed=auto: {' '.join(overrides.differences(located, best)) or best.deepspeed}", flush=True)
     return replace(best, model=recipe.model)
 

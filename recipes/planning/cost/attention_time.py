@@ -73,9 +73,9 @@ def attention_seconds(
         forward = per_key * attended_tokens(kind, length) / constants.attention
         return forward, 2.5 * forward
     attention = implementation(setup)
-    if setup.packing and setup.document_length and attention != "sdpa":  # which computes what its mask hides
-        length = min(length, setup.document_length)
     masked = attention == "sdpa" and (setup.packing or (kind.window is not None and kind.window <= length))
+    if setup.packing and setup.document_length and not masked:  # what a mask hides is computed all the same
+        length = min(length, setup.document_length)
     keys = length if masked else attended_tokens(kind, length)
     ahead, back = constants.kernels[kernel(attention, masked, constants.kernels)]
     slowdown = 1 + HALF_SPEED / length

@@ -34,21 +34,28 @@ def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
     """Return how many kernels a layer's forward pass launches on one rank, of its `experts` there."""
     count = KERNELS * (FUSED if setup.fuses else 1.0)
     per_matrix = (FUSED_ADAPTER if setup.lora.fused else ADAPTER) if setup.lora else 0
-    adapters = len(kind.linears) * per_matrix * adapted_share(kind, setup)
     quantized = len(kind.linears) * DEQUANTIZE if setup.quantized else 0
-    return count + adapters + quantized + (0 if setup.grouped_experts else EXPERT * experts)
+    return (
+        count
+        + per_matrix * adapted_matrices(kind, setup)
+        + quantized
+        + (0 if setup.grouped_experts else EXPERT * experts)
+    )
 
 
 def hooked_modules(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the modules of a layer whose weights ZeRO-3 fetches and releases: its own, and two for each adapter."""
-    return kind.modules + (2 * len(kind.linears) * adapted_share(kind, setup) if setup.lora else 0.0)
+    return kind.modules + 2 * adapted_matrices(kind, setup)
 
 
 def trained_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return how many weights of a layer are trained: those of its modules, or two for each adapted matrix."""
-    if setup.lora is None:
-        return kind.modules
-    return 2 * len(kind.linears) * adapted_share(kind, setup)
+    return 2 * adapted_matrices(kind, setup) if setup.lora else kind.modules
+
+
+def adapted_matrices(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return how many linear layers of a layer have adapters."""
+    return len(kind.linears) * adapted_share(kind, setup) if setup.lora else 0.0
 
 
 def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:

@@ -350,10 +350,11 @@ def _copy_seconds(trained: float, setup: TrainingSetup, cluster: Cluster, known:
 
 def updated_bytes(setup: TrainingSetup) -> float:
     """Return the bytes that an optimizer step on the GPU moves per parameter that a rank updates."""
-    adam = ADAM * (FOREACH if setup.foreach_adam else 1.0) * (0.5 if setup.bf16_states else 1.0)
-    if setup.zero_stage:
-        return adam + (ZERO_STEP_BF16 if setup.bf16_states else ZERO_STEP)
-    return adam + CLIPPING * (0.5 if setup.bf16_states else 1.0)
+    width = 0.5 if setup.bf16_states else 1.0
+    adam = width * ADAM * (FOREACH if setup.foreach_adam else 1.0)
+    if setup.zero_stage == 0:
+        return adam + width * CLIPPING
+    return adam + (ZERO_STEP_BF16 if setup.bf16_states else ZERO_STEP)
 
 
 def _host_adam(cluster: Cluster) -> float:
