@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning.cost import attention_time
-from recipes.planning.cost.attention_time import attended_tokens, attention_seconds, implementation, kernel
 from recipes.planning.cost.constants import constants
-from recipes.planning.cost.step_time import step_time
+from recipes.planning.cost.time import attention_time
+from recipes.planning.cost.time.attention_time import attended_tokens, attention_seconds, implementation, kernel
+from recipes.planning.cost.time.step_time import step_time
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.planning.hardware.cluster import Cluster
 from recipes.planning.hardware.gpus import find

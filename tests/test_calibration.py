@@ -11,7 +11,7 @@ from recipes.planning.calibration.published_errors import Comparison
 from recipes.planning.calibration.published_rows import published_rows
 from recipes.planning.cost.constants import FILE, constants, resolve
 from recipes.planning.cost.ranges import kinds_of, memory_range
-from recipes.planning.cost.step_time import step_time
+from recipes.planning.cost.time.step_time import step_time
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.planning.hardware.cluster import cluster
 from recipes.spec.recipe import Layout, Lora

@@ -7,7 +7,7 @@ import pytest
 from recipes.planning.calibration import calibrate
 from recipes.planning.calibration.published_rows import published_rows
 from recipes.planning.cost.constants import constants
-from recipes.planning.cost.host_time import (
+from recipes.planning.cost.time.host_time import (
     ADAPTER,
     BACKWARD_HOOKS,
     EXPERT,
@@ -18,14 +18,14 @@ from recipes.planning.cost.host_time import (
     kernels,
     waiting_seconds,
 )
-from recipes.planning.cost.roofline import (
+from recipes.planning.cost.time.roofline import (
     adapted_share,
     experts_on_rank,
     feed_forward_share,
     head_seconds,
     layer_seconds,
 )
-from recipes.planning.cost.step_time import step_time
+from recipes.planning.cost.time.step_time import step_time
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.planning.hardware.cluster import Cluster
 from recipes.planning.hardware.gpus import find

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes.launching import paths, preflight
-from recipes.planning.cost import memory
+from recipes.planning.cost.memory import weights
 from recipes.planning.cost.training_setup import training_setup
 from recipes.report.document import Chart
 from recipes.report.run_data import read
@@ -286,7 +286,7 @@ def test_more_likeliest_tokens_than_there_are_tokens_are_refused():
 def test_the_planner_counts_the_teacher():
     def planned(stage, recipe):
         setup = training_setup(recipe, DeepSpeedFile(stage=stage), 2)
-        return memory.teacher_bytes(setup), setup.teacher_parameters
+        return weights.teacher_bytes(setup), setup.teacher_parameters
 
     recipe = pages.find("tiny", "distill")
     assert planned(2, recipe) == (4 * 3_049_984, 3_049_984)

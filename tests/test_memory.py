@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.planning.cost import memory
-from recipes.planning.cost.memory import peak_memory
-from recipes.planning.cost.stage_shards import stage_shards
-from recipes.planning.cost.states import state_bytes
+from recipes.planning.cost.memory.peak_memory import (
+    FRAGMENTATION,
+    FRAGMENTATION_SHARDED,
+    NCCL,
+    held_bytes,
+    peak_memory,
+    states,
+)
+from recipes.planning.cost.memory.stage_shards import stage_shards
+from recipes.planning.cost.memory.states import state_bytes
 from recipes.planning.cost.training_setup import TrainingSetup, training_setup
 from recipes.planning.hardware.cluster import Cluster
 from recipes.planning.hardware.gpus import find
@@ -46,7 +52,7 @@ def optimizer_bytes(optimizer, stage=3, precision="bf16"):
     recipe = replace(pages.find("llama3-8b", "full"), optimizer=optimizer, max_grad_norm=0.0, precision=precision)
     setup = training_setup(recipe, deepspeed_file.DeepSpeedFile(stage=stage), 8)
     profile = lookup.profile_of(recipe.model.config)
-    return memory.held_bytes(stage_shards(profile, setup)[0], setup, "backward")["optimizer"] / (8.03e9 / 8)
+    return held_bytes(stage_shards(profile, setup)[0], setup, "backward")["optimizer"] / (8.03e9 / 8)
 
 
 def test_each_optimizer_holds_its_moments():
@@ -132,7 +138,7 @@ def test_checkpointing_never_needs_more(profile, setup):
     kept = peak_memory(profile, replace(setup, gradient_checkpointing=False), NODE).worst.total
     again = peak_memory(profile, replace(setup, gradient_checkpointing=True), NODE).worst.total
     one = profile.layers[0].checkpoint_bytes * setup.sequences_per_pass * setup.sequence_length
-    assert again <= kept + (1 + memory.FRAGMENTATION) * one + 1
+    assert again <= kept + (1 + FRAGMENTATION) * one + 1
 
 
 @settings(max_examples=150, deadline=None)
@@ -153,8 +159,8 @@ def test_all_ranks_together_hold_the_model(profile, pipeline, ranks):
     stages = stage_shards(profile, setup)
     again = profile.vocab_size * profile.hidden_size if profile.tied_embeddings and pipeline > 1 else 0
     assert sum(part.parameters for part in stages) == profile.parameters + again
-    states = [memory.states(part, setup, "backward") for part in stages]
-    assert ranks * sum(one.total for one in states) == pytest.approx(16 * (profile.parameters + again))
+    held = [states(part, setup, "backward") for part in stages]
+    assert ranks * sum(one.total for one in held) == pytest.approx(16 * (profile.parameters + again))
 
 
 @settings(max_examples=100, deadline=None)
@@ -240,7 +246,7 @@ def test_each_kind_of_parallelism_has_its_own_process_groups():
         return peak_memory(profile_of("llama3", "8b"), setup, NODE).worst.components["runtime"]
 
     assert runtime(1) < runtime(2) < runtime(2, 2)
-    assert runtime(2, 2) - runtime(2) == runtime(2) - runtime(1) == memory.NCCL
+    assert runtime(2, 2) - runtime(2) == runtime(2) - runtime(1) == NCCL
 
 
 def test_the_setup_follows_from_the_deepspeed_file():
@@ -257,7 +263,7 @@ def test_the_setup_follows_from_the_deepspeed_file():
 def test_memory_is_computed_without_torch():
     code = (
         "import sys, time; start = time.perf_counter()\n"
-        "from recipes.planning.cost import memory\nfrom recipes.planning.model_profile import lookup\n"
+        "from recipes.planning.cost.memory import peak_memory\nfrom recipes.planning.model_profile import lookup\n"
         "from recipes.spec import pages\n"
         "lookup.profile_of(pages.page('llama3').SIZES['8b'].config)\n"
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)\n"
@@ -292,9 +298,9 @@ def test_zero_3_reserves_more_beside_its_states():
     reserved = {}
     for stage, parts in stages.items():
         allocated = sum(parts.values()) - parts["runtime"] - parts["fragmentation"]
-        reserved[stage] = parts["fragmentation"] - memory.FRAGMENTATION * allocated
+        reserved[stage] = parts["fragmentation"] - FRAGMENTATION * allocated
     states = sum(stages[3][part] for part in ("parameters", "gradients", "optimizer"))
-    assert reserved[3] - reserved[2] == pytest.approx(memory.FRAGMENTATION_SHARDED * states)
+    assert reserved[3] - reserved[2] == pytest.approx(FRAGMENTATION_SHARDED * states)
 
 
 def test_answers_take_keys_and_values_while_they_are_written():

@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from recipes.planning.cost import activations
-from recipes.planning.cost.memory import NF4
+from recipes.planning.cost.memory import activations
+from recipes.planning.cost.memory.weights import NF4
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.planning.model_profile import lookup
 from recipes.planning.model_profile.allocations import LiveBytes

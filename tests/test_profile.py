@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from recipes.planning.cost import zero_traffic
+from recipes.planning.cost.time import zero_traffic
 from recipes.profiling import conclude, shares, trace, verdict, words
 from recipes.report import html, run_data, write
 from recipes.spec.layout import bubble

@@ -5,7 +5,7 @@ from statistics import median
 import pytest
 
 from recipes.launching import paths
-from recipes.planning.cost import zero_traffic
+from recipes.planning.cost.time import zero_traffic
 from recipes.profiling import conclude
 from recipes.spec import pages
 from recipes.spec.overrides import apply

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from recipes.commands import launch, main
-from recipes.planning.cost import zero_traffic
+from recipes.planning.cost.time import zero_traffic
 from recipes.profiling import collectives, nsys, operators, request, shares, trace, verdict, window, words
 from recipes.profiling.collectives import Collective
 from recipes.profiling.intervals import both, length, union, without

@@ -18,8 +18,8 @@ from recipes.planning.calibration.published_rows import (
     read,
 )
 from recipes.planning.calibration.rank_correlation import rank_correlation
-from recipes.planning.cost import memory
 from recipes.planning.cost.constants import constants
+from recipes.planning.cost.memory import peak_memory
 from recipes.planning.show import fit_answers
 from tests.versions import needs
 
@@ -352,7 +352,7 @@ def forgotten():
 @pytest.mark.parametrize("constant", ["CONTEXT", "FRAGMENTATION", "FRAGMENTATION_SHARDED"])
 def test_a_missing_part_of_the_memory_is_noticed(forgotten, monkeypatch, constant):
     right = error_on_our_stack()
-    monkeypatch.setattr(memory, constant, 0)
+    monkeypatch.setattr(peak_memory, constant, 0)
     assert error_on_our_stack() > right + 0.005
 
 

@@ -15,7 +15,7 @@ from recipes.commands import export as export_script
 from recipes.commands import generate as generate_script
 from recipes.commands import main
 from recipes.launching.paths import locate
-from recipes.planning.cost.states import state_bytes
+from recipes.planning.cost.memory.states import state_bytes
 from recipes.spec import pages
 from recipes.spec.conversions import from_dict, to_dict
 from recipes.spec.project import CHECKOUT as ROOT

@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.planning.cost.communication import Group, all_reduce, all_to_all, gather, send
 from recipes.planning.cost.constants import constants
-from recipes.planning.cost.roofline import model_flops
-from recipes.planning.cost.stage_shards import stage_ranges
-from recipes.planning.cost.step_time import CORE_ADAM, CPU_STEP, StepTime, step_time, updated_bytes
+from recipes.planning.cost.memory.stage_shards import stage_ranges
+from recipes.planning.cost.time.communication import Group, all_reduce, all_to_all, gather, send
+from recipes.planning.cost.time.optimizer_time import CORE_ADAM, CPU_STEP, updated_bytes
+from recipes.planning.cost.time.roofline import model_flops
+from recipes.planning.cost.time.step_time import StepTime, step_time
+from recipes.planning.cost.time.zero_traffic import zero_traffic
 from recipes.planning.cost.training_setup import TrainingSetup
-from recipes.planning.cost.zero_traffic import zero_traffic
 from recipes.planning.hardware.cluster import Cluster, cluster
 from recipes.planning.hardware.gpus import find
 from recipes.spec.layout import bubble, rank_position

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning.cost.memory import GpuMoment, Memory
+from recipes.planning.cost.memory.peak_memory import GpuMoment, Memory
 from recipes.planning.hardware.cluster import cluster
 from recipes.planning.search import forecast, model_recipe, suggestions
 from recipes.planning.search.plans import GIB, LAST_RESORT, SIMPLICITY, TIERS, is_dominated, ranked, shortfalls

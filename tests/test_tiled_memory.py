@@ -12,7 +12,7 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
-from recipes.planning.cost import activations
+from recipes.planning.cost.memory import activations
 from recipes.planning.cost.training_setup import TrainingSetup, training_setup
 from recipes.planning.model_profile import meta_device
 from recipes.planning.model_profile.allocations import Kernels, measure

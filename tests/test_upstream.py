@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from safetensors.torch import load_file
 
 from recipes.machine import ops
-from recipes.planning.cost.step_time import REDUCTION, updated_bytes
+from recipes.planning.cost.time.optimizer_time import REDUCTION, updated_bytes
 from recipes.planning.cost.training_setup import TrainingSetup
 from recipes.spec import pages
 from recipes.spec.errors import UserError
@@ -92,7 +92,7 @@ def test_autoep_routes_deepseek_differently(ranks, tmp_path):
 @pytest.mark.every
 @pytest.mark.parametrize(("world_size", "held"), [(2, 1), (1, 0)])
 def test_zero3_holds_whole_experts_until_the_backward_pass(world_size, held, ranks, tmp_path):
-    """`_held_by_autograd` in planning/cost/memory.py can go when ZeRO-3 releases what autograd saved slices of."""
+    """`held_by_autograd` in cost/memory/weights.py can go when ZeRO-3 releases what autograd saved slices of."""
     ranks.check(held_experts.main, world_size=world_size, log=tmp_path / "log")
     said = re.search(r"held (\S+) of the experts", read_logs(tmp_path / "log")[0])
     assert float(said[1]) == pytest.approx(held, rel=0.1)
@@ -103,7 +103,7 @@ def test_zero3_holds_whole_experts_until_the_backward_pass(world_size, held, ran
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, bf16_states, fused, world_size, ranks, tmp_path):
-    """`updated_bytes`, `REDUCTION` in planning/cost/step_time.py; a rank's part of the gradients is 8 bytes more."""
+    """`updated_bytes`, `REDUCTION` in time/optimizer_time.py; a rank's part of the gradients is 8 bytes more."""
     ranks.check(moved_bytes.main, stage, fused, bf16_states, world_size=world_size, log=tmp_path / "log")
     said = re.search(r"step (\S+), backward (\S+) bytes per parameter", read_logs(tmp_path / "log")[0])
     step, backward = (float(number) for number in said.groups())

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..planning.cost.stage_shards import stage_shards
+from ..planning.cost.memory.stage_shards import stage_shards
 from ..planning.hardware.cluster import Cluster
 from ..planning.hardware.gpus import find
 from ..planning.search import strategies

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..launching import paths
 from ..launching.command import deepspeed_command, rank_environment
-from ..planning.cost.zero_traffic import zero_traffic
+from ..planning.cost.time.zero_traffic import zero_traffic
 from ..planning.search import forecast, strategies
 from ..spec import pages
 from ..spec.errors import UserError

@@ -35,7 +35,7 @@ from ..launching.ssh import hostfile
 from ..launching.ssh.hostfile import HostPool
 from ..machine import run_lock
 from ..page_checks import auto, borrowed
-from ..planning.cost import zero_traffic
+from ..planning.cost.time import zero_traffic
 from ..planning.hardware.cluster import Cluster
 from ..planning.search import forecast, model_recipe
 from ..profiling import conclude, nsys, request, window

@@ -17,7 +17,7 @@ from datetime import date
 from typing import Any
 
 from ..cost.constants import FILE, constants, resolve
-from ..cost.step_time import step_time
+from ..cost.time.step_time import step_time
 from . import published_errors, ranges
 from .measured_runs import MeasuredRun, runs
 from .published_models import profile_of

@@ -12,8 +12,8 @@ from functools import cache
 from typing import Literal
 
 from ..cost.constants import constants
-from ..cost.memory import Memory, peak_memory
-from ..cost.step_time import step_time
+from ..cost.memory.peak_memory import Memory, peak_memory
+from ..cost.time.step_time import step_time
 from .published_models import profile_of
 from .published_rows import SHARES, PublishedRow, published_rows
 from .rank_correlation import rank_correlation

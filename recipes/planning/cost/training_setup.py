@@ -168,6 +168,11 @@ class TrainingSetup:
         return loss_tiles.are_large(tokens, vocabulary) if self.tiled_loss is None else self.tiled_loss
 
     @property
+    def weight_bytes(self) -> float:
+        """Bytes per parameter in which weights travel, between ranks and from the host."""
+        return 0.5 if self.quantized else 2
+
+    @property
     def model_parallel_size(self) -> int:
         """Ranks that share one copy of the model's computation."""
         return math.prod((self.layout.tensor, self.layout.pipeline, self.layout.sequence))

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from ...spec.deepspeed_file import DeepSpeedFile
 from ...spec.recipe import Recipe
-from ..cost.memory import Memory
+from ..cost.memory.peak_memory import Memory
 from ..cost.ranges import memory_range, speed_range
-from ..cost.step_time import StepTime
+from ..cost.time.step_time import StepTime
 from ..cost.training_setup import TrainingSetup
 from ..hardware.cluster import Cluster
 from ..model_profile.profile import ModelProfile

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...spec.layout import bubble
 from ...spec.recipe import Layout
-from ..cost.memory import peak_memory
+from ..cost.memory.peak_memory import peak_memory
 from ..cost.ranges import memory_range
 from ..cost.training_setup import TrainingSetup
 from .plans import GIB, Plan, PlanRequest

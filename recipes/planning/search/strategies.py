@@ -18,8 +18,8 @@ from ...spec.errors import UserError
 from ...spec.layout import data_parallel_size
 from ...spec.project import CONFIGS
 from ...spec.recipe import Layout, Recipe
-from ..cost.memory import peak_memory
-from ..cost.step_time import step_time
+from ..cost.memory.peak_memory import peak_memory
+from ..cost.time.step_time import step_time
 from ..cost.training_setup import TrainingSetup, training_setup
 from ..hardware.cluster import Cluster
 from ..model_profile.lookup import profile_of

@@ -7,10 +7,10 @@ short ones leave multiprocessors idle; the shares in `constants.json` are those 
 from collections.abc import Container
 from typing import Literal
 
-from ..hardware.gpus import Gpu
-from ..model_profile.profile import LayerProfile
-from .constants import Constants
-from .training_setup import TrainingSetup
+from ...hardware.gpus import Gpu
+from ...model_profile.profile import LayerProfile
+from ..constants import Constants
+from ..training_setup import TrainingSetup
 
 Kernel = Literal["flash_2", "flash_3", "cudnn", "flex", "efficient"]
 

@@ -4,11 +4,11 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...spec.layout import balanced
-from ..model_profile.profile import LayerProfile, ModelProfile
+from ....spec.layout import balanced
+from ...model_profile.profile import LayerProfile, ModelProfile
+from ..training_setup import TrainingSetup
 from . import activations
 from .states import held_parameters
-from .training_setup import TrainingSetup
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from math import ceil
 
-from ..hardware.cluster import Cluster
-from .constants import Constants
+from ...hardware.cluster import Cluster
+from ..constants import Constants
 
 GB = 1e9
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from ...spec.deepspeed_file import KEPT_WEIGHTS
-from ...spec.layout import rank_position
-from ...spec.recipe import Layout
+from ....spec.deepspeed_file import KEPT_WEIGHTS
+from ....spec.layout import rank_position
+from ....spec.recipe import Layout
 
 Group: TypeAlias = tuple[int, ...]
 """The ranks that communicate, in order."""

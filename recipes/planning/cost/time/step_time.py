@@ -4,43 +4,16 @@ import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from ..hardware.cluster import Cluster
-from ..model_profile.profile import LayerProfile, ModelProfile
-from . import activations, communication, host_time, roofline
+from ...hardware.cluster import Cluster
+from ...model_profile.profile import LayerProfile, ModelProfile
+from ..constants import Constants, constants
+from ..memory import activations
+from ..memory.stage_shards import stage_ranges
+from ..training_setup import TrainingSetup
+from . import communication, host_time, roofline
 from .communication import Group
-from .constants import Constants, constants
-from .stage_shards import stage_ranges
-from .training_setup import TrainingSetup
+from .optimizer_time import copy_seconds, launch_seconds, optimizer_seconds
 from .zero_traffic import zero_traffic
-
-ADAM = 28
-"""Bytes of GPU memory that Adam moves per parameter it updates in fp32, as one kernel: 12 + 4 read, 12 written."""
-FOREACH = 3.0
-"""Times as many where torch's Adam runs operation by operation, as it does without `fused`: 80 in torch's own loop and
-84 in DeepSpeed's (torch 2.13)."""
-ZERO_STEP, ZERO_STEP_BF16 = 44, 32
-"""The same beside Adam in DeepSpeed's step: the norm in fp64 18, clipping 8, gradients to fp32 10, weights to bf16 6,
-and at ZeRO-1 and -2 4 to find what overflowed; with states in bf16 less is converted (deepspeed 0.19.8 on CPU ranks, by
-the operations that it calls, tests/workers/moved_bytes.py: 46 and 34 at ZeRO-1 and -2, 42 and 30 at ZeRO-3)."""
-CLIPPING = 12
-"""The same without ZeRO: the norm of an fp32 gradient 4, and clipping 8 (likewise)."""
-REDUCTION = 12
-"""Bytes moved per trained parameter of a rank whenever gradients are reduced, beside the collective: into the bucket,
-into a flat copy, and the division by the number of ranks, each 2 + 2 (counted likewise, at every stage)."""
-CPU_ADAM = 4e9 / 256
-"""Parameters per second that DeepSpeed's CPU Adam updates, for each GB/s of its host's memory bandwidth: ZeRO-Offload,
-arXiv:2101.06840, table 4 (1 to 10 billion in 0.22 to 2.57 s), on two Xeon 8168 with six channels of DDR4-2666."""
-CORE_ADAM = 0.88e9
-"""The same per core, at most (deepspeed 0.19.8, a Xeon of 2023, one thread and two: 0.88 and 1.70)."""
-STEP_LAUNCHES = {"zero3": 1.3e-4, "others": 0.8e-4}
-"""Seconds per trained weight in which the host launches a step's operations: norms, scales, copies (deepspeed 0.19.8, a
-Llama of 8 and of 16 layers with nine weights each, 64 wide, two CPU ranks, time of the process: ZeRO-3 1.1 and 1.2 ms
-per layer, ZeRO-1 0.7 ms)."""
-CPU_STEP = 2.0
-"""Times as long as Adam alone takes what DeepSpeed's step does on the host: norm, clipping, conversions and copies too
-(deepspeed 0.19.8, 0.4 billion parameters on one rank with two threads: 2.05 at ZeRO-2, 1.93 at ZeRO-3)."""
-SWAPPED = 32
-"""Bytes per parameter to and from the drives in a step: fp32 weights, both moments and gradients, in each direction."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +108,8 @@ def step_time(
     fetches = _fetch_seconds(stage.parameters, setup, cluster, known)
     fetches += 2 * communication.to_host(stage.moved, cluster, known)
     visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
-    optimizer, offload, nvme = _optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
-    launches = STEP_LAUNCHES["zero3" if setup.zero_stage == 3 else "others"] * stage.trained_weights
+    optimizer, offload, nvme = optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
+    launches = launch_seconds(stage.trained_weights, setup)
     return StepTime(
         matmul=micro_batches * compute.matmul,
         attention=micro_batches * compute.attention,
@@ -151,7 +124,7 @@ def step_time(
         pipeline=micro_batches * stage.sent,
         # (d - 1) micro-batches more than one stage alone would take: (d - 1) / (m + d - 1) of the whole.
         bubble=(setup.layout.pipeline - 1) * stage.micro_batch,
-        optimizer=_copy_seconds(stage.trained, setup, cluster, known) + max(optimizer, launches),
+        optimizer=copy_seconds(stage.trained, setup, cluster, known) + max(optimizer, launches),
         offload=offload + micro_batches * fetches * visible,
         nvme=nvme,
         tokens=setup.tokens_per_step,
@@ -308,7 +281,7 @@ def _zero_seconds(
     reduced = communication.gather(2 * stage.trained, group, cluster, known, reductions)
     if setup.zero_stage == 3:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
-        weights = _weight_bytes(setup) * stage.parameters
+        weights = setup.weight_bytes * stage.parameters
         forward, backward = (communication.gather(weights, one, cluster, known, stage.gathers) for one in (group, near))
         return forward + _gathered_again(stage.parameters, setup) * backward + reduced, 0.0
     # An all-reduce of gradients, which is twice that: at stage 2 in every backward pass, otherwise after the last one;
@@ -324,62 +297,13 @@ def _gathered_again(parameters: float, setup: TrainingSetup) -> float:
     return sent / parameters - 1 if parameters else 0.0
 
 
-def _weight_bytes(setup: TrainingSetup) -> float:
-    """Return the bytes per parameter in which weights travel."""
-    return 0.5 if setup.quantized else 2
-
-
 def _fetch_seconds(parameters: float, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
     """Return the seconds in which a micro-batch's two passes fetch a rank's offloaded weights from the host."""
     if setup.offload_parameters == "none":
         return 0.0
-    return 2 * communication.to_host(_weight_bytes(setup) * parameters / setup.zero_ranks, cluster, known)
+    return 2 * communication.to_host(setup.weight_bytes * parameters / setup.zero_ranks, cluster, known)
 
 
 def _visible_share(transfers: float, computation: float, overlap: float) -> float:
     """Return the share of a micro-batch's transfers that computation does not hide."""
     return 1 - overlap * min(transfers, computation) / transfers if transfers else 1.0
-
-
-def _copy_seconds(trained: float, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
-    """Return the seconds in which a step's gradients are copied and divided, at every reduction of a rank's."""
-    micro_batches = setup.gradient_accumulation_steps
-    reductions = (0, 1, micro_batches, micro_batches)[setup.zero_stage]
-    return reductions * REDUCTION * trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
-
-
-def updated_bytes(setup: TrainingSetup) -> float:
-    """Return the bytes that an optimizer step on the GPU moves per parameter that a rank updates."""
-    width = 0.5 if setup.bf16_states else 1.0
-    adam = width * ADAM * (FOREACH if setup.foreach_adam else 1.0)
-    if setup.zero_stage == 0:
-        return adam + width * CLIPPING
-    return adam + (ZERO_STEP_BF16 if setup.bf16_states else ZERO_STEP)
-
-
-def _host_adam(cluster: Cluster) -> float:
-    """Return the parameters per second that Adam updates on a node's host; clouds count two threads of a core."""
-    cores = cluster.cores / 2 or math.inf
-    return min(CPU_ADAM * cluster.host_gbs, CORE_ADAM * cores)
-
-
-def _optimizer_seconds(
-    parameters: float, updated: float, setup: TrainingSetup, cluster: Cluster, known: Constants
-) -> tuple[float, float, float]:
-    """Return the seconds of Adam, of transfers to the host and back, and of transfers to the drives and back."""
-    own = updated / (setup.zero_ranks if setup.zero_stage else 1)
-    ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
-    offload = nvme = 0.0
-    if setup.offload_optimizer == "none":
-        moved = own * updated_bytes(setup)
-        adam = moved / (cluster.gpu.memory_gbs * 1e9 * known.memory)
-    else:
-        adam = CPU_STEP * own * ranks_per_node / _host_adam(cluster)
-        # The gradients of every micro-batch go there, the weights come back.
-        offload += communication.to_host(2 * own * (setup.gradient_accumulation_steps + 1), cluster, known)
-    if setup.offload_optimizer == "nvme":
-        nvme += own * ranks_per_node * SWAPPED / (cluster.nvme_gbs * 1e9)
-    if setup.offload_parameters == "nvme":
-        fetched = 2 * _weight_bytes(setup) * parameters / setup.zero_ranks * setup.gradient_accumulation_steps
-        nvme += fetched * ranks_per_node / (cluster.nvme_gbs * 1e9)
-    return adam, offload, nvme

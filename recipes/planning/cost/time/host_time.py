@@ -1,8 +1,8 @@
 """Host time: the seconds in which Python launches the kernels of a layer, which show where the GPU is faster."""
 
-from ..model_profile.profile import LayerProfile, training_mode
-from .constants import Constants
-from .training_setup import TrainingSetup
+from ...model_profile.profile import LayerProfile, training_mode
+from ..constants import Constants
+from ..training_setup import TrainingSetup
 
 KERNELS = 100
 """Of a Llama layer's forward pass in transformers 5.22.2, products and memory operations included."""

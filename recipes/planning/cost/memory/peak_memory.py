@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...spec.recipe import Layout
-from ...spec.run_folder import checkpoint_bytes
-from ..hardware.cluster import Cluster
-from ..model_profile.profile import ModelProfile
-from . import activations, host_memory
+from ....spec.recipe import Layout
+from ....spec.run_folder import checkpoint_bytes
+from ...hardware.cluster import Cluster
+from ...model_profile.profile import ModelProfile
+from ..training_setup import TrainingSetup
+from . import activations, host_memory, weights
 from .stage_shards import StageShard, stage_shards
 from .states import ADAM_MOMENTS, EIGHT_BIT, WIDTH, Moment, States, mixture_bytes, muon_bytes, state_bytes
-from .training_setup import TrainingSetup
 
-# All of these are assumptions until they are measured: nobody has run these recipes on a GPU yet.
+# From documentation and from what others published: nobody has run these recipes on a GPU yet.
 CONTEXT = 1.343e9
 """CUDA's context with PyTorch's kernels, as measured in Hugging Face's documentation (transformers, "Model training
 anatomy": a tensor of one number makes 1,343 MB)."""
@@ -26,8 +26,6 @@ FRAGMENTATION = 0.07
 FRAGMENTATION_SHARDED = 0.2
 """More of it under ZeRO-3 and FSDP, as a share of the states: gathered weights come and go in blocks of all sizes, on a
 stream of their own, and a step copies gradients in groups. Not on one GPU with the optimizer on the host. Fitted."""
-NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight in 4 bits: per 64 weights a scale in 8 bits, per 256 scales one in fp32 (arXiv:2305.14314)."""
 ALL_REDUCE = 5 * 10**8
 """Gradients that are copied into one buffer to be reduced, without ZeRO (deepspeed, runtime/engine.py,
 MEMORY_OPT_ALLREDUCE_SIZE)."""
@@ -121,15 +119,15 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
     backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
     first = activations.kept_bytes(shard.layers[0], setup) + activations.backward_bytes(shard.layers[0], setup)
     loss = activations.loss_bytes(profile, setup) if shard.is_last else 0.0
-    gathered, between_passes = _gathered(shard, setup), _gathered_between_passes(shard, setup)
-    held = _held_by_autograd(shard.layers[0].expert_parameters, setup)
+    gathered, between_passes = weights.gathered(shard, setup), weights.gathered_between_passes(shard, setup)
+    held = weights.held_by_autograd(shard.layers[0].expert_parameters, setup)
     permanent_buckets, reduce_buckets = _buckets(shard, setup)
     layout = setup.layout  # each kind of parallelism has groups of its own, beside those of all ranks
     groups = 1 + sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence, layout.expert))
 
     def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
-        allocated = {**states, **more} | ({"teacher": teacher} if (teacher := teacher_bytes(setup)) else {})
-        allocated |= {"vision_tower": tower} if (tower := tower_bytes(profile, setup)) else {}
+        allocated = {**states, **more} | ({"teacher": teacher} if (teacher := weights.teacher_bytes(setup)) else {})
+        allocated |= {"vision_tower": tower} if (tower := weights.tower_bytes(profile, setup)) else {}
         runtime = CONTEXT + CUBLAS + (groups * NCCL if setup.world_size > 1 and moment != "loading" else 0)
         alone = setup.zero_ranks == 1 and setup.offload_optimizer != "none"
         sharded = setup.zero_stage == 3 and not alone and moment != "loading"
@@ -142,10 +140,13 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
     forward = held_bytes(shard, setup, "forward")
     answers = activations.cache_bytes(profile, shard.layer_counts, setup)
     written = at(
-        "rollout", forward, key_value_cache=answers, live_parameters=max(gathered, _gathered_for_answers(shard, setup))
+        "rollout",
+        forward,
+        key_value_cache=answers,
+        live_parameters=max(gathered, weights.gathered_for_answers(shard, setup)),
     )
     return (
-        at("loading", _loading(shard, setup)),
+        at("loading", weights.loading(shard, setup)),
         *((written,) if setup.rollout_answers else ()),
         at(
             "loss",
@@ -174,14 +175,14 @@ def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[
     found = states(shard, setup, moment)
     frozen = 0.0
     if setup.lora or setup.reference:
-        frozen = loaded_bytes(shard, setup) / (setup.zero_ranks if setup.zero_stage == 3 else 1)
+        frozen = weights.loaded_bytes(shard, setup) / (setup.zero_ranks if setup.zero_stage == 3 else 1)
     second = WIDTH[setup.precision] * shard.parameters / setup.partition_size if setup.partition_size > 1 else 0.0
     on_gpu = setup.offload_parameters == "none"
     if setup.lora:
         adapters = found.gradients + found.optimizer + (found.parameters if on_gpu else 0)
         return {"parameters": (frozen if on_gpu else 0) + second, "adapters": adapters}
-    weights = (found.parameters + frozen if on_gpu else 0) + second
-    return {"parameters": weights, "gradients": found.gradients, "optimizer": found.optimizer}
+    parameters = (found.parameters + frozen if on_gpu else 0) + second
+    return {"parameters": parameters, "gradients": found.gradients, "optimizer": found.optimizer}
 
 
 def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
@@ -212,95 +213,6 @@ def _moments(shard: StageShard, setup: TrainingSetup) -> float:
         matrices = shard.linear_parameters / shard.parameters
         return matrices * muon_bytes(setup.zero_stage, setup.precision) + (1 - matrices) * ADAM_MOMENTS
     return ADAM_MOMENTS
-
-
-def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of a stage's weights once they are loaded, in 4 bits where they are quantised."""
-    experts = shard.expert_parameters if setup.quantized_experts else 0
-    quantized = shard.linear_parameters + experts if setup.quantized else 0
-    width = WIDTH["fp32" if setup.frozen_fp32 else setup.precision]
-    return width * (shard.parameters - quantized) + NF4 * quantized
-
-
-def teacher_bytes(setup: TrainingSetup) -> float:
-    """Return what a teacher's weights take on one rank: ZeRO-3 shards them, unless they are in 4 bits."""
-    if setup.teacher_quantized:
-        return NF4 * setup.teacher_parameters
-    return WIDTH[setup.precision] * setup.teacher_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
-
-
-def tower_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return what a frozen vision tower's weights take on one rank; they are not quantised.
-
-    Left out: what it computes for a batch's pictures, which is gone when the layers begin. Its outputs are tokens of
-    the sequence, and counted as such.
-    """
-    return WIDTH[setup.precision] * profile.tower_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
-
-
-def _loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
-    """Return what loading the weights takes: under ZeRO-3 they are sharded one by one, except 4-bit weights."""
-    weights = loaded_bytes(shard, setup)
-    if setup.quantized and not setup.fsdp:
-        # Each matrix arrives as it is stored, and is packed on the GPU.
-        largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
-        return {"parameters": weights, "live_parameters": WIDTH[setup.precision] * largest}
-    if setup.zero_stage < 3:
-        # Experts are distributed on the host, before the rest goes to the GPU (deepspeed, engine.py, __init__).
-        elsewhere = shard.expert_parameters * (1 - 1 / setup.layout.expert)
-        return {"parameters": weights - WIDTH[setup.precision] * elsewhere}
-    # zero.Init puts offloaded shards where they will stay (deepspeed, partition_parameters.py, remote_device).
-    held = 0.0 if setup.offload_parameters != "none" else weights / setup.zero_ranks
-    return {"parameters": held, "live_parameters": WIDTH[setup.precision] * shard.largest_module}
-
-
-def _gathered(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of weights that are whole for a moment, in the middle of the model.
-
-    Under ZeRO-3 these are a layer, what is prefetched, and adapters too small to be sharded. A matrix in 4 bits is
-    dequantised whole, once each for the forward and the backward pass.
-    """
-    width = WIDTH[setup.precision]
-    largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
-    dequantized = 2 * width * largest if setup.quantized else 0.0
-    if setup.zero_stage < 3:
-        return dequantized
-    hidden = shard.hidden_size
-    block = max(kind.parameters for kind, _ in shard.layer_counts)
-    prefetched = setup.prefetched(hidden, block)
-    threshold = 10 * hidden if setup.persistence_threshold is None else setup.persistence_threshold
-    persistent = shard.adapter_parameters if setup.lora and setup.lora.rank * hidden <= threshold else 0
-    return dequantized + width * (min(max(shard.largest_module, block) + prefetched, shard.parameters) + persistent)
-
-
-def _gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of weights that are whole between the forward and the backward pass."""
-    gathered = _gathered(shard, setup)
-    if setup.zero_stage < 3:
-        return gathered
-    kept = min(WIDTH[setup.precision] * setup.kept_weights, loaded_bytes(shard, setup))
-    return max(gathered + _held_by_autograd(shard.expert_parameters, setup), kept)
-
-
-def _held_by_autograd(experts: float, setup: TrainingSetup) -> float:
-    """Return the bytes of experts' whole weights that stay on a GPU from the forward to the backward pass under ZeRO-3.
-
-    Experts multiply by slices of their weights, which autograd saves, and a slice keeps alive all that was gathered;
-    the backward pass gathers it once more. A rank of its own slices its shards; layers that are computed again save
-    nothing. DeepSpeed 0.19.8, seen in tests/workers/held_experts.py; `LinearFunctionForZeroStage3` saves dense layers
-    from this.
-    """
-    copied = setup.zero_ranks > 1 or setup.offload_parameters != "none"
-    if setup.zero_stage < 3 or setup.gradient_checkpointing or setup.quantized_experts or not copied:
-        return 0.0
-    return WIDTH[setup.precision] * experts / setup.layout.expert
-
-
-def _gathered_for_answers(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return what the whole weights take beyond a rank's shards, where ZeRO-3 gathers them to write answers."""
-    if setup.zero_stage < 3 or not setup.rollout_gathers:
-        return 0.0
-    return WIDTH[setup.precision] * shard.parameters * (1 - 1 / setup.zero_ranks)
 
 
 def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from ..training_setup import TrainingSetup
 from . import activations
 from .stage_shards import StageShard
 from .states import WIDTH, Moment, States
-from .training_setup import TrainingSetup
 
 PROCESS = 3 * 2**30
 """A rank's Python with its libraries and CUDA's part on the host: assumed, since nobody has run this on a GPU yet."""

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from math import prod
 
-from ...spec.recipe import Lora
-from ..hardware.gpus import Gpu
-from ..model_profile.profile import LayerProfile, ModelProfile
-from .activations import TILE_COLUMNS, TILE_TOKENS
+from ....spec.recipe import Lora
+from ...hardware.gpus import Gpu
+from ...model_profile.profile import LayerProfile, ModelProfile
+from ..constants import Constants
+from ..memory.activations import TILE_COLUMNS, TILE_TOKENS
+from ..training_setup import TrainingSetup
 from .attention_time import attention_seconds
-from .constants import Constants
 from .host_time import adapted_share, host_seconds, waiting_seconds
-from .training_setup import TrainingSetup
 
 TILE = 128 * 256
 """Elements of a matrix product's result that one streaming multiprocessor computes at a time: cuBLAS's largest tile."""

@@ -1,0 +1,98 @@
+"""Weights on a GPU: as they are loaded, and what ZeRO-3 gathers of them."""
+
+from ...model_profile.profile import ModelProfile
+from ..training_setup import TrainingSetup
+from .stage_shards import StageShard
+from .states import WIDTH
+
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in 4 bits: per 64 weights a scale in 8 bits, per 256 scales one in fp32 (arXiv:2305.14314)."""
+
+
+def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes of a stage's weights once they are loaded, in 4 bits where they are quantised."""
+    experts = shard.expert_parameters if setup.quantized_experts else 0
+    quantized = shard.linear_parameters + experts if setup.quantized else 0
+    width = WIDTH["fp32" if setup.frozen_fp32 else setup.precision]
+    return width * (shard.parameters - quantized) + NF4 * quantized
+
+
+def teacher_bytes(setup: TrainingSetup) -> float:
+    """Return what a teacher's weights take on one rank: ZeRO-3 shards them, unless they are in 4 bits."""
+    if setup.teacher_quantized:
+        return NF4 * setup.teacher_parameters
+    return WIDTH[setup.precision] * setup.teacher_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
+
+
+def tower_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
+    """Return what a frozen vision tower's weights take on one rank; they are not quantised.
+
+    Left out: what it computes for a batch's pictures, which is gone when the layers begin. Its outputs are tokens of
+    the sequence, and counted as such.
+    """
+    return WIDTH[setup.precision] * profile.tower_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
+
+
+def loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
+    """Return what loading the weights takes: under ZeRO-3 they are sharded one by one, except 4-bit weights."""
+    weights = loaded_bytes(shard, setup)
+    if setup.quantized and not setup.fsdp:
+        # Each matrix arrives as it is stored, and is packed on the GPU.
+        largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
+        return {"parameters": weights, "live_parameters": WIDTH[setup.precision] * largest}
+    if setup.zero_stage < 3:
+        # Experts are distributed on the host, before the rest goes to the GPU (deepspeed, engine.py, __init__).
+        elsewhere = shard.expert_parameters * (1 - 1 / setup.layout.expert)
+        return {"parameters": weights - WIDTH[setup.precision] * elsewhere}
+    # zero.Init puts offloaded shards where they will stay (deepspeed, partition_parameters.py, remote_device).
+    held = 0.0 if setup.offload_parameters != "none" else weights / setup.zero_ranks
+    return {"parameters": held, "live_parameters": WIDTH[setup.precision] * shard.largest_module}
+
+
+def gathered(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes of weights that are whole for a moment, in the middle of the model.
+
+    Under ZeRO-3 these are a layer, what is prefetched, and adapters too small to be sharded. A matrix in 4 bits is
+    dequantised whole, once each for the forward and the backward pass.
+    """
+    width = WIDTH[setup.precision]
+    largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
+    dequantized = 2 * width * largest if setup.quantized else 0.0
+    if setup.zero_stage < 3:
+        return dequantized
+    hidden = shard.hidden_size
+    block = max(kind.parameters for kind, _ in shard.layer_counts)
+    prefetched = setup.prefetched(hidden, block)
+    threshold = 10 * hidden if setup.persistence_threshold is None else setup.persistence_threshold
+    persistent = shard.adapter_parameters if setup.lora and setup.lora.rank * hidden <= threshold else 0
+    return dequantized + width * (min(max(shard.largest_module, block) + prefetched, shard.parameters) + persistent)
+
+
+def gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes of weights that are whole between the forward and the backward pass."""
+    one = gathered(shard, setup)
+    if setup.zero_stage < 3:
+        return one
+    kept = min(WIDTH[setup.precision] * setup.kept_weights, loaded_bytes(shard, setup))
+    return max(one + held_by_autograd(shard.expert_parameters, setup), kept)
+
+
+def held_by_autograd(experts: float, setup: TrainingSetup) -> float:
+    """Return the bytes of experts' whole weights that stay on a GPU from the forward to the backward pass under ZeRO-3.
+
+    Experts multiply by slices of their weights, which autograd saves, and a slice keeps alive all that was gathered;
+    the backward pass gathers it once more. A rank of its own slices its shards; layers that are computed again save
+    nothing. DeepSpeed 0.19.8, seen in tests/workers/held_experts.py; `LinearFunctionForZeroStage3` saves dense layers
+    from this.
+    """
+    copied = setup.zero_ranks > 1 or setup.offload_parameters != "none"
+    if setup.zero_stage < 3 or setup.gradient_checkpointing or setup.quantized_experts or not copied:
+        return 0.0
+    return WIDTH[setup.precision] * experts / setup.layout.expert
+
+
+def gathered_for_answers(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return what the whole weights take beyond a rank's shards, where ZeRO-3 gathers them to write answers."""
+    if setup.zero_stage < 3 or not setup.rollout_gathers:
+        return 0.0
+    return WIDTH[setup.precision] * shard.parameters * (1 - 1 / setup.zero_ranks)

@@ -1,0 +1,1 @@
+"""How long an optimizer step takes."""
