@@ -488,7 +488,7 @@ def test_offloaded_activations_make_room_for_longer_sequences(answer):
 @pytest.fixture
 def one_a100(monkeypatch):
     """Let the launcher believe in a GPU; nothing is started on it."""
-    monkeypatch.setattr(launch, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(launch.machines, "visible_gpus", lambda: 1)
     monkeypatch.setattr(forecast, "this_machine", lambda: cluster("A100 40GB", 1, host_memory=64))
 
 

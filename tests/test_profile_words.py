@@ -40,7 +40,7 @@ def test_intervals_are_sets_of_points():
 )
 def test_the_steps_may_be_left_out(typed, read):
     assert window.words(typed) == read
-    assert launch.parse(typed).overrides == [word for word in typed if "=" in word]
+    assert launch.parse(typed, "").overrides == [word for word in typed if "=" in word]
 
 
 def test_steps_are_those_of_the_run():
