@@ -9,7 +9,8 @@ import pytest
 from recipes.launching import paths, preflight
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Data
-from recipes.training.data import columns, formats, sources, text_files
+from recipes.training.data import sources, text_files
+from recipes.training.data.forms import columns, formats
 from tests.small import small
 
 

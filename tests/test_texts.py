@@ -20,7 +20,8 @@ from recipes.spec.methods.settings import Embed
 from recipes.spec.recipe import Data, Layout, Lora, Schedule
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
-from recipes.training.data import classes, formats, load
+from recipes.training.data import classes, load
+from recipes.training.data.forms import formats
 from recipes.training.methods import classify, embed
 from tests.parity import gate
 from tests.small import small

@@ -20,7 +20,8 @@ from ..spec.methods.traits import Method
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
 from ..spec.tracking import trackers
-from ..training.data import classes, columns, formats, text_files, updates
+from ..training.data import classes, text_files, updates
+from ..training.data.forms import columns, formats
 from ..training.methods.distillation import vocabulary
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
 from ..training.vision import content, files

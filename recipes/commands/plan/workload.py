@@ -13,7 +13,8 @@ from ...planning.search.run_cost import Workload
 from ...spec.errors import UserError
 from ...spec.project import IMPORT_ROOT
 from ...spec.recipe import Recipe, names
-from ...training.data import formats, text_files
+from ...training.data import text_files
+from ...training.data.forms import formats
 
 CHARACTERS = 4
 """Of English text per token, about, with today's tokenizers; other languages have fewer."""

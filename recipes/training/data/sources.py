@@ -31,7 +31,8 @@ from ...spec.errors import UserError, first_line
 from ...spec.methods.traits import Method
 from ...spec.recipe import Recipe, names
 from ..vision import content
-from . import columns, formats, text_files
+from . import text_files
+from .forms import columns, formats
 
 Examples: TypeAlias = Dataset | IterableDataset
 Located = Iterator[tuple[str, dict[str, Any]]]

@@ -1,6 +1,6 @@
 """Pictures in conversations: taken out of an example before its form is read, and put back where they were.
 
-In between a picture is one character, so that every form of `data/formats.py` may hold pictures and none has to know of
+In between a picture is one character, so that every form of `data/forms/` may hold pictures and none has to know of
 them. Standard library only: the launcher reads examples with the same functions.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ...spec.errors import UserError
 from ...spec.methods.traits import Method
-from ..data import formats
+from ..data.forms import formats
 
 Picture = dict[str, Any]
 """`path` of a file, or None, and `bytes` of one, or None: as `datasets` stores an image."""

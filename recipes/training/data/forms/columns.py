@@ -6,8 +6,9 @@ Standard library only.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from ...spec.errors import UserError
-from .formats import FIELDS, Example, fields_of
+from ....spec.errors import UserError
+from .formats import FIELDS
+from .turns import Example, fields_of
 
 
 def fields(text: str | None) -> dict[str, str]:

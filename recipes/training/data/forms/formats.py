@@ -15,15 +15,22 @@ convert every source with the same ones.
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 from typing import Any
 
-from ...spec.errors import UserError
-from ...spec.methods.traits import TRAITS, Examples, Method, reading
-from .text_files import from_json
-
-Example = dict[str, Any]
-Turn = dict[str, Any]
+from ....spec.errors import UserError
+from ....spec.methods.traits import TRAITS, Examples, Method, reading
+from .turns import (
+    Example,
+    Turn,
+    as_conversation,
+    fields_of,
+    in_order,
+    read_side,
+    read_string,
+    read_tools,
+    read_turns,
+    said,
+)
 
 FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
     "messages": ("conversations", ("messages",)),
@@ -47,15 +54,6 @@ FIELDS = (
     *("input", "history", "system", "tools", "negative"),
 )
 """Every field that a conversion reads."""
-
-ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), "call"),
-}
-"""Names of roles in use, and the role that each means; `call`: an assistant's turn that holds a tool call as JSON."""
 
 
 def form_of(where: str, example: Example, method: Method, asked: str = "auto") -> str:
@@ -127,7 +125,7 @@ def _needs(method: Method) -> str:
 
 
 def _messages(where: str, example: Example, field: str = "messages") -> Example:
-    return _conversation(where, example, field, _turns(where, example, field))
+    return as_conversation(where, example, field, read_turns(where, example, field))
 
 
 def _sharegpt(where: str, example: Example) -> Example:
@@ -139,26 +137,26 @@ def _alpaca(where: str, example: Example) -> Example:
     for pair in example.get("history") or []:
         if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(f"{where}: every item of 'history' must be a pair of strings, question and answer.")
-        turns += [_said("user", pair[0]), _said("assistant", pair[1])]
-    question = _string(where, example, "instruction")
+        turns += [said("user", pair[0]), said("assistant", pair[1])]
+    question = read_string(where, example, "instruction")
     if example.get("input"):
-        question += "\n\n" + _string(where, example, "input")
-    turns += [_said("user", question), _said("assistant", _string(where, example, "output"))]
-    return _conversation(where, example, "output", turns)
+        question += "\n\n" + read_string(where, example, "input")
+    turns += [said("user", question), said("assistant", read_string(where, example, "output"))]
+    return as_conversation(where, example, "output", turns)
 
 
 def _prompt_completion(where: str, example: Example) -> Example:
-    prompt = _side(where, example, "prompt", "user")
-    completion = _side(where, example, "completion", "assistant")
-    return _conversation(where, example, "completion", prompt + completion, given=len(prompt))
+    prompt = read_side(where, example, "prompt", "user")
+    completion = read_side(where, example, "completion", "assistant")
+    return as_conversation(where, example, "completion", prompt + completion, given=len(prompt))
 
 
 def _preference(where: str, example: Example) -> Example:
-    chosen, rejected = (_side(where, example, field, "assistant") for field in ("chosen", "rejected"))
+    chosen, rejected = (read_side(where, example, field, "assistant") for field in ("chosen", "rejected"))
     if chosen == rejected:
         raise UserError(f"{where}: 'chosen' and 'rejected' are equal, so there is no preference; remove the example.")
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        prompt = _side(where, example, "prompt", "user")
+        prompt = read_side(where, example, "prompt", "user")
     else:  # whole conversations: their common start is the prompt, whatever `prompt` says
         pairs = zip(chosen, rejected, strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
@@ -170,7 +168,7 @@ def _preference(where: str, example: Example) -> Example:
                 f"{where}: {field!r} must continue the prompt with an assistant turn; give 'prompt', and in 'chosen' "
                 "and 'rejected' only the answers, or two conversations that diverge at an assistant turn."
             )
-        whole = _conversation(where, example, field, prompt + answer, given=len(prompt))
+        whole = as_conversation(where, example, field, prompt + answer, given=len(prompt))
         sides |= {"prompt": whole["messages"][: whole["given"]], field: answer, "tools": whole["tools"]}
     return sides
 
@@ -180,18 +178,21 @@ def _judged(where: str, example: Example) -> Example:
     label = {"true": True, "false": False}.get(label.lower()) if isinstance(label, str) else label  # of a table
     if not isinstance(label, bool):
         raise UserError(f"{where}: 'label' must be true (a good answer) or false; it is {example.get('label')!r}.")
-    prompt, completion = _side(where, example, "prompt", "user"), _side(where, example, "completion", "assistant")
-    whole = _conversation(where, example, "completion", prompt + completion, given=len(prompt))
+    prompt, completion = (
+        read_side(where, example, "prompt", "user"),
+        read_side(where, example, "completion", "assistant"),
+    )
+    whole = as_conversation(where, example, "completion", prompt + completion, given=len(prompt))
     given = whole["messages"][: whole["given"]]
     return {"prompt": given, "completion": completion, "label": label, "tools": whole["tools"]}
 
 
 def _prompt(where: str, example: Example) -> Example:
     """Return a prompt without an answer; what a reward function needs is in the example's other fields."""
-    turns, _ = _in_order(where, example, "prompt", _side(where, example, "prompt", "user"))
+    turns, _ = in_order(where, example, "prompt", read_side(where, example, "prompt", "user"))
     if turns[-1]["role"] not in ("user", "tool"):
         raise UserError(f"{where}: 'prompt' must end with a user's turn, which the model answers.")
-    return {"messages": turns, "tools": _tools(where, example), "given": len(turns)}
+    return {"messages": turns, "tools": read_tools(where, example), "given": len(turns)}
 
 
 def _prompt_of(conversation: Example, example: Example, form: str) -> Example:
@@ -207,30 +208,30 @@ def _prompt_of(conversation: Example, example: Example, form: str) -> Example:
 
 
 def _text(where: str, example: Example) -> Example:
-    return {"text": _string(where, example, "text", empty=True)}
+    return {"text": read_string(where, example, "text", empty=True)}
 
 
 def _labelled_text(where: str, example: Example) -> Example:
-    text = _string(where, example, "text")
+    text = read_string(where, example, "text")
     return {"text": text, "messages": None, "tools": None, "label": _class(where, example)}
 
 
 def _labelled_prompt(where: str, example: Example) -> Example:
     """Return a prompt with its class; with a `completion` it is the answer that is classified."""
-    turns = _side(where, example, "prompt", "user")
+    turns = read_side(where, example, "prompt", "user")
     if example.get("completion"):
-        turns += _side(where, example, "completion", "assistant")
+        turns += read_side(where, example, "completion", "assistant")
     return _labelled(where, example, turns)
 
 
 def _labelled_messages(where: str, example: Example) -> Example:
-    return _labelled(where, example, _turns(where, example, "messages"))
+    return _labelled(where, example, read_turns(where, example, "messages"))
 
 
 def _labelled(where: str, example: Example, turns: list[Turn]) -> Example:
     if example.get("system"):
-        turns = [_said("system", _string(where, example, "system")), *turns]
-    return {"text": None, "messages": turns, "tools": _tools(where, example), "label": _class(where, example)}
+        turns = [said("system", read_string(where, example, "system")), *turns]
+    return {"text": None, "messages": turns, "tools": read_tools(where, example), "label": _class(where, example)}
 
 
 def _class(where: str, example: Example) -> str:
@@ -248,8 +249,8 @@ def _class(where: str, example: Example) -> str:
 
 
 def _anchor_positive(where: str, example: Example, anchor: str = "anchor") -> Example:
-    found = {"anchor": _string(where, example, anchor), "positive": _string(where, example, "positive")}
-    negative = None if example.get("negative") is None else _string(where, example, "negative")
+    found = {"anchor": read_string(where, example, anchor), "positive": read_string(where, example, "positive")}
+    negative = None if example.get("negative") is None else read_string(where, example, "negative")
     if negative == found["positive"]:
         raise UserError(f"{where}: 'positive' and 'negative' are equal; remove 'negative', or the example.")
     return {**found, "negative": negative}
@@ -274,141 +275,3 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "query_positive": _query_positive,
     "prompt": _prompt,
 }
-
-
-def _conversation(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> Example:
-    """Return the turns with the example's system prompt and tools, once their order has been checked."""
-    turns, given = _in_order(where, example, field, turns, given)
-    if not any(turn["role"] == "assistant" for turn in turns[given:]):
-        raise UserError(f"{where}: no assistant turn in {field!r}, so there is nothing to learn; remove the example.")
-    return {"messages": turns, "tools": _tools(where, example), "given": given}
-
-
-def _in_order(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> tuple[list[Turn], int]:
-    """Return the turns with the example's system prompt, and how many are given, once their order has been checked."""
-    if example.get("system"):
-        turns = [_said("system", _string(where, example, "system")), *turns]
-        given += given > 0
-    for number, (before, turn) in enumerate(pairwise(turns), start=2):
-        if before["role"] == turn["role"] == "user":
-            raise UserError(
-                f"{where}: turns {number - 1} and {number} of {field!r} are both the user's; join them, or add the "
-                "answer between them."
-            )
-    return turns, given
-
-
-def _side(where: str, example: Example, field: str, role: str) -> list[Turn]:
-    """Return the turns of a field, which is a list of them or one string, spoken by `role`."""
-    if isinstance(example.get(field), str):
-        return [_said(role, _string(where, example, field))]
-    return _turns(where, example, field, "a string or a list of turns")
-
-
-def _turns(where: str, example: Example, field: str, expected: str = "a list of turns") -> list[Turn]:
-    turns = example.get(field)
-    if not isinstance(turns, list) or not turns:
-        raise _wrong(where, example, field, expected)
-    return [_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in enumerate(turns, start=1)]
-
-
-def _turn(where: str, turn: Any) -> Turn:
-    if not isinstance(turn, dict):
-        raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}.")
-    # Tables give a turn the keys of all others, set to null, and templates would print that.
-    turn = {key: value for key, value in turn.items() if value is not None}
-    said = turn.pop("from", None) if "role" not in turn else turn.pop("role")
-    content = turn.pop("value", "") if "content" not in turn else turn.pop("content")
-    if not isinstance(said, str):
-        raise UserError(f"{where} needs a 'role' and a 'content', both strings.")
-    role = ROLES.get(said.lower())
-    if role is None:
-        raise UserError(f"{where} has the unknown role {said!r}; known roles are {', '.join(ROLES)}.")
-    if turn.get("weight") == 0:
-        raise UserError(
-            f"{where} has weight 0, which is not supported; split the example into 'prompt' and 'completion'."
-        )
-    if isinstance(content, list):
-        content = _joined(where, content)
-    if not isinstance(content, str):
-        raise UserError(f"{where} needs a 'role' and a 'content', both strings; the content is {_kind(content)}.")
-    if role == "call":
-        role, content, turn["tool_calls"] = "assistant", "", _parsed(where, content)
-    if "function_call" in turn:
-        turn["tool_calls"] = turn.pop("function_call")
-    if turn.get("tool_calls"):
-        turn["tool_calls"] = _calls(where, turn["tool_calls"])
-    elif not content.strip() and role != "tool":
-        raise UserError(f"{where} ({said}) is empty: no 'content'; fill it, or remove the example.")
-    return {"role": role, "content": content, **turn}
-
-
-def _joined(where: str, parts: list[Any]) -> str:
-    """Return the text of OpenAI's content parts."""
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise UserError(
-            f"{where} has 'content' parts that are not text, which is all that this recipe reads; recipes with "
-            "model.vision=true, such as tiny_vision's, read pictures too."
-        )
-    return "".join(part["text"] for part in parts)
-
-
-def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls in OpenAI's form, with arguments as an object: templates write them as JSON themselves."""
-    checked = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = _parsed(where, arguments)
-        if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
-            raise UserError(f"{where}: every tool call needs a 'name' and 'arguments', a string and an object.")
-        function = {"name": function["name"], "arguments": arguments}
-        checked.append({**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": function})
-    return checked
-
-
-def _tools(where: str, example: Example) -> list[dict[str, Any]] | None:
-    tools = example.get("tools") or None
-    if isinstance(tools, str):
-        tools = _parsed(f"{where}: 'tools'", tools) or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise _wrong(where, example, "tools", "a list of function descriptions")
-    return tools and [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-
-
-def _parsed(where: str, text: str) -> Any:
-    try:
-        return from_json(text)
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or str(error).partition(";")[0]
-        raise UserError(f"{where} holds text that should be JSON and is not ({reason}): {text[:40]!r}.") from None
-
-
-def _string(where: str, example: Example, field: str, empty: bool = False) -> str:
-    value = example.get(field)
-    if not isinstance(value, str):
-        raise _wrong(where, example, field, "a string")
-    if not empty and not value.strip():
-        raise UserError(f"{where}: the field {field!r} is empty; fill it, or remove the example.")
-    return value
-
-
-def _said(role: str, content: str) -> Turn:
-    return {"role": role, "content": content}
-
-
-def _wrong(where: str, example: Example, field: str, expected: str) -> UserError:
-    found = f"it is {_kind(example[field])}" if field in example else f"this example has {fields_of(example)}"
-    return UserError(f"{where}: the field {field!r} must be {expected}; {found}.")
-
-
-def fields_of(example: Example) -> str:
-    """Return the names of an example's fields, for messages."""
-    return ", ".join(repr(key) for key in example) or "none"
-
-
-def _kind(value: Any) -> str:
-    if value in ([], "", None):
-        return "empty"
-    return f"of type {type(value).__name__}"
