@@ -283,7 +283,7 @@ def test_every_question_is_answered():
 
 
 def test_nine_in_ten_questions_are_answered_as_the_thread_found():
-    """And on software as here 49 in 50 that ran out of memory without a "fits"; measurements/README.md has the rest."""
+    """And on software as here 49 in 50 that ran out of memory without a "fits"; measurements/looks.md has the rest."""
     given = fit_answers.answers(QUESTIONED)
     as_here = [one for one in given if one.row.runs_as_here]
     right = sum(one.is_right for one in as_here)

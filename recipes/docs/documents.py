@@ -4,7 +4,9 @@ from pathlib import Path
 
 from ..benchmarks import estimates, overhead, scaling, tables
 from ..benchmarks.cases import BENCHMARKS
-from ..planning.calibration import benchmark_results
+from ..planning.calibration import accuracy, benchmark_results
+from ..planning.calibration.published_rows import published_rows
+from ..planning.cost.constants import FILE
 from ..spec import pages
 from ..spec.project import CHECKOUT, CONFIGS, PACKAGE
 from ..spec.run_folder import read_json
@@ -29,7 +31,7 @@ def documents() -> dict[Path, str]:
 
 
 def measurements() -> dict[str, str]:
-    """Return the tables of measurements: the project's own overhead, and benchmarks on GPUs."""
+    """Return the tables of measurements: the planner's errors, the project's own overhead, and benchmarks on GPUs."""
     results = benchmark_results.results()
     names = [one.name for one in BENCHMARKS.values() if not one.estimates]
     on_gpus = (
@@ -37,6 +39,7 @@ def measurements() -> dict[str, str]:
     )
     stored = (read_json(benchmark_results.MEASUREMENTS / f"overhead_zero{stage}_cpu.json") for stage in (2, 3))
     return {
+        "accuracy": accuracy.table(published_rows(), read_json(FILE)),
         "overhead": "\n".join(overhead.section(result) for result in stored),
         "scaling": scaled(benchmark_results.MEASUREMENTS),
         "speed": on_gpus,
