@@ -137,6 +137,14 @@ class TrainingSetup:
         return self.data_parallel_size * self.layout.sequence
 
     @property
+    def gathers(self) -> bool:
+        """Whether ZeRO-3 copies weights to use them: a rank of its own uses its shards themselves, if they are there.
+
+        deepspeed 0.19.8, partition_parameters.py, `NoGatherHandle`.
+        """
+        return self.zero_stage == 3 and (self.zero_ranks > 1 or self.offload_parameters != "none")
+
+    @property
     def sequences_per_pass(self) -> int:
         """Sequences that go through the model at once."""
         return self.micro_batch_size * self.sequences_per_example

@@ -58,7 +58,7 @@ def gathered(shard: StageShard, setup: TrainingSetup) -> float:
     width = WIDTH[setup.precision]
     largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
     dequantized = 2 * width * largest if setup.quantized else 0.0
-    if setup.zero_stage < 3:
+    if not setup.gathers:
         return dequantized
     hidden = shard.hidden_size
     block = max(kind.parameters for kind, _ in shard.layer_counts)
@@ -71,7 +71,7 @@ def gathered(shard: StageShard, setup: TrainingSetup) -> float:
 def gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
     """Return the bytes of weights that are whole between the forward and the backward pass."""
     one = gathered(shard, setup)
-    if setup.zero_stage < 3:
+    if not setup.gathers:
         return one
     kept = min(WIDTH[setup.precision] * setup.kept_weights, loaded_bytes(shard, setup))
     return max(one + held_by_autograd(shard.expert_parameters, setup), kept)
@@ -81,12 +81,10 @@ def held_by_autograd(experts: float, setup: TrainingSetup) -> float:
     """Return the bytes of experts' whole weights that stay on a GPU from the forward to the backward pass under ZeRO-3.
 
     Experts multiply by slices of their weights, which autograd saves, and a slice keeps alive all that was gathered;
-    the backward pass gathers it once more. A rank of its own slices its shards; layers that are computed again save
-    nothing. DeepSpeed 0.19.8, seen in tests/workers/held_experts.py; `LinearFunctionForZeroStage3` saves dense layers
-    from this.
+    the backward pass gathers it once more. Layers that are computed again save nothing. DeepSpeed 0.19.8, seen in
+    tests/workers/held_experts.py; `LinearFunctionForZeroStage3` saves dense layers from this.
     """
-    copied = setup.zero_ranks > 1 or setup.offload_parameters != "none"
-    if setup.zero_stage < 3 or setup.gradient_checkpointing or setup.quantized_experts or not copied:
+    if not setup.gathers or setup.gradient_checkpointing or setup.quantized_experts:
         return 0.0
     return WIDTH[setup.precision] * experts / setup.layout.expert
 
