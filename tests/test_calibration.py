@@ -118,9 +118,12 @@ def test_the_score_is_the_documented_one():
 
 
 def test_an_unmeasured_gpu_borrows_another_gpus_shares_and_says_so():
-    assert constants("H100").measured and constants("A100 40GB PCIe").measured
+    assert constants("H100").measured and constants("A100 40GB").measured
     assert constants("H200") == replace(constants("H100"), measured=False)
-    assert constants("L4") == replace(constants("A100 80GB"), measured=False)
+    assert constants("A10") == replace(constants("A100 80GB"), measured=False)
+    products = constants("L4").matmul
+    assert constants("L4") == replace(constants("A100 80GB"), matmul=products, measured=False)
+    assert products == pytest.approx(constants("A100 80GB").matmul * (70.89 / 121) / (264.53 / 312), abs=1e-3)
     assert not step_time(llama(), TrainingSetup(1), cluster("L4")).measured
     assert constants("RTX 4090").measured and not constants("RTX 5090").measured and not constants("B200").measured
     data = json.loads(FILE.read_text())

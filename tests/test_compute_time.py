@@ -12,10 +12,12 @@ from recipes.planning.cost.time.host_time import (
     BACKWARD_HOOKS,
     EXPERT,
     FUSED_ADAPTER,
+    GRADIENT_HOOK,
     KERNELS,
     hooked_modules,
     host_seconds,
     kernels,
+    trained_weights,
     waiting_seconds,
 )
 from recipes.planning.cost.time.roofline import (
@@ -63,12 +65,26 @@ def test_short_steps_take_as_long_as_their_host_needs():
 def test_hooks_wait_for_the_other_ranks_of_a_node():
     """On two CPU ranks a layer's hooks took 1.4 times as long as on one (deepspeed 0.14.2 and 0.19.8)."""
     kind, known = llama().layer_kinds[0], replace(constants("H100"), launch=0.0)
+    taken = GRADIENT_HOOK * trained_weights(kind, BASE)
     alone, pair, node, nodes = (
-        sum(host_seconds(kind, replace(BASE, zero_stage=3, world_size=ranks), known)) for ranks in (1, 2, 8, 64)
+        sum(host_seconds(kind, replace(BASE, zero_stage=3, world_size=ranks), known)) - taken for ranks in (1, 2, 8, 64)
     )
     assert alone == pytest.approx((1 + BACKWARD_HOOKS) * known.hook * hooked_modules(kind, BASE))
     assert 1.1 < pair / alone < 1.5
     assert node / alone == pytest.approx(1 + 7 * known.waiting) and nodes == node
+
+
+def test_zero_takes_each_trained_weights_gradient_by_itself():
+    """Its hooks are Python's, those of DDP and FSDP are not."""
+    kind, known = llama().layer_kinds[0], constants("H100")
+    (ahead, plain), first, second, fsdp = (
+        host_seconds(kind, replace(BASE, **about), known)
+        for about in ({}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "fsdp": True})
+    )
+    assert first == second == (ahead, pytest.approx(plain + GRADIENT_HOOK * kind.modules)) and fsdp == (ahead, plain)
+    adapted = replace(BASE, lora=Lora(rank=8), zero_stage=1)
+    more = host_seconds(kind, adapted, known)[1] - host_seconds(kind, replace(adapted, zero_stage=0), known)[1]
+    assert more == pytest.approx(GRADIENT_HOOK * 2 * len(kind.linears)), "of adapters, two for each matrix"
 
 
 def test_each_pass_waits_for_its_own_launches():

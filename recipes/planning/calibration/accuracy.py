@@ -24,7 +24,7 @@ def table(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
     for measure in get_args(Measure):
         for share in SHARES:
             found = comparisons((row for row in rows if row.share == share and row.runs_as_here), measure)
-            for name in ("all", *sorted({layout(one.row) for one in found})):
+            for name in ("all", *sorted({layout(one.row) for one in found})) if found else ():
                 part = [one for one in found if name in ("all", layout(one.row))]
                 lines.append(f"| {measure} | {share} | {name} | {_cells(part, data['ranges'][measure])} |")
     return "\n".join(lines) + "\n"

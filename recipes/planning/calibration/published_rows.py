@@ -268,6 +268,10 @@ class PublishedRow:
             return "how its GPUs without NVLink are connected is not stated"
         if self.liger and not self.whole_logits and self.method == "full":
             return "Liger's fused loss, which is not used here, adds up the head's gradient in many small pieces"
+        if self.quantization != "none" and (
+            self.precision == "fp32" or (self.fp32_activations and self.attention == "sdpa")
+        ):
+            return "without autocast attention and head of a 4-bit model are in fp32, which they are not here"
         if "autocast" in self.states:
             return "autocast converts fp32 weights at each use"
         why = self.why_memory_is_not_planned

@@ -27,8 +27,8 @@ BACKWARD_LAUNCHES, BACKWARD_HOOKS = 2.0, 0.7
 """A layer's backward pass by its forward pass: launches as its operations; ZeRO-3's hooks measured, 2.2 and 3.1 ms more
 per layer than under ZeRO-1 (deepspeed 0.19.8, a Llama of 16 layers 64 wide, two CPU ranks, time of the process)."""
 GRADIENT_HOOK = 3e-5
-"""Seconds in which ZeRO takes a trained weight's gradient in a backward pass, at every stage (deepspeed 0.19.8, Llamas of
-8 and 24 layers 64 wide, one CPU rank, beside plain torch: 20 to 45 us, with all weights trained and with adapters)."""
+"""Seconds in which ZeRO takes a trained weight's gradient in a backward pass, at every stage (deepspeed 0.19.8, Llamas
+of 8 and 24 layers 64 wide, one CPU rank, beside plain torch: 20 to 45 us with all weights trained, or adapters)."""
 
 
 def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
