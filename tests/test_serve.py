@@ -213,19 +213,22 @@ def test_a_healthy_server_whose_model_cannot_answer_is_not_ready(tmp_path):
         pass  # a model without a chat template refuses a chat, and answers completions
 
 
-def test_four_bit_weights_are_computed_in_a_type_that_has_kernels(tmp_path):
-    """As vLLM 0.32 says: "cpu_gemm_wna16" not implemented for 'Float'; its GPU kernels (Marlin) have no fp32 either."""
+def test_quantised_weights_are_computed_in_a_type_that_has_kernels(tmp_path):
+    """As vLLM 0.32 says: "cpu_gemm_wna16" not implemented for 'Float'; its GPU kernels (Marlin) have no fp32 either.
 
-    def computed_in(bits, dtype):
-        weights = {"config_groups": {"group_0": {"weights": {"num_bits": bits}}}}
-        (tmp_path / "config.json").write_text(json.dumps({"dtype": dtype, "quantization_config": weights}))
+    And of 8 bits, with AMX: "int8_scaled_mm_with_quant: expect A to be bfloat16 or half".
+    """
+
+    def computed_in(dtype, **about):
+        (tmp_path / "config.json").write_text(json.dumps({"dtype": dtype, **about}))
         return engines._dtype(tmp_path)
 
-    assert [computed_in(4, "float32"), computed_in(4, "float16"), computed_in(8, "float32")] == [
-        "bfloat16",
-        "float16",
-        "float32",
-    ]
+    def quantised(bits):
+        return {"quantization_config": {"config_groups": {"group_0": {"weights": {"num_bits": bits}}}}}
+
+    assert computed_in("float32") == "float32"
+    assert computed_in("float32", **quantised(4)) == computed_in("float32", **quantised(8)) == "bfloat16"
+    assert computed_in("float16", **quantised(4)) == computed_in("float16", **quantised(8)) == "float16"
 
 
 def test_four_bit_weights_are_served_where_there_are_kernels_for_them(tmp_path, monkeypatch):

@@ -106,16 +106,24 @@ def _variables(found: dict[str, str]) -> dict[str, str]:
 
 
 def _dtype(model: Path) -> str | None:
-    """Return what a model computes in: what it was trained in, but for 4-bit weights, whose kernels have no fp32."""
+    """Return what a model computes in: what it was trained in, but bf16 where its weights are quantised in fp32.
+
+    No kernel for 4 bits has fp32, and for 8 bits none on GPUs and on processors with AMX (vLLM 0.32).
+    """
     config = _config(model)
     dtype = config.get("dtype") or config.get("torch_dtype")
-    return "bfloat16" if dtype == "float32" and is_packed(model) else dtype
+    return "bfloat16" if dtype == "float32" and _weight_bits(model) else dtype
 
 
 def is_packed(model: Path) -> bool:
     """Return whether a model's weights have 4 bits each, in compressed-tensors' format."""
+    return 4 in _weight_bits(model)
+
+
+def _weight_bits(model: Path) -> set[int]:
+    """Return how many bits a model's quantised weights have, in compressed-tensors' format."""
     groups = (_config(model).get("quantization_config") or {}).get("config_groups") or {}
-    return any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values())
+    return {bits for group in groups.values() if (bits := (group.get("weights") or {}).get("num_bits"))}
 
 
 def _config(model: Path) -> dict[str, Any]:
