@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning.calibration import published_errors, published_models
+from recipes.planning.calibration import accuracy, published_errors, published_models
 from recipes.planning.calibration.published_rows import (
     PUBLISHED,
     QUESTIONS,
@@ -18,9 +18,10 @@ from recipes.planning.calibration.published_rows import (
     read,
 )
 from recipes.planning.calibration.rank_correlation import rank_correlation
-from recipes.planning.cost.constants import constants
+from recipes.planning.cost.constants import FILE, constants
 from recipes.planning.cost.memory import peak_memory
 from recipes.planning.show import fit_answers
+from recipes.spec.run_folder import read_json
 from tests.versions import needs
 
 ROWS = published_rows()
@@ -220,6 +221,19 @@ def test_a_setting_that_is_wrong_in_every_row_is_noticed(changes):
         for rows in zip(*changed, strict=True)
     )
     assert wrong > right + 0.02
+
+
+def test_documents_state_the_errors_of_runs_that_nothing_was_fitted_on(monkeypatch):
+    data = read_json(FILE)
+    others = [row for row in ROWS if row.share != "fitted" and row.runs_as_here]
+    compared = published_errors.comparisons(others, "time")
+    mean = statistics.mean(abs(one.error) for one in compared)
+    assert f"speed by {mean:.0%} on average ({len(compared)} runs" in accuracy.sentence(ROWS, data)
+    assert f"| time | held out | all | {sum(one.row.share == 'held out' for one in compared)} |" in accuracy.table(
+        ROWS, data
+    )
+    monkeypatch.setattr(published_errors, "predicted_speed", lambda row: 2 * row.speed)
+    assert "speed by 100% on average" in accuracy.sentence(ROWS, data)
 
 
 @pytest.mark.parametrize("measure", ["memory", "time"])

@@ -20,6 +20,7 @@ def documents() -> dict[Path, str]:
     blocks = {
         PACKAGE / "README.md": {"families": index.families(), "hardware": index.hardware()},
         CONFIGS / "README.md": {"chart": chart.render(), "combinations": combinations.render()},
+        CHECKOUT / "scripts" / "README.md": {"accuracy": accuracy.sentence(published_rows(), read_json(FILE))},
         benchmark_results.MEASUREMENTS / "README.md": measurements(),
     }
     found = {path: _with(path, generated) for path, generated in blocks.items()}
