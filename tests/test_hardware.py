@@ -45,6 +45,14 @@ from recipes.spec.gpus import BF16_TFLOPS, peak_flops
         ("NVIDIA A10", "A10"),
         ("NVIDIA A10G", "A10G"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("h100 nvl", "H100 NVL"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("4080", "RTX 4080"),
+        ("4060 ti", "RTX 4060 Ti 16GB"),
+        ("3090ti", "RTX 3090 Ti"),
+        ("a5000", "A5000"),
+        ("NVIDIA L40", "L40"),
     ],
 )
 def test_a_gpu_has_many_names(name, found):
@@ -52,7 +60,7 @@ def test_a_gpu_has_many_names(name, found):
 
 
 def test_every_gpu_is_found_by_its_own_name_and_has_whole_figures():
-    assert len(GPUS) == 31
+    assert len(GPUS) == 41
     for gpu in GPUS:
         assert find(gpu.name) is gpu
         assert gpu.bf16_tflops == peak_flops(gpu.name) / 1e12
@@ -87,7 +95,7 @@ def test_the_default_network_is_the_usual_one():
 
 @pytest.mark.parametrize(
     ("gib", "like"),
-    [(8, "RTX 4060"), (16, "RTX 3060"), (24, "RTX 3090"), (48, "A6000"), (80, "A100 80GB"), (141, "H200")],
+    [(8, "RTX 4060"), (16, "RTX 4060 Ti 16GB"), (24, "RTX 3090"), (48, "A6000"), (80, "A100 80GB"), (141, "H200")],
 )
 def test_only_the_memory_is_known(gib, like):
     gpu = cluster(gpu_memory=gib).gpu
@@ -101,7 +109,9 @@ def test_bf16_begins_with_ampere():
     assert {gpu.name for gpu in GPUS if not gpu.bf16} == {"T4", "V100 16GB", "V100 32GB", "RTX 2080 Ti"}
 
 
-@pytest.mark.parametrize("name", ["RTX 3060 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D"])
+@pytest.mark.parametrize(
+    "name", ["RTX 3060 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 4090 48GB", "RTX 4060 Ti 8GB"]
+)
 def test_another_model_of_the_same_number_is_another_gpu(name):
     with pytest.raises(UserError, match="unknown; did you mean RTX"):
         find(name)
@@ -111,6 +121,9 @@ def test_another_model_of_the_same_number_is_another_gpu(name):
     ("flags", "said"),
     [
         ({"gpu": "H1000"}, "did you mean H100"),
+        ({"gpu": "4080 super"}, "did you mean RTX 4080"),
+        ({"gpu": "3080ti"}, "did you mean RTX 3080"),
+        ({"gpu": "h100-94gb"}, "did you mean H100, H100 PCIe, H100 NVL? Near 94 GiB are GH200"),
         ({"gpu": "p5.48xlarg"}, "did you mean p5.48xlarge"),
         ({"gpu": "abacus"}, "known are RTX 2080 Ti"),
         ({"gpu": "H900"}, "did you mean H800, H200, H100? Near 79 GiB, as H800 has, are"),
@@ -118,7 +131,7 @@ def test_another_model_of_the_same_number_is_another_gpu(name):
         ({"gpu": "8 x A100 80GB"}, "--gpu A100-80GB --gpus 8."),
         ({"gpu": "gpu_8x_h100_sxm5"}, "--gpu h100_sxm5 --gpus 8."),
         ({"gpu": "h100x8"}, "--gpu h100 --gpus 8."),
-        ({"gpu": "Quux 48GB"}, "none has a similar name. Near 48 GiB are A6000, L40S"),
+        ({"gpu": "Quux 48GB"}, "none has a similar name. Near 48 GiB are A6000, RTX 6000 Ada, L40."),
         ({"gpu": "V100"}, "which one? V100-16GB, V100-32GB"),
         ({"gpu": ""}, "known are"),
         ({"gpu": "A100"}, "which one? A100-40GB, A100-80GB"),

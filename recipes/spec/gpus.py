@@ -6,21 +6,31 @@ from functools import cache
 BF16_TFLOPS = {
     "RTX 2080 Ti": 53.8,  # Turing whitepaper: fp16 with fp32 accumulation; it has no bf16
     "RTX 3060": 25.5,  # GA102 whitepaper's rate per SM and clock, at 28 SMs and 1,777 MHz
-    "RTX 3090": 71,  # GA102 whitepaper: bf16 with fp32 accumulation
+    "RTX 3080": 59.5,  # GA102 whitepaper: bf16 with fp32 accumulation
+    "RTX 3090": 71,
+    "RTX 3090 Ti": 80,  # GA102 whitepaper's rate per SM and clock, at 84 SMs and 1,860 MHz
     "RTX 4060": 30.2,  # Ada whitepaper's rate per SM and clock, at 24 SMs and 2,460 MHz
-    "RTX 4090": 165.2,  # Ada whitepaper
+    "RTX 4060 Ti": 44.1,  # likewise, at 34 SMs and 2,535 MHz
+    "RTX 4070": 58.3,  # likewise, at 46 SMs and 2,475 MHz
+    "RTX 4080": 97.5,  # Ada whitepaper
+    "RTX 4090": 165.2,
     "RTX 5090": 209.5,  # RTX Blackwell whitepaper
+    "A5000": 111.1,  # RTX A5000 datasheet
     "A6000": 154.8,  # RTX A6000: GA102 whitepaper
+    "RTX 6000 Ada": 364.2,  # datasheet
     "RTX PRO 6000": 503.8,  # RTX Blackwell PRO whitepaper
     "T4": 65,  # datasheet; fp16: it has no bf16
     "V100": 125,  # datasheet, SXM2; fp16: it has no bf16
     "L4": 121,
     "A10": 125,
     "A10G": 70,  # AWS g5
+    "A30": 165,
+    "L40": 181,
     "L40S": 362,
     "A100": 312,
     "A800": 312,
     "H100 PCIe": 756,
+    "H100 NVL": 835.5,
     "H100": 989.4,  # SXM
     "H800": 989.4,
     "H20": 148,

@@ -48,13 +48,20 @@ _OFFICE = 1.25 / 4  # ten-gigabit Ethernet for 4 GPUs
 _GEFORCE = (
     Gpu("RTX 2080 Ti", 10.75, 616, 0, _PCIE3, 68, _OFFICE, "Turing whitepaper; its bridge joins only pairs", False),
     Gpu("RTX 3060", 11.76, 360, 0, _PCIE4, 28, _OFFICE, "GeForce specifications, 12 GB; rates: GA102 whitepaper's"),
+    Gpu("RTX 3080", 9.76, 760, 0, _PCIE4, 68, _OFFICE, "GA102 whitepaper, 10 GB"),
     Gpu("RTX 3090", 23.69, 936, 0, _PCIE4, 82, _OFFICE, "GA102 whitepaper; its NVLink bridge joins only pairs"),
+    Gpu("RTX 3090 Ti", 23.68, 1008, 0, _PCIE4, 84, _OFFICE, "GeForce specifications; its bridge joins only pairs"),
     Gpu("RTX 4060", 7.75, 272, 0, _PCIE3, 24, _OFFICE, "GeForce specifications; 8 lanes of PCIe 4"),
+    Gpu("RTX 4060 Ti 16GB", 15.6, 288, 0, _PCIE3, 34, _OFFICE, "GeForce specifications; 8 lanes of PCIe 4"),
+    Gpu("RTX 4070", 11.7, 504, 0, _PCIE4, 46, _OFFICE, "GeForce specifications"),
+    Gpu("RTX 4080", 15.7, 717, 0, _PCIE4, 76, _OFFICE, "Ada whitepaper"),
     Gpu("RTX 4090", 23.65, 1008, 0, _PCIE4, 128, _OFFICE, "Ada whitepaper"),
     Gpu("RTX 5090", 31.37, 1792, 0, _PCIE5, 170, _OFFICE, "RTX Blackwell whitepaper"),
 )
 _WORKSTATION = (
+    Gpu("A5000", 23.68, 768, 0, _PCIE4, 64, _OFFICE, "RTX A5000 datasheet; its NVLink bridge joins only pairs"),
     Gpu("A6000", 47.43, 768, 0, _PCIE4, 84, _OFFICE, "RTX A6000 datasheet; its NVLink bridge joins only pairs"),
+    Gpu("RTX 6000 Ada", 47.4, 960, 0, _PCIE4, 142, _OFFICE, "RTX 6000 Ada Generation datasheet"),
     Gpu("RTX PRO 6000", 94.97, 1792, 0, _PCIE5, 188, 6.25, "RTX PRO 6000 Blackwell datasheet; network: g7e.48xlarge"),
 )
 _DATA_CENTRE = (
@@ -64,6 +71,8 @@ _DATA_CENTRE = (
     Gpu("L4", 22.03, 300, 0, _PCIE4, 58, _CLOUD, "L4 datasheet"),
     Gpu("A10", 21.99, 600, 0, _PCIE4, 72, _CLOUD, "A10 datasheet"),
     Gpu("A10G", 21.99, 600, 0, _PCIE4, 80, _CLOUD, "A10G datasheet"),
+    Gpu("A30", 23.5, 933, 0, _PCIE4, 56, _CLOUD, "A30 datasheet; its bridge joins only pairs"),
+    Gpu("L40", 44.39, 864, 0, _PCIE4, 142, _CLOUD, "L40 datasheet"),
     Gpu("L40S", 44.39, 864, 0, _PCIE4, 142, 6.25, "L40S datasheet; network: AWS g6e.48xlarge"),
     Gpu("A100 40GB", 39.39, 1555, 300, _PCIE4, 108, _DGX_A100, "A100 datasheet, SXM"),
     Gpu("A100 80GB", 79.14, 2039, 300, _PCIE4, 108, _DGX_A100, "A100 datasheet, SXM"),
@@ -72,6 +81,7 @@ _DATA_CENTRE = (
     Gpu("A800", 79.14, 2039, 200, _PCIE4, 108, _DGX_A100, "A800 datasheet, SXM, 80 GB: an A100 with 400 GB/s NVLink"),
     Gpu("H100", 79.10, 3350, 450, _PCIE5, 132, _DGX_H100, "H100 datasheet, SXM"),
     Gpu("H100 PCIe", 79.10, 2000, 0, _PCIE5, 114, 2.5, "H100 datasheet; its bridge joins only pairs"),
+    Gpu("H100 NVL", 93.1, 3938, 0, _PCIE5, 132, 2.5, "H100 datasheet, NVL; its bridge joins only pairs"),
     Gpu("H800", 79.10, 3350, 200, _PCIE5, 132, _DGX_H100, "H800 datasheet, SXM: an H100 with 400 GB/s NVLink"),
     Gpu("H20", 95.0, 4000, 450, _PCIE5, 78, _DGX_H100, "H20 datasheet, 96 GB"),
     Gpu("H200", 139.72, 4800, 450, _PCIE5, 132, _DGX_H100, "H200 datasheet, SXM"),
@@ -87,8 +97,10 @@ DESKTOP = (*_GEFORCE, *_WORKSTATION)
 GPUS = (*DESKTOP, *_DATA_CENTRE)
 DESKTOP_GPUS = 2
 """That fit into an ordinary computer."""
-_OTHER_MODELS = frozenset({"ti", "super", "laptop", "mobile", "d", "max"})
+_OTHER_MODELS = frozenset({"ti", "super", "laptop", "mobile", "d", "max", "ada", "nvl"})
 """Words that make another GPU of the same number."""
+_SAME_MEMORY = 0.15
+"""Share by which the memory in a GPU's name may be more than what a program gets of it."""
 _NEAR = 3
 """GPUs that are named in place of one that does not exist."""
 
@@ -100,7 +112,7 @@ def find(name: str) -> Gpu:
         UserError: no GPU has that name, or several do.
     """
     words = _words(name)
-    within = [gpu for gpu in GPUS if _words(gpu.name) <= words and not (words - _words(gpu.name)) & _OTHER_MODELS]
+    within = [gpu for gpu in GPUS if _words(gpu.name) <= words and not _is_another(gpu, words - _words(gpu.name))]
     if within:
         return max(within, key=lambda gpu: len(_words(gpu.name)))
     around = [gpu for gpu in GPUS if words and words <= _words(gpu.name)]
@@ -109,6 +121,13 @@ def find(name: str) -> Gpu:
     if around:
         raise UserError(f"--gpu {name}: which one? {', '.join(gpu.name.replace(' ', '-') for gpu in around)}.")
     raise UserError(f"--gpu {name}: unknown; {_nearest(name)}\nFor any other GPU, give --gpu-memory GIB.")
+
+
+def _is_another(gpu: Gpu, more: frozenset[str]) -> bool:
+    """Return whether the other words of a name make it another GPU's: of the same number, or with other memory."""
+    memories = [int(word[:-2]) for word in more if re.fullmatch(r"\d+gb", word)]
+    named = memories if gpu.pcie_gbs <= _PCIE5 else []  # a superchip's name states its host's memory
+    return bool(more & _OTHER_MODELS) or any(abs(gib / gpu.memory_gib - 1) > _SAME_MEMORY for gib in named)
 
 
 def _words(name: str) -> frozenset[str]:
@@ -122,7 +141,10 @@ def _nearest(name: str) -> str:
     """Return what is nearest to a GPU that does not exist: by its name, and by memory, its own or the likeliest's."""
     known = {known.lower(): known for known in [*(gpu.name for gpu in GPUS), *INSTANCES]}
     bare = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|gpu)\b", "", name.lower()).strip()
-    close = [known[match] for match in get_close_matches(bare, known, n=_NEAR, cutoff=0.5)]
+    numbers = {word for word in _words(name) if re.search(r"\d{2}", word) and not re.fullmatch(r"\d+gb", word)}
+    same_number = [gpu.name for gpu in GPUS if numbers & _words(gpu.name)]
+    similar = [known[match] for match in get_close_matches(bare, known, n=_NEAR, cutoff=0.6)]
+    close = list(dict.fromkeys([*same_number, *similar]))[:_NEAR]
     stated = re.search(r"(\d+)\s*gi?b?\b", name.lower())
     if not close and not stated:
         return f"{all_names()}."
