@@ -41,7 +41,7 @@ def test_what_makes_a_plan_slower_adds_up(capsys):
     """The components' differences explain the whole: no more than the part that is not named is missing."""
     assert main.run("plan", ["llama3-70b", *ON_512, *TP8_PP4_CP4]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    longer, _, parts = shown.partition("a token takes ")[2].partition("% longer than with the first: ")
+    longer, _, parts = shown.partition("beside the first: ")[2].partition("% more time per token, mainly ")
     assert int(longer) > 0 and sum(int(part.partition("%")[0]) for part in parts.split("+")[1:]) >= int(longer) / 2
 
 

@@ -82,6 +82,9 @@ def test_zero_takes_each_trained_weights_gradient_by_itself():
         for about in ({}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "fsdp": True})
     )
     assert first == second == (ahead, pytest.approx(plain + GRADIENT_HOOK * kind.modules)) and fsdp == (ahead, plain)
+    four = replace(BASE, zero_stage=1, gradient_accumulation_steps=4)
+    last = pytest.approx(plain + GRADIENT_HOOK * kind.modules / 4)
+    assert host_seconds(kind, four, known)[1] == last, "one pass of four"
     adapted = replace(BASE, lora=Lora(rank=8), zero_stage=1)
     more = host_seconds(kind, adapted, known)[1] - host_seconds(kind, replace(adapted, zero_stage=0), known)[1]
     assert more == pytest.approx(GRADIENT_HOOK * 2 * len(kind.linears)), "of adapters, two for each matrix"

@@ -213,6 +213,7 @@ MISTAKES = {
     "alpaca": (line(instruction="a", output=5), "sft", "'output' must be a string; it is of type int"),
     "empty output": (line(instruction="a", output=""), "sft", "the field 'output' is empty"),
     "history": (line(instruction="a", output="b", history=["c"]), "sft", "'history' must be a pair"),
+    "no history": (line(instruction="a", output="b", history=5), "sft", "'history' must be a list of pairs"),
     "second row": (line(instruction="a", output="b") + "\n" + line(prompt="a"), "sft", ":2: the field 'instruction'"),
     "equal": (line(prompt="a", chosen="b", rejected="b"), "dpo", "'chosen' and 'rejected' are equal"),
     "no prompt": (line(chosen="a", rejected="b"), "dpo", "the field 'prompt' must be"),

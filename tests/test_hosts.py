@@ -74,7 +74,9 @@ def test_too_many_hosts_and_contradictory_options_are_refused(two_hosts, tmp_pat
     with pytest.raises(UserError, match="No such file"):
         hostfile.read(tmp_path / "nowhere")
     alone = subprocess.run([*LAUNCH, "tiny", "full", "--nodes", "2"], capture_output=True, text=True)
-    assert alone.returncode == 2 and "--nodes needs --hostfile" in alone.stderr
+    assert alone.returncode == 2 and "--nodes needs --hostfile, --slurm" in alone.stderr
+    none = subprocess.run([*LAUNCH, "tiny", "full", "--prepare", "--nodes", "0"], capture_output=True, text=True)
+    assert none.returncode == 2 and none.stderr.strip() == "launch.py: --nodes 0: must be at least 1."
 
 
 NAMES = ("n1", "n2", "n3")

@@ -22,6 +22,7 @@ from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.project import SAMPLES
 
 EIGHT = ("--gpu", "p5.48xlarge")
+SPLIT = ("layout.tensor=4", "layout.pipeline=2")
 
 
 def asked(name, method="full", gpu="H100", gpus=8, **flags):
@@ -41,8 +42,8 @@ QUESTIONS = re.findall(
 SAID = (
     "llama3-8b (meta-llama/Llama-3.1-8B-Instruct, 8.03B), qlora",
     "GPU with 8 GiB (assumed to be as fast as RTX 4060)",
-    "Dollars: 1.86 per hour, on demand, 2026-09",
-    "Dollars: 2.50 per hour, as you say.",
+    "Dollars: 1.86 per hour of the node, on demand, 2026-09",
+    "Dollars: 2.50 per hour of the node, as given.",
     "cheapest",
     "Hours are of training 10,000,000,000 tokens",
     "The longest sequence that fits has",
@@ -214,9 +215,27 @@ def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
         (("qwen3-8b", "--gpu", "4090"), "By other methods, tokens/s/GPU and memory: --method lora: "),
         (
             ("llama3-405b", *EIGHT, "--nodes", "8", "layout.tensor=8", "layout.pipeline=8", "--explain"),
-            "Most of a GPU's",
+            "Most of it: ",
         ),
-        (("qwen3-4b", "lora", "--gpu", "g6e.12xlarge", "--gpus", "2", "--tokens", "9M"), "Dollars: 10.49 per hour"),
+        (
+            ("qwen3-4b", "lora", "--gpu", "g6e.12xlarge", "--gpus", "2", "--tokens", "9M"),
+            "Dollars: 10.49 per hour of the node, 5.25 of each GPU, on demand",
+        ),
+        (
+            ("qwen3-4b", "lora", "--gpu", "g6e.12xlarge", "--gpus", "2", "--tokens", "9M"),
+            "g6e.12xlarge has 2 GPUs more, idle and paid for.",
+        ),
+        (("qwen3-4b", "lora", "--gpu", "T4", "--tokens", "9M"), "(--gpu g4dn.xlarge or g4dn.12xlarge)"),
+        (("qwen3-4b", "lora", "--gpu", "H100", "--tokens", "100M"), " steps; loading"),
+        (
+            ("Qwen3-4B", "lora", "--gpu", "H100", "--tokens", "1M"),
+            "sequences are too few to learn much from",
+        ),
+        (("qwen3-8b", "lora", "--gpu", "T4"), "--method full: 3"),
+        (
+            ("llama3-70b", "lora", "--gpu", "H100", "--gpus", "8", "--nodes", "2", *SPLIT),
+            "layout.sequence=1 does without",
+        ),
         (("qwen3-4b", "lora", "--gpu", "H100", "--tokens", "1M"), "0.0"),
         (("qwen3-14b", "--which-gpu"), "A billion tokens are assumed: give --tokens"),
         (("qwen3-14b", "--which-gpu", "--tokens", "20M"), "--tokens 20M"),

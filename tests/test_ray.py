@@ -107,6 +107,12 @@ def test_a_dashboards_address_makes_a_job_of_the_command(monkeypatch, tmp_path, 
         submit.command("http://head:8265", ["data.path=$HOME/x"], {})
 
 
+def test_a_job_is_submitted_by_ray(monkeypatch):
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="--ray: Ray is not installed here"):
+        submit.run("http://head:8265", ["tiny", "full"], submit=True)
+
+
 def test_what_ranks_print_is_shown_once_and_in_whole_lines(tmp_path, capfd):
     run = RunFolder(tmp_path)
     run.ranks.mkdir()

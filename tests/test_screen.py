@@ -48,6 +48,21 @@ def test_help_of_a_key_says_everything_about_it(capsys):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--dryrun", "--dryrun: no such option; did you mean --dry-run?"),
+        ("--lr=1e-4", "--lr: no such option; write a recipe's key as lr=VALUE."),
+        ("--frobnicate=secret", "--frobnicate: no such option; write a recipe's key as frobnicate=VALUE."),
+    ],
+)
+def test_an_unknown_option_leads_to_the_nearest_or_to_a_key(typed, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        launch.main(["tiny", "full", typed])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and said in error and "secret" not in error
+
+
 def test_one_family_is_listed(capsys):
     assert launch.main(["--list", "gpt2"]) == 0
     screen = capsys.readouterr().out

@@ -68,7 +68,7 @@ def test_foreign_names_lead_to_keys_that_exist(full):
 
 def test_foreign_names_lead_to_options_that_exist(full):
     for foreign, ours in overrides.FOREIGN_OPTIONS.items():
-        assert f'"{ours}"' in (ROOT / "recipes" / "commands" / "launch.py").read_text(encoding="utf-8")
+        assert f'"{ours}"' in (ROOT / "recipes" / "commands" / "launch" / "options.py").read_text(encoding="utf-8")
         with pytest.raises(UserError, match=f"launch.py's option {ours}"):
             overrides.apply(full, [f"{foreign}=1"])
 

@@ -138,11 +138,17 @@ class Parser(argparse.ArgumentParser):
         """End with a line that names the mistake and what to write instead, not with the whole usage."""
         self.exit(2, f"{self.prog}: {self._in_words(message)}\n")
 
+    def nearest(self, option: str) -> str | None:
+        """Return the option that is spelled most like an unknown one; None where none is near."""
+        return next(
+            iter(get_close_matches(option.replace("_", "-"), self._option_string_actions, 1, cutoff=0.65)), None
+        )
+
     def _in_words(self, message: str) -> str:
         """Return argparse's complaint as one of ours."""
         if unknown := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
-            near = get_close_matches(unknown[1].replace("_", "-"), self._option_string_actions, n=1, cutoff=0.65)
-            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the options."
+            near = self.nearest(unknown[1])
+            hint = f"did you mean {near}?" if near else f"{self.prog} --help lists the options."
             return f"{unknown[1]}: no such option; {hint}"
         if wrong := re.match(r"argument (\S+): invalid (int|float) value: '(.*)'", message):
             kind = "a whole number" if wrong[2] == "int" else "a number"

@@ -42,15 +42,15 @@ def page(family: str) -> ModuleType:
 
 
 def split(recipe: str) -> tuple[str, str]:
-    """Return a page's name and the size, `""` where none is named: `llama3-8b`, `my/page.py-8b`.
+    """Return a page's name and the size, `""` where none is named: `llama3-8b`, `Qwen2.5-7B`, `my/page.py-8b`.
 
     A size may hold dashes (`30b-a3b`), a family never does, and a file ends in `.py`.
     """
     outside = re.fullmatch(r"(.+\.py)(?:-([^/]+))?", recipe)
     if outside:
         return outside[1], outside[2] or ""
-    family, _, size = recipe.partition("-")
-    return family, size
+    family, _, size = recipe.partition("-") if "/" in recipe else recipe.lower().partition("-")
+    return family.replace(".", "_"), size
 
 
 def known_page(name: str) -> ModuleType:

@@ -9,6 +9,7 @@ from typing import Any
 from ...docs import keys
 from ...launching.kubernetes import manifests
 from ...profiling import window
+from ...spec import overrides
 from ...spec.errors import UserError
 from ...spec.project import as_typed
 from ..main import Parser
@@ -32,12 +33,16 @@ def check_options(options: argparse.Namespace) -> None:
     Raises:
         UserError: names them, and what is needed.
     """
+    if options.nodes is not None and options.nodes < 1:
+        raise UserError(f"--nodes {options.nodes}: must be at least 1.")
     used = [flag for flag in ENGINES if getattr(options, flag)]
     if len(used) > 1:
         raise UserError(f"--{used[0]} and --{used[1]}: give one of them, not both.")
     for flag, needs in NEEDS.items():
         if getattr(options, flag) and not set(needs) & set(used):
-            raise UserError(f"--{flag.replace('_', '-')} needs --{' or --'.join(needs)}.")
+            *others, last = [f"--{need}" for need in needs]
+            either = f"{', '.join(others)} or {last}" if others else last
+            raise UserError(f"--{flag.replace('_', '-')} needs {either}.")
 
 
 def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespace:
@@ -118,9 +123,11 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     options.words = words
     if unknown:  # without the value, which may be a credential
         name = unknown[0].partition("=")[0]
-        hint = f"write a recipe's key as {name.lstrip('-')}=VALUE"
-        known = as_typed("launch.py --help lists options and keys.")
-        parser.exit(2, f"{parser.prog}: {name}: no such option; {hint}. {known}\n")
+        key = name.lstrip("-")
+        near = None if key in overrides.FOREIGN_NAMES else parser.nearest(name)
+        help_words = as_typed("launch.py --help lists options and keys.")
+        hint = f"did you mean {near}?" if near else f"write a recipe's key as {key}=VALUE. {help_words}"
+        parser.exit(2, f"{parser.prog}: {name}: no such option; {hint}\n")
     return options
 
 

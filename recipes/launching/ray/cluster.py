@@ -74,8 +74,7 @@ def of(options: Namespace) -> RayCluster | None:
     """
     if not options.ray:
         return None
-    if importlib.util.find_spec("ray") is None:
-        raise UserError(f'--ray: Ray is not installed here; pip install "ray[train]=={VERSION}" (make ray).')
+    check_installed()
     address = options.address or os.environ.get("RAY_ADDRESS") or LOCAL
     if address == LOCAL:
         if (options.nodes or 1) > 1:
@@ -109,6 +108,12 @@ def selected(address: str, nodes: list[Node], count: int | None, ranks: int | No
         raise UserError(f"{asked or '--ray'}: the Ray cluster at {address} has fewer {what} ({there}).")
     usable = usable[:count]
     return RayCluster(address, tuple(usable), ranks or min(map(room, usable)), on_gpus)
+
+
+def check_installed() -> None:
+    """Raise UserError, with the command that installs it, if Ray is not here."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(f'--ray: Ray is not installed here; pip install "ray[train]=={VERSION}" (make ray).')
 
 
 def check_address(address: str) -> None:

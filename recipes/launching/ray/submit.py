@@ -13,6 +13,7 @@ from pathlib import Path
 from ...spec.errors import UserError, redact
 from ...spec.project import IMPORT_ROOT, NAME
 from .. import variables
+from .cluster import check_installed
 
 SHELL = '$`"\\'
 """What Ray, which quotes a job's words with double quotes, leaves to the shell."""
@@ -53,8 +54,10 @@ def run(address: str, words: Sequence[str], submit: bool) -> int:
     """Print the command and, with `submit`, run it; return its exit status.
 
     Raises:
-        UserError: a word that would reach the launcher changed.
+        UserError: a word that would reach the launcher changed, or there is no Ray here to submit with.
     """
     ready = command(address, words, os.environ)
     print(redact(shlex.join(ready)), flush=True)
+    if submit:
+        check_installed()
     return subprocess.run(ready).returncode if submit else 0

@@ -1,7 +1,7 @@
 """How far off the planner is on published runs of what this project runs: what the documents say."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from .published_errors import Comparison, Measure, comparisons, layout
@@ -38,21 +38,18 @@ def sentence(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
         data: as in `table`.
     """
     others = [row for row in rows if row.share != "fitted" and row.runs_as_here]
-    memory, memories = _said(others, "memory", data, statistics.median)
-    speed, speeds = _said(others, "time", data, statistics.mean)
+    memory, time = (_said(comparisons(others, measure), data["ranges"][measure]) for measure in get_args(Measure))
+    return f"On published runs that nothing was fitted on, memory is off by {memory},\nand speed by {time}.\n"
+
+
+def _said(compared: Sequence[Comparison], ranges: Mapping[str, Any]) -> str:
+    """Return the errors of some runs, how many they are, and the share of them inside the range that a plan states."""
+    sizes = [abs(one.error) for one in compared]
+    within = statistics.mean(inside(one, ranges) for one in compared)
     return (
-        f"On published runs that nothing was fitted on, memory is off by {memory} in the median ({memories}\n"
-        f"inside the range that a plan states) and speed by {speed} on average ({speeds} inside).\n"
+        f"{statistics.mean(sizes):.0%} on average and {statistics.median(sizes):.0%} in the median ({len(sizes)} runs, "
+        f"{within:.0%} inside the range)"
     )
-
-
-def _said(
-    rows: Sequence[PublishedRow], measure: Measure, data: Mapping[str, Any], average: Callable[[list[float]], float]
-) -> tuple[str, str]:
-    """Return the average error, and how many runs there are with the share of them that is inside the range."""
-    found = comparisons(rows, measure)
-    within = statistics.mean(inside(one, data["ranges"][measure]) for one in found)
-    return f"{average([abs(one.error) for one in found]):.0%}", f"{len(found)} runs, {within:.0%} of them"
 
 
 def _cells(part: Sequence[Comparison], ranges: Mapping[str, Any]) -> str:

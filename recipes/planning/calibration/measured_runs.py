@@ -19,7 +19,7 @@ from .benchmark_results import MEASUREMENTS
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One row of a table, as `cost.step_time` takes it."""
+    """One row of a table, as `cost.time.step_time` takes it."""
 
     table: str
     """Its name, and the part of it."""
@@ -38,7 +38,7 @@ def runs() -> list[MeasuredRun]:
 
     Which rows the constants are fitted on was decided before the first fit, by whole parts of tables: the A100 40GB
     and the smaller H100 runs of llm-foundry, and the first four days of BigScience, when only tensor 8 was tried. The
-    error on the held-out rows was looked at about seven times while the terms of `cost.step_time` were chosen.
+    error on the held-out rows was looked at about seven times while the terms of `cost.time.step_time` were chosen.
     """
     return [*_llm_foundry(), *_bigscience(), *_own_runs()]
 
@@ -127,7 +127,7 @@ def _bigscience() -> Iterator[MeasuredRun]:
 def _own_runs() -> Iterator[MeasuredRun]:
     """Yield what `scripts/benchmark.py` measured of this project's own training, one run per case of a benchmark.
 
-    Left out are peers, and what `cost.step_time` has no terms for: compiled layers, fused kernels and adapters,
+    Left out are peers, and what `cost.time.step_time` has no terms for: compiled layers, fused kernels and adapters,
     selective checkpointing and padded sequences. Cases of `planner_error` are held out.
     """
     for name, result in benchmark_results.results(MEASUREMENTS).items():

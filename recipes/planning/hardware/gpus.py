@@ -116,6 +116,7 @@ def find(name: str) -> Gpu:
     if within:
         return max(within, key=lambda gpu: len(_words(gpu.name)))
     around = [gpu for gpu in GPUS if words and words <= _words(gpu.name)]
+    around = [gpu for gpu in around if _words(gpu.name) - words <= {"rtx"}] or around
     if len(around) == 1:
         return around[0]
     if around:

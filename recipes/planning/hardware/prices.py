@@ -12,6 +12,7 @@ from difflib import get_close_matches
 
 from ...spec.errors import UserError
 from .cluster import Cluster, instance_name
+from .gpus import Gpu
 from .instances import INSTANCES
 
 DATE = "2026-09"
@@ -89,10 +90,15 @@ class Prices:
         """Return the instances that have a price."""
         return [name for name in INSTANCES if name in self.given or name in LISTED]
 
+    def instances(self, gpu: Gpu) -> list[str]:
+        """Return the two smallest instances that have a GPU, of those with a price."""
+        having = [name for name in self.known() if INSTANCES[name].gpu == gpu.name]
+        return sorted(having, key=lambda name: INSTANCES[name].gpus)[:2]
+
     def source(self, cluster: Cluster) -> str:
         """Return where the price of a cluster is from, as the end of a sentence."""
         own = self.any_node is not None or cluster.instance in self.given
-        return "as you say" if own else f"on demand, {DATE}; --price overrides it"
+        return "as given" if own else f"on demand, {DATE}; --price overrides it"
 
 
 def prices(words: Iterable[str]) -> Prices:

@@ -1,7 +1,7 @@
 """A layout that somebody asks for, beside what the planner would choose: its rank, or what DeepSpeed lacks for it."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ...spec import limits
 from ...spec.recipe import Layout
@@ -35,8 +35,19 @@ def rank(request: PlanRequest, result: SearchResult) -> str | None:
     faster = sum(plan.speed > own.speed for plan in free.plans)
     return (
         f"Left to the planner, {faster} plan{'s' * (faster > 1)} would be faster, the first with {better}: {reaches}. "
-        f"Of the one you ask for {behind(own, first)}."
+        f"The layout that is asked for, beside the first: {behind(own, first)}."
     )
+
+
+def added(request: PlanRequest, plan: Plan) -> str | None:
+    """Return what the planner has split beside the sizes that are asked for; None: nothing."""
+    sizes = {name: size for name, size in asdict(plan.recipe.layout).items() if size > 1}
+    more = {name: size for name, size in sizes.items() if f"layout.{name}" not in request.fixed}
+    if not more or not any(key.startswith("layout.") for key in request.fixed):
+        return None
+    what = " and ".join(f"{name} {size}" for name, size in more.items())
+    whole = " ".join(f"layout.{name}=1" for name in more)
+    return f"Beside what is asked for, the planner chose {what}; {whole} does without."
 
 
 def beyond(request: PlanRequest, layout: Layout) -> str | None:

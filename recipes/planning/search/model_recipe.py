@@ -52,7 +52,8 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
     """
     config = config_of(name)
     if config is None:
-        page = pages.split(name)[0].endswith(".py") or name.partition("-")[0] in pages.families()
+        family, _ = pages.split(name)
+        page = family.endswith(".py") or family in pages.families()
         return pages.find(name if page else _page_of(name) or name, method)
     check(config, name)
     if to_launch and decoders.is_stand_in(config):
@@ -74,7 +75,7 @@ def config_of(name: str) -> dict[str, Any] | None:
         return None
     if path.exists() or name.endswith(".json"):
         return _with_floats(_read(path))
-    if name.partition("-")[0] in pages.families() or _page_of(name):
+    if pages.split(name)[0] in pages.families() or _page_of(name):
         return None
     return _with_floats(_download(name))
 

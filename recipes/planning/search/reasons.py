@@ -45,7 +45,7 @@ def behind(plan: Plan, first: Plan) -> str:
     own = {name: seconds / plan.time.tokens * plan.time.gpus for name, seconds in plan.time.components.items()}
     more = sorted(((own[name] - theirs[name]) * first.speed, name) for name in own)[::-1][:LARGEST]
     parts = ", ".join(f"+{share:.0%} for {TIMES[name]}" for share, name in more if share >= SAME)
-    return f"a token takes {longer:.0%} longer than with the first: {parts}"
+    return f"{longer:.0%} more time per token, mainly {parts}"
 
 
 SAME = 0.01
@@ -62,7 +62,7 @@ def why(request: PlanRequest, plan: Plan) -> str:
     if plan.shortfalls:
         largest = sorted(plan.components.items(), key=lambda item: -item[1])[:LARGEST]
         most = ", ".join(f"{name.replace('_', ' ')} {size:,.1f}" for name, size in largest)
-        return f"Does not fit: {' and '.join(plan.shortfalls)}. Most of a GPU's are {most}."
+        return f"Does not fit: {' and '.join(plan.shortfalls)}. Most of it: {most}."
     parts = [*_states(request, plan), *_layout(request, plan), *_activations(request, plan)]
     if plan.tight:
         parts.append(tightness(plan))

@@ -72,7 +72,12 @@ def other_methods(request: PlanRequest) -> str | None:
         return None
     requests = {name: with_method(request, name) for name in METHODS if name != recipe.variant}
     found = {name: other and search(other).best for name, other in requests.items()}
-    said = [f"--method {name}: {best.speed:,.0f}, {best.gpu_gib:.1f} GiB" for name, best in found.items() if best]
+    said = [
+        f"--method {name}: {best.speed:,.0f}, {best.gpu_gib:.1f} GiB"
+        + (f" with {best.host_gib:,.0f} GiB of host memory" if best.setup.offload_optimizer != "none" else "")
+        for name, best in found.items()
+        if best
+    ]
     return f"By other methods, tokens/s/GPU and memory: {'; '.join(said)}." if said else None
 
 

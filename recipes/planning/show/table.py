@@ -1,5 +1,6 @@
 """A search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
 
+import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from rich.table import Table
 from ...spec import overrides, pages, project
 from ...spec.recipe import Checkpointing, Layout, Recipe
 from ..hardware.cluster import Cluster
+from ..hardware.instances import INSTANCES
 from ..search.model_recipe import method_of
 from ..search.plans import Plan, PlanRequest, SearchResult
 from ..search.reasons import behind, why
@@ -36,6 +38,8 @@ LARGE_CHECKPOINT = 10
 WAITS = 0.25
 """Share of a step in which the GPU waits for its next kernel that is worth a note. With some 200 tokens at a time, LoRA
 took 4.7 ms per layer on one published host with its software (Qwen's) and 8.7 on another (Param_Recommend's)."""
+FEW_STEPS = 12
+"""Optimizer steps below which a run learns next to nothing: the first ones are its warm-up."""
 BAR = 40
 """Characters of a GPU's whole memory."""
 HOSTS = "HOSTS"
@@ -158,7 +162,7 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if plan.recipe.writes_answers:
         yield "Speeds are of training alone: the answers that it learns from are written before each step."
     if not pages.is_own_model(plan.recipe):
-        yield f"Data, rates and batch are those of {pages.typed(plan.recipe)}, the nearest recipe: see that they suit."
+        yield f"Data, rates and batch are those of {pages.typed(plan.recipe)}, the nearest recipe: check them."
     if plan.checkpoint_gib > LARGE_CHECKPOINT:
         kept = plan.recipe.keep_checkpoints
         yield f"A checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} of them are kept."
@@ -183,7 +187,13 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
         else f"{workload.tokens:,.0f} tokens"
     )
     padding = "" if plan.recipe.packing else ", and so does padding, since packing is off"
-    yield f"Hours are of training {tokens}; loading and checkpoints come on top{padding}."
+    steps = math.ceil(workload.tokens / plan.setup.tokens_per_step)
+    yield f"Hours are of training {tokens}, in {_counted(steps, 'step')}; loading and checkpoints come on top{padding}."
+    if steps < FEW_STEPS:
+        yield (
+            f"{_counted(steps, 'step').capitalize()} of {plan.recipe.global_batch_size} sequences are too few to learn "
+            "much from: take a smaller global_batch_size, more epochs, or a shorter sequence_length."
+        )
     documents = workload.document_length
     if plan.recipe.packs and documents and documents < plan.recipe.sequence_length:
         yield f"Sequences are packed: a token attends to its own document only, on average of {documents:,.0f} tokens."
@@ -195,12 +205,22 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
         )
     hourly = workload.prices.per_hour(plan.cluster)
     if hourly is None:
-        yield (
-            f"What {plan.cluster.instance or plan.cluster.gpu.name} costs is not known here: give --price, in dollars "
-            "per hour of a node, or name a cloud's instance (--gpu p5.48xlarge)."
-        )
-    else:
-        yield f"Dollars: {hourly:,.2f} per hour, {workload.prices.source(plan.cluster)}."
+        instances = workload.prices.instances(plan.cluster.gpu)
+        named = f", or name an instance that has it (--gpu {' or '.join(instances)})" if instances else ""
+        what = plan.cluster.instance or plan.cluster.gpu.name
+        yield f"What {what} costs is not known here: give --price, in dollars per hour of a node{named}."
+        return
+    nodes, gpus = plan.cluster.nodes, plan.cluster.gpus
+    where = "the node" if nodes == 1 else f"{nodes} nodes"
+    each = "" if gpus == 1 else f", {hourly / gpus:,.2f} of each GPU"
+    yield f"Dollars: {hourly:,.2f} per hour of {where}{each}, {workload.prices.source(plan.cluster)}."
+    idle = INSTANCES[plan.cluster.instance].gpus - plan.cluster.gpus_per_node if plan.cluster.instance else 0
+    if idle > 0:
+        yield f"{plan.cluster.instance} has {_counted(idle, 'GPU')} more, idle and paid for."
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def asked(request: PlanRequest) -> str:

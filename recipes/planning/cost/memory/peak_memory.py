@@ -25,7 +25,8 @@ FRAGMENTATION = 0.07
 """Share that PyTorch reserves beyond what it allocates: fitted on published rows, in calibration/measurements."""
 FRAGMENTATION_SHARDED = 0.2
 """More of it under ZeRO-3 and FSDP, as a share of the states: gathered weights come and go in blocks of all sizes, on a
-stream of their own, and a step copies gradients in groups. Not on one GPU with the optimizer on the host. Fitted."""
+stream of their own, and a step copies gradients in groups, on a rank alone too. Not on one GPU with the optimizer on
+the host. Fitted."""
 ALL_REDUCE = 5 * 10**8
 """Gradients that are copied into one buffer to be reduced, without ZeRO (deepspeed, runtime/engine.py,
 MEMORY_OPT_ALLREDUCE_SIZE)."""

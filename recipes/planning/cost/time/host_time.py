@@ -27,8 +27,9 @@ BACKWARD_LAUNCHES, BACKWARD_HOOKS = 2.0, 0.7
 """A layer's backward pass by its forward pass: launches as its operations; ZeRO-3's hooks measured, 2.2 and 3.1 ms more
 per layer than under ZeRO-1 (deepspeed 0.19.8, a Llama of 16 layers 64 wide, two CPU ranks, time of the process)."""
 GRADIENT_HOOK = 3e-5
-"""Seconds in which ZeRO takes a trained weight's gradient in a backward pass, at every stage (deepspeed 0.19.8, Llamas
-of 8 and 24 layers 64 wide, one CPU rank, beside plain torch: 20 to 45 us with all weights trained, or adapters)."""
+"""Seconds in which ZeRO takes a trained weight's gradient in a backward pass, at stage 1 in the last of a step only
+(deepspeed 0.19.8, Llamas of 8 and 24 layers 64 wide, one CPU rank, beside plain torch: 20 to 45 us with all weights
+trained, or adapters)."""
 
 
 def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
@@ -103,5 +104,7 @@ def host_seconds(
     hook = constants.hook * (1 + constants.waiting * others) if setup.zero_stage == 3 else 0.0
     hooks = hooked_modules(kind, setup) * hook
     launches = kernels(kind, setup, experts) * constants.launch
-    taken = GRADIENT_HOOK * trained_weights(kind, setup) if setup.zero_stage and not setup.fsdp else 0.0
+    taken = 0.0 if setup.fsdp or not setup.zero_stage else GRADIENT_HOOK * trained_weights(kind, setup)
+    if setup.zero_stage == 1:
+        taken /= setup.gradient_accumulation_steps
     return launches + hooks, BACKWARD_LAUNCHES * launches + BACKWARD_HOOKS * hooks + taken

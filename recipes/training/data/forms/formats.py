@@ -30,6 +30,7 @@ from .turns import (
     read_tools,
     read_turns,
     said,
+    wrong,
 )
 
 FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
@@ -133,8 +134,10 @@ def _sharegpt(where: str, example: Example) -> Example:
 
 
 def _alpaca(where: str, example: Example) -> Example:
-    turns = []
-    for pair in example.get("history") or []:
+    turns, history = [], example.get("history") or []
+    if not isinstance(history, list | tuple):
+        raise wrong(where, example, "history", "a list of pairs, question and answer")
+    for pair in history:
         if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(f"{where}: every item of 'history' must be a pair of strings, question and answer.")
         turns += [said("user", pair[0]), said("assistant", pair[1])]

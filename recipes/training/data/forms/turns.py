@@ -56,7 +56,7 @@ def read_turns(where: str, example: Example, field: str, expected: str = "a list
     """Return the turns of a field, which is a list of them."""
     turns = example.get(field)
     if not isinstance(turns, list) or not turns:
-        raise _wrong(where, example, field, expected)
+        raise wrong(where, example, field, expected)
     return [_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in enumerate(turns, start=1)]
 
 
@@ -122,7 +122,7 @@ def read_tools(where: str, example: Example) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         tools = _parsed(f"{where}: 'tools'", tools) or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise _wrong(where, example, "tools", "a list of function descriptions")
+        raise wrong(where, example, "tools", "a list of function descriptions")
     return tools and [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
@@ -138,7 +138,7 @@ def read_string(where: str, example: Example, field: str, empty: bool = False) -
     """Return a field that is a string, and not blank unless it may be."""
     value = example.get(field)
     if not isinstance(value, str):
-        raise _wrong(where, example, field, "a string")
+        raise wrong(where, example, field, "a string")
     if not empty and not value.strip():
         raise UserError(f"{where}: the field {field!r} is empty; fill it, or remove the example.")
     return value
@@ -149,7 +149,8 @@ def said(role: str, content: str) -> Turn:
     return {"role": role, "content": content}
 
 
-def _wrong(where: str, example: Example, field: str, expected: str) -> UserError:
+def wrong(where: str, example: Example, field: str, expected: str) -> UserError:
+    """Return what is wrong with a field that is missing, or of another type than expected."""
     found = f"it is {_kind(example[field])}" if field in example else f"this example has {fields_of(example)}"
     return UserError(f"{where}: the field {field!r} must be {expected}; {found}.")
 
