@@ -74,9 +74,25 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
         more = kind.saved.get("masked", NOTHING)
         total += sequences * (more.per_token * own_length / layout.tensor + more.per_pair * length**2)
     total += sequences * _eager(kind.saved, setup).per_token * own_length / layout.tensor
+    total += sequences * own_length * _frozen_inputs(kind, setup)
     if setup.tensor_splits_all:
         total = of_mode(kind.saved, setup).of(sequences, own_length) / layout.tensor
     return _in_precision(total - _fused_bytes(kind, setup, sequences * own_length), setup) + _scores(kind.saved, setup)
+
+
+def _frozen_inputs(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the bytes per token of inputs of frozen matrices, which ZeRO-3 saves although no gradient needs them.
+
+    `LinearFunctionForZeroStage3` (deepspeed 0.19.8, zero/linear.py) saves every input. That of attention's last matrix
+    attention has saved, and an adapter without dropout saves its own; 4-bit matrices are no such functions.
+    """
+    if setup.zero_stage < 3 or setup.fsdp or setup.lora is None or setup.lora.fused or setup.quantized:
+        return 0.0
+    inner = sum(inputs for inputs, _ in kind.feed_forward[-1:])
+    feed_forward = kind.checkpoint_bytes + 2 * inner / setup.layout.tensor if inner else 0.0
+    if setup.lora.dropout:
+        return feed_forward + kind.checkpoint_bytes
+    return 0.0 if setup.lora.target_modules == "all-linear" else feed_forward
 
 
 def _eager(profiled: Mapping[str, SavedBytes], setup: TrainingSetup) -> SavedBytes:
