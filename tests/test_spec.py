@@ -73,6 +73,21 @@ def test_foreign_names_lead_to_options_that_exist(full):
             overrides.apply(full, [f"{foreign}=1"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.path=a.jsonl"],
+        ["data.path=a.jsonl,b.jsonl", "data.columns=x:text"],
+        ["data.path=a.jsonl", "data.validation_share=0.2"],
+        ["learning_rate=5e-05", "data.validation=none"],
+    ],
+)
+def test_differences_say_again_what_was_typed_and_nothing_that_follows_from_it(full, words):
+    changed = overrides.apply(full, words)
+    assert set(overrides.differences(full, changed)) <= set(words)
+    assert overrides.apply(full, overrides.differences(full, changed)) == changed
+
+
 def test_values_get_the_types_of_their_fields(full):
     changed = overrides.apply(
         full, ["learning_rate=5e-5", "max_steps=7", "packing=no", "lora.rank=32", "precision=bf16", "max_steps=8"]

@@ -210,8 +210,13 @@ def keys_of(assignments: Iterable[str]) -> list[str]:
 
 
 def differences(before: Recipe, after: Recipe) -> list[str]:
-    """Return the overrides, as they are typed, that turn one recipe into another."""
-    return as_typed(after, [key for key in override_keys() if _get(after, key) != _get(before, key)])
+    """Return the overrides, as they are typed, that turn one recipe into another.
+
+    Other data sets where the held-out examples come from, which is then not said again.
+    """
+    path = as_typed(after, ["data.path"]) if after.data.path != before.data.path else []
+    start = apply(before, path)
+    return [*path, *as_typed(after, [key for key in override_keys() if _get(after, key) != _get(start, key)])]
 
 
 def as_typed(recipe: Recipe, keys: Iterable[str]) -> list[str]:
