@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from recipes.planning.cost.time import zero_traffic
-from recipes.profiling import conclude, shares, trace, verdict, words
+from recipes.profiling import conclude, operators, shares, trace, verdict, words
 from recipes.report import html, run_data, write
 from recipes.spec.layout import bubble
 from recipes.spec.recipe import Layout, Profile
@@ -145,9 +145,11 @@ def test_an_evaluation_does_not_double_what_zero_3_gathers(profiled):
 
 
 def test_operators_are_named_with_their_modules_forward_and_backward(sharded):
-    found = verdict.of_trace(traces(sharded)[0])
-    products = [one for one in found.operators if one.name == "aten::mm"]
-    assert len(found.operators) == 10 and products
+    read = traces(sharded)[0]
+    assert len(verdict.of_trace(read).operators) == 10
+    every = operators.most_expensive(read, count=10**4)  # a busy machine's first ten may be others
+    products = [one for one in every if one.name == "aten::mm"]
+    assert products
     assert all(one.module for one in products), "backward too"
     assert any(one.module == "lm_head" or one.module.startswith("model.layers.*.") for one in products)
 
