@@ -106,7 +106,8 @@ def test_every_technique_trains_what_plain_pytorch_trains(shop, tmp_path):
     shop = replace(shop, folder=tmp_path)
     prove.prepare(shop, TECHNIQUES)
     found = [prove.prove(shop, technique) for technique in TECHNIQUES]
-    assert {one.name for one in found if one.state != "equal"} == {"varlen", "flex", "flash2", "compiled", "liger"}
+    on_gpus = {"varlen", "flex", "flash2", "flash3", "flash4", "compiled", "liger"}
+    assert {one.name for one in found if one.state != "equal"} == on_gpus
     assert {one.detail for one in found if one.state != "equal"} == {"needs a GPU"}
 
 
