@@ -61,10 +61,10 @@ def scaled(folder: Path) -> str:
 
 def write() -> list[Path]:
     """Write every document that is out of date, and return their paths."""
-    changed = [path for path, text in documents().items() if path.read_text(encoding="utf-8") != text]
-    for path, text in documents().items() if changed else ():
+    changed = {path: text for path, text in documents().items() if path.read_text(encoding="utf-8") != text}
+    for path, text in changed.items():
         path.write_text(text, encoding="utf-8")
-    return changed
+    return list(changed)
 
 
 def _with(path: Path, generated: dict[str, str]) -> str:

@@ -98,6 +98,8 @@ def _remarks(
         yield longest.sentence(request)
     if arguments.deadline and work:
         yield deadline.sentence(result.best, work, workload.deadline(arguments.deadline))
+    if work and (few := workload.few_steps(result.best, work)):
+        yield few
     if added := asked_layout.added(request, result.best):
         yield added
     if others := suggestions.other_methods(request):

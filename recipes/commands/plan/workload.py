@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...planning.hardware.prices import prices
+from ...planning.search.plans import Plan
 from ...planning.search.run_cost import Workload
 from ...spec.errors import UserError
 from ...spec.project import IMPORT_ROOT
 from ...spec.recipe import Recipe, names
-from ...training.data import text_files
+from ...training.data import text_files, updates
 from ...training.data.forms import formats
 
 CHARACTERS = 4
@@ -58,6 +59,17 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
         about = f"{CHARACTERS} characters per token"
         return Workload(recipe.epochs * counted, known, about, document_length=attended)
     return None
+
+
+def few_steps(plan: Plan, work: Workload) -> str | None:
+    """Return what is wrong with a run's number of optimizer steps; None: nothing."""
+    if (steps := work.steps(plan)) >= updates.ENOUGH:
+        return None
+    made = f"{steps} step{'s' * (steps > 1)} of {plan.recipe.global_batch_size} sequences"
+    return (
+        f"{made} are too few to learn much from: take a smaller global_batch_size, more epochs, or a shorter "
+        "sequence_length."
+    )
 
 
 def tokens(text: str) -> float:

@@ -4,10 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from .published_errors import Comparison, Measure, comparisons, layout
+from .published_errors import Comparison, Measure, comparisons, layout, order
 from .published_rows import SHARES, PublishedRow
-from .ranges import inside
-from .rank_correlation import rank_correlation
+from .ranges import share_inside
 
 
 def table(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
@@ -45,23 +44,13 @@ def sentence(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
 def _said(compared: Sequence[Comparison], ranges: Mapping[str, Any]) -> str:
     """Return the errors of some runs, how many they are, and the share of them inside the range that a plan states."""
     sizes = [abs(one.error) for one in compared]
-    within = statistics.mean(inside(one, ranges) for one in compared)
     return (
         f"{statistics.mean(sizes):.0%} on average and {statistics.median(sizes):.0%} in the median ({len(sizes)} runs, "
-        f"{within:.0%} inside the range)"
+        f"{share_inside(compared, ranges)} inside the range)"
     )
 
 
 def _cells(part: Sequence[Comparison], ranges: Mapping[str, Any]) -> str:
     sizes = [abs(one.error) for one in part]
-    predicted, measured = [one.predicted for one in part], [one.measured for one in part]
-    varies = len(set(predicted)) > 1 and len(set(measured)) > 1
-    return " | ".join(
-        (
-            f"{len(part)}",
-            f"{statistics.median(sizes):.1%}",
-            f"{statistics.mean(sizes):.1%}",
-            f"{statistics.mean(inside(one, ranges) for one in part):.0%}",
-            f"{rank_correlation(predicted, measured):.2f}" if varies else "-",
-        )
-    )
+    average, median = statistics.mean(sizes), statistics.median(sizes)
+    return f"{len(part)} | {median:.1%} | {average:.1%} | {share_inside(part, ranges)} | {order(part)}"

@@ -98,17 +98,22 @@ def errors(compared: Sequence[Comparison]) -> str:
     """Return the cells of a line of the report."""
     sizes = [abs(one.error) for one in compared]
     within = sum(size <= WITHIN for size in sizes) / len(sizes)
-    predicted, measured = [one.predicted for one in compared], [one.measured for one in compared]
-    constant = len(set(predicted)) < 2 or len(set(measured)) < 2
     cells = (
         f"{len(sizes)}",
         f"{statistics.median(sizes):.1%}",
         f"{statistics.mean(sizes):.1%}",
         f"{statistics.median(one.error for one in compared):+.1%}",
         f"{within:.0%}",
-        "-" if constant else f"{rank_correlation(predicted, measured):.2f}",
+        order(compared),
     )
     return " | ".join(cells)
+
+
+def order(compared: Sequence[Comparison]) -> str:
+    """Return the rank correlation of predictions and measurements, and `-` where either are all the same."""
+    predicted, measured = [one.predicted for one in compared], [one.measured for one in compared]
+    constant = len(set(predicted)) < 2 or len(set(measured)) < 2
+    return "-" if constant else f"{rank_correlation(predicted, measured):.2f}"
 
 
 def report(rows: Sequence[PublishedRow]) -> str:

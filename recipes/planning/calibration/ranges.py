@@ -115,6 +115,11 @@ def inside(one: Comparison, ranges: Mapping[str, Any]) -> bool:
     return min(low, 1.0) <= one.measured / one.predicted <= max(high, 1.0)
 
 
+def share_inside(compared: Sequence[Comparison], ranges: Mapping[str, Any]) -> str:
+    """Return the share of measurements that lie in their ranges, in per cent."""
+    return f"{statistics.mean(inside(one, ranges) for one in compared):.0%}"
+
+
 def coverage(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
     """Return a table of the share of rows of the same stack inside their ranges, in each share of the rows.
 
@@ -128,6 +133,6 @@ def coverage(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
             for name, as_here in (("DeepSpeed, or one GPU", True), ("FSDP", False)):
                 found = [one for one in compared if one.row.runs_as_here == as_here]
                 if found:
-                    within = sum(inside(one, data["ranges"][measure]) for one in found) / len(found)
-                    lines.append(f"| {share} | {measure} | {name} | {len(found)} | {within:.0%} |")
+                    within = share_inside(found, data["ranges"][measure])
+                    lines.append(f"| {share} | {measure} | {name} | {len(found)} | {within} |")
     return "\n".join(lines)

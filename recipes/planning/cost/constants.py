@@ -65,8 +65,8 @@ def resolve(data: Mapping[str, Any], gpu: str, software: str) -> Constants:
     own, kind = gpus[kind], gpus[kind].get("like", kind)
     entry = data["software"][software]
     taken = {name: data["software"][other]["values"][name] for name, other in entry.get("takes", {}).items()}
-    hardware = {**gpus[kind]["values"], **own.get("values", {})}
-    hardware |= {name: hardware[name] * times for name, times in own.get("times", {}).items()}
+    hardware = gpus[kind]["values"]
+    hardware = {**hardware, **{name: hardware[name] * times for name, times in own.get("times", {}).items()}}
     values = {**data["common"]["values"], **hardware, **taken, **entry["values"], "measured": measured}
     kernels = own.get("kernels", gpus[kind]["kernels"]) if entry.get("by_kernel") else {}
     return Constants(**values, kernels={name: (forward, backward) for name, (forward, backward) in kernels.items()})

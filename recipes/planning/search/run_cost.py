@@ -35,6 +35,10 @@ class Workload:
         """Return how long a plan trains, without loading, evaluation and checkpoints, but with interruptions."""
         return self.training_hours(plan) + self.interrupted_hours(plan)
 
+    def steps(self, plan: Plan) -> int:
+        """Return how many optimizer steps a plan makes of it."""
+        return math.ceil(self.tokens / plan.setup.tokens_per_step)
+
     def training_hours(self, plan: Plan) -> float:
         """Return how long it trains if nothing interrupts it."""
         return self.tokens / (plan.speed * plan.setup.world_size) / 3600

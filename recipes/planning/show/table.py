@@ -1,6 +1,5 @@
 """A search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
 
-import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -38,8 +37,6 @@ LARGE_CHECKPOINT = 10
 WAITS = 0.25
 """Share of a step in which the GPU waits for its next kernel that is worth a note. With some 200 tokens at a time, LoRA
 took 4.7 ms per layer on one published host with its software (Qwen's) and 8.7 on another (Param_Recommend's)."""
-FEW_STEPS = 12
-"""Optimizer steps below which a run learns next to nothing: the first ones are its warm-up."""
 BAR = 40
 """Characters of a GPU's whole memory."""
 HOSTS = "HOSTS"
@@ -187,13 +184,8 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
         else f"{workload.tokens:,.0f} tokens"
     )
     padding = "" if plan.recipe.packing else ", and so does padding, since packing is off"
-    steps = math.ceil(workload.tokens / plan.setup.tokens_per_step)
-    yield f"Hours are of training {tokens}, in {_counted(steps, 'step')}; loading and checkpoints come on top{padding}."
-    if steps < FEW_STEPS:
-        yield (
-            f"{_counted(steps, 'step').capitalize()} of {plan.recipe.global_batch_size} sequences are too few to learn "
-            "much from: take a smaller global_batch_size, more epochs, or a shorter sequence_length."
-        )
+    steps = _counted(workload.steps(plan), "step")
+    yield f"Hours are of training {tokens}, in {steps}; loading and checkpoints come on top{padding}."
     documents = workload.document_length
     if plan.recipe.packs and documents and documents < plan.recipe.sequence_length:
         yield f"Sequences are packed: a token attends to its own document only, on average of {documents:,.0f} tokens."
