@@ -15,6 +15,7 @@ from tests.versions import needs
 SHIPPED = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 DEEPSPEED = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 3}}
 FSDP = {"distributed_type": "FSDP", "num_processes": 2}
+GPUS = {"distributed_type": "MULTI_GPU", "num_processes": 2}
 WRAP = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
@@ -48,6 +49,10 @@ def with_fsdp(**changes):
     return FSDP | {"fsdp_config": WRAP | changes}
 
 
+def parallel(**sizes):
+    return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+
+
 MISTAKES = [
     (DEEPSPEED | {"num_proceses": 2}, "num_proceses", "stops at this key", "write num_processes"),
     (DEEPSPEED | {"zero_stage": 3}, "zero_stage", "stops at this key", "move it into deepspeed_config"),
@@ -64,7 +69,7 @@ MISTAKES = [
         DEEPSPEED | {"num_machines": 2},
         "deepspeed_config.deepspeed_multinode_launcher",
         "needs deepspeed_hostfile",
-        "standard",
+        "standard, which is started on each machine, and add main_process_ip",
     ),
     (with_fsdp() | {"num_machines": 2}, "num_machines", "needs main_process_ip", "first machine's address"),
     (
@@ -102,7 +107,7 @@ MISTAKES = [
     (
         with_fsdp(fsdp_version=1, fsdp_reshard_after_forward=True),
         "fsdp_config.fsdp_reshard_after_forward",
-        "accelerate stops",
+        "FSDP1, the default",
         "fsdp_version: 2",
     ),
     (with_fsdp(fsdp_use_orig_params=True), "fsdp_config.fsdp_use_orig_params", "FSDP2 ignores it", "always does"),
@@ -125,7 +130,136 @@ MISTAKES = [
         with_fsdp() | {"parallelism_config": {"parallelism_config_tp_size": 4}},
         "parallelism_config",
         "multiply to 4, but num_processes is 2",
-        "what is left",
+        "write num_processes: 4",
+    ),
+    (DEEPSPEED | {"compute_environment": "SLURM"}, "compute_environment", "as SageMaker's", "LOCAL_MACHINE"),
+    (DEEPSPEED | {"compute_environment": "AMAZON_SAGEMAKER"}, "deepspeed_config", "AMAZON_SAGEMAKER", "remove it"),
+    (DEEPSPEED | {"deepspeed_config": "zero3.json"}, "deepspeed_config", "keys with values", "key: value"),
+    (
+        DEEPSPEED | {"dynamo_config": {"backend": "INDUCTOR"}},
+        "dynamo_config",
+        "nothing is compiled",
+        "torch_compile=True",
+    ),
+    (GPUS | {"dynamo_config": {"dynamo_backend": "INDUCTR"}}, "dynamo_config.dynamo_backend", "not one of", "INDUCTOR"),
+    (GPUS | {"mixed_precision": False}, "mixed_precision", "bare no as false", '"no", in quotes'),
+    (GPUS | {"gpu_ids": 0}, "gpu_ids", "is not text", "in quotes"),
+    (GPUS | {"gpu_ids": "0"}, "gpu_ids", "a single GPU", "write all"),
+    (GPUS | {"num_machines": "2"}, "num_machines", "not a whole number", "num_machines: 1"),
+    (GPUS | {"fp8_config": {"backend": "TE"}}, "fp8_config", "without mixed_precision: fp8", "mixed_precision: fp8"),
+    (GPUS | {"rdzv_backend": "c10d"}, "rdzv_backend", "command line alone", "--rdzv_backend c10d"),
+    (GPUS | {"enable_cpu_affinity": True}, "enable_cpu_affinity", "command line alone", "--enable_cpu_affinity"),
+    (GPUS | {"use_cpu": True}, "use_cpu", "not passed on", "use_cpu=True in TrainingArguments"),
+    (GPUS | {"tpu_zone": "a"}, "tpu_zone", "distributed_type: XLA", "remove it"),
+    (GPUS | {"main_process_ip": "10.0.0.1"}, "main_process_ip", "no effect with num_machines: 1", "remove it"),
+    (GPUS | {"commands": ["ls"]}, "commands", "does not read it", "remove it"),
+    (GPUS | {"megatron_lm_config": {"megatron_lm_tp_degree": 2}}, "megatron_lm_config", "not used", "or remove"),
+    (GPUS | {"mpirun_config": {"mpirun_hostfile": "h"}}, "mpirun_config", "not used", "MULTI_CPU"),
+    (GPUS | {"distributed_type": "MULTI_CPU"}, "num_processes", "starts one process", "mpirun_hostfile"),
+    (
+        GPUS | {"distributed_type": "MULTI_CPU", "num_machines": 2, "main_process_ip": "a"},
+        "num_machines",
+        "needs main_process_port",
+        "main_process_port: 29500",
+    ),
+    (with_deepspeed(gradient_clipping="none"), "deepspeed_config.gradient_clipping", "not a norm", "or auto"),
+    (with_deepspeed(gradient_accumulation_steps=0), "deepspeed_config.gradient_accumulation_steps", "not a", "above 0"),
+    (with_deepspeed(zero3_save_16bit_model=1), "deepspeed_config.zero3_save_16bit_model", "not a switch", "true"),
+    (with_deepspeed(deepspeed_hostfile="h"), "deepspeed_config.deepspeed_hostfile", "with num_machines: 1", "remove"),
+    (
+        with_deepspeed(deepspeed_hostfile="h", deepspeed_exclusion_filter="a", deepspeed_inclusion_filter="b")
+        | {"num_machines": 2},
+        "deepspeed_config.deepspeed_inclusion_filter",
+        "beside deepspeed_exclusion_filter",
+        "one of the two",
+    ),
+    (with_fsdp(fsdp_offload_params=None), "fsdp_config.fsdp_offload_params", "neither true nor false", "true or false"),
+    (with_fsdp(fsdp_version=None), "fsdp_config.fsdp_version", "without a value", "write 2"),
+    (
+        with_fsdp(fsdp_version=1, fsdp_backward_prefetch="PRE"),
+        "fsdp_config.fsdp_backward_prefetch",
+        "not one of",
+        "BACKWARD_PRE",
+    ),
+    (with_fsdp(fsdp_sync_module_states=False), "fsdp_config.fsdp_sync_module_states", "accelerate stops", "remove it"),
+    (
+        with_fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params="1e8"),
+        "fsdp_config.fsdp_min_num_params",
+        "without an exponent",
+        "write 100000000",
+    ),
+    (
+        with_fsdp(fsdp_version=1, fsdp_sharding_strategy="FULL"),
+        "fsdp_config.fsdp_sharding_strategy",
+        "not one of FULL_SHARD",
+        "write FULL_SHARD",
+    ),
+    (
+        with_fsdp(fsdp_version=1, fsdp_reshard_after_forward="SHARD_GRAD_OP"),
+        "fsdp_config.fsdp_reshard_after_forward",
+        "accelerate launch ignores it",
+        "as fsdp_sharding_strategy: SHARD_GRAD_OP",
+    ),
+    (
+        with_fsdp(sharding_strategy="HYBRID_SHARD_ZERO2")
+        | {"num_machines": 2, "num_processes": 16, "main_process_ip": "10.0.0.1"},
+        "fsdp_config.sharding_strategy",
+        "FSDP2 ignores it",
+        "fsdp_reshard_after_forward: false, and parallelism_config with parallelism_config_dp_replicate_size: 2 and "
+        "parallelism_config_dp_shard_size: 8",
+    ),
+    (with_fsdp(fsdp_sharding_strategy="NO_SHARD"), "fsdp_config.fsdp_sharding_strategy", "ignores it", "MULTI_GPU"),
+    *(
+        (FSDP | {"fsdp_config": WRAP, "num_processes": 4, "parallelism_config": sizes}, key, what, fix)
+        for sizes, key, what, fix in (
+            (
+                {"dp_shard_size": 4},
+                "parallelism_config.dp_shard_size",
+                "ignores",
+                "write parallelism_config_dp_shard_size",
+            ),
+            (parallel(dp_shard=0), "parallelism_config.parallelism_config_dp_shard_size", "at least 1", "remove it"),
+            (parallel(dp_replicate=4), "parallelism_config", "nothing to shard over", "dp_shard_size"),
+            (parallel(tp=2), "parallelism_config", "multiply to 2", "dp_shard_size to 2"),
+            (
+                parallel(dp_shard=2, sp=2),
+                "parallelism_config.parallelism_config_sp_size",
+                "nothing is divided by it",
+                "and set parallelism_config_dp_shard_size to 4",
+            ),
+            (parallel(tp=4), "parallelism_config", "nothing to shard over", "distributed_type: MULTI_GPU"),
+            (parallel(dp_replicate=1), "parallelism_config", "multiply to 1", "dp_shard_size to 4"),
+            (
+                parallel(cp=2, dp_replicate=2),
+                "parallelism_config.parallelism_config_dp_replicate_size",
+                "stops",
+                "and set parallelism_config_dp_shard_size to 2",
+            ),
+            (
+                parallel(dp_shard=4) | {"parallelism_config_cp_backend": "ring"},
+                "parallelism_config.parallelism_config_cp_backend",
+                "not one of",
+                "one of them",
+            ),
+        )
+    ),
+    (
+        GPUS | {"num_processes": 4, "parallelism_config": parallel(tp=2, dp_replicate=2)},
+        "parallelism_config.parallelism_config_dp_replicate_size",
+        "stops",
+        "remove it, and write num_processes: 2",
+    ),
+    (
+        FSDP | {"fsdp_config": WRAP | {"fsdp_version": 1}, "parallelism_config": parallel(dp_shard=2)},
+        "parallelism_config.parallelism_config_dp_shard_size",
+        "FSDP1, the default",
+        "fsdp_version: 2",
+    ),
+    (
+        DEEPSPEED | {"parallelism_config": parallel(tp=2)},
+        "parallelism_config.parallelism_config_tp_size",
+        "nothing is divided by it",
+        "and set parallelism_config_dp_shard_size to 2",
     ),
 ]
 
@@ -184,12 +318,8 @@ def test_accelerate_stops_where_the_linter_says_so(tmp_path, monkeypatch):
         file.write_text(yaml.safe_dump(DEEPSPEED | changes))
         with pytest.raises(ValueError, match="unknown keys"):
             load_config_from_file(str(file))
-    for wrong in (
-        {"fsdp_version": 1, "reshard_after_forward": True},
-        {"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"},
-    ):
-        with pytest.raises(ValueError):
-            FullyShardedDataParallelPlugin(**wrong)
+    with pytest.raises(ValueError):
+        FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="LOCAL_STATE_DICT")
     for name in (*keys.IN_THE_FILE, "mixed_precision"):
         monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", f"deepspeed_config_file,{name}")
         with pytest.raises(ValueError, match="will be ignored"):

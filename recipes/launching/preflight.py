@@ -44,7 +44,7 @@ def check_config(recipe: Recipe, ranks: int) -> None:
         recipe.deepspeed,
         world_size=ranks,
         model=local if local.exists() else dict(recipe.model.config) or None,
-        lora=recipe.lora is not None,
+        lora=recipe.lora is not None and recipe.layout.tensor == 1,  # `layout.tensor` also splits adapters
     )
     if error := lint.first_error(findings, recipe.deepspeed):
         raise UserError(error)
@@ -58,6 +58,7 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
     Raises:
         UserError: names the sizes, the reason and the nearest sizes that can run.
     """
+    limits.check_tensor_block(recipe, file)
     limits.check(with_dimensions(recipe), ranks, file)
     if recipe.traits.teacher:
         _check_teacher(recipe)

@@ -118,6 +118,18 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     gradient_accumulation_steps(recipe, world_size)
 
 
+def check_tensor_block(recipe: Recipe, file: DeepSpeedFile) -> None:
+    """Refuse a file that splits layers over ranks where the layout does not.
+
+    Raises:
+        UserError: names the file and the key to add.
+    """
+    if file.tensor_size > 1 and recipe.layout.tensor == 1:
+        raise UserError(
+            f"deepspeed={file.name} splits layers over {file.tensor_size} ranks; add layout.tensor={file.tensor_size}."
+        )
+
+
 def _check_length(recipe: Recipe) -> None:
     most = positions(_config(recipe))
     if recipe.sequence_length > most:

@@ -6,6 +6,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import TrainingArguments
 
+from ..spec import limits
 from ..spec.deepspeed_file import DeepSpeedFile, fill_prefetch, with_zero
 from ..spec.errors import UserError
 from ..spec.layout import gradient_accumulation_steps
@@ -97,10 +98,13 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
         UserError: the layout asks for expert parallelism, but the file has no block for it or the wrong stage, or
             AutoEP cannot do it; or the file asks for tensor parallelism, but the layout does not.
     """
+    limits.check_tensor_block(recipe, file)
     if recipe.optimizer == "muon" and file.stage == 3:
         file = with_zero(file, reduce_scatter=False)  # Muon needs whole gradients
     config, layout = copy.deepcopy(dict(file.content)), recipe.layout
-    if layout.tensor > 1 and layout.pipeline == 1:  # stages are split by `tensor.shard`
+    if layout.pipeline > 1:
+        config.pop("tensor_parallel", None)  # stages are split by `tensor.shard`
+    elif layout.tensor > 1:
         sizes: dict[str, Any] = {"autotp_size": layout.tensor}
         if upstream.has_vocabulary_parallel_heads():
             # A head that keeps its logits apart saves memory, but evaluation and generation need them whole.
@@ -108,10 +112,6 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
         config["tensor_parallel"] = config.get("tensor_parallel", {}) | sizes
         # The Trainer and DeepSpeed count tensor-parallel ranks differently; each works it out from the rest.
         config.pop("train_batch_size", None)
-    elif file.tensor_size > 1:
-        raise UserError(
-            f"deepspeed={file.name} splits layers over {file.tensor_size} ranks; add layout.tensor={file.tensor_size}."
-        )
     if layout.expert > 1:
         if not file.has_expert_block:
             raise UserError(

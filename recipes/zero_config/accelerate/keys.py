@@ -40,20 +40,69 @@ PARALLELISM = (
     *("parallelism_config_sp_seq_length_is_variable", "parallelism_config_sp_attn_implementation"),
 )
 """Of `parallelism_config`; it ignores any other."""
-SECTIONS = {"deepspeed_config": DEEPSPEED, "fsdp_config": FSDP, "parallelism_config": PARALLELISM}
+FP8 = (
+    *("fp8_backend", "fp8_use_autocast_during_eval", "fp8_margin", "fp8_interval", "fp8_format"),
+    *("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_override_linear_precision", "fp8_opt_level"),
+    *("fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim"),
+)
+"""Of `fp8_config`, where the prefix may be missing; it ignores any other."""
+DYNAMO = (
+    *("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic"),
+    "dynamo_use_regional_compilation",
+)
+"""Of `dynamo_config`, where the prefix may be missing; it ignores any other."""
+MPIRUN = ("mpirun_hostfile",)
+"""Of `mpirun_config`; it ignores any other."""
+SECTIONS = {
+    "deepspeed_config": DEEPSPEED,
+    "fsdp_config": FSDP,
+    "parallelism_config": PARALLELISM,
+    "fp8_config": FP8,
+    "dynamo_config": DYNAMO,
+    "mpirun_config": MPIRUN,
+}
+PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
+"""What accelerate adds to a section's keys where it is missing."""
+SAGEMAKER = (
+    *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "ec2_instance_type"),
+    *("iam_role_name", "image_uri", "profile", "region", "num_machines", "gpu_ids", "base_job_name"),
+    *("pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),
+    *("additional_args", "dynamo_config", "enable_cpu_affinity"),
+)
+"""At the top with `compute_environment: AMAZON_SAGEMAKER`; accelerate stops at any other."""
 TYPES = (
     *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU"),
     *("MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"),
 )
+ALONE = ("NO", "MULTI_CPU")
+"""Types whose ranks accelerate does not start itself: it starts the script once, or mpirun."""
+MULTI_DEVICE = tuple(name for name in TYPES if name.startswith("MULTI_") and name != "MULTI_CPU")
 LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 DEVICES = ("none", "cpu", "nvme")
+PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+BACKENDS = (
+    *("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT"),
+    *("ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON"),
+)
+SWITCH = ("true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0")
+SWITCHES = (
+    *("fsdp_offload_params", "fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"),
+    "fsdp_activation_checkpointing_offload",
+)
+SWITCHES_OF_FSDP1 = ("fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
+"""Keys that take a word of `SWITCH`; those of FSDP1 are not read by FSDP2."""
 CHOICES = {
     ("distributed_type",): TYPES,
     ("mixed_precision",): PRECISIONS,
+    ("dynamo_config", "dynamo_backend"): BACKENDS,
+    ("dynamo_config", "backend"): BACKENDS,
+    ("dynamo_backend",): BACKENDS,
+    ("parallelism_config", "parallelism_config_cp_backend"): ("torch",),
+    ("parallelism_config", "parallelism_config_sp_backend"): ("deepspeed",),
     ("deepspeed_config", "deepspeed_multinode_launcher"): LAUNCHERS,
     ("deepspeed_config", "offload_optimizer_device"): DEVICES,
     ("deepspeed_config", "offload_param_device"): DEVICES,
@@ -62,14 +111,14 @@ CHOICES = {
     ("fsdp_config", "fsdp_auto_wrap_policy"): WRAPS,
     ("fsdp_config", "fsdp_state_dict_type"): STATES,
 }
-"""The values that a key may have; words are compared without case."""
+"""The values that a key may have; words are compared without case, but for those of `EXACT`."""
+EXACT = ("distributed_type", "deepspeed_multinode_launcher")
 IN_THE_FILE = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model"),
 )
 """Keys of `deepspeed_config` that accelerate refuses beside a `deepspeed_config_file`."""
 ONLY_FSDP1 = {
-    "fsdp_sharding_strategy": "fsdp_reshard_after_forward: true (ZeRO-3's behaviour) or false (ZeRO-2's)",
     "fsdp_backward_prefetch": "FSDP2 prefetches by itself",
     "fsdp_forward_prefetch": "FSDP2 prefetches by itself",
     "fsdp_use_orig_params": "FSDP2 always does",

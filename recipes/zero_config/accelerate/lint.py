@@ -26,6 +26,10 @@ def judge(document: Document, path: Path) -> tuple[list[Finding], Path | None]:
 
 
 def _hits(config: Config, folder: Path, file: Path | None) -> Iterator[tuple[str, Hit]]:
+    if rules.sagemaker(config):  # other keys, which other rules are about
+        for hit in rules.environment(config, folder):
+            yield "accelerate-environment", hit
+        return
     for name, rule in rules.RULES.items():
         for hit in rule(config, folder):
             yield name, hit

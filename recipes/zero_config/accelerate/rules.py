@@ -4,6 +4,7 @@ Each takes the YAML and the folder that it is in. `Hit.severity` is "error" wher
 else than the file says, else "warning".
 """
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from ..read import Key
 from ..rule import Config, Hit, Severity
 from ..rules.spelling import nearest
 from . import keys
+from .unread import DEEPSPEED, unread
 
-DEEPSPEED, FSDP = "deepspeed_config", "fsdp_config"
+FSDP = "fsdp_config"
 
 
 def hit(path: Key, value: object, what: str, fix: str, severity: Severity = "error") -> Hit:
@@ -20,8 +22,38 @@ def hit(path: Key, value: object, what: str, fix: str, severity: Severity = "err
     return Hit(path, value, what, fix, severity=severity)
 
 
+def names(config: Config, section: str) -> dict[str, str]:
+    """Return the keys of a section by their full names, as the file writes them: accelerate adds a missing prefix."""
+    prefix = keys.PREFIXES.get(section, "")
+    return {name if str(name).startswith(prefix) else f"{prefix}{name}": name for name in config.section(section)}
+
+
+def environment(config: Config, folder: Path) -> Iterator[Hit]:
+    """Yield an environment other than this machine, whose file accelerate reads as one for SageMaker."""
+    value = config.get("compute_environment", default="LOCAL_MACHINE")
+    if value == "LOCAL_MACHINE":
+        return
+    at = ("compute_environment",)
+    if not sagemaker(config):
+        what = "accelerate reads every environment but LOCAL_MACHINE as SageMaker's, and stops"
+        yield hit(at, value, what, "write LOCAL_MACHINE; on a cluster too, where each machine launches its own ranks")
+        return
+    for name, given in config.value.items():
+        if name not in keys.SAGEMAKER:
+            what = "accelerate stops at this key, which it does not know with compute_environment: AMAZON_SAGEMAKER"
+            yield hit((name,), given, what, "remove it, or write compute_environment: LOCAL_MACHINE")
+    for name in ("ec2_instance_type", "iam_role_name"):
+        if not config.has(name):
+            yield hit((), None, f"`{name}` is missing, at which accelerate stops", f"add {name}")
+
+
+def sagemaker(config: Config) -> bool:
+    """Return whether the file is for SageMaker, whose keys are others."""
+    return config.get("compute_environment") == "AMAZON_SAGEMAKER"
+
+
 def unknown(config: Config, folder: Path) -> Iterator[Hit]:
-    """Yield keys that accelerate rejects, at the top, or ignores, in a section."""
+    """Yield keys that accelerate rejects, at the top, or ignores, in a section; and sections without keys."""
     for name, value in config.value.items():
         if name not in (*keys.TOP, *keys.OLD):
             where = next((section for section, known in keys.SECTIONS.items() if name in known), None)
@@ -29,11 +61,13 @@ def unknown(config: Config, folder: Path) -> Iterator[Hit]:
             fix = f"move it into {where}" if where else f"write {meant}" if meant else "remove it"
             yield hit((name,), value, "accelerate stops at this key, which it does not know", fix)
     for section, known in keys.SECTIONS.items():
-        for name, value in config.section(section).items():
-            if section == FSDP and f"fsdp_{name}" in known:
-                continue
-            if name not in known:
-                meant = nearest(str(name), known)
+        if not isinstance(config.get(section, default={}), dict | None):
+            what = "accelerate expects keys with values here, and stops"
+            yield hit((section,), config.get(section), what, "write one `key: value` per line, or remove it")
+        for full, name in names(config, section).items():
+            if full not in known:
+                value, longer = config.get(section, name), f"{section}_{name}"
+                meant = longer if longer in known else nearest(str(name), known)
                 fix = f"write {meant}" if meant else "remove it"
                 yield hit((section, name), value, "accelerate ignores this key, which it does not know", fix)
 
@@ -45,35 +79,74 @@ def choices(config: Config, folder: Path) -> Iterator[Hit]:
             (), None, "`distributed_type` is missing, at which accelerate stops", "add distributed_type: DEEPSPEED"
         )
     for path, allowed in keys.CHOICES.items():
-        value = config.get(*path)
-        words = [str(one).lower() for one in allowed]
-        if value is None or str(value).lower() in words or (value is False and "no" in words):  # YAML reads no as false
+        place = path if len(path) == 1 else (path[0], names(config, path[0]).get(path[1], path[1]))
+        value = config.get(*place)
+        if value is None or (value is False and path == ("distributed_type",)):  # YAML reads NO as false
+            continue
+        words = [str(one) if path[-1] in keys.EXACT else str(one).lower() for one in allowed]
+        if (str(value) if path[-1] in keys.EXACT else str(value).lower()) in words:
+            continue
+        if value is False and "no" in words:
+            what, fix = "YAML reads a bare no as false, at which accelerate stops", 'write "no", in quotes'
+            yield hit(place, value, what, fix)
             continue
         meant = nearest(str(value), tuple(map(str, allowed)))
         yield hit(
-            path,
+            place,
             value,
             f"not one of {', '.join(map(str, allowed))}",
             f"write {meant}" if meant else "write one of them",
         )
 
 
-def unused_section(config: Config, folder: Path) -> Iterator[Hit]:
-    """Yield sections of another type than the file's."""
-    kind = str(config.get("distributed_type", default="")).upper()
-    for section, needs in ((DEEPSPEED, "DEEPSPEED"), (FSDP, "FSDP")):
-        if config.section(section) and kind in keys.TYPES and kind != needs:
-            what = f"not used with distributed_type: {kind}"
-            yield hit((section,), None, what, f"write distributed_type: {needs}, or remove the section", "warning")
-    if kind == "DEEPSPEED" and not config.section(DEEPSPEED):
-        what = "without deepspeed_config accelerate trains with ZeRO-2"
-        yield hit(("distributed_type",), kind, what, "add deepspeed_config with deepspeed_config_file", "warning")
+def values(config: Config, folder: Path) -> Iterator[Hit]:
+    """Yield values of a type at which accelerate stops, or which it takes for something else."""
+    gpus, kind = config.get("gpu_ids"), str(config.get("distributed_type"))
+    if gpus is not None and not isinstance(gpus, str):
+        numbers = ",".join(map(str, gpus)) if isinstance(gpus, list) else str(gpus)
+        numbers = "all" if kind in keys.MULTI_DEVICE and "," not in numbers else numbers
+        yield hit(("gpu_ids",), gpus, "accelerate stops where this is not text", f'write "{numbers}", in quotes')
+    elif gpus not in (None, "all") and kind in keys.MULTI_DEVICE and _machines(config) <= 1 and "," not in str(gpus):
+        what = f"accelerate stops at a single GPU with distributed_type: {kind}"
+        yield hit(("gpu_ids",), gpus, what, "write all, or at least two numbers")
+    steps, clipping = (DEEPSPEED, "gradient_accumulation_steps"), (DEEPSPEED, "gradient_clipping")
+    value = config.get(*steps)
+    if value not in (None, "auto") and not (str(value).isdigit() and int(str(value)) > 0):
+        yield hit(steps, value, "not a number of steps", "write a whole number above 0, or auto")
+    value = config.get(*clipping)
+    if value not in (None, "auto") and not (_number(value) or -1) >= 0:
+        yield hit(clipping, value, "not a norm", "write a number of at least 0, or auto")
+    flags = {"zero3_init_flag": keys.SWITCH, "zero3_save_16bit_model": ("true", "false")}
+    for name, words in flags.items():
+        value = config.get(DEEPSPEED, name)
+        if value is not None and str(value).lower() not in words:
+            yield hit((DEEPSPEED, name), value, "not a switch", "write true or false")
+
+
+def _number(value: object) -> float | None:
+    """Return the number that accelerate reads from a value's text, or None."""
+    try:
+        return None if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        return None
+
+
+def _machines(config: Config) -> float:
+    return config.number("num_machines") or 1
 
 
 def processes(config: Config, folder: Path) -> Iterator[Hit]:
     """Yield numbers of processes and machines that contradict each other."""
-    machines, rank = config.number("num_machines") or 1, config.number("machine_rank") or 0
+    for name in ("num_processes", "num_machines", "machine_rank"):
+        value = config.get(name)
+        if config.has(name) and (isinstance(value, bool) or not isinstance(value, int)):
+            yield hit((name,), value, "not a whole number", f"write {name}: {0 if name == 'machine_rank' else 1}")
+            return
+    machines, rank = _machines(config), config.number("machine_rank") or 0
     count = config.number("num_processes")
+    if machines < 1:
+        yield hit(("num_machines",), machines, "not a number of machines", "write num_machines: 1")
+        return
     if count is None and str(config.get("distributed_type")).upper() != "NO":
         yield hit((), None, "`num_processes` is missing", "add it, or pass --num_processes to each launch", "warning")
     elif count is not None and (count < 1 or count % machines):
@@ -90,12 +163,16 @@ def processes(config: Config, folder: Path) -> Iterator[Hit]:
     if deepspeed and launcher in keys.LAUNCHERS and launcher != "standard":
         if not config.has(DEEPSPEED, "deepspeed_hostfile"):
             what = f"{launcher} needs deepspeed_hostfile, which is missing"
-            fix = "add it, or write standard, which needs no ssh and is started on each machine"
+            fix = "add deepspeed_hostfile, or write standard, which is started on each machine"
+            fix += "" if config.get("main_process_ip") else ", and add main_process_ip"
             yield hit((DEEPSPEED, "deepspeed_multinode_launcher"), launcher, what, fix)
-    elif not config.has("main_process_ip"):
+    elif config.get("main_process_ip") is None:
         yield hit(
             ("num_machines",), machines, "needs main_process_ip, which is missing", "add the first machine's address"
         )
+    if str(config.get("distributed_type")).upper() == "MULTI_CPU" and config.get("main_process_port") is None:
+        what = "needs main_process_port, at whose absence accelerate stops"
+        yield hit(("num_machines",), machines, what, "add main_process_port: 29500")
 
 
 def json_file(config: Config, folder: Path) -> Iterator[Hit]:
@@ -158,7 +235,7 @@ def fsdp(config: Config, folder: Path) -> Iterator[Hit]:
     """Yield keys of one version of FSDP beside the other, and wrapping that saves nothing."""
     if not config.section(FSDP):
         return
-    section = {name if name.startswith("fsdp_") else f"fsdp_{name}": name for name in config.section(FSDP)}
+    section = names(config, FSDP)
 
     def value(name: str) -> object:
         return config.get(FSDP, section.get(name, name))
@@ -167,12 +244,17 @@ def fsdp(config: Config, folder: Path) -> Iterator[Hit]:
         return (FSDP, section.get(name, name))
 
     version, reshard = (2 if str(value("fsdp_version")) == "2" else 1), value("fsdp_reshard_after_forward")
-    if version == 2 and isinstance(reshard, str) and reshard.lower() not in ("true", "false"):
-        fix = "write true (ZeRO-3's behaviour) or false (ZeRO-2's)"
+    yield from _fsdp_values(version, section, value, at)
+    yield from _hybrid(config, version, value, at)
+    named = "fsdp_reshard_after_forward" in section and not _hybrid_name(reshard)
+    if version == 2 and named and str(reshard).lower() not in keys.SWITCH:
+        fix = f"write {str(str(reshard).upper() != 'SHARD_GRAD_OP').lower()}"
         yield hit(at("fsdp_reshard_after_forward"), reshard, "FSDP2 takes true or false", fix)
-    if version == 1 and isinstance(reshard, bool):
-        what = "accelerate stops: FSDP1, the default, takes the name of a strategy"
-        yield hit(at("fsdp_reshard_after_forward"), reshard, what, "add fsdp_version: 2")
+    if version == 1 and reshard is not None and str(reshard).upper() not in ("FULL_SHARD", "1"):
+        what = "accelerate launch ignores it: FSDP1, the default, reads fsdp_sharding_strategy"
+        word = str(reshard).upper()
+        fix = f"write it as fsdp_sharding_strategy: {word}" if word in keys.STRATEGIES else "add fsdp_version: 2"
+        yield hit(at("fsdp_reshard_after_forward"), reshard, what, fix)
     if version == 2:
         for name, instead in keys.ONLY_FSDP1.items():
             if value(name) is not None:
@@ -184,12 +266,77 @@ def fsdp(config: Config, folder: Path) -> Iterator[Hit]:
             "accelerate stops: FSDP2 has none",
             "write SHARDED_STATE_DICT",
         )
+    loads = "fsdp_cpu_ram_efficient_loading" not in section or value("fsdp_cpu_ram_efficient_loading")
+    if loads and "fsdp_sync_module_states" in section and not value("fsdp_sync_module_states"):
+        what = "accelerate stops: fsdp_cpu_ram_efficient_loading, by default true, needs it"
+        yield hit(at("fsdp_sync_module_states"), value("fsdp_sync_module_states"), what, "remove it")
     if config.on("use_cpu") or str(config.get("distributed_type")).upper() == "MULTI_CPU":
         yield hit(("use_cpu",), True, "on CPUs accelerate makes DDP of it, without a word", "use GPUs, or ZeRO")
     yield from _wrapping(value, at)
     if value("fsdp_activation_checkpointing_offload") and (version == 1 or not value("fsdp_activation_checkpointing")):
         what = "needs fsdp_version: 2 and fsdp_activation_checkpointing: true"
         yield hit(at("fsdp_activation_checkpointing_offload"), True, what, "add them, or remove it")
+
+
+def _fsdp_values(
+    version: int, section: dict[str, str], value: Callable[[str], object], at: Callable[[str], Key]
+) -> Iterator[Hit]:
+    """Yield values of `fsdp_config` that the plugin cannot read; it gets them as text, null as the word None."""
+    for name in (*keys.SWITCHES, *(keys.SWITCHES_OF_FSDP1 if version == 1 else ())):
+        if name in section and str(value(name)).lower() not in keys.SWITCH:
+            yield hit(
+                at(name), value(name), "accelerate stops where it is neither true nor false", "write true or false"
+            )
+    if "fsdp_version" in section and value("fsdp_version") is None:
+        yield hit(at("fsdp_version"), None, "accelerate stops at a version without a value", "write 2")
+    prefetch = value("fsdp_backward_prefetch")
+    if prefetch is not None and str(prefetch).upper() not in (*keys.PREFETCHES, "1", "2"):
+        what = f"not one of {', '.join(keys.PREFETCHES)}"
+        fix = "write BACKWARD_PRE, or remove it" if version == 1 else "remove it: FSDP2 prefetches by itself"
+        yield hit(at("fsdp_backward_prefetch"), prefetch, what, fix)
+    strategy, known = value("fsdp_sharding_strategy"), (*keys.STRATEGIES, "1", "2", "3", "4", "5")
+    if version == 1 and "fsdp_sharding_strategy" in section and str(strategy).upper() not in known:
+        what = f"not one of {', '.join(keys.STRATEGIES)}"
+        yield hit(at("fsdp_sharding_strategy"), strategy, what, "write FULL_SHARD")
+    least = value("fsdp_min_num_params")
+    if str(value("fsdp_auto_wrap_policy")).upper() == "SIZE_BASED_WRAP" and not str(least or 0).isdigit():
+        what = "not a whole number, which YAML only reads without an exponent"
+        yield hit(at("fsdp_min_num_params"), least, what, "write 100000000")
+
+
+def _hybrid_name(value: object) -> str | None:
+    """Return the strategy that shards inside a machine and replicates across machines, or None."""
+    name = str(value).upper()
+    name = keys.STRATEGIES[int(name) - 1] if name in ("4", "5") else name
+    return name if name.startswith("HYBRID_SHARD") else None
+
+
+def _hybrid(config: Config, version: int, value: Callable[[str], object], at: Callable[[str], Key]) -> Iterator[Hit]:
+    """Yield FSDP1's strategies in FSDP2, which has two keys for them: one for ZeRO's stage, one for machines."""
+    if version == 1:
+        return
+    machines, count = _machines(config), config.number("num_processes")
+    for name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
+        given = value(name)
+        if given is None or (name == "fsdp_reshard_after_forward" and not _hybrid_name(given)):
+            continue
+        word = _hybrid_name(given) or str(given).upper()
+        reshard = str(word in ("FULL_SHARD", "1", "HYBRID_SHARD")).lower()
+        said = (
+            f"write fsdp_reshard_after_forward: {reshard}"
+            if name == "fsdp_reshard_after_forward"
+            else (f"remove it, and write fsdp_reshard_after_forward: {reshard}")
+        )
+        if _hybrid_name(given) and machines > 1:
+            each = f"{count / machines:g}" if count else "THE GPUS OF ONE"
+            said += (
+                f", and parallelism_config with parallelism_config_dp_replicate_size: {machines:g} and "
+                f"parallelism_config_dp_shard_size: {each}"
+            )
+        if word in ("NO_SHARD", "3"):
+            said = "write distributed_type: MULTI_GPU, and remove fsdp_config"
+        what = "FSDP2 ignores it" if name == "fsdp_sharding_strategy" else "FSDP2 takes true or false"
+        yield hit(at(name), given, what, said, "warning" if word in ("FULL_SHARD", "1") else "error")
 
 
 def _wrapping(value: Callable[[str], object], at: Callable[[str], Key]) -> Iterator[Hit]:
@@ -207,23 +354,64 @@ def _wrapping(value: Callable[[str], object], at: Callable[[str], Key]) -> Itera
 
 
 def parallelism(config: Config, folder: Path) -> Iterator[Hit]:
-    """Yield sizes whose product is not the number of processes."""
-    sizes = {name: config.number("parallelism_config", name) for name in keys.PARALLELISM if name.endswith("_size")}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    product, count = 1, config.number("num_processes")
-    for name, size in given.items():
-        product *= max(1, int(size))
-        if size < 1:
-            yield hit(("parallelism_config", name), size, "must be at least 1", "write 1")
-    if given and count and product != count:
+    """Yield sizes that are none, whose product is not the number of processes, or that nothing divides by."""
+    at, shard = "parallelism_config", "parallelism_config_dp_shard_size"
+    sizes = {}
+    for name in keys.PARALLELISM:
+        if not name.endswith("_size") or not config.has(at, name):
+            continue
+        size = config.get(at, name)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            yield hit((at, name), size, "must be at least 1, and a whole number", "remove it: without it it is 1")
+            return
+        sizes[name.removeprefix("parallelism_config_").removesuffix("_size")] = size
+    split = {name for name, size in sizes.items() if size > 1}
+    kind = str(config.get("distributed_type"))
+    fsdp2 = kind == "FSDP" and str(config.get(FSDP, names(config, FSDP).get("fsdp_version", ""))) == "2"
+    needs = {"sp": ("DEEPSPEED",), "cp": ("FSDP",), "tp": ("FSDP", *keys.MULTI_DEVICE)}
+    needs["dp_shard"] = ("FSDP", "DEEPSPEED")
+    for name in sorted(split & set(needs)):
+        path = (at, f"parallelism_config_{name}_size")
+        if kind in keys.TYPES and kind not in needs[name]:
+            what = f"with distributed_type: {kind} nothing is divided by it"
+            instead = f"{shard} to {sizes[name] * sizes.get('dp_shard', 1)}"
+            fix = f"remove it, and set {instead}" if kind in needs["dp_shard"] else "remove parallelism_config"
+            yield hit(path, sizes[name], what, fix)
+            return
+        if kind == "FSDP" and not fsdp2:
+            what = "FSDP1, the default, divides nothing by it"
+            yield hit(path, sizes[name], what, "add fsdp_version: 2 to fsdp_config")
+    product, count = math.prod(sizes.values()), config.number("num_processes")
+    left = count / product if count else 1
+    if sizes and left != 1:
         what = f"the sizes multiply to {product}, but num_processes is {count:g}"
-        yield hit(("parallelism_config",), None, what, "set parallelism_config_dp_shard_size to what is left")
+        fix = f"set {shard} to {left * sizes.get('dp_shard', 1):g}, which is left"
+        whole = f"write num_processes: {product}"
+        if fsdp2 and not split & {"dp_shard", "cp"}:
+            whole += ", and write distributed_type: MULTI_GPU, and remove fsdp_config"
+        yield hit((at,), None, what, fix if left.is_integer() else whole)
+    elif config.section(at) and fsdp2 and not split & {"dp_shard", "cp"}:
+        what = "accelerate stops: FSDP2 has nothing to shard over where dp_shard and cp are 1"
+        replicated = sizes.get("dp_replicate", 1)
+        fix = f"set {shard} to {replicated}, and remove parallelism_config_dp_replicate_size"
+        alone = (
+            "remove parallelism_config" if not split else "write distributed_type: MULTI_GPU, and remove fsdp_config"
+        )
+        yield hit((at,), None, what, fix if replicated > 1 else alone)
+    elif "dp_replicate" in split and split & {"tp", "cp"} and "dp_shard" not in split:
+        path = (at, "parallelism_config_dp_replicate_size")
+        what = "accelerate stops: not with tp or cp, unless dp_shard is above 1"
+        sharded = f"set {shard} to {sizes['dp_replicate']}"
+        fewer = f"write num_processes: {product // sizes['dp_replicate']}"
+        yield hit(path, sizes["dp_replicate"], what, f"remove it, and {sharded if kind == 'FSDP' else fewer}")
 
 
 RULES = {
+    "accelerate-environment": environment,
     "accelerate-key": unknown,
     "accelerate-value": choices,
-    "accelerate-section": unused_section,
+    "accelerate-type": values,
+    "accelerate-unread": unread,
     "accelerate-processes": processes,
     "accelerate-json": json_file,
     "accelerate-nvme": nvme,

@@ -77,10 +77,12 @@ def _wrapped(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage in (1, 2, 3) or half:
         by = f"ZeRO stage {config.stage}" if config.stage else half[0]
         what = f"{by} wraps the optimizer, and torch's schedules accept only torch's own"
-        yield Hit(("scheduler", "type"), name, what, f"write {', '.join(known['schedulers'])}")
+        yield Hit(
+            ("scheduler", "type"), name, what, f"remove `scheduler`; DeepSpeed's own: {', '.join(known['schedulers'])}"
+        )
     elif name == "ReduceLROnPlateau":
         what = "DeepSpeed passes it the batch size in place of a loss, so the rate falls whatever the loss does"
-        yield Hit(("scheduler", "type"), name, what, "step it yourself, in your loop")
+        yield Hit(("scheduler", "type"), name, what, "remove `scheduler`, and step it yourself, in your loop")
 
 
 RULES = (

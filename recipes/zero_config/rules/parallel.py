@@ -49,7 +49,8 @@ def _sequence_alone(config: Config, facts: Facts) -> Iterator[Hit]:
 def _tensor_lora(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.lora and _tensor(config) > 1:
         what = "AutoTP replaces the adapters' layers, which breaks them"
-        yield Hit(_TENSOR, _tensor(config), what, "use ZeRO-3 for LoRA, or train without adapters")
+        fix = f"remove `tensor_parallel`; launch.py also splits adapters, with layout.tensor={_tensor(config)}"
+        yield Hit(_TENSOR, _tensor(config), what, fix)
 
 
 def _tensor_stage(config: Config, facts: Facts) -> Iterator[Hit]:
@@ -106,7 +107,7 @@ def _pipeline(config: Config, facts: Facts) -> Iterator[Hit]:
 def _pipeline_tensor(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.pipeline_stages > 1 and _tensor(config) > 1:
         what = "in a pipeline, AutoTP broadcasts over the wrong groups"
-        fix = "remove the block, and shard the layers over the pipeline grid's slice-parallel group"
+        fix = "remove `tensor_parallel`, and shard the layers over the pipeline grid's slice-parallel group"
         yield Hit(_TENSOR, _tensor(config), what, fix)
 
 
@@ -205,7 +206,8 @@ RULES = (
         '"KeyError: Parameter containing:", "loss must be a scalar tensor", '
         "\"'Parameter' object has no attribute 'partition_numel'\"",
         "AutoTP replaces every linear layer that it knows, including lora_A and lora_B.",
-        "Use ZeRO-3 with LoRA.",
+        "Remove the block; ZeRO-3 shards a model that is too large for one GPU. This project's launcher also splits "
+        "adapters, with `layout.tensor=2`.",
         _tensor_lora,
     ),
     Rule(
