@@ -14,12 +14,11 @@ from packaging.utils import canonicalize_name
 
 from recipes.launching import node, paths
 from recipes.launching.kubernetes import manifests
-from recipes.spec import overrides, pages
+from recipes.spec import overrides, pages, run_folder
 from recipes.spec.conversions import from_dict, to_dict
 from recipes.spec.errors import UserError
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import COMPLETE, RunFolder, read_jsonl, write_json
-from recipes.training.start import unsupervised
 from tests.launching import LAUNCH
 from tests.test_launch import launch
 
@@ -304,18 +303,18 @@ def test_a_restarted_node_forgets_the_lost_attempt(tmp_path):
     (run.checkpoints / "checkpoint-5").mkdir(parents=True)
     run.metrics.write_text('{"step": 1}\n')
     node.prepare(run, None, 2)  # half a checkpoint and no whole one: from the start
-    assert not run.metrics.exists() and not run.checkpoints.exists()
+    assert not run.metrics.exists() and not list(run.checkpoints.iterdir())
     for step in (5, 10):
         (run.checkpoints / f"checkpoint-{step}").mkdir(parents=True)
     write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {})
     run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 9)))
     write_json(run.summary, {"stopped": True})
-    assert not unsupervised.is_finished(run)
+    assert not run_folder.is_finished(run)
     node.prepare(run, None, 2)
     assert [row["step"] for row in read_jsonl(run.metrics)] == [1, 2, 3, 4, 5]
     assert [path.name for path in run.checkpoints.iterdir()] == ["checkpoint-5"] and not run.summary.exists()
     write_json(run.summary, {"stopped": False})
-    assert unsupervised.is_finished(run)
+    assert run_folder.is_finished(run)
     assert node.main([str(run.path), "--nodes", "2", "--gpus", "1", "--master-addr", "x", "--master-port", "1"]) == 0
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from ..machine import run_lock
 from ..profiling import conclude
 from ..report import write
-from ..spec.errors import UserError, cannot_write
+from ..spec import run_folder
+from ..spec.errors import UserError, lasting
 from ..spec.run_folder import RunFolder
 from ..training.start import unsupervised
 from ..training.tracking import afterwards
@@ -43,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--master-port", required=True, type=int, metavar="P", help="port on the first node")
     options = parser.parse_args(words)
     run = RunFolder(options.folder)
-    if unsupervised.is_finished(run):
+    if run_folder.is_finished(run):
         print(f"{run.path}: this run has already finished", flush=True)
         return 0
     # One node's lock is the run's; a pod or a job that was moved waits until its predecessor is known to be dead.
@@ -69,7 +70,7 @@ def start(run: RunFolder, options: argparse.Namespace) -> int:
         conclude.at_end(run)
         write.at_end(run)
         afterwards.upload(run)
-    return UNFINISHED if outcome.status == 0 and not unsupervised.is_finished(run) else outcome.status
+    return UNFINISHED if outcome.status == 0 and not run_folder.is_finished(run) else outcome.status
 
 
 def node_rank() -> int:
@@ -99,7 +100,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except Exception as error:
-        reason = str(error) if isinstance(error, UserError) else cannot_write(error, sys.argv[1])
+        reason = str(error) if isinstance(error, UserError) else lasting(error, sys.argv[1])
         if reason is None:
             raise
         print(reason, file=sys.stderr, flush=True)

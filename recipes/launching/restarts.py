@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..spec import deepspeed_file, limits, run_folder
-from ..spec.errors import UserError
+from ..spec.errors import FileUnusable, UserError
 from ..spec.project import program
 from ..spec.recipe import Recipe
 from ..spec.run_folder import COMPLETE, REWIND, RunFolder, append_jsonl
@@ -120,6 +120,8 @@ def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
         try:
             limits.check(preflight.with_dimensions(recipe), ranks, file)
             universal_checkpoint.check(recipe, run, file, ranks)
+        except FileUnusable:  # which fewer ranks would not change
+            raise
         except UserError as error:
             reason = reason or error
         else:
@@ -133,8 +135,9 @@ def prepare(recipe: Recipe, run: RunFolder, ranks: int, checkpoint: Path) -> Non
     Raises:
         UserError: no room for the other form, or DeepSpeed cannot convert it.
     """
-    if universal_checkpoint.is_needed(recipe.layout, run, ranks):
-        written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
-        print(f"{checkpoint} was written by {written_by} ranks; converting it for {ranks}", flush=True)
-        universal_checkpoint.convert(checkpoint)
+    with run_folder.explained(checkpoint):
+        if universal_checkpoint.is_needed(recipe.layout, run, ranks):
+            written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
+            print(f"{checkpoint} was written by {written_by} ranks; converting it for {ranks}", flush=True)
+            universal_checkpoint.convert(checkpoint)
     run_folder.forget_after(run, checkpoint)

@@ -42,6 +42,10 @@ class UserError(Exception):
     """
 
 
+class FileUnusable(UserError):
+    """A file or folder that the system refuses to read or write now, which says nothing about what it holds."""
+
+
 @contextlib.contextmanager
 def errors_only(library: str) -> Iterator[None]:
     """Leave out a library's warnings for a while: they are refused elsewhere, or the user can do nothing about them."""
@@ -64,6 +68,27 @@ _FULL = {
     errno.EDQUOT: "your quota on this disk is used up",
     errno.EROFS: "this disk is read-only",
 }
+_ACCESS = "check with ls -l who may use it and the folders above it"
+_AGAIN = "try again once the disk or the server answers"
+_LASTING = {
+    errno.EACCES: _ACCESS,
+    errno.EPERM: _ACCESS,
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "name a folder",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "remove the links that lead in a circle",
+    errno.EFBIG: "choose a folder on another disk",
+}
+_PASSING = {
+    errno.EIO: _AGAIN,
+    errno.ESTALE: _AGAIN,
+    errno.ETIMEDOUT: _AGAIN,
+    errno.EREMOTEIO: _AGAIN,
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "try again with fewer processes on this machine",
+    errno.ENOMEM: "try again with more memory free",
+}
+"""What to do about errors that a file can have for a moment; another try may succeed."""
 _FULL_TEXTS = {
     "No space left on device": errno.ENOSPC,
     "Disk quota exceeded": errno.EDQUOT,
@@ -87,10 +112,41 @@ def cannot_write(error: BaseException, where: object = None) -> str | None:
         number = cause.errno if isinstance(cause, OSError) and cause.errno in _FULL else None
         number = number or next((known for text, known in _FULL_TEXTS.items() if text in str(cause)), None)
         if number:
-            file = getattr(cause, "filename2", None) or getattr(cause, "filename", None) or where or "a file"
+            file = _file_of(cause) or where or "a file"
             return f"{file}: cannot be written, {_FULL[number]}; free some space or choose a folder on another disk."
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def lasting(error: BaseException, where: object = None) -> str | None:
+    """Return a line about a file that the system refuses for a reason that stays, a full disk included; else None.
+
+    Args:
+        error: what was raised. Of its causes only other errors of the system count: what our own code raises while it
+            handles one is a defect of ours.
+        where: as for `cannot_write`.
+    """
+    cause: BaseException | None = error
+    while isinstance(cause, OSError) and cause.errno not in _LASTING:
+        cause = cause.__cause__ or cause.__context__
+    known = isinstance(cause, OSError) and (_file_of(cause) or where)
+    return cannot_write(error, where) or (of_system(cause, where) if known and isinstance(cause, OSError) else None)
+
+
+def of_system(error: OSError, where: object = None) -> str:
+    """Return a line about any error of the system: the file, the reason, and what to do if that is known."""
+    if full := cannot_write(error, where):
+        return full
+    fix = _LASTING.get(error.errno or 0) or _PASSING.get(error.errno or 0)
+    file = _file_of(error) or where
+    if isinstance(error, FileNotFoundError) and file and os.path.islink(str(file)):
+        return f"{file}: a link to {os.readlink(str(file))}, which is not there; is its disk mounted?"
+    line = f"{file or 'a file'}: {error.strerror or error}"
+    return f"{line}; {fix}." if fix else f"{line}."
+
+
+def _file_of(error: BaseException) -> object:
+    return getattr(error, "filename2", None) or getattr(error, "filename", None)
 
 
 def is_secret(name: str, value: str) -> bool:

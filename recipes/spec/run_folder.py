@@ -1,16 +1,21 @@
 """The run folder: the paths of everything about one run, and which of its checkpoints are complete."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import stat
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from . import files
 from .conversions import from_dict, to_dict
-from .errors import UserError, cannot_write
+from .errors import FileUnusable, UserError, cannot_write, of_system
 from .project import runs
 from .recipe import Recipe
 
@@ -178,12 +183,15 @@ def read_json(path: Path) -> Any:
     """Return a JSON file's content.
 
     Raises:
+        FileUnusable: it cannot be read now.
         UserError: missing, or not JSON; names the line.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file.") from None
+    except OSError as error:
+        raise FileUnusable(of_system(error, path)) from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}).") from None
     except UnicodeDecodeError:
@@ -194,18 +202,8 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` atomically: a reader sees the old file or the complete new one, after a power failure too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+    """Write `value` whole: a reader sees the old file or the complete new one, after a power failure too."""
+    files.write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
@@ -278,43 +276,125 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     held = read_recipe(run).name
     if held != recipe.name:
         raise UserError(f"{run.path} has a run of {held}, not of {recipe.name}; choose another --output-dir.")
-    if run.summary.exists() and not read_json(run.summary).get("stopped"):
+    if is_finished(run):
         raise UserError(f"nothing to resume: the run in {run.path} has finished; start a new one without --resume.")
     if newest_checkpoint(run) is None:
         raise UserError(f"nothing to resume: {run.checkpoints} has no complete checkpoint; start without --resume.")
     return run
 
 
+def is_finished(run: RunFolder) -> bool:
+    """Return whether the run has come to its end, and was not just stopped.
+
+    Raises:
+        UserError: its summary is there and cannot be read.
+    """
+    try:
+        run.summary.stat()
+        return not read_json(run.summary).get("stopped")
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise FileUnusable(of_system(error, run.summary)) from error
+
+
+@contextlib.contextmanager
+def explained(place: Path) -> Iterator[None]:
+    """Say what to do about an error of the system while a run's past is read or put in order.
+
+    A checkpoint that cannot be read now, because a server or a disk does not answer or the files are another user's, is
+    as complete as it was: nothing may be skipped, removed or started again from step 0 for it.
+
+    Args:
+        place: what is read, for errors that do not say which file it was.
+
+    Raises:
+        FileUnusable: the file, the error, and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FileUnusable(
+            f"{of_system(error, place)}\nNo complete checkpoint was touched: start the run again once that is put "
+            "right, or move a checkpoint that stays unreadable elsewhere to resume from the one before it."
+        ) from error
+
+
+_CHECKPOINT = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
+
+
+def checkpoints(run: RunFolder) -> list[Path]:
+    """Return the run's checkpoints, complete or not, the newest first: folders that are named `checkpoint-STEP`.
+
+    Whatever else lies beside them is the user's: `checkpoint-9-backup`, for instance.
+
+    Raises:
+        FileUnusable: they cannot be read now.
+    """
+    found = []
+    with explained(run.checkpoints):
+        try:
+            names = os.listdir(run.checkpoints)
+        except FileNotFoundError:
+            if run.checkpoints.is_symlink():  # to a disk that is not mounted
+                raise
+            return []
+        for name in filter(_CHECKPOINT.fullmatch, names):
+            # A link that leads nowhere is an error: a checkpoint that was moved to another disk is not incomplete.
+            if stat.S_ISDIR((run.checkpoints / name).stat().st_mode):
+                found.append(run.checkpoints / name)
+    return sorted(found, key=step_of, reverse=True)
+
+
 def newest_checkpoint(run: RunFolder) -> Path | None:
-    """Return the complete checkpoint of the highest step, or None."""
-    marked = [marker.parent for marker in run.checkpoints.glob(f"checkpoint-*/{COMPLETE}")]
-    return next(filter(is_complete, sorted(marked, key=step_of, reverse=True)), None)
+    """Return the complete checkpoint of the highest step, or None.
+
+    Raises:
+        FileUnusable: that cannot be read now.
+    """
+    return next((one for one in checkpoints(run) if is_marked(one) and truncated(one) is None), None)
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Return whether every file of a checkpoint that is marked complete still has the size with which it was written.
+def is_marked(checkpoint: Path) -> bool:
+    """Return whether every rank had finished writing a checkpoint.
+
+    Raises:
+        FileUnusable: that cannot be read now.
+    """
+    with explained(checkpoint):  # its folder is read, since a network file system may remember that a file is missing
+        return COMPLETE in os.listdir(checkpoint)
+
+
+def truncated(checkpoint: Path) -> str | None:
+    """Return the name of a file of a marked checkpoint that is missing or has another size than was written, or None.
 
     A power failure or a full disk can truncate files that were already written, the one that says so too.
     `training/checkpoint/digests.py` compares their content.
+
+    Raises:
+        FileUnusable: a file cannot be read now.
     """
     try:
         written = dict(read_json(checkpoint / COMPLETE).get("files", {}))
-    except (UserError, OSError, AttributeError, TypeError, ValueError):
-        return False
-    return all(_size(checkpoint / name) == size for name, size in written.items())
+    except FileUnusable:
+        raise
+    except (UserError, AttributeError, TypeError, ValueError):
+        return COMPLETE
+    with explained(checkpoint):
+        return next((name for name, size in written.items() if _size(checkpoint / name) != size), None)
 
 
 def sizes(checkpoint: Path) -> dict[str, int]:
     """Return the size of every file in a checkpoint, in bytes."""
-    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(checkpoint)): size for path in files if (size := _size(path)) is not None}
+    found = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(checkpoint)): size for path in found if (size := _size(path)) is not None}
 
 
 def _size(path: Path) -> int | None:
     try:
         with path.open("rb") as file:  # opened, because a network file system may report an old size until then
             return os.fstat(file.fileno()).st_size
-    except OSError:
+    except FileNotFoundError:
         return None
 
 
@@ -334,21 +414,49 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def forget_after(run: RunFolder, checkpoint: Path) -> None:
-    """Remove what the lost steps have left: later and incomplete checkpoints, and the metrics after `checkpoint`."""
-    for folder in run.checkpoints.glob("checkpoint-*"):
-        if step_of(folder) > step_of(checkpoint) or not (folder / COMPLETE).exists():
-            shutil.rmtree(folder)
-    for log in filter(Path.exists, (run.metrics, run.evaluations, run.answers, run.rollouts)):
-        kept = [json.dumps(row) for row in read_jsonl(log) if row["step"] <= step_of(checkpoint)]
-        log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    run.summary.unlink(missing_ok=True)
+def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
+    """Remove what the lost steps have left: later and incomplete checkpoints, and the metrics after `checkpoint`.
+
+    Args:
+        run: the run.
+        checkpoint: what the run resumes from; None: it has no complete checkpoint, and starts again.
+
+    Raises:
+        FileUnusable: something can be neither read nor removed; what is complete is still there.
+    """
+    last = step_of(checkpoint) if checkpoint else -1
+    for folder in checkpoints(run):
+        if step_of(folder) > last or not is_marked(folder):
+            with explained(folder):
+                remove_checkpoint(folder)
+    with explained(run.path):
+        for log in filter(Path.exists, (run.metrics, run.evaluations, run.answers, run.rollouts)):
+            if kept := [row for row in read_jsonl(log) if row["step"] <= last]:
+                write_jsonl(log, kept)
+            else:
+                log.unlink()
+        run.summary.unlink(missing_ok=True)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint, which does not count as complete from the first moment; of a link, only the link."""
+    if folder.is_symlink():
+        print(f"{folder}: removing this link; what it leads to, {folder.readlink()}, stays", flush=True)
+        folder.unlink()
+        return
+    (folder / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSONL log; a last line that is cut off is left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a JSONL log anew, atomically."""
+    files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:

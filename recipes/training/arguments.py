@@ -53,7 +53,6 @@ def common_arguments(
         "logging_steps": recipe.logging_steps,
         "save_strategy": "steps" if recipe.save_steps else "no",
         "save_steps": recipe.save_steps or 1,
-        "save_total_limit": recipe.keep_checkpoints,
         "dataloader_num_workers": loader_processes(recipe, on_gpu),
         # Streams: accelerate would read on rank 0 and broadcast, which needs sequences of equal length. Pinned memory
         # lets sequences be copied while the GPU computes.

@@ -15,7 +15,6 @@ from . import distributed
 
 NOISE = {
     "accelerate.accelerator": ["Gradient accumulation steps mismatch"],  # the Trainer's doing, and DeepSpeed is right
-    "transformers.trainer_utils": ["mtime may not be reliable"],  # the fallback is the order that we want
     "DeepSpeed": [
         "Pipeline parallelism does not support overlapped communication",  # so it turns it off
         "ds_autotp_parsed' attribute already exists",

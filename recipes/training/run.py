@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..spec import deepspeed_file, limits
 from ..spec.deepspeed_file import DeepSpeedFile
-from ..spec.errors import UserError, cannot_write, first_line, redact
+from ..spec.errors import UserError, first_line, lasting, redact
 from ..spec.layout import gradient_accumulation_steps
 from ..spec.recipe import Recipe
 from ..spec.run_folder import (
@@ -77,14 +77,14 @@ def main(folder: str) -> None:
     except Rewind as error:
         fail(error, REWIND, trackers)
     except Exception as error:
-        full = cannot_write(error, run.path)
-        if full is None and not rendezvous.is_watched(os.environ) and (lost := unsupervised.lost_peer(error)):
+        refused = lasting(error, run.path)
+        if refused is None and not rendezvous.is_watched(os.environ) and (lost := unsupervised.lost_peer(error)):
             print(lost, file=sys.stderr, flush=True)
             trackers.failed(lost, 1)
             os._exit(1)  # the group of ranks would wait for the one that is gone
-        if full is None:
+        if refused is None:
             raise
-        fail(full, 2, trackers)
+        fail(refused, 2, trackers)
 
 
 def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
@@ -214,7 +214,9 @@ def prepare(
         trackers=trackers,
         metrics=metrics,
         guard=LossGuard(recipe, run),
-        checkpoints=Checkpoints(run, mark, checkpoint_bytes(*sizes), gathered_bytes(*sizes, file.stage)),
+        checkpoints=Checkpoints(
+            run, mark, recipe.keep_checkpoints, checkpoint_bytes(*sizes), gathered_bytes(*sizes, file.stage)
+        ),
         stop=StopOnSignal(watchdog.write_stack),
         watchdog=watchdog,
         evaluation=evaluation,

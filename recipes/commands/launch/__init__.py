@@ -172,7 +172,7 @@ def start(recipe: Recipe, folder: RunFolder, machines: Machines, options: argpar
             conclude.at_end(folder, zero_traffic.of_run)
             write.at_end(folder)  # of a run that has failed, too; here, so that it costs the ranks nothing
         afterwards.upload(folder)
-        if status == 2 and not folder.metrics.exists():
+        if status == 2 and not (options.resume or folder.metrics.exists() or run_folder.checkpoints(folder)):
             # Leave nothing after a mistake that only the ranks could find.
             shutil.rmtree(folder.path, ignore_errors=True)
         return status

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...machine import run_lock
 from ...spec.errors import UserError, redact
 from ...spec.methods.metrics import higher_is_better
 from ...spec.project import IMPORT_ROOT, NAME
-from ...spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_json
+from ...spec.run_folder import RunFolder, checkpoints, is_finished, is_marked, read_json, read_jsonl, write_json
 
 PLAN = "sweep.json"
 """What a sweep is; written before its first trial."""
@@ -72,11 +73,6 @@ def folder_of(folder: Path, trial: int) -> RunFolder:
     return RunFolder(folder / f"trial-{trial:03}")
 
 
-def is_finished(run: RunFolder) -> bool:
-    """Return whether a trial's run has come to its end; it is then not run again."""
-    return run.summary.exists() and not read_json(run.summary).get("stopped")
-
-
 def run(sweep: Sweep, folder: Path, trial: int, start: Callable[[Sequence[str], Path], int]) -> Result:
     """Run or resume a trial, unless it has finished, and return what became of it.
 
@@ -91,10 +87,11 @@ def run(sweep: Sweep, folder: Path, trial: int, start: Callable[[Sequence[str], 
     if is_finished(place):
         return result(place, trial, overrides, 0, log)
     words = [sweep.recipe, sweep.variant, *sweep.options, "--output-dir", str(place.path)]
-    if place.path.exists() and newest_checkpoint(place):
+    if any(map(is_marked, checkpoints(place))):
         words.append("--resume")
-    else:
-        shutil.rmtree(place.path, ignore_errors=True)
+    elif place.path.exists():  # it was interrupted before its first checkpoint
+        run_lock.check(place.path)
+        shutil.rmtree(place.path)
     return result(place, trial, overrides, start([*words, *sweep.fixed, *overrides], log), log)
 
 

@@ -1,32 +1,46 @@
 """Reliable checkpoints: disk and memory are checked before each, and each is marked once it is complete."""
 
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ...machine.capacity import check_disk, check_memory
-from ...spec.errors import UserError
-from ...spec.run_folder import COMPLETE, RunFolder, read_recipe, sizes, write_json
+from ...spec.errors import FileUnusable, UserError, first_line, of_system
+from ...spec.run_folder import (
+    COMPLETE,
+    RunFolder,
+    checkpoints,
+    is_marked,
+    read_recipe,
+    remove_checkpoint,
+    sizes,
+    truncated,
+    write_json,
+)
 from .. import distributed
 from ..checkpoint import digests
+from ..console import say
 
 
 class Checkpoints(TrainerCallback):
     """Checks disk and memory before each save, and marks a checkpoint as complete once every rank has saved."""
 
-    def __init__(self, run: RunFolder, mark: dict[str, Any], needed: int, gathered: int) -> None:
+    def __init__(self, run: RunFolder, mark: dict[str, Any], keep: int, needed: int, gathered: int) -> None:
         """Keep what each save needs.
 
         Args:
             run: the run.
             mark: its fingerprint, which each checkpoint records.
+            keep: how many complete checkpoints stay.
             needed: bytes that one checkpoint takes.
             gathered: bytes of host memory that rank 0 writes it from.
         """
         self.run = run
         self.mark = mark
+        self.keep = keep
         self.needed = needed
         self.gathered = gathered
 
@@ -59,6 +73,22 @@ class Checkpoints(TrainerCallback):
             digests.flush([*folders, folder, self.run.checkpoints])
             write_json(folder / COMPLETE, complete)
             digests.flush([folder])
+            self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Keep the newest complete checkpoints, and what lies beside them that the run has not written.
+
+        Not by the Trainer, which removes by age, links and `checkpoint-9-backup` too, before the new one is complete.
+        """
+        try:
+            own = [one for one in checkpoints(self.run) if not one.is_symlink()]
+            complete = (one for one in own if is_marked(one) and truncated(one) is None)
+            kept = list(islice(complete, self.keep))
+            for old in own[own.index(kept[-1]) + 1 :] if len(kept) == self.keep else ():
+                remove_checkpoint(old)
+        except (OSError, FileUnusable) as error:
+            reason = of_system(error) if isinstance(error, OSError) else first_line(error)
+            say(f"an older checkpoint cannot be removed: {reason}")
 
     def _check_space(self) -> None:
         message = ""

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ...spec.errors import UserError
-from ...spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json
+from ...spec.errors import FileUnusable, UserError
+from ...spec.run_folder import COMPLETE, RunFolder, checkpoints, explained, is_marked, read_json, truncated
 
 BLOCK = 2**18
 """Bytes per read; fits the processor's cache."""
@@ -40,32 +40,61 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
-    """Return the name of a file that is missing or differs from its digest in `record`; None if all are as written."""
+    """Return the name of a file that is missing or differs from its digest in `record`; None if all are as written.
+
+    Raises:
+        FileUnusable: a file cannot be read now.
+    """
     digests = read_json(checkpoint / record).get("digests", {})
 
     def differs(name: str) -> bool:
         try:
-            return of_file(checkpoint / name) != digests[name]
-        except OSError:
-            return True
+            with explained(checkpoint / name):
+                return of_file(checkpoint / name) != digests[name]
+        except FileUnusable as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return True
+            raise
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return next((name for name, bad in zip(digests, pool.map(differs, digests), strict=True) if bad), None)
 
 
 def newest_intact(run: RunFolder) -> Path | None:
-    """Return the newest complete checkpoint whose files are as they were written; None: there is none.
+    """Return the newest complete checkpoint whose files are as they were written; None: the run has written none.
 
-    A damaged one is named and no longer counts as complete.
+    Damaged ones that are newer are named, and set aside under another name.
+
+    Raises:
+        FileUnusable: a checkpoint cannot be read now.
+        UserError: all are damaged.
     """
-    while checkpoint := newest_checkpoint(run):
-        name = damaged(checkpoint)
+    bad: dict[Path, str] = {}
+    for checkpoint in filter(is_marked, checkpoints(run)):
+        name = truncated(checkpoint) or damaged(checkpoint)
         if name is None:
+            for one, file in bad.items():
+                aside = _free_name(one)
+                with explained(one):
+                    one.rename(aside)
+                print(
+                    f"{one / file} is not as it was written (a disk or memory error): skipping this checkpoint, which "
+                    f"is now {aside.name}; delete it if you do not need it",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return checkpoint
-        said = f"{checkpoint / name} is not as it was written (a disk or memory error); skipping this checkpoint"
-        print(said, file=sys.stderr, flush=True)
-        try:
-            (checkpoint / COMPLETE).rename(checkpoint / "damaged.json")
-        except OSError as error:
-            raise UserError(f"{checkpoint}: cannot set it aside: {error.strerror}.") from error
+        bad[checkpoint] = name
+    if bad:
+        one, file = next(iter(bad.items()))
+        raise UserError(
+            f"{run.checkpoints} has no complete checkpoint any more: {one.name}/{file} is not as it was written (a "
+            "disk or memory error), and no older checkpoint is intact; copy one back, or start a new run."
+        )
     return None
+
+
+def _free_name(checkpoint: Path) -> Path:
+    """Return where a damaged checkpoint is put; the run's next one of this step takes the old name."""
+    names = (f"{checkpoint.name}-damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 1000))))
+    return next(one for one in map(checkpoint.with_name, names) if not one.exists())

@@ -7,7 +7,6 @@ and, at the end, writes the verdict on recorded steps and the report. Restarts a
 import contextlib
 import os
 import re
-import shutil
 import socket
 from collections.abc import Iterator
 
@@ -38,7 +37,7 @@ def kept(run: RunFolder) -> Iterator[None]:
     if rendezvous.is_watched(os.environ):
         yield
         return
-    if is_finished(run):
+    if run_folder.is_finished(run):
         raise UserError(f"{run.path}: this run has already finished.")
     for name, value in ops.environment().items():
         os.environ.setdefault(name, value)
@@ -71,27 +70,16 @@ def lost_peer(error: BaseException) -> str | None:
     )
 
 
-def is_finished(run: RunFolder) -> bool:
-    """Return whether the run has finished, and was not just stopped."""
-    try:
-        return not run_folder.read_json(run.summary)["stopped"]
-    except UserError:  # it is not there; or rank 0 has just removed that of a run that was stopped
-        return False
-
-
 def prepare(run: RunFolder, world_size: int) -> None:
     """Prepare the folder for the first start, or for a restart after steps were lost; before any rank reads it.
 
     Raises:
-        UserError: the newest checkpoint cannot be converted for so many ranks.
+        UserError: the newest checkpoint cannot be read now, or not be converted for so many ranks.
     """
     checkpoint = digests.newest_intact(run)
     if checkpoint:
         print(f"resuming from {checkpoint}", flush=True)
-        if universal_checkpoint.is_needed(run_folder.read_recipe(run).layout, run, world_size):
-            universal_checkpoint.convert(checkpoint)
-        run_folder.forget_after(run, checkpoint)
-        return
-    for lost in (run.metrics, run.evaluations, run.answers, run.rollouts, run.summary):
-        lost.unlink(missing_ok=True)
-    shutil.rmtree(run.checkpoints, ignore_errors=True)
+        with run_folder.explained(checkpoint):
+            if universal_checkpoint.is_needed(run_folder.read_recipe(run).layout, run, world_size):
+                universal_checkpoint.convert(checkpoint)
+    run_folder.forget_after(run, checkpoint)

@@ -1,0 +1,70 @@
+"""Write files whole: a full disk, a kill or a power failure leaves the old file as it was."""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Yield a new empty file next to `path`, which replaces it at the end of the `with` block.
+
+    A link stays a link, and what it leads to is replaced; the old file's mode and, as far as possible, its owner are
+    kept. A device or a pipe is yielded itself: nothing may take the place of /dev/null.
+
+    Args:
+        path: the file; folders above it are made.
+
+    Raises:
+        OSError: names `path`, which is unchanged.
+    """
+    target = Path(os.path.realpath(path))
+    draft = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.part{target.suffix[:20]}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        old = target.stat() if target.exists() else None
+        if old and stat.S_ISDIR(old.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if old and not stat.S_ISREG(old.st_mode):
+            yield target
+            return
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        yield draft
+        if old:
+            with contextlib.suppress(PermissionError):
+                os.chown(draft, old.st_uid, old.st_gid)
+            draft.chmod(stat.S_IMODE(old.st_mode))
+        written = os.open(draft, os.O_RDONLY)
+        try:
+            os.fsync(written)
+        finally:
+            os.close(written)
+        draft.replace(target)
+    except OSError as error:
+        _discard(draft)
+        if error.filename in (None, str(draft)):  # the user knows only the file's own name
+            error.filename, error.filename2 = str(path), None
+        raise
+    except BaseException:
+        _discard(draft)
+        raise
+
+
+def _discard(draft: Path) -> None:
+    with contextlib.suppress(OSError):
+        draft.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole, as UTF-8 and with its line ends as they are."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole."""
+    with beside(path) as draft:
+        draft.write_bytes(content)
