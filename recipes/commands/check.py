@@ -24,6 +24,7 @@ from ..zero_config.model import hidden_size
 from ..zero_config.read import Document, Unreadable, located, parse, read
 from ..zero_config.resolve import Numbers, Unresolvable, resolve
 from ..zero_config.rule import Facts, Finding, model_config
+from ..zero_config.rules import hf_trainer
 from .main import Parser
 
 
@@ -35,6 +36,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     arguments = parser().parse_args(words)
     facts = facts_of(arguments)
+    if arguments.format == "text":
+        for name, _ in arguments.argument:
+            if name not in hf_trainer.ARGUMENTS:
+                print(f"--argument {name}: the Trainer compares nothing in the file with it")
     reports = [report for file in arguments.files for report in check_all(file, facts, arguments)]
     if arguments.format == "json":
         print(json.dumps([report.as_json() for report in reports], indent=2, default=str))

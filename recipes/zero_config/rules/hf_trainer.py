@@ -1,8 +1,11 @@
 """Rules about what the Hugging Face Trainer does with a config."""
 
+import math
+import re
 from collections.abc import Iterator
 
 from ..model import hidden_size
+from ..read import Key
 from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule, shown
 
 
@@ -68,30 +71,67 @@ def _hidden_size(config: Config, facts: Facts) -> Iterator[Hit]:
 _COMPARED = {
     ("train_micro_batch_size_per_gpu",): "per_device_train_batch_size",
     ("gradient_accumulation_steps",): "gradient_accumulation_steps",
+    ("train_batch_size",): "ranks x per_device_train_batch_size x gradient_accumulation_steps",
     ("gradient_clipping",): "max_grad_norm",
-    ("fp16", "enabled"): "fp16",
-    ("bf16", "enabled"): "bf16",
+    ("fp16", "enabled"): "fp16 or fp16_full_eval",
+    ("bf16", "enabled"): "bf16 or bf16_full_eval",
     ("optimizer", "params", "lr"): "learning_rate",
+    ("optimizer", "params", "betas"): "[adam_beta1, adam_beta2]",
     ("optimizer", "params", "eps"): "adam_epsilon",
     ("optimizer", "params", "weight_decay"): "weight_decay",
     ("scheduler", "params", "warmup_max_lr"): "learning_rate",
     ("scheduler", "params", "warmup_num_steps"): "warmup_steps",
     ("scheduler", "params", "total_num_steps"): "max_steps",
 }
-"""Keys whose fixed values the Trainer compares with its arguments; `train_batch_size` has a rule of its own."""
+"""Keys whose fixed values the Trainer compares, and with what (transformers 5.22.2, `HfTrainerDeepSpeedConfig`)."""
+ARGUMENTS = tuple(sorted({word for told in _COMPARED.values() for word in re.findall(r"\w+_\w+|[bf][pf]?16", told)}))
+"""The TrainingArguments that are compared."""
+_WARNED_ELSEWHERE = (("train_batch_size",), ("fp16", "enabled"), ("bf16", "enabled"))
+"""Keys about which nothing is said where the arguments are not known: precision is fixed more often than not."""
+
+
+def _told(facts: Facts) -> dict[Key, object]:
+    """Return the values that the Trainer compares keys with, as far as its arguments are known."""
+    known = facts.arguments or {}
+    told = {path: known[name] for path, name in _COMPARED.items() if name in known}
+    sizes = (facts.world_size, *(known.get(name) for name in _COMPARED[("train_batch_size",)].split(" x ")[1:]))
+    if all(isinstance(size, int) for size in sizes):
+        told[("train_batch_size",)] = math.prod(sizes)
+    switches = {kind: [known.get(f"{kind}{use}") for use in ("", "_full_eval")] for kind in ("fp16", "bf16")}
+    for kind, other in (("fp16", "bf16"), ("bf16", "fp16")):
+        # Both at once are refused, so what is on says that the other is off.
+        if any(switches[kind]) or any(switches[other]) or None not in switches[kind]:
+            told[(kind, "enabled")] = any(switches[kind])
+    if "adam_beta1" in known and "adam_beta2" in known:
+        told[("optimizer", "params", "betas")] = [known["adam_beta1"], known["adam_beta2"]]
+    steps, warmup = told.pop(("scheduler", "params", "total_num_steps"), None), known.get("warmup_steps")
+    if isinstance(steps, int) and steps > 0:  # otherwise it follows from the data
+        told[("scheduler", "params", "total_num_steps")] = steps
+    # The Trainer never asks for a warm-up of 0 steps, which DeepSpeed refuses.
+    path = ("scheduler", "params", "warmup_num_steps")
+    if isinstance(warmup, (int, float)) and 0 < warmup < 1:
+        told.pop(path)
+        if isinstance(steps, int) and steps > 0:
+            told[path] = max(1, math.ceil(steps * warmup))
+    elif isinstance(warmup, (int, float)):
+        told[path] = max(1, int(warmup))
+    return told
 
 
 def _fixed(config: Config, facts: Facts) -> Iterator[Hit]:
-    known = facts.arguments or {}
+    told = _told(facts)
     for path, argument in _COMPARED.items() if facts.trainer == "hf" else ():
         value = config.get(*path)
-        if argument in known:
-            # The Trainer never asks for a warm-up of 0 steps, which DeepSpeed refuses.
-            right = 1 if argument == "warmup_steps" and known[argument] == 0 else known[argument]
-            if value not in (None, "auto", right):
-                what = f"{argument} is {shown(right)}, and the Trainer stops where the two differ"
-                yield Hit(path, value, what, f'write "auto", or set {argument} to {shown(value)}', severity="error")
-        elif value not in (None, "auto") and path[-1] != "enabled":  # precision is fixed more often than not
+        if value is None or value == "auto":
+            continue
+        if path in told:
+            if value != told[path]:
+                what = f"{argument} is {shown(told[path])}, and the Trainer stops where the two differ"
+                fix = 'write "auto"'
+                if argument in ARGUMENTS:
+                    fix += f", or set {argument} to {shown(value)}"
+                yield Hit(path, value, what, fix, severity="error")
+        elif path not in _WARNED_ELSEWHERE:
             what = f"the Trainer stops unless {argument} is {shown(value)} too"
             yield Hit(path, value, what, 'write "auto"')
 
