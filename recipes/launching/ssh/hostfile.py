@@ -1,6 +1,7 @@
 """A run's hosts: DeepSpeed's hostfile, read and filtered by the rules of its launcher, and the options it gets.
 
-The file has one `name slots=N` per line; `--include` and `--exclude` are DeepSpeed's too: `host1@host2:0,2`.
+The file has one `name slots=N` per line, without users' names and ports; `--include` and `--exclude` are DeepSpeed's
+too: `host1@host2:0,2`.
 """
 
 import os
@@ -94,8 +95,9 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
         words = line.partition("#")[0].split()
         if not words:
             continue
+        _check_plain(f"{hostfile}:{number}", words[0])
         count = re.fullmatch(r"slots=(\d+)", words[1]) if len(words) == 2 else None
-        if not count or not HOST.fullmatch(words[0]):
+        if not count or ":" in words[0] or not HOST.fullmatch(words[0]):
             raise UserError(
                 f"{hostfile}:{number}: `{line.strip()}` is not a valid hostfile line; write `name slots=8`."
             )
@@ -107,6 +109,27 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
     if not slots:
         raise UserError(f"{hostfile}: no hosts; write one `name slots=8` per line.")
     return slots
+
+
+def _check_plain(place: str, word: str) -> None:
+    """Refuse a user's name, a port and an IPv6 address: DeepSpeed's filters split at `@` and `:`, pdsh at `:`.
+
+    Raises:
+        UserError: says where they go.
+    """
+    if not re.fullmatch(rf"([\w.-]+@)?{HOST.pattern}(?<!:)", word) or not {"@", ":"} & {*word}:
+        return
+    user, _, address = word.rpartition("@")
+    host, _, port = address.partition(":")
+    lines = [f"User {user}"] if user else []
+    if ":" in port:
+        host, lines = "NAME", [f"HostName {address}", *lines]
+    elif port:
+        lines.append(f"Port {port}")
+    raise UserError(
+        f"{place}: {word}: a hostfile has names and IPv4 addresses only; write `{host} slots=8`, and into "
+        f"~/.ssh/config, which ssh and pdsh both read: `Host {host}`, and below it `{'` and `'.join(lines)}`."
+    )
 
 
 def _filtered(

@@ -382,14 +382,14 @@ def parallelism(config: Config, folder: Path) -> Iterator[Hit]:
             what = "FSDP1, the default, divides nothing by it"
             yield hit(path, sizes[name], what, "add fsdp_version: 2 to fsdp_config")
     product, count = math.prod(sizes.values()), config.number("num_processes")
-    left = count / product if count else 1
+    left = count / product if count else 1.0
     if sizes and left != 1:
         what = f"the sizes multiply to {product}, but num_processes is {count:g}"
         fix = f"set {shard} to {left * sizes.get('dp_shard', 1):g}, which is left"
         whole = f"write num_processes: {product}"
         if fsdp2 and not split & {"dp_shard", "cp"}:
             whole += ", and write distributed_type: MULTI_GPU, and remove fsdp_config"
-        yield hit((at,), None, what, fix if left.is_integer() else whole)
+        yield hit((at,), None, what, fix if left % 1 == 0 else whole)
     elif config.section(at) and fsdp2 and not split & {"dp_shard", "cp"}:
         what = "accelerate stops: FSDP2 has nothing to shard over where dp_shard and cp are 1"
         replicated = sizes.get("dp_replicate", 1)

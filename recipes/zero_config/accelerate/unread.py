@@ -10,7 +10,7 @@ from ..rule import Config, Hit
 from . import keys
 
 DEEPSPEED = "deepspeed_config"
-_UNSET = (None, False, "", "no", "NO", [], {})
+_UNSET: tuple[object, ...] = (None, False, "", "no", "NO", [], {})
 """What says nothing. accelerate's own questionnaire writes some of these for every type."""
 _TPU = ("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
 
@@ -100,7 +100,7 @@ def _launcher(config: Config) -> str:
 def _machines(config: Config) -> Iterator[Hit]:
     """Yield keys for several machines that the launcher does not read."""
     several, launcher = (config.number("num_machines") or 1) > 1, _launcher(config)
-    hosts = ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter")
+    hosts: tuple[str, ...] = ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter")
     if not several and launcher != "standard":
         hosts += ("deepspeed_multinode_launcher",)
     if not several or launcher == "standard":

@@ -93,9 +93,10 @@ _WARNED_ELSEWHERE = (("train_batch_size",), ("fp16", "enabled"), ("bf16", "enabl
 def _told(facts: Facts) -> dict[Key, object]:
     """Return the values that the Trainer compares keys with, as far as its arguments are known."""
     known = facts.arguments or {}
-    told = {path: known[name] for path, name in _COMPARED.items() if name in known}
-    sizes = (facts.world_size, *(known.get(name) for name in _COMPARED[("train_batch_size",)].split(" x ")[1:]))
-    if all(isinstance(size, int) for size in sizes):
+    told: dict[Key, object] = {path: known[name] for path, name in _COMPARED.items() if name in known}
+    names = _COMPARED[("train_batch_size",)].split(" x ")[1:]
+    sizes = [size for size in (facts.world_size, *map(known.get, names)) if isinstance(size, int)]
+    if len(sizes) == 1 + len(names):
         told[("train_batch_size",)] = math.prod(sizes)
     switches = {kind: [known.get(f"{kind}{use}") for use in ("", "_full_eval")] for kind in ("fp16", "bf16")}
     for kind, other in (("fp16", "bf16"), ("bf16", "fp16")):
