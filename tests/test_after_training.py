@@ -89,7 +89,7 @@ def test_six_commands_lead_from_data_to_an_endpoint(kind, engine, folder):
         answer = typed(folder, here(ask, url)).strip()
         asked = [{"role": "user", "content": ask[-1]}]
         options = {"temperature": 0, "max_tokens": 96}
-        assert answer == server.answers(server.connect(url), [asked], options)[0].strip()
+        assert answer == server.answers(server.connect(url), [asked], options)[0].message["content"].strip()
         assert json.loads(answer)["name"]
         typed(folder, here(evaluate, url))
     trained, written, served = read_json(RunFolder(folder / RUN).evaluation)["models"]

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import comb
 from pathlib import Path
@@ -23,11 +24,12 @@ from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import RunFolder, append_jsonl, read_json, write_json, write_recipe
 from recipes.spec.samples import PREFERENCES, TINY_MODEL
 from recipes.training import export
+from recipes.training.data import tokenize
 from recipes.training.data.collate import Collator
 from recipes.training.parallel import scores
 from recipes.training.parallel.scores import Layout
 
-SHORT = overrides.apply(pages.find("tiny", "full"), ["data.max_new_tokens=12"])
+SHORT = overrides.apply(pages.find("tiny", "full"), ["data.max_new_tokens=96"])
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def data(tmp_path_factory):
 def run(data, tmp_path):
     """Write the folder of a run whose export is the base model itself."""
     folder = RunFolder(tmp_path / "run")
-    changes = [f"data.path={data}", f"data.validation={data}", "data.metric=exact_match", "data.max_new_tokens=12"]
+    changes = [f"data.path={data}", f"data.validation={data}", "data.metric=exact_match", "data.max_new_tokens=96"]
     write_recipe(folder, overrides.apply(pages.find("tiny", "full"), changes))
     append_jsonl(folder.metrics, {"step": 4, "loss": 0.5, "tokens": 1000, "seconds": 12.0})
     shutil.copytree(TINY_MODEL, folder.export)
@@ -131,8 +133,9 @@ def test_a_run_is_measured_as_it_measures_itself_and_beside_its_base(run, capsys
     with alone():
         held_out = read(run_data.read(run.path).recipe, None, None, None)
         model, tokenizer = export.load(run.export), export.load_tokenizer(run.export)
-        turns = held_out.examples["messages"]
-        assert scores.exact_match(model, tokenizer, turns, 12, synced_gpus=False, layout=Layout()) == 0.5
+        sequences, _ = tokenize.tokenized(held_out.examples, replace(held_out.recipe, packing=False), tokenizer)
+        found = scores.exact_match(model, tokenizer, sequences, 96, synced_gpus=False, layout=Layout())
+    assert found == {"exact_match": 0.5}
     assert run.report_page.exists()
     text.show(write.document(run_data.read(run.path)))
     shown = capsys.readouterr().out
@@ -145,10 +148,6 @@ def test_the_loss_is_the_runs_and_of_every_example(run, data, capsys):
     with alone():
         held_out = read(None, data, "loss", None)
         model, tokenizer = export.load(export.Path(TINY_MODEL)).eval(), export.load_tokenizer(TINY_MODEL)
-        from dataclasses import replace
-
-        from recipes.training.data import tokenize
-
         sequences, _ = tokenize.tokenized(held_out.examples, replace(held_out.recipe, packing=False), tokenizer)
         ours = scores.loss_per_token(model, sequences, Collator(tokenizer.pad_token_id), 2, Layout())
     assert found["score"] == pytest.approx(ours, rel=1e-5)
@@ -188,6 +187,54 @@ def test_a_server_is_one_of_the_models(run, server, data, capsys):
     first, second = json.loads(capsys.readouterr().out)["models"]
     assert first["values"] == [1, 1, 1, 0, 0, 0] and second["values"] == [0, 0, 0, 0, 0, 1]
     assert read_json(run.evaluation)["pairs"][0]["worse"] == 3 and read_json(run.evaluation)["pairs"][0]["better"] == 1
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"first": 1}}}
+SAID = {**CALL, "id": "1", "function": {"name": "add", "arguments": '{"first":1}'}}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said", "right"),
+    [
+        ({"content": "Yes."}, {"content": " Yes.\n"}, True),
+        ({"content": "Yes."}, {"content": "<think>\n\n</think>\n\nYes."}, True),
+        ({"content": "Yes."}, {"content": "Hm.\n</think>\n\nYes."}, True),
+        ({"content": "Yes."}, {"content": "Yes.", "finish_reason": "length"}, False),
+        ({"content": "Yes."}, {"content": "Yes.", "tool_calls": [SAID]}, False),
+        ({"content": "", "tool_calls": [CALL]}, {"content": None, "tool_calls": [SAID]}, True),
+        ({"content": "", "tool_calls": [CALL]}, {"content": ""}, False),
+        ({"content": "Yes.", "reasoning_content": "Hm."}, {"content": "Yes.", "reasoning": "Hm. "}, True),
+        ({"content": "<think>Hm.</think>Yes."}, {"content": "Yes.", "reasoning_content": "Hm."}, True),
+        ({"content": "<think>Hm.</think>Yes."}, {"content": "<think>Er.</think>Yes."}, False),
+    ],
+)
+def test_a_servers_answer_is_compared_by_what_it_says_and_calls(server, tmp_path, monkeypatch, wanted, said, right):
+    """The server gets the tools and everything before the last answer, in OpenAI's form."""
+    address, handler = server
+    asked = []
+
+    def answer(self):
+        asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        reason = said.get("finish_reason", "stop")
+        self.answer({"choices": [{"message": {"role": "assistant", **said}, "finish_reason": reason}]})
+
+    monkeypatch.setattr(handler, "do_POST", answer)
+    before = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2"},
+    ]
+    turns = [*before, {"role": "assistant", **wanted}, {"role": "user", "content": "Thanks."}]
+    file = tmp_path / "tools.jsonl"
+    file.write_text(json.dumps({"messages": turns, "tools": TOOLS}) + "\n")
+    found = score.of(Server(address, "parrot"), read(None, file, "exact_match", None))
+    assert found.sums == [right] and found.cut_off == ("finish_reason" in said)
+    (request,) = asked
+    assert request["tools"] == TOOLS and len(request["messages"]) == 3
+    call, result = request["messages"][1:]
+    assert call["tool_calls"][0]["function"]["arguments"] == '{"first": 1}'
+    assert call["tool_calls"][0]["id"] == result["tool_call_id"]
 
 
 def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypatch):
@@ -235,7 +282,7 @@ test_split: test
 output_type: generate_until
 doc_to_text: "{{{{messages[0].content}}}}"
 doc_to_target: "{{{{messages[-1].content}}}}"
-generation_kwargs: {{until: [], do_sample: false, max_gen_toks: 12}}
+generation_kwargs: {{until: [], do_sample: false, max_gen_toks: 96}}
 filter_list:
   - name: strip
     filter: [{{function: regex, regex_pattern: '(?s)^\\s*(.*?)\\s*$'}}, {{function: take_first}}]

@@ -74,7 +74,7 @@ def test_the_metric_is_measured_on_a_sample_during_training(ranks, tmp_path, sam
     run, screen = train(ranks, tmp_path, samples, "full", eval_steps=1, eval_examples=3, max_steps=3, save_steps=2)
     rows = read_jsonl(run.evaluations)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert [set(row) - {"step", "loss"} for row in rows] == [
+    assert [set(row) - {"step", "loss", "cut_off"} for row in rows] == [
         {"exact_match"},
         {"sampled_exact_match"},
         {"sampled_exact_match"},

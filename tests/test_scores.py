@@ -1,6 +1,7 @@
 """What held-out scores count: whole answers, sums of log-probabilities, no filler; and an export check that fails."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 
-from recipes.spec.recipe import Layout
+from recipes.spec.recipe import Data, Layout
+from recipes.spec.samples import TINY_MODEL
 from recipes.training import export
+from recipes.training.data import tokenize
+from recipes.training.data.questions import generation_prompt, question
 from recipes.training.model.generate import generate
 from recipes.training.parallel import pipeline, scores
 from tests.conftest import conversation
+from tests.small import small
+from tests.test_masks import MARKED, TOOL_TURNS, TOOLS, TURNS, tokenizer_with
 
 
 @pytest.fixture
@@ -35,27 +41,183 @@ def tokenizer(model_folder):
 
 
 @pytest.fixture(scope="module")
-def answered(model, tokenizer):
+def speaker():
+    """Return the model that ships with the project, which ends its answers, and its tokenizer."""
+    return AutoModelForCausalLM.from_pretrained(TINY_MODEL).eval(), AutoTokenizer.from_pretrained(TINY_MODEL)
+
+
+@pytest.fixture(scope="module")
+def answered(speaker):
     """Return a conversation whose answer is what the model says."""
-    question = conversation("Count to 3, please.", "")["messages"][:1]
-    answer = generate(model, tokenizer, [question], 8)[0]
+    asked = conversation("Count to 3, please.", "")["messages"][:1]
+    answer = generate(*speaker, [asked], 99)[0]
     assert answer
-    return [*question, {"role": "assistant", "content": answer}]
+    return [*asked, {"role": "assistant", "content": answer}]
+
+
+def sequence(tokenizer, turns, tools=None, given=0, **changes):
+    """Return a conversation as it is trained on."""
+    example = {"messages": turns, "tools": tools, "given": given}
+    return tokenize.of_conversation(small("a model", "unread", **changes), tokenizer)(example)
+
+
+def measured(model, tokenizer, sequences, longest=8):
+    """Return what `exact_match` returns, and its answers."""
+    seen = []
+    found = scores.exact_match(
+        model, tokenizer, sequences, longest, synced_gpus=False, layout=Layout(), on_answer=seen.append
+    )
+    return found, seen
 
 
 def exact_match(model, tokenizer, conversations):
-    return scores.exact_match(model, tokenizer, conversations, 8, synced_gpus=False, layout=Layout())
+    sequences = [sequence(tokenizer, turns) for turns in conversations]
+    return measured(model, tokenizer, sequences, 99)[0]["exact_match"]
 
 
-def test_exact_match_is_the_share_of_reproduced_answers(alone, model, tokenizer, answered):
+class Taught:
+    """A model that writes what it has learned from its sequences, token by token, or `instead`."""
+
+    device = "cpu"
+
+    def __init__(self, tokenizer, sequences, ends=None, instead=None):
+        self.padding, self.sequences, self.instead = tokenizer.pad_token_id, sequences, instead
+        self.generation_config = SimpleNamespace(eos_token_id=tokenizer.eos_token_id if ends is None else ends)
+
+    def generate(self, input_ids, attention_mask, max_new_tokens, **_):
+        answers = []
+        for tokens, mask in zip(input_ids, attention_mask, strict=True):
+            prompt = tokens[mask.bool()].tolist()
+            known = [one["input_ids"] for one in self.sequences if one["input_ids"][: len(prompt)] == prompt]
+            answers.append((self.instead or known[0][len(prompt) :])[:max_new_tokens])
+        width = max(map(len, answers))
+        padded = [answer + [self.padding] * (width - len(answer)) for answer in answers]
+        return torch.cat([input_ids, torch.tensor(padded)], dim=1)
+
+
+CONVERSATIONS = {
+    "an answer": (TURNS[:2], None),
+    "the second answer": (TURNS, None),
+    "an answer before a question": (TURNS[:3], None),
+    "a tool call": (TOOL_TURNS[:2], TOOLS),
+    "an answer with a tool's result": (TOOL_TURNS, TOOLS),
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_model_that_writes_what_it_was_taught_is_right(alone, name):
+    """With every template: think blocks, headers and tool calls are part of what it was taught."""
+    tokenizer = tokenizer_with(name)
+    without_tools = name in ("cohere", "cohere2", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5")
+    for what, (turns, tools) in CONVERSATIONS.items():
+        if tools and without_tools:
+            continue
+        learned = sequence(tokenizer, turns, tools)
+        found, (answer,) = measured(Taught(tokenizer, [learned]), tokenizer, [learned], 60)
+        assert found == {"exact_match": 1.0}, (what, answer)
+        if not tools:
+            assert ("No." if what == "the second answer" else "Yes.") in answer.text, what
+        assert ("Adds." in answer.prompt) == ("Adds." in tokenizer.decode(learned["input_ids"])), what
+        other = sequence(
+            tokenizer, [*turns[: len(turns) // 2 * 2 - 1], {"role": "assistant", "content": "Never."}], tools
+        )
+        of_other = other["input_ids"][len(question(learned, generation_prompt(tokenizer)).prompt) :]
+        wrong, _ = measured(Taught(tokenizer, [], instead=of_other), tokenizer, [learned], 60)
+        assert wrong["exact_match"] == 0, what
+        logits = torch.nn.functional.one_hot(torch.tensor([[*learned["input_ids"][1:], 0]])).float()
+        labels = torch.tensor([[*learned["labels"][1:], IGNORED]])
+        assert pipeline.losses_and_mistakes(logits, labels)[0, 1] == 0, "a pipeline finds the same"
+
+
+def test_the_generation_prompt_is_given_where_it_is_in_the_loss_and_not_where_training_has_another():
+    def asked(name):
+        tokenizer = tokenizer_with(name)
+        return tokenizer.decode(question(sequence(tokenizer, TURNS[:2]), generation_prompt(tokenizer)).prompt)
+
+    assert asked("gptoss").endswith("<|start|>assistant")
+    assert asked("qwen3").endswith("<|im_start|>assistant\n")
+    assert asked("qwen3_5_nothink").endswith("<think>\n\n</think>\n\n")
+    assert asked("qwen3_5_think").endswith("<|im_start|>assistant\n<think>\n")
+    assert asked("deepseekv3").endswith("Hi?"), "its generation prompt opens a think block, and training has none"
+    assert asked("nemotron_3_nano").endswith("<|im_start|>assistant\n")
+
+
+def test_reasoning_that_is_not_learned_is_given():
+    tokenizer = tokenizer_with("qwen3")
+    turns = [TURNS[0], {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
+    opening = generation_prompt(tokenizer)
+    found = {
+        name: question(sequence(tokenizer, turns, data=Data(path="unread", thinking=name)), opening)
+        for name in ("learn", "read", "strip")
+    }
+    said = {name: tokenizer.decode(one.answer) for name, one in found.items()}
+    assert said["learn"] == "<think>\nHm.\n</think>\n\nYes.<|im_end|>\n"
+    assert said["read"] == "\n\nYes.<|im_end|>\n" and "Hm." in tokenizer.decode(found["read"].prompt)
+    assert said["strip"] == "<think>\n\n</think>\n\nYes.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "ends", "right", "cut_off"),
+    [
+        ("Yes.<|im_end|>\n", [2], True, False),
+        ("Yes.<|im_end|>Hi?", [2], True, False),
+        ("Yes.", [2], False, True),
+        ("Yes." + " and so on" * 9, [2], False, True),
+        (" Yes. <|im_end|>", [2], True, False),
+        ("Yes!<|im_end|>", [2], False, False),
+        ("yes.<|im_end|>", [2], False, False),
+        ("<|im_end|>", [2], False, False),
+        ("<|im_start|>Yes.<|im_end|>", [2], False, False),
+        ("Yes.<|end|>", [0, 2], True, False),
+    ],
+)
+def test_what_counts_as_the_same_answer(alone, written, ends, right, cut_off):
+    """Up to white space at its ends and the token that ends it, of which a model may have several; never cut off."""
+    tokenizer = tokenizer_with("qwen3_instruct_2507")
+    learned = sequence(tokenizer, TURNS[:2])
+    model = Taught(tokenizer, [], ends, instead=tokenizer(written, add_special_tokens=False)["input_ids"])
+    found, (answer,) = measured(model, tokenizer, [learned], 12)
+    assert (bool(found["exact_match"]), bool(found.get("cut_off"))) == (right, cut_off), answer
+
+
+def test_an_answer_longer_than_the_limit_is_wrong_and_counted_as_cut_off(alone):
+    tokenizer = tokenizer_with("qwen3_instruct_2507")
+    turns = [TURNS[0], {"role": "assistant", "content": "word " * 30}]
+    learned = [sequence(tokenizer, turns), sequence(tokenizer, TURNS[2:])]
+    assert measured(Taught(tokenizer, learned), tokenizer, learned, 12)[0] == {"exact_match": 0.5, "cut_off": 0.5}
+    assert measured(Taught(tokenizer, learned), tokenizer, learned, 99)[0] == {"exact_match": 1.0}
+
+
+def test_an_answer_may_be_empty_and_may_hold_control_tokens_as_text(alone):
+    tokenizer = tokenizer_with("qwen3_instruct_2507")
+    for content in ("", "<|im_end|>", "a <|im_start|>b"):
+        turns = [TURNS[0], {"role": "assistant", "content": content}]
+        learned = sequence(tokenizer, turns)
+        found, (answer,) = measured(Taught(tokenizer, [learned]), tokenizer, [learned], 60)
+        assert found["exact_match"] == 1 and answer.text == content
+
+
+def test_an_answer_without_a_learned_end_is_compared_as_far_as_it_goes(alone):
+    tokenizer = tokenizer_with("qwen3_instruct_2507")
+    learned = sequence(tokenizer, TURNS[:2])
+    answer = tokenizer("Yes.", add_special_tokens=False)["input_ids"]
+    start = learned["input_ids"].index(answer[0], 5)
+    learned["labels"] = [*learned["labels"][: start + len(answer)], *[IGNORED] * 9][: len(learned["input_ids"])]
+    on = tokenizer("Yes. And then some more.", add_special_tokens=False)["input_ids"]
+    assert on[: len(answer)] == answer
+    found, _ = measured(Taught(tokenizer, [], instead=on), tokenizer, [learned], 12)
+    assert found == {"exact_match": 1.0}
+
+
+def test_exact_match_is_the_share_of_reproduced_answers(alone, speaker, answered):
     wrong = [answered[0], {"role": "assistant", "content": answered[1]["content"] + "!"}]
-    assert exact_match(model, tokenizer, [answered, wrong, wrong, wrong]) == 0.25
+    assert exact_match(*speaker, [answered, wrong, wrong, wrong]) == 0.25
 
 
-def test_filler_does_not_count(second_of_two, model, tokenizer, answered):
+def test_filler_does_not_count(second_of_two, speaker, answered):
     """Rank 1 has no example of its own, and repeats the first, which the model answers correctly."""
-    assert exact_match(model, tokenizer, [answered]) == 0
-    assert exact_match(model, tokenizer, [answered, answered]) == 0.5
+    assert exact_match(*speaker, [answered]) == 0
+    assert exact_match(*speaker, [answered, answered]) == 0.5
 
 
 def pair(chosen, rejected):

@@ -65,7 +65,8 @@ def model(name: str, scores: Scores) -> dict[str, Any]:
         low, high = intervals.bootstrap(scores.sums, scores.counts)
         values = [total / count for total, count in zip(scores.sums, scores.counts, strict=True)]
     interval = {"score": scores.value, "low": low, "high": high}
-    answers = {"answers": scores.answers} if scores.answers else {}
+    answers: dict[str, Any] = {"answers": scores.answers} if scores.answers else {}
+    answers |= {"cut_off": scores.cut_off} if scores.cut_off else {}
     return {"name": name, **interval, "seconds": round(scores.seconds, 1), "values": values, **answers}
 
 
@@ -91,6 +92,13 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for one in found["models"]:
         interval = f"{shown(metric, one['low'])} to {shown(metric, one['high'])}"
         yield f"{one['name']:<{width}}  {shown(metric, one['score']):>7}  {interval:>16}  {one['seconds']:>7.1f}"
+    for one in found["models"]:
+        if one.get("cut_off"):
+            yield ""
+            yield (
+                f"{one['name']}: {one['cut_off']} of {examples} answers were cut off at data.max_new_tokens of the run "
+                "and count as wrong"
+            )
     for one in found["pairs"]:
         yield ""
         yield sentence(found, one)

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from ..spec.recipe import Layout
 from ..training import distributed, export
 from ..training.data import tokenize
 from ..training.data.collate import Collator
+from ..training.data.questions import Question, generation_prompt, question
+from ..training.data.thinking import stripped
 from ..training.methods import classify, embed
 from ..training.parallel import scores
 from . import server
@@ -33,6 +36,8 @@ class Scores:
     answers: list[str]
     """What the model has written; empty where it has to write nothing."""
     seconds: float
+    cut_off: int = 0
+    """Answers that had not ended within data.max_new_tokens, which are wrong."""
 
     @property
     def value(self) -> float:
@@ -59,12 +64,28 @@ def of(model: Path | Server, held_out: HeldOut) -> Scores:
 def _of_server(model: Server, held_out: HeldOut) -> Scores:
     if held_out.metric != "exact_match":
         raise UserError(f"{model.address}: a server is measured by exact_match only, not by {held_out.metric}.")
-    asked = [example["messages"][:-1] for example in held_out.examples]
+    if "images" in held_out.examples.column_names:
+        raise UserError(
+            f"{model.address}: evaluate.py shows no images; the run's own last line has the metric on them."
+        )
+    learned = held_out.recipe.data.thinking == "learn"
+    asked, expected = zip(*(_asked(example, learned) for example in held_out.examples), strict=True)
     options = {"temperature": 0, "max_tokens": held_out.recipe.data.max_new_tokens}
-    answers = [answer.strip() for answer in server.answers(model, asked, options)]
-    expected = [example["messages"][-1]["content"].strip() for example in held_out.examples]
-    right = [float(answer == wanted) for answer, wanted in zip(answers, expected, strict=True)]
-    return Scores(right, [1] * len(right), answers, 0.0)
+    answers = server.answers(model, asked, options, [example["tools"] for example in held_out.examples])
+    right = [float(answer.right(wanted)) for answer, wanted in zip(answers, expected, strict=True)]
+    return Scores(
+        right, [1] * len(right), [str(answer) for answer in answers], 0.0, sum(one.cut_off for one in answers)
+    )
+
+
+def _asked(example: Mapping[str, Any], reasoning_learned: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the turns before the assistant's last, which a server is asked to answer, and that turn.
+
+    The turn keeps its reasoning, with which the server's is compared, only where training teaches it.
+    """
+    turns = example["messages"]
+    last = max(at for at, turn in enumerate(turns) if turn["role"] == "assistant")
+    return turns[:last], turns[last] if reasoning_learned else stripped([turns[last]])[0]
 
 
 def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
@@ -122,19 +143,31 @@ def _classes(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
 def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
     if tokenizer.chat_template is None:
         raise UserError("the model's tokenizer has no chat template, so it cannot be asked; choose --metric loss.")
-    answers: list[str] = []
-    conversations = [example["messages"] for example in held_out.examples]
-    scores.exact_match(
+    answers: list[scores.Answer] = []
+    measured = scores.exact_match(
         model,
         tokenizer,
-        conversations,
+        _sequences(tokenizer, held_out),
         held_out.recipe.data.max_new_tokens,
         synced_gpus=False,
         layout=Layout(),
-        on_answer=lambda _, answer: answers.append(answer),
+        on_answer=answers.append,
     )
-    right = [float(said == turns[-1]["content"].strip()) for said, turns in zip(answers, conversations, strict=True)]
-    return Scores(right, [1] * len(right), answers, 0.0)
+    right = [float(answer.right) for answer in answers]
+    texts = [answer.text for answer in answers]
+    return Scores(right, [1] * len(right), texts, 0.0, round(measured.get("cut_off", 0) * len(right)))
+
+
+def questions(tokenizer: Any, held_out: HeldOut) -> list[Question]:
+    """Return what a model with this tokenizer is asked, and what training would have it write."""
+    opening = generation_prompt(tokenizer)
+    return [question(one, opening) for one in _sequences(tokenizer, held_out)]
+
+
+def _sequences(tokenizer: Any, held_out: HeldOut) -> list[dict[str, Any]]:
+    """Return every example as the training of a model with this tokenizer would read it."""
+    recipe = replace(held_out.recipe, model=replace(held_out.recipe.model, path=tokenizer.name_or_path, vision=False))
+    return list(map(tokenize.of_conversation(recipe, tokenizer), held_out.examples))
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """A server that speaks OpenAI's protocol: vLLM, `transformers serve`, SGLang, llama.cpp and the services."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -19,7 +20,7 @@ AT_ONCE = 8
 KEY = "OPENAI_API_KEY"
 """The variable whose value is sent as the key, where it is set."""
 
-Turns = Sequence[Mapping[str, str]]
+Turns = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -52,30 +53,114 @@ def connect(address: str, model: str | None = None) -> Server:
     return Server(address, names[0] if names else "")
 
 
-def answers(server: Server, conversations: Sequence[Turns], options: Mapping[str, Any]) -> list[str]:
-    """Return the answers to conversations, in their order; `options` are those of the protocol."""
+@dataclass(frozen=True)
+class Answer:
+    """An answer of a server: its message, and whether it ended."""
+
+    message: Mapping[str, Any]
+    cut_off: bool
+
+    def __str__(self) -> str:
+        """Return the answer's text, and its tool calls as JSON."""
+        _, content, calls = _parts(self.message)
+        return "\n".join(filter(None, [content, *(json.dumps(call, ensure_ascii=False) for call in calls)]))
+
+    def right(self, wanted: Mapping[str, Any]) -> bool:
+        """Return whether text and tool calls are those of a turn, up to white space; also reasoning, if it has some."""
+        said, expected = _parts(self.message), _parts(wanted)
+        return not self.cut_off and said[1:] == expected[1:] and expected[0] in ("", said[0])
+
+
+def _parts(message: Mapping[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
+    """Return a message's reasoning, text and tool calls; servers without a parser leave reasoning in the text."""
+    from ..training.data.thinking import FIELDS  # with transformers, which generate.py --help does without
+
+    before, _, after = str(message.get("content") or "").rpartition("</think>")
+    inline = before.partition("<think>")[2] if "<think>" in before else before
+    reasoning = next((message[name] for name in FIELDS if message.get(name)), inline)
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    read = [{"name": one["name"], "arguments": _read(one.get("arguments"))} for one in calls]
+    return str(reasoning).strip(), after.strip(), read
+
+
+def _read(arguments: Any) -> Any:
+    """Return a call's arguments, which the protocol has as JSON in a string."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def answers(
+    server: Server, conversations: Sequence[Turns], options: Mapping[str, Any], tools: Sequence[Any] | None = None
+) -> list[Answer]:
+    """Return the answers to conversations, in their order.
+
+    Args:
+        server: is asked.
+        conversations: turns, as the project has them.
+        options: those of the protocol.
+        tools: which the model may call in each conversation, or None.
+
+    Raises:
+        UserError: as `stream`.
+    """
+
+    def answer(turns: Turns, offered: Any) -> Answer:
+        asked = {**options, **({"tools": offered} if offered else {})}
+        with _complete(server, _as_protocol(turns), asked, stream=False) as reply, _unbroken(server):
+            choice = json.loads(reply.read())["choices"][0]
+            return Answer(choice["message"], choice.get("finish_reason") == "length")
+
     with ThreadPoolExecutor(AT_ONCE) as waiting:
-        return list(waiting.map(lambda turns: "".join(stream(server, turns, options, whole=True)), conversations))
+        return list(waiting.map(answer, conversations, tools or [None] * len(conversations)))
 
 
-def stream(server: Server, turns: Turns, options: Mapping[str, Any], whole: bool = False) -> Iterator[str]:
-    """Yield the answer to a conversation in the pieces in which it comes, or `whole`.
+def _as_protocol(turns: Turns) -> list[dict[str, Any]]:
+    """Return turns with tool calls as the protocol has them: with ids, and arguments as JSON in a string."""
+    written: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    for number, turn in enumerate(turns):
+        message = dict(turn)
+        if message.get("tool_calls"):
+            calls = [
+                {"id": f"call_{number}_{at}", **call}
+                | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+                for at, call in enumerate(message["tool_calls"])
+            ]
+            message["tool_calls"], waiting = calls, [call["id"] for call in calls]
+        elif message["role"] == "tool" and waiting:
+            message = {"tool_call_id": waiting.pop(0), **message}
+        written.append(message)
+    return written
+
+
+def stream(server: Server, turns: Turns, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the answer to a conversation in the pieces in which it comes.
 
     Raises:
         UserError: the server cannot be reached, or refuses.
     """
-    named = {"model": server.model} if server.model else {}
-    asked = {**named, "messages": [dict(turn) for turn in turns], "stream": not whole, **options}
-    answer = _request(server.address, "/v1/chat/completions", asked)
-    try:
-        if whole:
-            yield json.loads(answer.read())["choices"][0]["message"].get("content") or ""
-            return
+    answer = _complete(server, [dict(turn) for turn in turns], options, stream=True)
+    with _unbroken(server):
         for line in answer:
             text = line.decode().strip().removeprefix("data:").strip()
             if text.startswith("{"):
                 for choice in json.loads(text).get("choices", ()):
                     yield choice.get("delta", {}).get("content") or ""
+
+
+def _complete(server: Server, messages: list[dict[str, Any]], options: Mapping[str, Any], stream: bool) -> Any:
+    named = {"model": server.model} if server.model else {}
+    return _request(
+        server.address, "/v1/chat/completions", {**named, "messages": messages, "stream": stream, **options}
+    )
+
+
+@contextlib.contextmanager
+def _unbroken(server: Server) -> Iterator[None]:
+    try:
+        yield
     except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(f"{server.address}: the answer broke off ({type(error).__name__}: {error}).") from None
 

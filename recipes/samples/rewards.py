@@ -3,6 +3,7 @@
     python scripts/launch.py tiny grpo reward=recipes/samples/rewards.py:exact_match
     python scripts/launch.py tiny grpo reward=my_rewards.py:right,my_rewards.py:short grpo.reward_weights=1,0.2
 
+`answer` holds all that the model has written, also a thinking model's reasoning; `final` leaves that out.
 `example` holds the fields of the example in the data file, `prompt` (its turns) and `expected`, the answer in the file,
 or None where it has none. An error, a text, a NaN or too long a time ends that example: the answer has no reward.
 Plain Python, standard library only; a file of yours may import what it likes.
@@ -18,15 +19,20 @@ NUMBER = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)\s*([A-Za-z%°€$£/]+)?")
 """A number in a text, and the unit behind it."""
 
 
+def final(text: str) -> str:
+    """Return what a model says after its reasoning, which ends with `</think>` where there is some."""
+    return text.rpartition("</think>")[2].strip()
+
+
 def exact_match(answer: str, example: Example) -> float:
-    """Return 1 for the expected answer, up to white space at its ends; else 0."""
-    return float(answer.strip() == example["expected"].strip())
+    """Return 1 for the expected answer, up to white space at its ends and reasoning before it; else 0."""
+    return float(final(answer) == final(example["expected"]))
 
 
 def json_valid(answer: str, example: Example) -> float:
     """Return 1 for one JSON object and nothing around it; else 0."""
     try:
-        return float(isinstance(json.loads(answer), dict))
+        return float(isinstance(json.loads(final(answer)), dict))
     except (ValueError, RecursionError):
         return 0.0
 
@@ -34,7 +40,7 @@ def json_valid(answer: str, example: Example) -> float:
 def same_facts(answer: str, example: Example) -> float:
     """Return which share of the expected JSON object's values the answer has; what it adds counts against it."""
     try:
-        said, expected = json.loads(answer), json.loads(example["expected"])
+        said, expected = json.loads(final(answer)), json.loads(final(example["expected"]))
     except (ValueError, RecursionError):
         return 0.0
     if not isinstance(said, dict):
@@ -48,7 +54,7 @@ def number_and_unit(answer: str, example: Example) -> float:
 
     The unit is the example's field `unit`, or what stands behind the number in the expected answer.
     """
-    found, wanted = NUMBER.findall(answer), NUMBER.findall(example["expected"])
+    found, wanted = NUMBER.findall(final(answer)), NUMBER.findall(final(example["expected"]))
     if not found or not wanted:
         return 0.0
     (value, unit), (right, right_unit) = found[-1], wanted[-1]

@@ -95,12 +95,15 @@ class Data:
     validation_share: float | Literal["auto"] = 0.0
     """Share of the examples that is held out where `validation` is None; `auto`: 5 %, and at most 500 examples."""
     metric: Literal["loss", "exact_match", "preference_accuracy", "judgement_accuracy"] = "loss"
-    """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked correctly."""
+    """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked correctly.
+
+    `exact_match` compares the last answer of each held-out conversation with everything that training would have the
+    model write there, think blocks and tool calls included, up to white space at its ends."""
     max_pixels: int = 1_000_000
     """Pictures with more pixels are made smaller, in the same proportions, before the model's own processor sees them;
     of models whose pictures are not all of one size, this is what bounds their tokens."""
     max_new_tokens: int = 96
-    """Longest answer that the exact-match metric generates, in tokens."""
+    """Longest answer that the exact-match metric generates, in tokens; one that has not ended by then is wrong."""
     workers: int | None = None
     """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, so that it does not wait for
     the next batch; 0 without a GPU, where they would take cores from the computation, and for streams."""

@@ -3,7 +3,7 @@
     python answer.py MODEL.gguf QUESTIONS.json ANSWERS.json
 
 QUESTIONS has `texts` (whole prompts), `ends` (tokens that end an answer) and `max_new_tokens`; ANSWERS gets the tokens
-of each prompt, as `prompts`, and those of each answer, as `answers`.
+of each prompt, as `prompts`, and those of each answer with the one that ends it, as `answers`.
 """
 
 import json
@@ -22,10 +22,8 @@ def main(model: str, questions: str, answers: str) -> None:
         prompt = llama.tokenize(text.encode(), add_bos=False, special=True)
         said: list[int] = []
         for token in llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
-            if token in asked["ends"]:
-                break
             said.append(token)
-            if len(said) == asked["max_new_tokens"]:
+            if token in asked["ends"] or len(said) == asked["max_new_tokens"]:
                 break
         found["prompts"].append(prompt)
         found["answers"].append(said)

@@ -15,6 +15,7 @@ from ...model_folder import base_model, card, complete, record
 from ...spec.errors import UserError
 from ...spec.run_folder import read_json
 from ...training import export
+from ...training.parallel import scores
 from .. import environment
 from . import modelfile, pre_tokenizer
 
@@ -140,36 +141,34 @@ def _measured(
     say(f"asking both {examples} held-out questions")
     original = score.of(whole, held_out)
     answers = _answers(whole, file, held_out, place, kind)
-    expected = [example["messages"][-1]["content"].strip() for example in held_out.examples]
-    right = [answer == wanted for answer, wanted in zip(answers, expected, strict=True)]
-    same = [answer == theirs for answer, theirs in zip(answers, original.answers, strict=True)]
-    scores = (original.value, sum(right) / examples)
-    return Written(kind, before, file.stat().st_size, scores, examples, sum(same) / examples)
+    right = [answer.right for answer in answers]
+    same = [answer.text == theirs for answer, theirs in zip(answers, original.answers, strict=True)]
+    both = (original.value, sum(right) / examples)
+    return Written(kind, before, file.stat().st_size, both, examples, sum(same) / examples)
 
 
-def _answers(whole: Path, file: Path, held_out: HeldOut, place: Path, kind: str) -> list[str]:
+def _answers(whole: Path, file: Path, held_out: HeldOut, place: Path, kind: str) -> list[scores.Answer]:
     """Return llama.cpp's answers to the held-out questions.
 
     Raises:
         UserError: it reads other tokens than the model was trained on.
     """
     tokenizer = export.load_tokenizer(whole)
-    questions = [example["messages"][:-1] for example in held_out.examples]
-    options = {"add_generation_prompt": True}
-    texts = [tokenizer.apply_chat_template(turns, tokenize=False, **options) for turns in questions]
-    tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    asked_of = score.questions(tokenizer, held_out)
     ends = read_json(whole / "generation_config.json").get("eos_token_id", tokenizer.eos_token_id)
+    stop = {*(ends if isinstance(ends, list) else [ends]), *scores.closing(asked_of, tokenizer)}
     asked = {
-        "texts": texts,
-        "ends": ends if isinstance(ends, list) else [ends],
+        "texts": [tokenizer.decode(one.prompt, clean_up_tokenization_spaces=False) for one in asked_of],
+        "ends": sorted(stop),
         "max_new_tokens": held_out.recipe.data.max_new_tokens,
     }
     (place / "questions.json").write_text(json.dumps(asked))
     _run(kind, ANSWER, file, place / "questions.json", place / "answers.json", place=place)
     found = read_json(place / "answers.json")
-    if found["prompts"] != tokens:
+    if found["prompts"] != [one.prompt for one in asked_of]:
         raise UserError(f"--gguf {kind}: llama.cpp reads other tokens than the model was trained on; use vLLM.")
-    return [tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in found["answers"]]
+    pairs = zip(asked_of, found["answers"], strict=True)
+    return [scores.compared(one, answer, stop, tokenizer) for one, answer in pairs]
 
 
 def _run(kind: str, script: Path, *words: object, place: Path) -> None:

@@ -2,6 +2,7 @@
 
 SHARES = (
     "exact_match",
+    "cut_off",
     "preference_accuracy",
     "judgement_accuracy",
     "accuracy",
@@ -30,5 +31,5 @@ def title(metric: str) -> str:
 
 
 def higher_is_better(metric: str) -> bool:
-    """Return whether a higher value is a better one: all but losses."""
-    return metric != "loss"
+    """Return whether a higher value is a better one: all but losses and cut-off answers."""
+    return metric not in ("loss", "cut_off")

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from ...spec.methods.metrics import shown, title
+from ...spec.project import display
 from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder, append_jsonl, read_jsonl
 from .. import distributed
@@ -45,12 +47,35 @@ class Evaluation(TrainerCallback):
 
     def described(self) -> dict[str, Any]:
         """Return what the export's model card says of the held-out examples, beside the metric after training."""
-        return {"metric": self.metric, "before": self.before(), "held_out": len(self.datasets.held_out or [])}
+        return {"metric": self.metric, "before": self.before(), "held_out": len(self.judged)}
+
+    @property
+    def judged(self) -> Dataset:
+        """The held-out examples that count: as tokens where the run tokenizes them, since too long ones are left out.
+
+        A method that tokenizes by itself gets the examples as they were read.
+        """
+        found = self.datasets.held_out_sequences
+        return self.datasets.held_out if found is None else found
 
     def last_line(self, after: float) -> str:
-        """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
-        what = f"{title(self.metric)} on {len(self.datasets.held_out or [])} held-out examples"
-        return f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}{self._beside()}"
+        """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`.
+
+        A second line says what to change where no answer is right.
+        """
+        what = f"{title(self.metric)} on {len(self.judged)} held-out examples"
+        line = f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}{self._beside()}"
+        return f"{line}\n{self._none_right()}" if self.metric == "exact_match" and after == 0 else line
+
+    def _none_right(self) -> str:
+        cut_off = read_jsonl(self.run.evaluations)[-1].get("cut_off", 0.0)
+        ways = [f"data.max_new_tokens above {self.recipe.data.max_new_tokens}"] if cut_off > 0.5 else []
+        ways += ["more steps", "data.metric=loss for answers in free text"]
+        return (
+            "warning: no answer is right: each has to be, to the letter, the one in the data"
+            + (f", and {cut_off:.0%} were cut off" if cut_off else "")
+            + f".\nTry {', '.join(ways[:-1])} or {ways[-1]}; the first answers are in {display(self.run.answers)}."
+        )
 
     def _beside(self) -> str:
         """Return what the last line adds: the margin of preferences, or the method's second number."""
@@ -93,9 +118,9 @@ class Evaluation(TrainerCallback):
         measured = self.parallel.measure(trainer, sequences) if sequences is not None else {}
         measured = {name: value for name, value in measured.items() if name in ("loss", self.metric)}
         if self.metric not in measured and (with_metric or sequences is None):
-            measured |= self.method.metric(trainer, self.datasets.held_out)
-        elif self.metric not in measured and self.recipe.eval_examples and (held_out := self.datasets.held_out):
-            sample = held_out.select(range(min(self.recipe.eval_examples, len(held_out))))
+            measured |= self.method.metric(trainer, self.judged)
+        elif self.metric not in measured and self.recipe.eval_examples:
+            sample = self.judged.select(range(min(self.recipe.eval_examples, len(self.judged))))
             measured[f"sampled_{self.metric}"] = self.method.metric(trainer, sample)[self.metric]
         trainer.model.train(training)
         return measured

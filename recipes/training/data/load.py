@@ -62,6 +62,15 @@ def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.So
         say(f"held out: {sources.count(held_out)} examples, by data.validation_share")
         return training, held_out
     training, held_out = sources.split_few(found, recipe.seed)
+    if not held_out:
+        count = sources.count(found)
+        few = f", and {sources.FEW[0]:.0%} of {count} is less than one" if count * sources.FEW[0] < 1 else ""
+        fifth = ", and data.validation_share=0.2 holds out a fifth" if len(found) == 1 and count >= 5 else ""
+        say(
+            f"held out: none{few}, so nothing will show what the model does with examples that it has not seen; "
+            f"data.validation=FILE names some{fifth}"
+        )
+        return training, held_out
     say(
         f"held out: {sources.count(held_out)} of {sources.count(found)} examples, drawn with seed {recipe.seed}; "
         "data.validation=FILE names others, and data.validation=none holds out none"

@@ -16,6 +16,8 @@ FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Where a turn has its reasoning beside its content, by the names that chat templates read."""
 BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
 """How a reasoning block begins and ends: in most templates, and in Gemma 4's."""
+CLOSED = (*(close for _, close in BLOCKS), "<|channel|>final<|message|>")
+"""What stands before the answer proper where there may be reasoning; the last in gpt-oss's form."""
 AT_START = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 """A block that an example has in the content itself."""
 
@@ -29,6 +31,13 @@ def _without(turn: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in turn.items() if name not in FIELDS}
     content = kept.get("content")
     return kept | {"content": AT_START.sub("", content, count=1)} if isinstance(content, str) else kept
+
+
+def final(text: str) -> str:
+    """Return what an answer says after its reasoning, without surrounding white space."""
+    for close in CLOSED:
+        text = text.rpartition(close)[2]
+    return text.strip()
 
 
 def unlearned(

@@ -149,12 +149,16 @@ def _answers_fit(example: dict[str, Any], longest: int) -> bool:
 
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:
     progress = {"desc": "tokenizing"} if isinstance(raw, Dataset) else {}
-    if recipe.model.vision:
-        unread = [name for name in raw.column_names if name not in SEEN]
-        return raw.map(conversation(recipe, tokenizer), remove_columns=unread, features=SEEN, **progress)
-    tokenize = _texts(recipe, tokenizer) if recipe.method == "pretrain" else _conversation(recipe, tokenizer)
     batched = recipe.method == "pretrain"
-    return raw.map(tokenize, batched=batched, remove_columns=raw.column_names, features=TOKENS, **progress)
+    tokenize = _texts(recipe, tokenizer) if batched else of_conversation(recipe, tokenizer)
+    features = SEEN if recipe.model.vision else TOKENS
+    unread = [name for name in raw.column_names if name not in features]
+    return raw.map(tokenize, batched=batched, remove_columns=unread, features=features, **progress)
+
+
+def of_conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return the function that gives a conversation's `input_ids` and `labels`."""
+    return conversation(recipe, tokenizer) if recipe.model.vision else _conversation(recipe, tokenizer)
 
 
 def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -7,6 +7,7 @@ device is the rollout, once per step.
 """
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from ...spec.recipe import Recipe
 from ...spec.run_folder import append_jsonl
 from .. import distributed
 from ..console import say
-from ..data import load, updates
+from ..data import load, thinking, updates
 from ..model.control_tokens import conversation_tokens
-from ..model.generate import generate
+from ..model.generate import continued, ends
 from ..parallel import scores
 from ..trainer import RunContext
 from . import sft
@@ -114,8 +115,11 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
             f"data.path: {len(fitting)} of {len(found)} prompts leave room for grpo.max_new_tokens="
             f"{recipe.grpo.max_new_tokens} in sequence_length={recipe.sequence_length}; a step takes {per_step}."
         )
-    if held_out is not None and recipe.metric == "exact_match":
-        _check_answered(held_out)
+    if held_out is not None:
+        for row in held_out:
+            _as_prompt(row)
+        if recipe.metric == "exact_match":
+            _check_answered(held_out)
     left = f"; {len(found) - len(kept)} too long or left over" if len(found) > len(kept) else ""
     say(f"training: {len(kept)} prompts, {recipe.grpo.group_size} answers each{left}")
     sequences = len(kept) * recipe.grpo.group_size * recipe.grpo.iterations
@@ -154,30 +158,50 @@ def _check_answered(held_out: Dataset) -> None:
 def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
     """Return the mean `reward` of the greedy answers, and `exact_match` where each example has an expected answer.
 
-    Answers without a reward are not in the mean. Rank 0 stores its first answers in the run folder.
+    Answers without a reward are not in the mean. What is compared is the text after the reasoning: rewards teach the
+    model to reason in its own way. Rank 0 stores its first answers in the run folder.
     """
     recipe, scorer, gather = trainer.context.recipe, trainer.scorer, trainer.context.recipe.grpo.gather
     stage_3 = trainer.context.file.stage == 3
-    answered: list[tuple[dict[str, Any], str]] = []
+    tokenizer = trainer.processing_class
+    answered: list[tuple[dict[str, Any], list[int]]] = []
     with unwrap_model_for_generation(
         trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gather
     ) as model:
         for batch, count in scores.rank_batches(examples, scores.GENERATION_BATCH, recipe.layout):
-            prompts = [row["messages"][: row["given"]] for row in batch]
+            prompts = [_tokens(tokenizer, _as_prompt(row)) for row in batch]
             longest = recipe.grpo.max_new_tokens
-            said = generate(model, trainer.processing_class, prompts, longest, synced_gpus=stage_3 and not gather)
+            said = continued(model, tokenizer, prompts, longest, synced_gpus=stage_3 and not gather)
             answered += list(zip(batch[:count], said, strict=False))
-    totals = [scorer.total(scorer.scores(answer, scoring.example_of(row))) for row, answer in answered]
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for _, tokens in answered]
+    totals = [
+        scorer.total(scorer.scores(text, scoring.example_of(row)))
+        for (row, _), text in zip(answered, texts, strict=True)
+    ]
     known = [total for total in totals if not math.isnan(total)]
-    expected = [(row["messages"][row["given"]]["content"].strip(), said) for row, said in answered if _has_answer(row)]
-    right = sum(wanted == said for wanted, said in expected)
-    summed, counted, matched, compared = distributed.total(sum(known), len(known), right, len(expected))
+    stop = ends(trainer.model, tokenizer)
+    compared = [(row, _expected(row), _final(tokenizer, tokens, stop)) for row, tokens in answered if _has_answer(row)]
+    right = sum(wanted == said for _, wanted, said in compared)
+    summed, counted, matched, judged = distributed.total(sum(known), len(known), right, len(compared))
     if distributed.is_first():
-        for row, answer in [pair for pair in answered if _has_answer(pair[0])][: sft.SAMPLES]:
-            sample = sft.sample(row["messages"], answer)
+        for row, wanted, answer in compared[: sft.SAMPLES]:
+            prompt = "\n".join(
+                f"{turn['role']}: {turn.get('content') or ''}" for turn in row["messages"][: row["given"]]
+            )
+            sample = sft.sample(prompt, wanted, answer)
             append_jsonl(trainer.context.run.answers, {"step": trainer.state.global_step, **sample})
     measured = {"reward": summed / counted if counted else math.nan}
-    return measured | ({"exact_match": matched / compared} if compared == len(examples) else {})
+    return measured | ({"exact_match": matched / judged} if judged == len(examples) else {})
+
+
+def _expected(row: dict[str, Any]) -> str:
+    return thinking.final(row["messages"][row["given"]]["content"])
+
+
+def _final(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int]) -> str:
+    """Return an answer as it is compared; special tokens stay, since they may separate reasoning from the rest."""
+    bare = tokens[:-1] if tokens and tokens[-1] in stop else tokens
+    return thinking.final(tokenizer.decode(bare, skip_special_tokens=False))
 
 
 def _has_answer(row: dict[str, Any]) -> bool:

@@ -23,12 +23,11 @@ from ..parallel.sequence import PartCollator
 from ..trainer import RunContext, RunTrainer
 from ..vision import answers
 from ..vision.collate import PictureCollator
-from ..vision.content import text_of
 
 SAMPLES = 5
 """Answers that are stored at each evaluation of the metric."""
 LONGEST = 4000
-"""Characters stored of a question and of an answer."""
+"""Characters stored of a prompt, of which the last are kept, and of an answer."""
 GATHER_LIMIT = 2**30
 """Bytes of weights up to which ZeRO-3's shards are gathered once for generation, not per layer and token."""
 
@@ -63,30 +62,34 @@ def trainer(
 
 
 def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
-    """Return `exact_match`, the share of conversations whose last turn greedy decoding reproduces.
+    """Return `exact_match`, the share of last answers that greedy decoding reproduces, and which share was `cut_off`.
 
     Rank 0 stores its first answers in the run folder.
+
+    Args:
+        trainer: of the run.
+        examples: the held-out sequences, one document each.
     """
     recipe, model = trainer.context.recipe, trainer.model
     samples: list[dict[str, Any]] = []
-    conversations, asking = examples["messages"], {}
+    asking: dict[str, Any] = {}
     if recipe.model.vision:
-        conversations = [answers.with_pictures(one["messages"], one["images"]) for one in examples]
         ask = partial(answers.generate, trainer.data_collator.seen, recipe.data.max_pixels)
         asking = {"ask": ask, "batch_size": answers.AT_ONCE}
 
-    def keep(turns: list[dict[str, str]], answer: str) -> None:
+    def keep(answer: scores.Answer) -> None:
         if len(samples) < SAMPLES:
-            samples.append({"step": trainer.state.global_step, **sample(turns, answer)})
+            row = sample(answer.prompt, answer.expected, answer.text)
+            samples.append({"step": trainer.state.global_step, **row})
 
     weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())
     gather = weights <= GATHER_LIMIT
     engine, accelerator = trainer.deepspeed, trainer.accelerator
     with unwrap_model_for_generation(engine, accelerator, gather_deepspeed3_params=gather) as whole:
-        right = scores.exact_match(
+        measured = scores.exact_match(
             whole,
             trainer.processing_class,
-            conversations,
+            examples,
             recipe.data.max_new_tokens,
             synced_gpus=not gather and trainer.context.file.stage == 3,
             layout=recipe.layout,
@@ -95,12 +98,11 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
         )
     for row in samples if distributed.is_first() else ():
         append_jsonl(trainer.context.run.answers, row)
-    return {"exact_match": right}
+    return measured
 
 
-def sample(turns: list[dict[str, str]], answer: str) -> dict[str, str]:
-    """Return one line of `answers.jsonl`: the question, what was expected, and what the model said; long ones cut."""
-    *asked, last = turns
-    question = "\n".join(f"{turn['role']}: {text_of(turn.get('content') or '')}" for turn in asked)
-    texts = {"prompt": question, "expected": last["content"].strip(), "answer": answer}
-    return {name: text if len(text) <= LONGEST else f"{text[:LONGEST]} ..." for name, text in texts.items()}
+def sample(prompt: str, expected: str, answer: str) -> dict[str, str]:
+    """Return one line of `answers.jsonl`: the prompt, what was expected, and what the model wrote; long ones cut."""
+    texts = {"expected": expected, "answer": answer}
+    cut = {name: text if len(text) <= LONGEST else f"{text[:LONGEST]} ..." for name, text in texts.items()}
+    return {"prompt": prompt if len(prompt) <= LONGEST else f"... {prompt[-LONGEST:]}", **cut}

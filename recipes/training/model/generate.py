@@ -1,6 +1,6 @@
 """A model's answers to conversations: greedily to many at once, or one as it is written."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from threading import Thread
 from typing import Any
 
@@ -21,9 +21,34 @@ def generate(
 ) -> list[str]:
     """Return the model's greedy answer to each conversation, without surrounding white space."""
     tokens = [conversation_tokens(tokenizer, turns, add_generation_prompt=True) for turns in prompts]
-    inputs = tokenizer.pad({"input_ids": tokens}, padding_side="left", return_tensors="pt")
+    answers = continued(model, tokenizer, tokens, max_new_tokens, synced_gpus)
+    return [text.strip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
+
+
+def continued(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    synced_gpus: bool = False,
+    end: Collection[int] = (),
+) -> list[list[int]]:
+    """Return the tokens that the model greedily writes after each prompt; see `greedy`."""
+    inputs = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt")
     given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    return greedy(model, tokenizer, given, max_new_tokens, synced_gpus)
+    return greedy(model, tokenizer, given, max_new_tokens, synced_gpus, end)
+
+
+def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end an answer: the tokenizer's, and those that the model's generation settings name."""
+    named = model.generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None})
+
+
+def until(tokens: list[int], end: Collection[int]) -> list[int]:
+    """Return the tokens up to the first that ends an answer, which is included; all of them if none does."""
+    last = next((at for at, token in enumerate(tokens) if token in end), len(tokens) - 1)
+    return tokens[: last + 1]
 
 
 def greedy(
@@ -32,8 +57,13 @@ def greedy(
     inputs: Mapping[str, torch.Tensor],
     max_new_tokens: int,
     synced_gpus: bool = False,
-) -> list[str]:
-    """Return what the model writes after each prompt of `inputs`, which are padded on the left."""
+    end: Collection[int] = (),
+) -> list[list[int]]:
+    """Return the tokens that the model writes after each prompt of `inputs`, which are padded on the left.
+
+    An answer includes the token that ends it, if there is one: one of `end`, or of `ends` if that is empty.
+    """
+    stop = sorted({*end} or ends(model, tokenizer))
     output = model.generate(
         **{name: value.to(model.device) for name, value in inputs.items()},
         max_new_tokens=max_new_tokens,
@@ -41,9 +71,9 @@ def greedy(
         use_cache=True,
         synced_gpus=synced_gpus,
         pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=stop or None,
     )
-    new = output[:, inputs["input_ids"].shape[1] :]
-    return [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    return [until(answer, stop) for answer in output[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
 def stream(

@@ -5,7 +5,9 @@ Every function divides the examples over the data-parallel ranks, makes the same
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,11 +18,12 @@ from ...spec.layout import data_parallel_size
 from ...spec.recipe import Layout
 from .. import distributed
 from ..data.collate import IGNORED
+from ..data.questions import Question, generation_prompt, question
 from ..data.tokenize import answered
-from ..model.generate import generate
+from ..model.generate import continued, ends, until
 
 GENERATION_BATCH = 100
-"""Prompts per `generate` call; the answers are short, so the key/value cache stays small."""
+"""Prompts per call of `generate`; the answers are short, so the key/value cache stays small."""
 
 
 def rank_batches(examples: Sequence[Any], batch_size: int, layout: Layout) -> Iterator[tuple[list[Any], int]]:
@@ -59,31 +62,102 @@ def loss_per_token(
     return loss / tokens
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a model has answered to a question."""
+
+    prompt: str
+    expected: str
+    """What training would have it write, without the token that ends it and surrounding white space."""
+    text: str
+    """What it has written, likewise; special tokens are shown."""
+    right: bool
+    cut_off: bool
+    """The model had not ended it within the tokens that it may write; a wrong answer."""
+
+
 @torch.no_grad()
 def exact_match(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[list[dict[str, str]]],
+    sequences: Sequence[Mapping[str, Any]],
     max_new_tokens: int,
     synced_gpus: bool,
     layout: Layout,
-    on_answer: Callable[[list[dict[str, str]], str], None] = lambda conversation, answer: None,
-    ask: Callable[..., list[str]] = generate,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
+    ask: Callable[..., list[list[int]]] | None = None,
     batch_size: int = GENERATION_BATCH,
-) -> float:
-    """Return the share of conversations whose last turn greedy decoding reproduces, up to white space.
+) -> dict[str, float]:
+    """Return `exact_match`, the share of last answers that greedy decoding reproduces, and `cut_off` if some are.
 
-    `on_answer` gets each conversation that this rank has counted, with the model's answer; `ask` answers `batch_size`
-    conversations.
+    Args:
+        model: writes the answers.
+        tokenizer: the model's.
+        sequences: conversations as they are trained on, one document each, with `input_ids` and `labels`.
+        max_new_tokens: of an answer.
+        synced_gpus: whether ranks that are done wait for the others.
+        layout: which ranks share a copy of the model.
+        on_answer: gets each answer that this rank has counted.
+        ask: writes the answers to `batch_size` questions, as `vision.answers.generate`.
+        batch_size: questions per rank.
     """
-    right = 0.0
-    for batch, count in rank_batches(conversations, batch_size, layout):
-        answers = ask(model, tokenizer, [turns[:-1] for turns in batch], max_new_tokens, synced_gpus)
-        expected = [turns[-1]["content"].strip() for turns in batch]
-        right += sum(a == e for a, e in zip(answers[:count], expected[:count], strict=True))
-        for turns, answer in zip(batch[:count], answers[:count], strict=True):
-            on_answer(turns, answer)
-    return distributed.total(right)[0] / len(conversations)
+    opening = generation_prompt(tokenizer)
+    right = cut_off = 0.0
+    for batch, count in rank_batches(sequences, batch_size, layout):
+        questions = [question(sequence, opening) for sequence in batch]
+        stop = {*ends(model, tokenizer), *closing(questions, tokenizer)}
+        if ask is None:
+            prompts = [one.prompt for one in questions]
+            written = continued(model, tokenizer, prompts, max_new_tokens, synced_gpus, stop)
+        else:
+            written = ask(model, tokenizer, questions, max_new_tokens, synced_gpus, stop)
+        for one, tokens in zip(questions[:count], written[:count], strict=True):
+            answer = compared(one, tokens, stop, tokenizer)
+            right += answer.right
+            cut_off += answer.cut_off
+            on_answer(answer)
+    right, cut_off = distributed.total(right, cut_off)
+    found = {"exact_match": right / len(sequences)}
+    return found | {"cut_off": cut_off / len(sequences)} if cut_off else found
+
+
+def closing(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the control tokens that end the answers in training, maybe before white space.
+
+    The model's settings may not name them, but training says nothing of what comes after them.
+    """
+    control = frozenset(tokenizer.get_added_vocab().values())
+    found: set[int] = set()
+    for one in questions:
+        written = (token for token in reversed(one.answer) if token in control or tokenizer.decode([token]).strip())
+        found |= control.intersection(islice(written, 1))
+    return found
+
+
+def compared(asked: Question, tokens: list[int], stop: Collection[int], tokenizer: PreTrainedTokenizerBase) -> Answer:
+    """Return how an answer compares with the one of training, by their text: a text has several tokenizations.
+
+    Where training teaches no token that ends the answer, it is compared only as far as training goes.
+
+    Args:
+        asked: the question.
+        tokens: of the answer, with the token that ends it unless it was cut off.
+        stop: the tokens that end an answer.
+        tokenizer: the model's.
+    """
+    wanted = until(asked.answer, stop)
+    ended = bool(wanted) and wanted[-1] in stop
+    if not ended:
+        tokens = tokens[: len(wanted)]
+    cut_off = ended and not (tokens and tokens[-1] in stop)
+
+    def text(found: list[int]) -> str:
+        bare = found[:-1] if found and found[-1] in stop else found
+        return tokenizer.decode(bare, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    expected, said = text(wanted).strip(), text(tokens).strip()
+    right = bool(wanted) and expected == said and not cut_off
+    return Answer(text(asked.prompt), expected, said, right, cut_off)
 
 
 @torch.no_grad()

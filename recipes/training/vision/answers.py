@@ -1,22 +1,19 @@
-"""A model's greedy answers to conversations with pictures."""
+"""A model's greedy answers to questions with images."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from ..model.control_tokens import control_tokens
+from ..data.questions import Question
 from ..model.generate import greedy
 from . import processor
-from .content import with_pictures, without_pictures
-from .tokenize import read_all, widened
-
-__all__ = ["generate", "with_pictures"]
+from .tokenize import read_all
 
 AT_ONCE = 16
-"""Conversations whose pictures are in memory together."""
+"""Questions whose images are in memory together."""
 
 
 def generate(
@@ -24,23 +21,26 @@ def generate(
     max_pixels: int,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[dict[str, Any]]],
+    questions: Sequence[Question],
     max_new_tokens: int,
     synced_gpus: bool = False,
-) -> list[str]:
-    """Return the model's greedy answer to each conversation, without surrounding white space.
+    end: Collection[int] = (),
+) -> list[list[int]]:
+    """Return the tokens of the model's greedy answer to each question.
 
     Args:
         seen: the model's processor.
-        max_pixels: of a picture.
+        max_pixels: of an image.
         model: of transformers or PEFT.
         tokenizer: the model's.
-        prompts: turns, with pictures in their parts (`content.with_pictures`).
+        questions: with all images of their conversations; those after the prompt are left out.
         max_new_tokens: of an answer.
         synced_gpus: whether ranks that are done wait for the others.
+        end: tokens that end an answer; by default the model's own.
     """
-    tokens, pictures = zip(*(_prompt(seen, max_pixels, tokenizer, turns) for turns in prompts), strict=True)
-    inputs = tokenizer.pad({"input_ids": list(tokens)}, padding_side="left", return_tensors="pt")
+    pictures = [_shown(seen, one.prompt, read_all(one.where, one.images, max_pixels), tokenizer) for one in questions]
+    prompts = [one.prompt for one in questions]
+    inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     ids = inputs["input_ids"]
     tower = {
         name: value.to(model.dtype) if value.is_floating_point() else value
@@ -48,7 +48,7 @@ def generate(
     }
     given = {"input_ids": ids, "attention_mask": inputs["attention_mask"], **tower}
     given |= processor.token_types(seen, accepted_by(model), ids)
-    return greedy(model, tokenizer, given, max_new_tokens, synced_gpus)
+    return greedy(model, tokenizer, given, max_new_tokens, synced_gpus, end)
 
 
 def accepted_by(model: Any) -> frozenset[str]:
@@ -57,13 +57,8 @@ def accepted_by(model: Any) -> frozenset[str]:
     return frozenset(inspect.signature(type(inner).forward).parameters)
 
 
-def _prompt(
-    seen: Any, max_pixels: int, tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]]
-) -> tuple[list[int], list[Any]]:
-    bare, found = without_pictures(turns)
-    known = control_tokens(tokenizer, tokenizer.chat_template)
-    marked, _ = known.mark(bare, None)
-    chat = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
-    pictures = read_all("a prompt", found, max_pixels)
-    chat, _ = widened("a prompt", chat, [], seen.image_token, processor.text_of_pictures(seen, pictures), known)
-    return known.encode(tokenizer, chat)[0], pictures
+def _shown(seen: Any, prompt: Sequence[int], pictures: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Return the images whose placeholders are in a prompt, which are the first ones."""
+    places = list(prompt).count(tokenizer.convert_tokens_to_ids(seen.image_token))
+    counts = [text.count(seen.image_token) for text in processor.text_of_pictures(seen, pictures)]
+    return [one for at, one in enumerate(pictures) if sum(counts[: at + 1]) <= places]

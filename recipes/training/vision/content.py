@@ -7,7 +7,7 @@ them. Standard library only: the launcher reads examples with the same functions
 import base64
 import binascii
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,38 +198,3 @@ def _parts(text: str) -> list[dict[str, str]]:
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": piece}] if piece else []
     return parts
-
-
-def text_of(content: str | list[dict[str, str]]) -> str:
-    """Return a turn's content as text, with a word for each picture."""
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] if part["type"] == "text" else "[picture]" for part in content)
-
-
-def with_pictures(turns: list[dict[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:
-    """Return turns whose parts hold their pictures, under "picture"."""
-    waiting = iter(pictures)
-
-    def filled(part: dict[str, Any]) -> dict[str, Any]:
-        return {**part, "picture": next(waiting)} if part["type"] == "image" else part
-
-    return [
-        {**turn, "content": [filled(part) for part in turn["content"]]} if isinstance(turn["content"], list) else turn
-        for turn in turns
-    ]
-
-
-def without_pictures(turns: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """Return the turns of `with_pictures` without their pictures, and these."""
-    parts = [part for turn in turns if isinstance(turn["content"], list) for part in turn["content"]]
-    bare = [
-        {
-            **turn,
-            "content": [{name: part[name] for name in ("type", "text") if name in part} for part in turn["content"]],
-        }
-        if isinstance(turn["content"], list)
-        else turn
-        for turn in turns
-    ]
-    return bare, [part["picture"] for part in parts if part["type"] == "image"]

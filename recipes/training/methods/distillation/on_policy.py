@@ -16,6 +16,7 @@ from ...console import say
 from ...data.collate import IGNORED
 from ...data.example_numbers import KEY
 from ...data.load import Datasets
+from ...model.generate import ends
 from ..rollouts import sampling
 
 
@@ -60,7 +61,7 @@ def rewritten(trainer: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any
             [prompt for batch in prompts for prompt in batch],
             sampling.Noise(seeds, 1.0, device),
             recipe.distill.max_new_tokens,
-            sampling.ends(trainer.model, trainer.processing_class),
+            ends(trainer.model, trainer.processing_class),
             gather=True,
         )
     )

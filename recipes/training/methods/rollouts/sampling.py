@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, PreTrainedModel
 from trl.models.utils import unwrap_model_for_generation
+
+from ...model.generate import until
 
 
 class Noise(LogitsProcessor):
@@ -36,12 +38,6 @@ def seeds(seed: int, step: int, answers: Iterable[int]) -> list[int]:
     """Return a seed for each answer of a step, by its number in the global batch, or its example's in the data."""
     said = (f"{seed} {step} {answer}".encode() for answer in answers)
     return [int.from_bytes(hashlib.blake2b(one, digest_size=7).digest()) for one in said]
-
-
-def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end an answer: the tokenizer's, and those that the model's generation settings name."""
-    named = model.generation_config.eos_token_id
-    return sorted({tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None})
 
 
 def written(
@@ -104,9 +100,4 @@ def answers(
         use_cache=True,
         synced_gpus=synced_gpus,
     )
-    return [_until(written, end) for written in output[:, width:].tolist()]
-
-
-def _until(tokens: list[int], end: Sequence[int]) -> list[int]:
-    last = next((at for at, token in enumerate(tokens) if token in end), len(tokens) - 1)
-    return tokens[: last + 1]
+    return [until(written, end) for written in output[:, width:].tolist()]

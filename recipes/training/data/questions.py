@@ -1,0 +1,55 @@
+"""What a model is asked and what it should write: the last answer of a conversation, in the tokens of training."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from .collate import IGNORED
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation up to an answer, and the answer."""
+
+    prompt: list[int]
+    answer: list[int]
+    """What training would have the model write, with the token that ends it; empty if nothing is in the loss."""
+    images: Sequence[dict[str, Any]] = ()
+    where: str = ""
+    """Where the example with these images is."""
+
+
+def generation_prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that the chat template adds after the last turn to ask for an answer."""
+    asked, plain = (
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Hello"}], add_generation_prompt=added, return_dict=True
+        )["input_ids"]
+        for added in (True, False)
+    )
+    differing = (at for at, pair in enumerate(zip(asked, plain, strict=False)) if pair[0] != pair[1])
+    return asked[next(differing, min(len(asked), len(plain))) :]
+
+
+def question(sequence: Mapping[str, Any], opening: Sequence[int]) -> Question:
+    """Return the last answer of a sequence that is in the loss, and everything before it as the prompt.
+
+    Not what the template renders to ask for an answer: thinking templates render that differently from what they train
+    on (earlier turns without their empty think blocks), and the model would be judged on prompts that it never saw.
+
+    Args:
+        sequence: one document with `input_ids` and `labels`.
+        opening: `generation_prompt`. Templates that put it into the loss teach the model to write it, but whoever asks
+            for an answer gives it.
+    """
+    tokens, labels = list(sequence["input_ids"]), sequence["labels"]
+    end = next((at for at in range(len(labels), 0, -1) if labels[at - 1] != IGNORED), 0)
+    start = next((at for at in range(end, 0, -1) if labels[at - 1] == IGNORED), 0)
+    for before in range(len(opening) - 1, -1, -1):
+        first = start - before
+        if first >= 0 and tokens[first : first + len(opening)] == list(opening):
+            start = first + len(opening)
+            break
+    return Question(tokens[:start], tokens[start:end], sequence.get("images") or (), sequence.get("where") or "")
