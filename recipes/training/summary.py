@@ -66,6 +66,7 @@ def finished(
         if recipe.traits.headless
         else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',
         f"export it    {command('export')} {shlex.quote(display(run.path))} --output my-model{merge}",
+        evaluation.warning(summary["after"]) if evaluation else None,
         evaluation.last_line(summary["after"])
         if evaluation
         else f"training loss: {records[0]['loss']:.4f} -> {last['loss']:.4f}",

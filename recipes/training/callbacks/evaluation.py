@@ -59,22 +59,23 @@ class Evaluation(TrainerCallback):
         return self.datasets.held_out if found is None else found
 
     def last_line(self, after: float) -> str:
-        """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`.
-
-        A second line says what to change where no answer is right.
-        """
+        """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
         what = f"{title(self.metric)} on {len(self.judged)} held-out examples"
-        line = f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}{self._beside()}"
-        return f"{line}\n{self._none_right()}" if self.metric == "exact_match" and after == 0 else line
+        return f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}{self._beside()}"
 
-    def _none_right(self) -> str:
-        cut_off = read_jsonl(self.run.evaluations)[-1].get("cut_off", 0.0)
-        ways = [f"data.max_new_tokens above {self.recipe.data.max_new_tokens}"] if cut_off > 0.5 else []
-        ways += ["more steps", "data.metric=loss for answers in free text"]
+    def warning(self, after: float) -> str | None:
+        """Return what to change where no answer is right, or None."""
+        if self.metric != "exact_match" or after > 0:
+            return None
+        cut_off = round(read_jsonl(self.run.evaluations)[-1].get("cut_off", 0.0) * len(self.judged))
+        long = (
+            f"; {cut_off} of them were cut off at data.max_new_tokens={self.recipe.data.max_new_tokens}, raise it if "
+        )
+        long += "answers in the data are longer"
         return (
-            "warning: no answer is right: each has to be, to the letter, the one in the data"
-            + (f", and {cut_off:.0%} were cut off" if cut_off else "")
-            + f".\nTry {', '.join(ways[:-1])} or {ways[-1]}; the first answers are in {display(self.run.answers)}."
+            f"warning: 0 of {len(self.judged)} answers are the expected ones to the letter{long if cut_off else ''}. "
+            f"The first are in {display(self.run.answers)}.\n"
+            "Train for more steps; for answers in free text, which may be right in other words, use data.metric=loss."
         )
 
     def _beside(self) -> str:
