@@ -5,7 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,11 @@ def serving(*words: object, folder: Path | None = None) -> Iterator[str]:
     assert said[-1:] and said[-1].startswith("ready:") and status == 0, "".join(said)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "the server outlives the command"
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10) -> None:
+    """Wait until something holds, and fail if it does not within so many seconds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -3,25 +3,32 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from fastapi import HTTPException
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+from transformers.cli.serving.utils import Modality
 
 from recipes.commands import serve
 from recipes.commands.main import run as run_command
 from recipes.evaluation import server as client
 from recipes.model_folder import base_model
-from recipes.serving import engines, environment, process, served
+from recipes.serving import engines, environment, one_model, process, served
 from recipes.spec import pages
 from recipes.spec.errors import UserError
+from recipes.spec.project import CHECKOUT
 from recipes.spec.recipe import Draft
 from recipes.spec.run_folder import read_json, write_json
 from recipes.spec.samples import CHAT, TINY_MODEL
@@ -29,7 +36,7 @@ from recipes.training import export
 from recipes.training.model import draft
 from recipes.training.model.generate import generate
 from tests.ranks import free_port
-from tests.servers import NO_SERVING, serving
+from tests.servers import NO_SERVING, eventually, serving
 
 LENGTH = 48
 
@@ -73,8 +80,73 @@ def test_transformers_serve_answers_as_plain_transformers_does(models):
     conversations = prompts(3)
     with serving(models / "whole", "--engine", "transformers", "--name", "tiny") as url:
         assert asked(url, "tiny", conversations) == plain(models / "whole", conversations)
+        assert client.connect(url) == client.Server(url, "tiny")
         with pytest.raises(UserError, match="pinned"):
             asked(url, "other", conversations[:1])
+        elsewhere = {"model": TINY_MODEL}
+        for path, body in {
+            "/v1/chat/completions": elsewhere | {"messages": conversations[0]},
+            "/v1/completions": elsewhere | {"prompt": "a"},
+            "/v1/responses": elsewhere | {"input": "a"},
+        }.items():
+            assert posted(url + path, body | {"model": "tiny"}) == 200, path
+            assert posted(url + path, body) == 400, path
+        closed = ("/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone", "/v1/load_lora_adapter")
+        assert {posted(url + path, elsewhere) for path in closed} == {404}
+        assert asked(url, "tiny", conversations[:1]) == plain(models / "whole", conversations[:1])
+
+
+def posted(url, body):
+    """Return the status that a server answers with."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.parametrize("killed", [signal.SIGKILL, signal.SIGHUP])
+def test_a_killed_command_leaves_no_server_and_no_file(models, tmp_path, killed):
+    port = free_port()
+    words = [str(models / "one"), "--engine", "transformers", "--port", str(port)]  # an adapter is merged on the disk
+    command = subprocess.Popen(
+        [sys.executable, str(CHECKOUT / "scripts" / "serve.py"), *words],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert any(line.startswith("ready:") for line in command.stdout) and os.listdir(tmp_path)
+    servers = psutil.Process(command.pid).children(recursive=True)
+    assert len(servers) > 1
+    command.send_signal(killed)
+    command.communicate()
+    assert psutil.wait_procs(servers, 10)[1] == []
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+    eventually(lambda: not os.listdir(tmp_path))
+
+
+def test_a_request_names_no_file_of_the_machine():
+    def messages(url):
+        return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+    for handler in (one_model.Chat, one_model.Responses):
+        for url in ("/etc/passwd", "file:///etc/passwd", "cat.png", "iVBORw0KGgo="):
+            with pytest.raises(HTTPException):
+                handler.get_processor_inputs_from_messages(messages(url), Modality.VLM)
+        for url in ("data:image/png;base64,iVBORw0KGgo=", "https://host/cat.png"):
+            (found,) = handler.get_processor_inputs_from_messages(messages(url), Modality.VLM)
+            assert found["content"] == [{"type": "image", "url": url}]
+
+
+def test_vllm_gets_no_way_to_load_something_else(models, monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setattr(environment, "python", lambda package: Path(sys.executable))
+    engine = engines.vllm(served.find(models / "one", None, []), "127.0.0.1", 8000)
+    assert engine.variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == engine.variables["VLLM_SERVER_DEV_MODE"] == "0"
+    assert "--trust-remote-code" not in engine.command and "--allowed-local-media-path" not in engine.command
 
 
 @pytest.mark.every

@@ -4,7 +4,6 @@ from ..training import peft_without_bitsandbytes  # noqa: F401, I001  # first: b
 
 import json
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -197,7 +196,7 @@ def of_trainer(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) 
             trained, LoraConfig(r=recipe.lora.rank, target_modules="all-linear", task_type="CAUSAL_LM")
         )
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=str(result.parent / "trainer"),
         per_device_train_batch_size=recipe.global_batch_size,
         max_steps=recipe.max_steps,
         bf16=True,
@@ -236,7 +235,7 @@ def of_sft_trainer(case: Case, recipe: Recipe, result: Path, asked: dict[str, An
         name: described[name] * batch / recipe.global_batch_size for name in ("tokens_per_step", "flops_per_step")
     }
     arguments = SFTConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=str(result.parent / "trainer"),
         per_device_train_batch_size=batch,
         max_steps=recipe.max_steps,
         max_length=recipe.sequence_length,

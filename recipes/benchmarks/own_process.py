@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..launching.command import deepspeed_command, rank_environment, visible_gpus
-from ..launching.ranks import killed_with_this_process
+from ..machine.children import killed_with_this_process
 from ..spec.project import IMPORT_ROOT, NAME
 from ..spec.run_folder import RunFolder
 

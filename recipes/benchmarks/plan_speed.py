@@ -7,12 +7,12 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from ..machine import children
 from ..spec import pages
 from ..spec.project import NAME
 from ..spec.run_folder import write_json
@@ -21,8 +21,8 @@ from ..spec.run_folder import write_json
 def plan_speed(rounds: int) -> dict[str, Any]:
     """Return the seconds and the peak memory of each run of plan.py."""
     eight = ["--gpu", "H100", "--gpus", "8", "--json"]
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, "config.json")
+    with children.scratch() as folder:
+        config = folder / "config.json"
         write_json(config, dict(pages.page("llama3").SIZES["8b"].config) | {"intermediate_size": 14208})
         questions = {
             "llama3-8b, 8 GPUs": ["llama3-8b", *eight],
@@ -33,7 +33,7 @@ def plan_speed(rounds: int) -> dict[str, Any]:
         asked: dict[str, list[dict[str, float]]] = {name: [] for name in questions}
         for turn in range(rounds):
             for name, words in questions.items():
-                asked[name].append(answered(words, Path(folder, f"cache{turn}")))
+                asked[name].append(answered(words, folder / f"cache{turn}"))
     return {"benchmark": "planner", "date": date.today().isoformat(), "cpus": os.cpu_count(), "runs": asked}
 
 

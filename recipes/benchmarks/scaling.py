@@ -19,6 +19,7 @@ from typing import Any
 
 from ..launching import paths
 from ..launching.command import deepspeed_command, rank_environment
+from ..machine import children
 from ..planning.cost.time.zero_traffic import zero_traffic
 from ..planning.search import forecast, strategies
 from ..spec import pages
@@ -120,7 +121,8 @@ def execute(command: list[str], environment: dict[str, str]) -> str:
     Raises:
         RuntimeError: it failed; with the end of its output.
     """
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    pipe = subprocess.PIPE
+    done = children.run(command, env=environment, stdout=pipe, stderr=pipe, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout

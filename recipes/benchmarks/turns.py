@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..launching.ranks import killed_with_this_process
+from ..machine.children import killed_with_this_process
 
 POLL = 0.005
 """Seconds between two looks for a record; a turn is a thousand times as long."""

@@ -23,7 +23,6 @@ kept only with --output, as NAME_draft.json.
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -35,6 +34,7 @@ from ..benchmarks import overhead, own_process, plan_speed, scaling, tables
 from ..benchmarks.cases import ALL, BENCHMARKS, CASE, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case
 from ..docs import documents
 from ..launching.command import visible_gpus
+from ..machine import children
 from ..planning.calibration import benchmark_results
 from ..spec.project import CHECKOUT, display, require
 from ..spec.run_folder import write_json
@@ -102,8 +102,8 @@ def share(seconds: float, benchmarks: int) -> float:
 
 
 def _overhead(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        bench = overhead.bench_of(options, Path(folder))
+    with children.scratch() as folder:
+        bench = overhead.bench_of(options, folder)
         rounds = options.rounds
         if options.draft:
             bench, rounds = replace(bench, steps=overhead.FEWEST), 1
@@ -121,8 +121,8 @@ def _planner(options: argparse.Namespace) -> None:
 
 def _scaling(options: argparse.Namespace) -> None:
     ranks = scaling.counts(options.gpus, visible_gpus())
-    with tempfile.TemporaryDirectory() as folder:
-        bench = replace(overhead.bench_of(options, Path(folder)), ranks=ranks[-1])
+    with children.scratch() as folder:
+        bench = replace(overhead.bench_of(options, folder), ranks=ranks[-1])
         result = scaling.scaling(bench, ranks, options.rounds)
     print(f"\n{scaling.section(result)}")
     place = (options.output or MEASUREMENTS) / f"scaling_{'gpu' if bench.gpus else 'cpu'}.json"
@@ -159,8 +159,8 @@ def run(
 
     def ask(case: Case | None) -> dict[str, Any]:
         order = {"case": asdict(case) if case else "limits", "warm_up": warm_up, "steps": steps, "draft": draft}
-        with tempfile.TemporaryDirectory() as folder:
-            found = start(order, Path(folder), min(CASE, limit - (time.monotonic() - began)))
+        with children.scratch() as folder:
+            found = start(order, folder, min(CASE, limit - (time.monotonic() - began)))
         result["seconds"] = round(time.monotonic() - began, 1)
         return found
 

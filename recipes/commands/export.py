@@ -18,11 +18,11 @@ is measured in the same way. Only safetensors are read, never pickles.
 import argparse
 import contextlib
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..machine import children
 from ..serving.quantize.kinds import DROP
 from ..spec.errors import UserError
 from ..spec.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
@@ -167,8 +167,8 @@ def add(name: Path, source: Path, weight: float | None, others: Sequence[str], o
     check(parts)
     from ..training import export
 
-    with tempfile.TemporaryDirectory(dir=_nearest(output)) as place:
-        folder = Path(place) / "adapter"
+    with children.scratch(inside=_nearest(output)) as place:
+        folder = place / "adapter"
         write_sum(export.load_base(export.base_of(source), source), parts, folder)
         for file in (
             *source.glob("token*"),

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..machine import children
 from ..model_folder import base_model, card
 from ..spec.errors import UserError
 from ..spec.run_folder import read_json, read_jsonl
@@ -61,15 +61,15 @@ def run(words: Sequence[str], variables: Mapping[str, str]) -> list[Found]:
     Raises:
         UserError: it failed, for instance because there is no such task.
     """
-    with tempfile.TemporaryDirectory(prefix="dsr-tasks-") as place:
-        more = ["--output_path", place, "--log_samples"]
-        with subprocess.Popen(
-            [*words, *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(variables), text=True
-        ) as running:
+    with children.scratch("dsr-tasks-") as place:
+        words = [*words, "--output_path", str(place), "--log_samples"]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": dict(variables), "text": True}
+        with children.running(words, **options) as running:
             said = [line for line in running.stdout or () if not _shown(line)]
+            running.wait()
         if running.returncode:
             raise UserError(f"--tasks: lm-evaluation-harness says: {_reason(said)}")
-        return read(Path(place))
+        return read(place)
 
 
 def _shown(line: str) -> bool:

@@ -11,11 +11,10 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..machine import run_lock
+from ..machine import children, run_lock
 from ..profiling import conclude
 from ..report import write
 from ..spec import run_folder
@@ -57,8 +56,8 @@ def start(run: RunFolder, options: argparse.Namespace) -> int:
     """Run this node's ranks and return the exit status."""
     if options.node_rank == 0:
         prepare(run, options.recipe, options.nodes * options.gpus)
-    with tempfile.TemporaryDirectory() as folder:
-        hostfile = Path(folder, "hosts")
+    with children.scratch() as folder:
+        hostfile = folder / "hosts"
         hostfile.write_text("".join(f"node-{node} slots={options.gpus}\n" for node in range(options.nodes)))
         environment = os.environ | {"OMP_NUM_THREADS": threads(options.gpus)}
         outcome = supervise(command(run, options, hostfile), environment, run, options.gpus)

@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -120,22 +119,6 @@ def send(number: int, folder: str) -> int:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             process.send_signal(number)
     return len(found)
-
-
-@contextlib.contextmanager
-def killed_with_this_process(group: int) -> Iterator[None]:
-    """Kill a process group as soon as this process dies, during a `with` block; even SIGKILL cannot prevent that.
-
-    A shell in a session of its own waits for the end of a pipe, of which only this process has the other side. Ranks
-    that hang in a library would not notice the death of a parent, and DeepSpeed's launchers between do not look.
-    """
-    script = f"read -r _; kill -s KILL -- -{group}"
-    shell = subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE, start_new_session=True)
-    try:
-        yield
-    finally:
-        shell.kill()
-        shell.communicate()
 
 
 def watch(expected: int, folder: str) -> None:

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 import psutil
 
+from ..machine import children
 from ..spec.project import NAME
 from ..spec.run_folder import RunFolder
 from . import causes
 from .causes import FailedRank
-from .ranks import POLL, RankMonitor, killed_with_this_process, numbered
+from .ranks import POLL, RankMonitor, numbered
 
 RANK_MODULE = f"{NAME}.training.run"
 LAST_GRACE = 12
@@ -87,8 +88,7 @@ def supervise(
     without it they run here.
     """
     causes.remove_stacks(run)
-    launcher = subprocess.Popen(command, env=environment, start_new_session=True)
-    with killed_with_this_process(launcher.pid):
+    with children.running(command, env=environment) as launcher:
         watcher = (watcher_of or partial(LocalWatcher, ranks))(launcher.pid)
         signals = 0
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
 from ..spec.project import NAME
+from . import children
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def prepare(wanted: Sequence[Op], variables: Mapping[str, str]) -> None:
         return
     command = [sys.executable, "-m", f"{NAME}.machine.ops", *names]
     try:
-        done = subprocess.run(command, env=dict(variables), timeout=LONGEST)
+        done = children.run(command, env=dict(variables), timeout=LONGEST)
     except subprocess.TimeoutExpired:
         raise UserError(f"DeepSpeed's {', '.join(names)}: still compiling after {LONGEST // 60} minutes.") from None
     if done.returncode or missing(wanted):

@@ -4,8 +4,6 @@ import contextlib
 import os
 import re
 import runpy
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..launching.command import rank_environment
+from ..machine import children
 from ..spec.errors import UserError
 from ..spec.run_folder import RunFolder, read_json, write_json, write_recipe
 from .defects import Defect
@@ -62,16 +61,12 @@ class Workshop:
 @contextlib.contextmanager
 def workshop(most: int, gpus: int) -> Iterator[Workshop]:
     """Give ranks and a folder that is removed at the end; `gpus` is 0 for ranks on CPUs."""
-    folder = Path(tempfile.mkdtemp(prefix="proof-"))
     os.environ |= rank_environment(most, gpus)
-    os.environ |= {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     # torch would ask CUDA's runtime whether there is a GPU, and no fork could use one afterwards; NVML knows as well.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    try:
-        with Ranks() as ranks:
-            yield Workshop(ranks, most, gpus, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with children.scratch("proof-") as folder, Ranks() as ranks:
+        os.environ |= {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+        yield Workshop(ranks, most, gpus, folder)
 
 
 def prepare(shop: Workshop, techniques: Sequence[Technique]) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -105,6 +106,7 @@ def free_port() -> int:
 
 def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], log: str) -> None:
     os.environ |= environment
+    threading.Thread(target=_end_with_the_program, daemon=True).start()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -113,3 +115,11 @@ def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], environment:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+
+
+def _end_with_the_program() -> None:
+    """End this rank when the program that asked for it is gone; another one would wait for it in a collective."""
+    program = multiprocessing.parent_process()
+    assert program is not None
+    program.join()
+    os._exit(1)

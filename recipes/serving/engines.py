@@ -1,4 +1,4 @@
-"""The servers, and how each is started: vLLM where it is installed, else `transformers serve`."""
+"""The servers, and how each is started: vLLM where it is installed, else transformers' own (`one_model.py`)."""
 
 import importlib.util
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..spec.errors import UserError
+from ..spec.project import IMPORT_ROOT, NAME
 from ..spec.run_folder import read_json
 from . import environment
 from .served import Served
@@ -93,16 +94,16 @@ def transformers(name: str, place: Path, host: str, port: int) -> Engine:
         host: where it listens.
         port: where it listens.
     """
-    cache = place / ".cache"  # without one it cannot list its models
-    cache.mkdir()
-    words = (str(Path(sys.executable).with_name("transformers")), "serve", name, "--host", host, "--port", str(port))
-    variables = {**_variables(dict(os.environ)), "HF_HUB_CACHE": str(cache)}
-    return Engine("transformers serve", words, variables, place)
+    if "@" in name:
+        raise UserError(f"{name}: transformers reads what follows an @ as a revision; name the model with --name NAME.")
+    words = (sys.executable, "-m", f"{NAME}.serving.one_model", name, host, str(port))
+    return Engine("transformers serve", words, _variables(os.environ | {"PYTHONPATH": str(IMPORT_ROOT)}), place)
 
 
 def _variables(found: dict[str, str]) -> dict[str, str]:
-    """Return variables under which a server asks nobody for anything."""
-    return {**found, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    """Return variables under which a server asks nobody for anything, and no request makes it load something else."""
+    closed = dict.fromkeys(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"), "0")
+    return {**found, **closed, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 def _dtype(model: Path) -> str | None:

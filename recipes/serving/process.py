@@ -2,18 +2,16 @@
 
 import contextlib
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..machine import children
 from ..spec.errors import UserError
 from .engines import Engine
 
@@ -43,6 +41,8 @@ def check_port(host: str, port: int) -> None:
 def running(engine: Engine, model: str, host: str, port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Start a server and yield once its model answers; end it, and the processes that it has started, at the end.
 
+    They also end, and leave no file behind, when this process is killed.
+
     Args:
         engine: what to start.
         model: what requests call the model.
@@ -53,36 +53,22 @@ def running(engine: Engine, model: str, host: str, port: int, log: Path) -> Iter
     Raises:
         UserError: it ends, does not answer within `START` seconds, or its model cannot answer.
     """
-    with tempfile.TemporaryDirectory(prefix="dsr-serve-") as scratch, log.open("wb") as out:
-        variables = {**engine.variables, "TMPDIR": scratch}  # vLLM leaves sockets behind
-        process = subprocess.Popen(
-            engine.command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            cwd=engine.start_in,
-            start_new_session=True,
-        )
-        try:
+    with children.scratch("dsr-serve-") as place, log.open("wb") as out:
+        options = {"env": {**engine.variables, "TMPDIR": str(place)}, "cwd": engine.start_in}  # vLLM leaves sockets
+        with children.running(engine.command, stdout=out, stderr=subprocess.STDOUT, **options) as process:
             _wait(process, engine, address(host, port), log)
             _ask(model, engine, address(host, port), log)
-            yield process
-        finally:
-            end(process)
+            try:
+                yield process
+            finally:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
 
 
 def address(host: str, port: int) -> str:
     """Return where a client on this machine reaches a server."""
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """End a server's whole process group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
 
 
 def _wait(process: "subprocess.Popen[bytes]", engine: Engine, url: str, log: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..machine import children
 from ..machine.capacity import check_disk
 from ..spec import deepspeed_file
 from ..spec.deepspeed_file import DeepSpeedFile
@@ -186,7 +187,8 @@ def convert(checkpoint: Path) -> None:
     if read_json(checkpoint / COMPLETE)["layout"]["tensor"] == 1:
         command.append("--inject_missing_state")  # for split matrices a missing description must stay an error
     path = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    pipe = subprocess.PIPE
+    done = children.run(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | {"PYTHONPATH": path})
     if done.returncode:
         shutil.rmtree(target, ignore_errors=True)
         reason = done.stderr.strip().rpartition("\n")[2]

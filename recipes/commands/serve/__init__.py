@@ -12,10 +12,10 @@ import argparse
 import json
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...machine import children
 from ...serving import engines, process, served
 from ...serving.served import Served
 from ...spec.errors import UserError
@@ -34,13 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine = engines.choose(options.engine, found)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what is in the background without it
-    with tempfile.TemporaryDirectory(prefix="dsr-serve-") as place:
-        log = options.log or Path(place) / "server.log"
+    with children.scratch("dsr-serve-") as place:
+        log = options.log or place / "server.log"
         print(f"starting {engine}: {'minutes' if engine == 'vllm' else 'seconds'}", flush=True)
         if engine == "vllm":
             server = engines.vllm(found, options.host, options.port)
         else:
-            server = _transformers(found, options, Path(place))
+            server = _transformers(found, options, place)
         try:
             with process.running(server, found.asked, options.host, options.port, log) as running:
                 print("\n".join(ready(found, server.title, process.address(options.host, options.port))), flush=True)
@@ -61,7 +61,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--adapter", action="append", default=[], metavar="NAME=DIR", help="an adapter of the same base; repeatable"
     )
     parser.add_argument("--name", help="what requests call the model (default: the recipe's name, or the folder's)")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for every network (default: this machine only)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="default: this machine only; with 0.0.0.0 whoever reaches it may ask",
+    )
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="default: 8000")
     parser.add_argument("--engine", choices=engines.ENGINES, default="auto", help="default: vllm if it is installed")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep what the server prints")

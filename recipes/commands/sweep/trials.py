@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...machine import run_lock
+from ...machine import children, run_lock
 from ...spec.errors import UserError, redact
 from ...spec.methods.metrics import higher_is_better
 from ...spec.project import IMPORT_ROOT, NAME
@@ -101,12 +102,18 @@ def launch(words: Sequence[str], log: Path) -> int:
     code = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); sys.argv[0] = 'launch'"
     command = [sys.executable, "-c", f"{code}; from {NAME}.commands.main import run; sys.exit(run('launch'))", *words]
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.wait()
-            raise
+        with children.running(command, stdout=output, stderr=subprocess.STDOUT) as process:
+            stopped = False
+            while True:
+                try:
+                    status = process.wait()
+                    break
+                except KeyboardInterrupt:  # a second one ends its ranks at once
+                    stopped = True
+                    process.send_signal(signal.SIGINT)
+        if stopped:
+            raise KeyboardInterrupt
+        return status
 
 
 def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int, log: Path) -> Result:

@@ -6,15 +6,15 @@ launcher: it needs its main thread for signals, and its exit status says how the
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from ...machine import children
 from ...spec.run_folder import RunFolder
 from ..command import share_of_cores
-from ..ranks import RANK, killed_with_this_process, send
+from ..ranks import RANK, send
 from ..ssh import host_info
 from . import output
 
@@ -53,9 +53,7 @@ def wait_for(run: RunFolder, rank: int, variables: dict[str, str]) -> int:
     run.ranks.mkdir(parents=True, exist_ok=True)
     with output.of_rank(run, rank).open("ab") as file:
         command = [sys.executable, *RANK, str(run.path)]
-        process = subprocess.Popen(command, env=variables, stdout=file, stderr=file, start_new_session=True)
-        with killed_with_this_process(process.pid):
-            return process.wait()
+        return children.run(command, env=variables, stdout=file, stderr=file).returncode
 
 
 def environment(given: dict[str, str], place: dict[str, Any]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from ...evaluation import score
 from ...evaluation.held_out import HeldOut
+from ...machine import children
 from ...model_folder import base_model, card, complete, record
 from ...spec.errors import UserError
 from ...spec.run_folder import read_json
@@ -94,25 +94,22 @@ def write(
     Raises:
         UserError: llama.cpp cannot convert this model, or it answers differently.
     """
-    part = output.with_name(output.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
     output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=output.name + ".", dir=output.parent) as place:
-            whole = source
-            if (source / base_model.ADAPTER).exists():
-                whole = Path(place) / "merged"
-                export.write(source, whole, merge=True)
-            part.mkdir()
-            file = part / f"model-{kind}.gguf"
-            say(f"writing {KINDS[kind]} with llama.cpp's converter")
-            _, converter = environment.require_llama_cpp(f"--gguf {kind}")
-            _run(kind, CONVERT, converter, whole, file, kind, *_substitute(whole), place=Path(place))
-            tokenizer = export.load_tokenizer(whole)
-            (part / MODELFILE).write_text(modelfile.write(tokenizer, file.name), encoding="utf-8")
-            written = _measured(whole, file, kind, held_out, Path(place), say)
-            if (whole / record.FOLDER).is_dir():
-                shutil.copytree(whole / record.FOLDER, part / record.FOLDER)
+    with children.scratch(output.name + ".", inside=output.parent) as place:
+        whole, part = source, place / "part"
+        if (source / base_model.ADAPTER).exists():
+            whole = place / "merged"
+            export.write(source, whole, merge=True)
+        part.mkdir()
+        file = part / f"model-{kind}.gguf"
+        say(f"writing {KINDS[kind]} with llama.cpp's converter")
+        _, converter = environment.require_llama_cpp(f"--gguf {kind}")
+        _run(kind, CONVERT, converter, whole, file, kind, *_substitute(whole), place=place)
+        tokenizer = export.load_tokenizer(whole)
+        (part / MODELFILE).write_text(modelfile.write(tokenizer, file.name), encoding="utf-8")
+        written = _measured(whole, file, kind, held_out, place, say)
+        if (whole / record.FOLDER).is_dir():
+            shutil.copytree(whole / record.FOLDER, part / record.FOLDER)
         if written.scores and 100 * (written.scores[0] - written.scores[1]) > allowed:
             before, after = written.scores
             raise UserError(
@@ -121,8 +118,6 @@ def write(
             )
         complete.of_quantized(part, output, written.recorded())
         export.move(part, output)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return written
 
 
@@ -178,7 +173,7 @@ def _run(kind: str, script: Path, *words: object, place: Path) -> None:
         UserError: it failed; says why in its own words.
     """
     python, _ = environment.require_llama_cpp(f"--gguf {kind}")
-    done = subprocess.run(
+    done = children.run(
         [str(python), str(script), *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

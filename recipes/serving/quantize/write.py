@@ -3,12 +3,12 @@
 import json
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...machine import children
 from ...model_folder import base_model, card, complete, record
 from ...spec.errors import UserError
 from ...spec.run_folder import read_json
@@ -77,26 +77,21 @@ def write(source: Path, output: Path, kind: Kind, original: Original, say: Calla
     """
     from ...training import export
 
-    part = output.with_name(output.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
     output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=output.name + ".", dir=output.parent) as place:
-            whole = source
-            if (source / base_model.ADAPTER).exists():
-                whole = Path(place) / "merged"
-                export.write(source, whole, merge=True)
-            say(f"quantising to {kind.title} with {kind.quantizer}")
-            _copy(whole, part)
-            _quantise(whole, part, kind, original, Path(place))
-            comparison = original.compared(whole, part, say)
-            result = Written(kind, size(whole), size(part), comparison)
+    with children.scratch(output.name + ".", inside=output.parent) as place:
+        whole, part = source, place / "part"
+        if (source / base_model.ADAPTER).exists():
+            whole = place / "merged"
+            export.write(source, whole, merge=True)
+        say(f"quantising to {kind.title} with {kind.quantizer}")
+        _copy(whole, part)
+        _quantise(whole, part, kind, original, place)
+        comparison = original.compared(whole, part, say)
+        result = Written(kind, size(whole), size(part), comparison)
         if comparison and (reason := lost(comparison)):
             raise UserError(f"--quantize {kind.name}: {reason} Nothing was written; {_instead(kind)}")
         complete.of_quantized(part, output, recorded(result))
         export.move(part, output)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return result
 
 
@@ -153,7 +148,7 @@ def _compress(whole: Path, written: Path, kind: Kind, original: Original, place:
     log = place / "log.txt"
     with log.open("wb") as out:
         # From `place`: llm-compressor leaves a log folder where it is started.
-        done = subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, cwd=place, env=environment.variables())
+        done = children.run(words, stdout=out, stderr=subprocess.STDOUT, cwd=place, env=environment.variables())
     if done.returncode:
         said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise UserError(

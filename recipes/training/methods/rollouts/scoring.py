@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ....machine import children
 from ....spec.errors import UserError
 from ....spec.methods import rewards
 from ....spec.recipe import Recipe
@@ -39,6 +40,7 @@ class Scorer:
         self.seconds = recipe.grpo.reward_seconds
         self.key = f"reward={recipe.reward}"
         self.process: subprocess.Popen[bytes] | None = None
+        self.held = contextlib.ExitStack()
         self.said: set[str] = set()
 
     @property
@@ -92,13 +94,13 @@ class Scorer:
         if self.process is not None:
             return
         words = [sys.executable, str(Path(__file__).with_name("worker.py")), str(self.seconds)]
-        self.process = subprocess.Popen(
+        started = children.running(  # so that what a function has started is killed with it
             [*words, *map(str, self.functions)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # so that what a function has started is killed with it
             env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the GPU's memory is the model's
         )
+        self.process = self.held.enter_context(started)
         try:
             refused = self._reply(START_SECONDS)
         except (EOFError, TimeoutError) as error:
@@ -140,9 +142,7 @@ class Scorer:
     def close(self) -> None:
         """End the worker, and what it has started."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.held.close()
             for pipe in (self.process.stdin, self.process.stdout):
                 with contextlib.suppress(OSError):
                     assert pipe is not None
