@@ -1,13 +1,16 @@
 """One writer per run folder: a living process keeps others out, a dead one does not."""
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from recipes.commands.main import run as run_command
@@ -76,6 +79,7 @@ def test_a_process_on_another_host_is_judged_by_its_heartbeat(writer, monkeypatc
         run_lock.check(run.path)
     process.kill()
     process.wait()
+    monkeypatch.setattr(run_lock, "LISTENED", 0.2)
     silent = time.time() - run_lock.SILENT - 5
     os.utime(lock, (silent, silent))
     run_lock.check(run.path)
@@ -108,3 +112,118 @@ def test_only_one_of_many_takes_a_dead_processs_lock(writer):
     command = [sys.executable, "-c", race, str(run.path)]
     racers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(6)]
     assert sum("held" in racer.communicate(timeout=60)[0] for racer in racers) == 1
+
+
+CONTENTS = {
+    "empty": b"",
+    "cut off": b'{"host": "elsewh',
+    "a list": b"[]",
+    "no object": b"{}",
+    "not text": b"\xff\xfe\x00",
+    "of an older version": b'{"host": "elsewhere", "boot": "x", "pid": 1, "started": 1}',
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+@pytest.mark.parametrize("age", [-86400, 0, 86400], ids=["tomorrow", "now", "yesterday"])
+def test_no_lock_blocks_a_start_for_ever_and_none_is_taken_from_a_living_process(tmp_path, monkeypatch, content, age):
+    monkeypatch.setattr(run_lock, "LISTENED", 10)
+    lock = tmp_path / run_lock.NAME
+    lock.write_bytes(content)
+    then = time.time() - age
+    os.utime(lock, (then, then))
+    stop = threading.Event()
+
+    def beat():  # by a clock that differs as much
+        while not stop.wait(0.02):
+            os.utime(lock, (then + time.monotonic() % 1000, then + time.monotonic() % 1000))
+
+    other = threading.Thread(target=beat)
+    other.start()
+    try:
+        with pytest.raises(UserError, match="this run is being written by"), run_lock.hold(tmp_path):
+            pass
+        assert lock.read_bytes() == content
+    finally:
+        stop.set()
+        other.join()
+    os.utime(lock, (then, then))
+    monkeypatch.setattr(run_lock, "SILENT", 0)
+    monkeypatch.setattr(run_lock, "LISTENED", 0.2)
+    with run_lock.hold(tmp_path):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_that_cannot_be_read_is_not_taken(tmp_path, monkeypatch):
+    (tmp_path / run_lock.NAME).mkdir()  # to root, permissions are no hindrance
+    with pytest.raises(OSError, match="writer"), run_lock.hold(tmp_path):
+        pass
+
+
+def test_processes_of_another_container_are_not_looked_for_here(tmp_path, monkeypatch):
+    with run_lock.hold(tmp_path):
+        lock = tmp_path / run_lock.NAME
+        write_json(lock, json.loads(lock.read_text()) | {"processes": "pid:[1]", "pid": 2**22 + 1})
+        with pytest.raises(UserError, match=f"process {2**22 + 1} on"):
+            run_lock.check(tmp_path)
+
+
+def test_a_folder_without_hard_links_has_one_writer_too(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    with run_lock.hold(tmp_path):
+        with pytest.raises(UserError, match=f"process {os.getpid()} on"), run_lock.hold(tmp_path):
+            pass
+        assert json.loads((tmp_path / run_lock.NAME).read_text())["pid"] == os.getpid()
+    assert not tmp_path.exists()  # nothing has been written
+
+
+WRITE = """
+import sys, time
+from pathlib import Path
+from recipes.machine import run_lock
+with run_lock.hold(Path(sys.argv[1])):
+    while True:
+        with open(sys.argv[2], "a") as log:
+            log.write("x")
+        time.sleep(0.01)
+"""
+
+
+def test_a_process_that_was_suspended_while_another_took_over_writes_no_more(tmp_path):
+    log = tmp_path / "log"
+    log.touch()
+    command = [sys.executable, "-c", WRITE, str(tmp_path / "run"), str(log)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not log.stat().st_size:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    written, lock = log.stat().st_size, tmp_path / "run" / run_lock.NAME
+    other = json.loads(lock.read_text()) | {"host": "elsewhere", "pid": 77}
+    write_json(lock, other)
+    os.utime(lock, (1000, 1000))
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=60) == 1
+    assert "process 77 on elsewhere has taken it over" in process.stderr.read()
+    assert log.stat().st_size == written
+    assert json.loads(lock.read_text()) == other and lock.stat().st_mtime == 1000
+
+
+def test_a_rank_whose_launcher_has_lost_the_lock_ends(tmp_path):
+    with run_lock.hold(tmp_path):
+        lock = run_lock.found(tmp_path)
+        lock.check()
+        write_json(tmp_path / run_lock.NAME, {"host": "elsewhere", "pid": 77})
+        process = os.fork()
+        if process == 0:
+            lock.check()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
+        write_json(tmp_path / run_lock.NAME, lock.holder)
+        lock.check()
+        (tmp_path / run_lock.NAME).unlink()
+        lock.check()  # removed by hand: nobody else writes

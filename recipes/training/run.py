@@ -261,6 +261,8 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
     """
     context = trainer.context
     recipe, run, evaluation = context.recipe, context.run, context.evaluation
+    if distributed.is_first():
+        context.checkpoints.lock.check()
     if context.stop.stopped:
         summary.stopped(run, trainer.state.global_step, context.trackers)
         return

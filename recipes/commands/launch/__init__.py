@@ -27,6 +27,7 @@ from ...launching.ray import cluster as ray_cluster
 from ...launching.ray import submit
 from ...launching.ray.attempts import RayAttempts
 from ...launching.ssh import hostfile
+from ...launching.supervise import Outcome
 from ...machine import run_lock
 from ...page_checks import auto, borrowed
 from ...planning.cost.time import zero_traffic
@@ -159,13 +160,19 @@ def start(recipe: Recipe, folder: RunFolder, machines: Machines, options: argpar
         attempts = RayAttempts(machines.cluster, folder)
     else:
         attempts = LocalAttempts(folder, machines.ranks, machines.gpus)
-    with run_lock.hold(folder.path):
+    with run_lock.hold(folder.path) as lock:
+
+        def attempt(ranks: int) -> Outcome:
+            outcome = attempts.start(ranks)
+            lock.check()  # what follows puts the folder in order for another attempt
+            return outcome
+
         if options.resume:
             restarts.prepare(recipe, folder, machines.ranks, restarts.intact_checkpoint(recipe, folder))
         run_folder.write_recipe(folder, recipe)
         try:
             status = restarts.run_with_restarts(
-                recipe, folder, machines.ranks, options.max_restarts, attempts.start, attempts.available
+                recipe, folder, machines.ranks, options.max_restarts, attempt, attempts.available
             )
             forecast.compare(folder, plan)
         finally:

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from ...machine import run_lock
 from ...machine.capacity import check_disk, check_memory
 from ...spec.errors import FileUnusable, UserError, first_line, of_system
 from ...spec.run_folder import (
@@ -43,6 +44,7 @@ class Checkpoints(TrainerCallback):
         self.keep = keep
         self.needed = needed
         self.gathered = gathered
+        self.lock = run_lock.found(run.path)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse to start if a checkpoint could not be saved."""
@@ -50,7 +52,9 @@ class Checkpoints(TrainerCallback):
             self._check_space()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop, with the last checkpoint untouched, if the next would not fit."""
+        """Stop, with the last checkpoint untouched, if the next would not fit, or if another writer has taken over."""
+        if distributed.is_first() and (control.should_log or control.should_evaluate or control.should_save):
+            self.lock.check()
         if control.should_save:
             self._check_space()
 
@@ -71,6 +75,7 @@ class Checkpoints(TrainerCallback):
             complete |= {"files": written[0], "digests": {key: share[key] for share in shares for key in sorted(share)}}
             folders = [path for path in folder.rglob("*") if path.is_dir()]
             digests.flush([*folders, folder, self.run.checkpoints])
+            self.lock.check()
             write_json(folder / COMPLETE, complete)
             digests.flush([folder])
             self._remove_old()
