@@ -1,7 +1,7 @@
 """What the scripts beside this file share: they find the project in the folder above and run one of its commands."""
 
+import os
 import sys
-from pathlib import Path
 
 ENVIRONMENT = "activate the project's environment (source .venv/bin/activate) or make it first (make install)."
 
@@ -11,7 +11,9 @@ def run(command: str) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  # an older Python can read this file, and nothing else of the project
         print(f"{sys.executable} is Python {sys.version.split()[0]}, not 3.11 or newer; {ENVIRONMENT}", file=sys.stderr)
         sys.exit(2)
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    # Without this folder: its evaluate.py, for one, has the name of a library.
+    scripts = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [os.path.dirname(scripts), *(path for path in sys.path if os.path.realpath(path) != scripts)]
     from recipes.commands import main
 
     sys.exit(main.run(command))

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from ..spec.errors import UserError, cannot_write, redact
-from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program
+from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program, python_path
 
 COMMANDS = {
     "launch": "run a recipe",
@@ -71,6 +71,7 @@ _NO_GPU = "Setting accelerator to CPU"
 
 def run(name: str, words: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `words` is its command line, `sys.argv`'s where it is None."""
+    os.environ |= python_path(os.environ)  # for whatever a command starts
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..machine import ops
 from ..spec import deepspeed_file
 from ..spec.errors import UserError, redact
-from ..spec.project import IMPORT_ROOT
+from ..spec.project import python_path
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder
 from .ssh import hostfile
@@ -97,9 +97,8 @@ def share_of_cores(ranks: int) -> str:
 
 def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
     """Return the environment of the ranks."""
-    path = [str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     extra = {
-        "PYTHONPATH": os.pathsep.join(path),
+        **python_path(os.environ),
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": threads(ranks),
         # PyTorch's profiler announces each start and stop on stderr.

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 
-from ..spec.project import IMPORT_ROOT, INSTALLED
+from ..spec.project import INSTALLED, python_path
 from ..spec.run_folder import RunFolder
 from .supervise import RANK_MODULE
 
@@ -14,7 +14,8 @@ HOST = "HOST"
 
 def commands(run: RunFolder, ranks: int, nodes: int) -> dict[str, str]:
     """Return a command by the launcher's name, as typed in a shell; `ranks`: on each node."""
-    path = [] if INSTALLED else [f"PYTHONPATH={IMPORT_ROOT}"]
+    variables = {"PYTHONSAFEPATH": "1"} if INSTALLED else python_path({})
+    path = [f"{name}={value}" for name, value in variables.items()]
     # Ranks would otherwise use all cores each; torchrun sets 1, which is too few beside CPU Adam.
     threads = f"OMP_NUM_THREADS={max(1, (os.cpu_count() or 1) // ranks)}"
     rank = (*("-m", RANK_MODULE), str(run.path.resolve()))
@@ -24,7 +25,8 @@ def commands(run: RunFolder, ranks: int, nodes: int) -> dict[str, str]:
         "torchrun": (sys.executable, "-m", "torch.distributed.run", *meet, "--nproc_per_node", str(ranks), *rank),
         "mpirun": (
             *("mpirun", "-np", str(ranks * nodes)),
-            *(() if one else ("--map-by", f"ppr:{ranks}:node", "-x", f"MASTER_ADDR={HOST}", "-x", "PYTHONPATH")),
+            *(() if one else ("--map-by", f"ppr:{ranks}:node", "-x", f"MASTER_ADDR={HOST}")),
+            *(() if one else [word for name in variables for word in ("-x", name)]),
             *(sys.executable, *rank),
         ),
         "srun": ("srun", "--nodes", str(nodes), "--ntasks-per-node", str(ranks), sys.executable, *rank),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..spec.errors import UserError
-from ..spec.project import IMPORT_ROOT, NAME
+from ..spec.project import NAME, python_path
 from ..spec.run_folder import read_json
 from . import environment
 from .served import Served
@@ -97,7 +97,7 @@ def transformers(name: str, place: Path, host: str, port: int) -> Engine:
     if "@" in name:
         raise UserError(f"{name}: transformers reads what follows an @ as a revision; name the model with --name NAME.")
     words = (sys.executable, "-m", f"{NAME}.serving.one_model", name, host, str(port))
-    return Engine("transformers serve", words, _variables(os.environ | {"PYTHONPATH": str(IMPORT_ROOT)}), place)
+    return Engine("transformers serve", words, _variables(os.environ | python_path({})), place)
 
 
 def _variables(found: dict[str, str]) -> dict[str, str]:

@@ -4,7 +4,9 @@ All imports inside the project are relative, so that it runs under either name.
 """
 
 import importlib.util
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 NAME = __name__.partition(".")[0]
@@ -63,6 +65,17 @@ def as_typed(text: str) -> str:
         return _INSTALLED_NAME.sub(lambda found: command(found[1]), text)
     names = {script: name for name, script in SCRIPTS.items()}
     return _SCRIPT_NAME.sub(lambda found: f"dsr {names[found[1]]}", text)
+
+
+def python_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which a child's Python finds this project, and no file of the folder that the user is in.
+
+    `python -m` and `-c` look there first, and so does Python where PYTHONPATH has an empty or relative entry: an
+    `xxhash.py` or a `wandb/` beside somebody's data would run as code of every rank.
+    """
+    given = environment.get("PYTHONPATH", "").split(os.pathsep)
+    kept = dict.fromkeys([str(IMPORT_ROOT), *filter(os.path.isabs, given)])
+    return {"PYTHONPATH": os.pathsep.join(kept), "PYTHONSAFEPATH": "1"}
 
 
 def require(package: str) -> None:

@@ -18,7 +18,7 @@ from ..spec import deepspeed_file
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
 from ..spec.limits import EXPERT_COUNTS, as_overrides
-from ..spec.project import IMPORT_ROOT, NAME
+from ..spec.project import NAME, python_path
 from ..spec.recipe import Layout, Recipe
 from ..spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe, write_json
 from .checkpoint import digests
@@ -186,9 +186,8 @@ def convert(checkpoint: Path) -> None:
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     if read_json(checkpoint / COMPLETE)["layout"]["tensor"] == 1:
         command.append("--inject_missing_state")  # for split matrices a missing description must stay an error
-    path = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     pipe = subprocess.PIPE
-    done = children.run(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | {"PYTHONPATH": path})
+    done = children.run(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | python_path(os.environ))
     if done.returncode:
         shutil.rmtree(target, ignore_errors=True)
         reason = done.stderr.strip().rpartition("\n")[2]

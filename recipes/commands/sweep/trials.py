@@ -14,7 +14,7 @@ from typing import Any
 from ...machine import children, run_lock
 from ...spec.errors import UserError, redact
 from ...spec.methods.metrics import higher_is_better
-from ...spec.project import IMPORT_ROOT, NAME
+from ...spec.project import NAME
 from ...spec.run_folder import RunFolder, checkpoints, is_finished, is_marked, read_json, read_jsonl, write_json
 
 PLAN = "sweep.json"
@@ -98,9 +98,9 @@ def run(sweep: Sweep, folder: Path, trial: int, start: Callable[[Sequence[str], 
 
 def launch(words: Sequence[str], log: Path) -> int:
     """Run the launcher with its output in `log`; a Ctrl-C reaches it too, and it is waited for."""
-    # Not -m: that would need the project on Python's path, where the user is.
-    code = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); sys.argv[0] = 'launch'"
-    command = [sys.executable, "-c", f"{code}; from {NAME}.commands.main import run; sys.exit(run('launch'))", *words]
+    # Not -m: command.txt would begin with the path of a file that cannot be run.
+    code = f"import sys; sys.argv[0] = 'launch'; from {NAME}.commands.main import run; sys.exit(run('launch'))"
+    command = [sys.executable, "-c", code, *words]
     with log.open("w", encoding="utf-8") as output:
         with children.running(command, stdout=output, stderr=subprocess.STDOUT) as process:
             stopped = False

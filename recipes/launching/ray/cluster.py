@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...spec.errors import UserError
-from ...spec.project import IMPORT_ROOT, NAME
+from ...spec.project import NAME, python_path
 from ...spec.run_folder import RunFolder
 from ..command import rank_count, visible_gpus
 from ..ssh.hostfile import HostPool
@@ -174,8 +174,7 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
     for a cluster that is started here.
     """
     defaults = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    path = os.pathsep.join(filter(None, [str(IMPORT_ROOT), ours.get("PYTHONPATH")]))
-    return defaults | dict(ours) | {"PYTHONPATH": path}
+    return defaults | dict(ours) | python_path(ours)
 
 
 def command(cluster: RayCluster, run: RunFolder, ranks: int) -> list[str]:

@@ -14,7 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...spec.errors import first_line
-from ...spec.project import IMPORT_ROOT
+from ...spec.project import python_path
 from . import rank
 
 PATIENCE = 180
@@ -23,7 +23,7 @@ PATIENCE = 180
 
 def connect(address: str, variables: dict[str, str] | None = None, **local: Any) -> None:
     """Become a driver of the cluster at `address`, whose processes find this checkout; `local`: of one started here."""
-    runtime = {"env_vars": {"PYTHONPATH": str(IMPORT_ROOT), **(variables or {})}}
+    runtime = {"env_vars": python_path({}) | (variables or {})}
     ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, **local)
 
 

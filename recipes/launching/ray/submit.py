@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...spec.errors import UserError, redact
-from ...spec.project import IMPORT_ROOT, NAME
+from ...spec.project import NAME, python_path
 from .. import variables
 from .cluster import check_installed
 
@@ -30,7 +30,7 @@ def command(address: str, words: Sequence[str], environment: Mapping[str, str]) 
     Raises:
         UserError: a word that would reach the launcher changed.
     """
-    given = variables.forwarded(environment) | {"PYTHONPATH": str(IMPORT_ROOT)}
+    given = variables.forwarded(environment) | python_path({})
     job = ["env", "-C", os.getcwd(), *(f"{name}={value}" for name, value in given.items())]
     job += [sys.executable, "-m", f"{NAME}.commands", "launch", *without_address(words), "--address", "auto"]
     for word in job:

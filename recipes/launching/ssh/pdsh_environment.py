@@ -22,17 +22,18 @@ EXPANSION = re.compile(r"\$(?=[A-Za-z_]|\{\w+\})")
 def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path:
     """Write the variables that pdsh takes along, in DeepSpeed's format, print their names, and return the file.
 
-    The user's own `~/.deepspeed_env` and `./.deepspeed_env` are included where they do not contradict ours: DeepSpeed
-    reads only one file, and `DS_ENV_FILE` makes it this one. As there, `$NAME` in them is a variable of the host.
+    The user's own `~/.deepspeed_env` is included where it does not contradict ours: DeepSpeed reads only one file, and
+    `DS_ENV_FILE` makes it this one. As there, `$NAME` in it is a variable of the host. One in the current folder, which
+    DeepSpeed would prefer, may have come with somebody's data, and could load code into every rank.
 
     Raises:
         UserError: a value that the file cannot hold.
     """
-    own: dict[str, str] = {}
-    for path in (Path.home() / ".deepspeed_env", Path(".deepspeed_env")):
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            own |= {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
+    home, here = (folder / ".deepspeed_env" for folder in (Path.home(), Path.cwd()))
+    lines = home.read_text(encoding="utf-8").splitlines() if home.is_file() else []
+    own = {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
+    if here.is_file() and here != home:
+        print(f"{here}: not read; move what you need of it to {home}", flush=True)
     passed = [name for name, value in own.items() if variables.is_name(name) and not is_secret(name, value)]
     taken = {name: _quoted(name, own[name], EXPANSION) for name in passed}
     taken |= {name: _quoted(name, value) for name, value in variables.forwarded(environment).items()}

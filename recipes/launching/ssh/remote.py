@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from ...spec.project import IMPORT_ROOT, NAME
+from ...spec.project import IMPORT_ROOT, NAME, python_path
 from ...spec.run_folder import RunFolder
 from .hostfile import HostPool, with_slots
 
@@ -28,7 +28,8 @@ def module_command(name: str, *arguments: str) -> str:
     """
     root, python = shlex.quote(str(IMPORT_ROOT)), shlex.quote(sys.executable)
     found = f"cd {root} 2>/dev/null || exit {NO_CHECKOUT}; test -x {python} || exit {NO_PYTHON}; "
-    return found + shlex.join(["exec", "env", f"PYTHONPATH={IMPORT_ROOT}", sys.executable, "-m", name, *arguments])
+    path = [f"{variable}={value}" for variable, value in python_path({}).items()]
+    return found + shlex.join(["exec", "env", *path, sys.executable, "-m", name, *arguments])
 
 
 def run_on_each(hosts: tuple[str, ...], command: Callable[[str], str]) -> list[subprocess.CompletedProcess]:

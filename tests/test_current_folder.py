@@ -1,0 +1,96 @@
+"""No file of the folder that a user stands in is run: there is data in it that others have made."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.launching import command, other_launchers, variables
+from recipes.launching.ray import cluster, submit
+from recipes.launching.ssh import pdsh_environment, remote
+from recipes.spec.project import CHECKOUT, IMPORT_ROOT, SCRIPTS, python_path
+from recipes.spec.run_folder import RunFolder
+
+NAMES = ("argparse", "pathlib", "json", "logging", "runpy", "subprocess", "xxhash", "torch", "yaml", "recipes")
+PACKAGES = ("wandb", "datasets", "deepspeed", "transformers", "evaluate")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Make a folder whose files have the names of modules, and leave a trace when they are imported."""
+    found = tmp_path_factory.mktemp("data")
+    trace = f"open({str(found / 'ran')!r}, 'a').write(__file__ + '\\n')\n"
+    for name in (*NAMES, "sitecustomize", "usercustomize"):
+        (found / f"{name}.py").write_text(trace)
+    for name in PACKAGES:
+        (found / name).mkdir()
+        (found / name / "__init__.py").write_text(trace)
+    (found / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    return found
+
+
+def ran(folder: Path) -> str:
+    trace = folder / "ran"
+    text = trace.read_text() if trace.exists() else ""
+    trace.unlink(missing_ok=True)
+    return text
+
+
+@pytest.mark.parametrize("path", [None, str(CHECKOUT)])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_none(name, path, folder):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    words = [sys.executable, CHECKOUT / "scripts" / f"{SCRIPTS[name]}.py", "--help"]
+    done = subprocess.run(
+        words, cwd=folder, env=environment | ({"PYTHONPATH": path} if path else {}), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert ran(folder) == ""
+
+
+@pytest.mark.parametrize("path", [":", ".", f":{CHECKOUT}", f"{CHECKOUT}::", "../{}"])
+def test_a_relative_entry_of_pythonpath_counts_for_nothing(path, folder):
+    """But for what Python itself imports before the first line of a program."""
+    words = [sys.executable, CHECKOUT / "scripts" / "plan.py", "--help"]
+    path = path.format(folder.name)
+    done = subprocess.run(words, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {Path(line).stem for line in ran(folder).splitlines()} <= {"sitecustomize", "usercustomize"}
+
+
+def test_an_entry_of_pythonpath_that_is_a_whole_path_is_kept(tmp_path):
+    found = python_path({"PYTHONPATH": f":.:{tmp_path}:x/y:{IMPORT_ROOT}"})
+    assert found == {"PYTHONPATH": f"{IMPORT_ROOT}:{tmp_path}", "PYTHONSAFEPATH": "1"}
+    assert python_path({})["PYTHONPATH"] == str(IMPORT_ROOT)
+
+
+def test_ranks_run_none(folder, launcher):
+    """Nor do the launchers above them."""
+    words = ["tiny", "full", "data.path=train.jsonl", "data.validation=none", "max_steps=1", "wandb.mode=offline"]
+    done = subprocess.run(
+        [*launcher, *words, "--gpus", "1", "--output-dir", folder / "run"], cwd=folder, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": f":{CHECKOUT}", "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ran(folder).splitlines() in ([], [str(folder / "sitecustomize.py")])  # Python's own start, of launch.py
+
+
+def test_what_starts_elsewhere_is_told_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path / "data")
+    ranks = command.rank_environment(1, 0)
+    assert ranks["PYTHONSAFEPATH"] == cluster.environment({})["PYTHONSAFEPATH"] == "1"
+    assert variables.forwarded(ranks)["PYTHONSAFEPATH"] == "1"  # SLURM, Kubernetes, SageMaker, pdsh
+    assert "PYTHONSAFEPATH=1" in shlex.split(remote.module_command("x"))
+    assert "PYTHONSAFEPATH=1" in submit.command("a", ["tiny", "full"], {})
+    for typed in other_launchers.commands(RunFolder(tmp_path), 2, 2).values():
+        assert "PYTHONSAFEPATH=1" in typed
+    (tmp_path / "data" / ".deepspeed_env").write_text("LD_PRELOAD=/data/evil.so\n")
+    (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
+    written = pdsh_environment.write_environment(RunFolder(tmp_path), ranks).read_text()
+    assert "MINE=1" in written and "LD_PRELOAD" not in written and "PYTHONSAFEPATH=1" in written
+    assert f"{tmp_path}/data/.deepspeed_env: not read" in capsys.readouterr().out
