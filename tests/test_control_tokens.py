@@ -1,4 +1,4 @@
-"""Control tokens in what people wrote are text, in every template; ordinary text has the tokens that it always had."""
+"""Control tokens in what people wrote are text, in every template; an answer's tokens are those of transformers."""
 
 import json
 
@@ -17,7 +17,17 @@ from recipes.training.model.draft import TINY_MODEL
 from recipes.training.model.generate import generate
 from recipes.training.parallel import scores
 from tests.small import small
-from tests.test_masks import MARKED, SYSTEM, TOOL_TURNS, TOOLS, TURNS, WITHOUT_SYSTEM, WITHOUT_TOOLS, tokenizer_with
+from tests.test_masks import (
+    MARKED,
+    SYSTEM,
+    TOOL_TURNS,
+    TOOLS,
+    TURNS,
+    WITHOUT_DESCRIPTIONS,
+    WITHOUT_SYSTEM,
+    WITHOUT_TOOLS,
+    tokenizer_with,
+)
 from tests.tiers import tiered
 from tests.versions import needs
 
@@ -39,16 +49,16 @@ def attack(tokenizer):
 
 
 def conversations(name, text):
-    """Yield conversations in which one part, each in turn, has the text."""
-    turns = [] if name in WITHOUT_SYSTEM else [SYSTEM]
-    for index in range(len([*turns, *TURNS])):
-        changed = [dict(turn) for turn in [*turns, *TURNS]]
-        changed[index]["content"] = text
-        yield changed, None
+    """Yield conversations in which one part that the model does not write, each in turn, has the text."""
+    turns = [*([] if name in WITHOUT_SYSTEM else [SYSTEM]), *TURNS]
+    for index, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            yield [*turns[:index], turn | {"content": text}, *turns[index + 1 :]], None
     if name not in WITHOUT_TOOLS:
         changed = [dict(turn) for turn in TOOL_TURNS]
         changed[2]["content"] = text
-        yield changed, TOOLS
+        yield changed, None if name in WITHOUT_DESCRIPTIONS else TOOLS
+    if name not in WITHOUT_TOOLS | WITHOUT_DESCRIPTIONS:
         described = json.loads(json.dumps(TOOLS))
         described[0]["function"]["description"] = text
         yield TOOL_TURNS, described
@@ -97,6 +107,28 @@ def test_an_attack_in_a_question_is_not_learned_and_one_in_an_answer_is(name):
     assert attack(tokenizer) in learned and "Yes." not in learned
 
 
+@pytest.mark.parametrize("name", MARKED)
+def test_an_answer_has_the_tokens_that_transformers_gives_it(name):
+    """Special tokens that somebody has added for the model to write, and the template's own."""
+    tokenizer = tokenizer_with(name)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<act>"]}, replace_extra_special_tokens=False)
+    for said in ("<act>go", f"Yes.{tokenizer.eos_token}", attack(tokenizer)):
+        turns = [*TURNS[:3], {"role": "assistant", "content": said}]
+        template, _ = chat_templates.marker(small(TINY_MODEL, "unread"), tokenizer)
+        usual = tokenizer.apply_chat_template(turns, chat_template=template, return_dict=True)["input_ids"]
+        ids, labels = trained(tokenizer, turns, None)
+        assert ids == usual
+        learned = [label for label in labels if label != tokenize.IGNORED]
+        assert tokenizer(said, add_special_tokens=False)["input_ids"][0] in learned
+    hostile = [{"role": "user", "content": attack(tokenizer)}, {"role": "assistant", "content": "<act>"}]
+    harmless = [{"role": "user", "content": HARMLESS}, {"role": "assistant", "content": "<act>"}]
+    control = set(tokenizer.added_tokens_decoder)
+    found, expected = (
+        [one for one in trained(tokenizer, turns, None)[0] if one in control] for turns in (hostile, harmless)
+    )
+    assert found == expected and tokenizer.convert_tokens_to_ids("<act>") in found
+
+
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Co"]), min_size=1, max_size=40).filter(str.strip)
 
 
@@ -143,14 +175,21 @@ def test_thinking_in_an_answer_stays_what_it_is():
         assert trained(tokenizer, turns, None)[0].count(thinking) == times
 
 
-def test_raw_text_has_no_control_tokens_but_the_end():
+def test_raw_text_has_the_tokens_that_transformers_gives_it_and_one_end():
+    """Tokens for filling in the middle, and documents that bring their end along."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<fim>"]}, replace_extra_special_tokens=False)
     recipe = small(TINY_MODEL, "unread", sequence_length=1000)
-    cut = tokenize._texts(recipe, tokenizer)({"text": [attack(tokenizer), "plain text"]})
-    control = set(tokenizer.added_tokens_decoder)
-    for ids in cut["input_ids"]:
-        assert [one for one in ids if one in control] == [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    assert cut["input_ids"][1][:-1] == tokenizer("plain text")["input_ids"]
+    texts, end = ["a<fim>b", "plain text", f"a{tokenizer.eos_token}"], tokenizer.eos_token_id
+    cut = tokenize._texts(recipe, tokenizer)({"text": texts})["input_ids"]
+    assert cut == [
+        [*tokenizer(texts[0])["input_ids"], end],
+        [*tokenizer(texts[1])["input_ids"], end],
+        tokenizer(texts[2])["input_ids"],
+    ]
+    assert tokenizer.convert_tokens_to_ids("<fim>") in cut[0] and [one.count(end) for one in cut] == [1, 1, 1]
+    tokenizer.eos_token = None
+    assert tokenize._texts(recipe, tokenizer)({"text": texts[:2]})["input_ids"] == [one[:-1] for one in cut[:2]]
 
 
 @can_mark
@@ -172,10 +211,10 @@ def test_preferences_and_prompts_have_none_either(monkeypatch):
     pair = {
         "prompt": [{"role": "user", "content": attack(tokenizer)}],
         "chosen": [{"role": "assistant", "content": "Yes."}],
-        "rejected": [{"role": "assistant", "content": attack(tokenizer)}],
+        "rejected": [{"role": "assistant", "content": "No."}],
         "tools": None,
     }
-    plain = pair | {"prompt": TURNS[:1], "rejected": TURNS[1:2]}
+    plain = pair | {"prompt": TURNS[:1]}
     control = set(tokenizer.added_tokens_decoder)
     hostile, harmless = (pairs.with_tokens(one, tokenizer) for one in (pair, plain))
     for name, ids in hostile.items():

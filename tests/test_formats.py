@@ -179,11 +179,111 @@ def test_judged_answers_are_not_taken_for_answers_to_imitate(label, method):
     assert formats.form_of("here", row | {"text": "a"}, "pretrain") == "text"
 
 
-@pytest.mark.parametrize("label", [True, False, "True", "false"])
-def test_judged_answers_are_read_for_kto(label):
-    (read,) = formats.converted([("here", {"prompt": "Hi?", "completion": "Yes.", "label": label})], "kto")
-    good = label in (True, "True")
-    assert read == {"prompt": [user("Hi?")], "completion": [assistant("Yes.")], "label": good, "tools": None}
+LABELS = [(True, True), (1, True), (1.0, True), ("True", True), ("good", True)]
+LABELS += [(False, False), (0, False), ("false", False), ("bad", False)]
+JUDGED = {
+    "judged": {"prompt": "Hi?", "completion": "Yes."},
+    "judged_messages": {"messages": SHORT},
+    "judged_sharegpt": {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yes."}]},
+    "judged_alpaca": {"instruction": "Hi?", "output": "Yes."},
+}
+
+
+@pytest.mark.parametrize("form", JUDGED)
+@pytest.mark.parametrize("key", ["label", "kto_tag"])
+def test_judged_answers_are_read_for_kto(form, key):
+    for label, good in LABELS:
+        (read,) = formats.converted([("here", {**JUDGED[form], key: label})], "kto")
+        assert read == {"prompt": [user("Hi?")], "completion": [assistant("Yes.")], "label": good, "tools": None}
+    assert formats.form_of("here", {**JUDGED[form], "label": True}, "kto") == form
+
+
+FLAGS = [
+    *({name: value} for name in ("train", "training", "trainable", "loss", "weight") for value in (False, 0, 0.0, "0")),
+    *({"loss_scale": 0}, {"loss_mask": 0}, {"masked": True}, {"train": True, "weight": 0}),
+]
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=str)
+def test_a_turn_that_is_not_to_be_learned_is_marked(flag):
+    out = {"train": False}
+    turns = [user("Hi?") | flag, assistant("Yes.", **flag), user("So?"), assistant("No.")]
+    (read,) = formats.converted([("here", {"messages": turns})], "sft")
+    assert read["messages"] == [user("Hi?"), assistant("Yes.", **out), user("So?"), assistant("No.")]
+    if not {"loss_scale", "loss_mask", "masked"} & set(flag):
+        numeric = isinstance(flag.get("loss"), int | float | str) and not isinstance(flag.get("loss"), bool)
+        (read,) = formats.converted([("here", {"messages": SHORT, **flag})], "sft")
+        assert read["messages"] == (SHORT if numeric else [user("Hi?"), assistant("Yes.", **out)])
+
+
+@pytest.mark.parametrize("flag", [{"train": True}, {"weight": 1.0}, {"weight": "1"}, {"masked": False}, {"train": ""}])
+def test_a_turn_that_is_to_be_learned_is_not_marked(flag):
+    (read,) = formats.converted([("here", {"messages": [user("Hi?"), assistant("Yes.", **flag)]})], "distill")
+    assert read == chat(SHORT)
+
+
+def test_what_a_question_is_about_is_read_whatever_its_column_is_called():
+    asked = {"question": "Why?", "history": [["Hi?", "Yes."]], "system": "Be brief."}
+    before = [SYSTEM, *SHORT]
+    for name in ("input", "context"):
+        for method, answers in (("sft", ("completion",)), ("dpo", ("chosen", "rejected")), ("kto", ("completion",))):
+            row = {**asked, name: "A text.", "label": True} if method == "kto" else {**asked, name: "A text."}
+            located = [("here", row | {answer: f"Since {answer}." for answer in answers})]
+            (read,) = formats.converted(columns.renamed(located, columns.fields("question:prompt")), method)
+            found = read["messages"][:-1] if method == "sft" else read["prompt"]
+            assert found == [*before, user("Why?\n\nA text.")], (name, method)
+    (read,) = formats.converted([("here", {"prompt": "A text. Why?", "completion": "b", "context": "A text."})], "sft")
+    assert read["messages"][0] == user("A text. Why?"), "a question that has its passage is left as it is"
+    (read,) = formats.converted([("here", {"prompt": "Why?", "context": "A text."})], "grpo")
+    assert read["messages"] == [user("Why?")] and read["fields"] == {"context": "A text."}, "for the reward function"
+
+
+def test_nulls_and_empty_lists_of_a_table_are_not_there():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2], "c": None}}}
+    tool = {"function": {**TOOL["function"], "strict": None}, "type": "function"}
+    turns = [user("Hi?") | {"tool_calls": []}, assistant(None, tool_calls=[call], reasoning_content="")]
+    (read,) = formats.converted([("here", {"messages": turns, "tools": [tool]})], "sft")
+    assert read == chat([user("Hi?"), assistant("", tool_calls=[CALL])], [TOOL])
+    (read,) = formats.converted([("here", {"messages": SHORT, "tools": [], "system": SYSTEM["content"]})], "sft")
+    assert read == chat([SYSTEM, *SHORT])
+    (read,) = formats.converted([("here", {"messages": [SYSTEM, *SHORT], "system": SYSTEM["content"]})], "sft")
+    assert read == chat([SYSTEM, *SHORT]), "a system prompt that is there twice is given once"
+    kept = {"name": "add", "arguments": '{"c": null}'}
+    (read,) = formats.converted([("here", {"messages": [user("a"), assistant("", tool_calls=[kept])]})], "sft")
+    assert read["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"c": None}, "as text it is what it says"
+
+
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False, "x": None}}, {"enable_thinking": False}),
+        ({"chat_template_kwargs": '{"a": [1]}'}, {"a": [1]}),
+        ({"enable_thinking": "false"}, {"enable_thinking": False}),
+        ({"chat_template_kwargs": {}, "enable_thinking": None}, None),
+    ],
+)
+def test_arguments_of_the_template_are_read(more, options):
+    (read,) = formats.converted([("here", {"messages": SHORT, **more})], "sft")
+    assert read.get("options") == options
+
+
+UNREAD = [
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}, "preference", "dpo", ["margin"]),
+    ({"text": "a", "url": "b", "system": "c"}, "text", "pretrain", ["url", "system"]),
+    ({"prompt": "a", "answer": "b"}, "prompt", "grpo", []),  # the reward function gets it
+    (
+        {
+            "messages": [user("Hi?") | {"mood": "good"}, assistant("Yes.", weight=1)],
+            **{"id": 7, "score": None, "chat_template_kwargs": {"a": 1}},
+        },
+        *("messages", "sft", ["id", "turns.mood", "chat_template_kwargs.a"]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "form", "method", "keys"), UNREAD)
+def test_keys_that_nothing_reads_are_found(row, form, method, keys):
+    assert formats.unread("here", row, form, method) == keys
 
 
 def line(**row):
@@ -200,8 +300,34 @@ MISTAKES = {
     ),
     "no role": (line(messages=[{"content": "a"}]), "sft", "turn 1 of 'messages' needs a 'role'"),
     "turn": (line(messages=["a"]), "sft", "turn 1 of 'messages' must be an object"),
-    "image": (line(messages=[user([{"type": "image"}]), assistant("b")]), "sft", "parts that are not text"),
-    "weight": (line(messages=[user("a"), assistant("b", weight=0)]), "sft", "weight 0, which is not supported"),
+    "image": (line(messages=[user([{"type": "image"}]), assistant("b")]), "sft", "parts that are not text (image)"),
+    "weight": (line(messages=[user("a"), assistant("b", weight=0.5)]), "sft", "'weight' 0.5; every token in the loss"),
+    "part of a turn": (
+        line(messages=[user("a"), assistant("b", train_detail=[{"begin_offset": 0, "end_offset": 0, "train": True}])]),
+        "sft",
+        "turn 2 of 'messages' has 'train_detail'",
+    ),
+    "weight of an example": (line(messages=SHORT, weight=0.3), "sft", ":1: the example has 'weight' 0.3"),
+    "calls of a user": (line(messages=[user("a") | {"tool_calls": [CALL]}]), "sft", "only the assistant calls tools"),
+    "reasoning of a user": (line(messages=[user("a") | {"thinking": "b"}]), "sft", "has 'thinking', which must be"),
+    "argument of no template": (
+        line(messages=SHORT, chat_template_kwargs={"tokenize": False}),
+        "sft",
+        "'chat_template_kwargs' names 'tokenize'",
+    ),
+    "video": (line(messages=SHORT, videos=["a.mp4"]), "sft", "'videos' holds video, which no recipe reads"),
+    "image beside text": (line(prompt="a", completion="b", image="a.png"), "sft", "model.vision=true"),
+    "image to classify": (line(text="a", label="b", image="a.png"), "classify", "'image' holds images"),
+    "place of an image": (line(messages=[user("<image>\nHi?"), assistant("b")]), "sft", "the place of a file, <image>"),
+    "place in a prompt": (line(instruction="Hi?\n<image>", output="b"), "sft", "the place of a file, <image>"),
+    "passage of another kind": (line(prompt="a", completion="b", context=["c"]), "sft", "'context' must be a string"),
+    "two names": (line(prompt="a", completion="b", label=True, kto_tag=True), "kto", "'kto_tag' and 'label' mean"),
+    "answer not to learn": (
+        line(prompt="a", chosen=[assistant("b", train=False)], rejected="c"),
+        "dpo",
+        "a flag leaves this answer out of the loss",
+    ),
+    "judged conversation": (line(messages=SHORT, kto_tag=False), "sft", "answers that were judged (KTO)"),
     "call": (line(messages=[user("a"), assistant("", tool_calls=[{"name": 1}])]), "sft", "needs a 'name'"),
     "arguments": (
         line(messages=[user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]),
@@ -228,11 +354,11 @@ MISTAKES = {
         "preference, for the method dpo, reward, orpo or simpo",
     ),
     "label": (
-        line(prompt="a", completion="b", label=1),
+        line(prompt="a", completion="b", label=5),
         "kto",
-        ":1: 'label' must be true (a good answer) or false; it is 1",
+        ":1: 'label' must be true (a good answer) or false; it is 5",
     ),
-    "label in words": (line(prompt="a", completion="b", label="good"), "kto", "or false; it is 'good'"),
+    "label in words": (line(prompt="a", completion="b", label="so-so"), "kto", "or false; it is 'so-so'"),
     "pairs for kto": (
         line(prompt="a", chosen="b", rejected="c"),
         "kto",
@@ -273,6 +399,11 @@ FILES = {
     "array of arrays": ("a.json", b"[[1]]", "row 1: a list, not a JSON object"),
     "array empty": ("a.json", b"[]", "empty"),
     "object": ("a.json", b'{"data": [\n{"text": "a"}]}', ":1: not JSON"),
+    "gzip": ("a.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text; unpack it"),
+    "Parquet": ("a.jsonl", b"PAR1abc", "is Parquet without the suffix"),
+    "UTF-16": ("a.csv", "a,b".encode("utf-16"), "is UTF-16, not text"),
+    "a key twice": ("a.jsonl", b'{"text": "a", "text": "b"}', ":1: not JSON (the key 'text' twice in an object)"),
+    "text of a table": ("a.csv", b"messages\n[{'role': 'user'}]\n", "should be JSON and is not"),
 }
 
 

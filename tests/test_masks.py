@@ -122,6 +122,8 @@ def test_exactly_the_assistants_turns_are_learned(name):
 
 WITHOUT_SYSTEM = {"gemma"}
 WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5"}
+WITHOUT_DESCRIPTIONS = {"deepseekv3"}
+"""Render calls and not what can be called."""
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -139,7 +141,12 @@ def test_tool_calls_are_learned_and_their_results_are_not(name):
         with pytest.raises(UserError, match="drops tool calls"):
             learned(name, TOOL_TURNS, TOOLS)
         return
-    call, answer = learned(name, TOOL_TURNS, TOOLS)
+    tools = TOOLS
+    if name in WITHOUT_DESCRIPTIONS:
+        with pytest.raises(UserError, match="drops 'tools'"):
+            learned(name, TOOL_TURNS, TOOLS)
+        tools = None
+    call, answer = learned(name, TOOL_TURNS, tools)
     assert "add" in call and "19" in call and "23" not in call + answer and "Adds." not in call + answer
     before = "<｜tool▁outputs▁end｜>" if name == "deepseekv3" else None  # it has no header of its own there
     assert [answer] == ([before + "Yes.<｜end▁of▁sentence｜>"] if before else expected(name, "Yes."))

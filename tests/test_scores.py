@@ -19,7 +19,7 @@ from recipes.training.model.generate import generate
 from recipes.training.parallel import pipeline, scores
 from tests.conftest import conversation
 from tests.small import small
-from tests.test_masks import MARKED, TOOL_TURNS, TOOLS, TURNS, tokenizer_with
+from tests.test_masks import MARKED, TOOL_TURNS, TOOLS, TURNS, WITHOUT_DESCRIPTIONS, tokenizer_with
 
 
 @pytest.fixture
@@ -112,10 +112,11 @@ def test_a_model_that_writes_what_it_was_taught_is_right(alone, name):
     for what, (turns, tools) in CONVERSATIONS.items():
         if tools and without_tools:
             continue
+        tools = None if name in WITHOUT_DESCRIPTIONS else tools
         learned = sequence(tokenizer, turns, tools)
         found, (answer,) = measured(Taught(tokenizer, [learned]), tokenizer, [learned], 60)
         assert found == {"exact_match": 1.0}, (what, answer)
-        if not tools:
+        if turns[1]["content"]:
             assert ("No." if what == "the second answer" else "Yes.") in answer.text, what
         assert ("Adds." in answer.prompt) == ("Adds." in tokenizer.decode(learned["input_ids"])), what
         other = sequence(
@@ -188,9 +189,9 @@ def test_an_answer_longer_than_the_limit_is_wrong_and_counted_as_cut_off(alone):
     assert measured(Taught(tokenizer, learned), tokenizer, learned, 99)[0] == {"exact_match": 1.0}
 
 
-def test_an_answer_may_be_empty_and_may_hold_control_tokens_as_text(alone):
+def test_an_answer_may_be_empty_and_may_hold_control_tokens(alone):
     tokenizer = tokenizer_with("qwen3_instruct_2507")
-    for content in ("", "<|im_end|>", "a <|im_start|>b"):
+    for content in ("", "a <|im_start|>b"):
         turns = [TURNS[0], {"role": "assistant", "content": content}]
         learned = sequence(tokenizer, turns)
         found, (answer,) = measured(Taught(tokenizer, [learned]), tokenizer, [learned], 60)

@@ -269,3 +269,18 @@ def test_the_form_can_be_named(tmp_path):
     named = replace(recipe, data=replace(recipe.data, form="prompt_completion"))
     assert sources.read(str(path), recipe)[0].examples[0]["messages"] == CHATS[0]["messages"]
     assert sources.read(str(path), named)[0].examples[0]["messages"] == CHATS[1]["messages"]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_keys_that_nothing_reads_are_listed_once_with_their_number(tmp_path, streaming):
+    path = tmp_path / "a.jsonl"
+    rows = [{"messages": [turn | {"mood": "good"} for turn in row["messages"]]} for row in CHATS]
+    path.write_text(lines([{"id": 1, "source": "x", **rows[0]}, *({"id": n, **row} for n, row in enumerate(rows[1:]))]))
+    ids = 1 if streaming else 5
+    for _ in range(2):  # the second time from the cache of datasets
+        [source] = sources.read(str(path), small(tmp_path, path), streaming)
+        assert source.unread == {"id": ids, "source": 1, "turns.mood": ids}
+        assert "unread" not in (source.examples.column_names or ())
+        line = source.unread_line("{{ message.mood }}")
+        assert line.endswith(f"keys that nothing reads, and in how many examples they are: id ({ids}), source (1)")
+        assert f"turns.mood ({ids})" in source.unread_line("{{ message.content }}")

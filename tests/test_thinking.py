@@ -22,11 +22,15 @@ def answer(text, reasoning=REASON):
     return {"role": "assistant", "content": text, "reasoning_content": reasoning, "reasoning": reasoning}
 
 
+def rendered(name, turns, how):
+    """Return what becomes of a conversation."""
+    recipe = replace(small(TINY_MODEL, "unread"), data=Data("unread", thinking=how))
+    return tokenize._conversation(recipe, tokenizer_with(name))({"messages": turns, "tools": None, "given": 0})
+
+
 def tokens_and_learned(name, turns, how):
     """Return the whole text of a conversation, and the text of what is in the loss."""
-    tokenizer = tokenizer_with(name)
-    recipe = replace(small(TINY_MODEL, "unread"), data=Data("unread", thinking=how))
-    row = tokenize._conversation(recipe, tokenizer)({"messages": turns, "tools": None, "given": 0})
+    tokenizer, row = tokenizer_with(name), rendered(name, turns, how)
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
     return tokenizer.decode(row["input_ids"]), tokenizer.decode(learned)
 
@@ -79,8 +83,30 @@ def test_a_mask_that_is_one_token_short_is_noticed(monkeypatch):
 
 
 def test_a_template_without_blocks_is_refused_where_the_data_reasons():
+    for how in ("learn", "read"):
+        with pytest.raises(
+            UserError, match=r"drops reasoning, in 'reasoning_content' of turn 2 .*data\.thinking=strip"
+        ):
+            tokens_and_learned("llama3", [FIRST, answer("Yes.")], how)
+    assert REASON not in tokens_and_learned("llama3", [FIRST, answer("Yes.")], "strip")[0]
     with pytest.raises(UserError, match=r"no reasoning block that is known, so data\.thinking=read has nothing"):
-        tokens_and_learned("llama3", [FIRST, answer("Yes.")], "read")
+        tokens_and_learned("gptoss", [FIRST, answer("Yes.") | {"thinking": REASON}], "read")
+
+
+def test_reasoning_is_given_under_the_name_that_the_template_reads():
+    for name in ("reasoning_content", "reasoning", "thinking", "thought"):
+        turn = {"role": "assistant", "content": "Yes.", name: REASON}
+        assert REASON in tokens_and_learned("qwen3", [FIRST, turn], "learn")[1], name
+        assert REASON in tokens_and_learned("gptoss", [FIRST, turn], "learn")[1], name
+
+
+def test_reasoning_that_a_template_forgets_is_counted_and_not_refused():
+    turns = [FIRST, answer("Yes."), SECOND, answer("No.", "Then I subtract.")]
+    for name, forgets in (("nemotron_3_nano", True), ("qwen3_5_think", False)):
+        row = rendered(name, turns, "learn")
+        assert row["forgets"] is forgets
+        text = tokenizer_with(name).decode(row["input_ids"])
+        assert "Then I subtract." in text and (REASON not in text) is forgets
 
 
 def test_methods_without_conversations_refuse_the_key():

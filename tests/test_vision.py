@@ -152,7 +152,7 @@ def test_the_launcher_names_file_line_and_fix(folder, mistake):
 def test_a_recipe_that_reads_text_says_what_reads_pictures(folder):
     path = write_rows(folder / "text.jsonl", [{"messages": turns([part(image="a.png"), TEXT])}])
     recipe = replace(pages.find("tiny", "full"), data=Data(path=str(path)))
-    with pytest.raises(UserError, match=r":1: turn 1 .* not text, which is all .* model\.vision=true"):
+    with pytest.raises(UserError, match=r":1: turn 1 .* not text \(image\), which is all .* model\.vision=true"):
         preflight.check_data(recipe)
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from ..spec.conversation import REASONING
 from ..spec.errors import UserError
 
 TIMEOUT = 600
@@ -73,11 +74,9 @@ class Answer:
 
 def _parts(message: Mapping[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
     """Return a message's reasoning, text and tool calls; servers without a parser leave reasoning in the text."""
-    from ..training.data.thinking import FIELDS  # with transformers, which generate.py --help does without
-
     before, _, after = str(message.get("content") or "").rpartition("</think>")
     inline = before.partition("<think>")[2] if "<think>" in before else before
-    reasoning = next((message[name] for name in FIELDS if message.get(name)), inline)
+    reasoning = next((message[name] for name in REASONING if message.get(name)), inline)
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     read = [{"name": one["name"], "arguments": _read(one.get("arguments"))} for one in calls]
     return str(reasoning).strip(), after.strip(), read

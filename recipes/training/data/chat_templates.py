@@ -6,7 +6,7 @@ import resource
 import signal
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ from ...spec.errors import UserError
 from ...spec.recipe import Recipe
 from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.load import cannot_load
+from ..model.shown import owners, shown
 
 Turns = list[dict[str, Any]]
 Marked = tuple[list[int], list[bool]]
 """Tokens, and whether each is the assistant's."""
 Rendered = tuple[str, list[tuple[int, int]]]
 """A conversation as text, and where in it the assistant speaks."""
-Mark = Callable[[Turns, Any], Marked]
-"""Called with a conversation's turns and tools."""
+Mark = Callable[..., Marked]
+"""Called with a conversation's turns, tools, and arguments of the template, or None."""
 
 RENDER_SECONDS = 10.0
 """How long a template may take for a conversation, or a probe; those in use take milliseconds."""
@@ -47,8 +48,9 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(cannot_load("tokenizer", recipe, error)) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:  # it is never looked at, so any token will do
+        spare = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token, tokenizer.convert_ids_to_tokens(0))
+        tokenizer.pad_token = next(token for token in spare if token is not None)
     choose(recipe, tokenizer)
     _probe(recipe, tokenizer)
     return tokenizer
@@ -108,7 +110,15 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         UserError: a template file that cannot be read, or is not Jinja.
     """
     asked = recipe.model.chat_template
-    if asked == "chatml" or (asked == "auto" and tokenizer.chat_template is None and recipe.method != "pretrain"):
+    if isinstance(tokenizer.chat_template, dict) and asked == "auto" and recipe.method != "pretrain":
+        named = tokenizer.chat_template
+        if "default" not in named:
+            raise UserError(
+                f"model.path={recipe.model.path}: its chat templates have names ({', '.join(named)}), and none is the "
+                "default; save the one you want to a file, and name that: model.chat_template=FILE."
+            )
+        tokenizer.chat_template = named["default"]
+    elif asked == "chatml" or (asked == "auto" and tokenizer.chat_template is None and recipe.method != "pretrain"):
         tokenizer.chat_template = CHATML
     elif asked != "auto":
         try:
@@ -135,7 +145,8 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mar
         return template, partial(_by_template, tokenizer, template)
     question, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}
     try:
-        _by_rendering(tokenizer, [question, answer, question, answer], None)
+        probe = shown(tokenizer, tokenizer.chat_template, [question, answer, question, answer]).turns
+        _by_rendering(tokenizer, probe, None)
     except (UserError, TemplateError, NotImplementedError) as error:
         raise UserError(
             f"model.path={recipe.model.path}: its chat template does not mark the assistant's tokens, and they cannot "
@@ -155,21 +166,31 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
 
 
-def _by_template(tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: Any) -> Marked:
+def _by_template(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: Any, options: Any = None
+) -> Marked:
     known = control_tokens(tokenizer, template)
-    if known.occur(messages, tools):
-        return _by_marked_template(tokenizer, template, known, messages, tools)
+    if known.occur(messages, tools) or _left_out(messages):
+        return _by_marked_template(tokenizer, template, known, messages, tools, options)
     tokens = tokenizer.apply_chat_template(
-        messages, tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+        messages,
+        tools,
+        chat_template=template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **(options or {}),
     )
     return tokens["input_ids"], [bool(assistant) for assistant in tokens["assistant_masks"]]
 
 
-def renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Callable[[Turns, Any], Rendered]]:
+def renderer(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, images: Collection[str]
+) -> tuple[str, Callable[..., Rendered]]:
     """Return the template that a run trains with, and the function that renders a conversation in it.
 
     It returns the text, in which control tokens that people wrote are marked (`ControlTokens.encode` reads that), and
-    where the assistant speaks. See `marker` for how that is found.
+    where the assistant speaks in turns that are learned. See `marker` for how that is found. `images` are the tokens in
+    whose place the model sees an image; such a token that somebody wrote is text.
 
     Raises:
         UserError: see `marker`.
@@ -177,30 +198,62 @@ def renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, C
     marker(recipe, tokenizer)
     template = training_template(tokenizer)
     if template is None:
-        return tokenizer.chat_template, partial(_turn_by_turn, tokenizer)
-    return template, partial(_with_spans, tokenizer, template)
+        known = control_tokens(tokenizer, tokenizer.chat_template, images)
+        return tokenizer.chat_template, partial(_turn_by_turn, tokenizer, known)
+    known = control_tokens(tokenizer, template, images)
+    return template, partial(_with_spans, tokenizer, template, known)
 
 
 def _by_marked_template(
-    tokenizer: PreTrainedTokenizerBase, template: str, known: ControlTokens, messages: Turns, tools: Any
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    known: ControlTokens,
+    messages: Turns,
+    tools: Any,
+    options: Any = None,
 ) -> Marked:
-    chat, spans = _with_spans(tokenizer, template, messages, tools)
+    chat, spans = _with_spans(tokenizer, template, known, messages, tools, options)
     ids, places = known.encode(tokenizer, chat)
     return ids, [any(first < end and start < last for first, last in spans) for start, end in places]
 
 
-def _with_spans(tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: Any) -> Rendered:
-    turns, described = control_tokens(tokenizer, template).mark(messages, tools)
-    (chat,), (spans,) = render_jinja_template(
-        [turns], described, chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
-    )
+def _with_spans(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    known: ControlTokens,
+    messages: Turns,
+    tools: Any,
+    options: Any = None,
+) -> Rendered:
+    arguments = tokenizer.special_tokens_map | (options or {})
+
+    def render(turns: Turns, described: Any) -> Rendered:
+        (chat,), (spans,) = render_jinja_template(
+            [turns], described, chat_template=template, return_assistant_tokens_mask=True, **arguments
+        )
+        return chat, spans
+
+    chat, spans = render(*known.mark(messages, tools))
+    if left_out := _left_out(messages):
+        owned = owners(messages, tools, render)
+        if len(owned) != len(spans):
+            raise UserError("it divides the assistant's turns by what they say, so none can be left out of the loss")
+        spans = [span for span, number in zip(spans, owned, strict=True) if number not in left_out]
     return chat, spans
 
 
-def _turn_by_turn(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any) -> Rendered:
+def _left_out(messages: Turns) -> set[int]:
+    """Return the numbers of the turns that stay out of the loss."""
+    return {number for number, turn in enumerate(messages) if turn.get("train") is False}
+
+
+def _turn_by_turn(
+    tokenizer: PreTrainedTokenizerBase, known: ControlTokens, messages: Turns, tools: Any, options: Any = None
+) -> Rendered:
     """Render a conversation, and each beginning of it, to see what an assistant turn adds to what is before it."""
-    messages, tools = control_tokens(tokenizer, tokenizer.chat_template).mark(messages, tools)
-    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+    left_out = _left_out(messages)
+    messages, tools = known.mark(messages, tools)
+    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **(options or {}))
     whole = render(messages)
     spans = []
     for index, turn in enumerate(messages):
@@ -209,14 +262,16 @@ def _turn_by_turn(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: An
             after = render(messages[: index + 1])
             if not (after.startswith(before) and whole.startswith(after)):
                 raise UserError("it renders a turn differently once another follows")
-            spans.append((len(before), len(after)))
+            if index not in left_out:
+                spans.append((len(before), len(after)))
     return whole, spans
 
 
-def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any) -> Marked:
+def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any, options: Any = None) -> Marked:
     """Mark what each assistant turn adds to the conversation before it and the generation prompt."""
-    whole, spans = _turn_by_turn(tokenizer, messages, tools)
-    ids, places = control_tokens(tokenizer, tokenizer.chat_template).encode(tokenizer, whole)
+    known = control_tokens(tokenizer, tokenizer.chat_template)
+    whole, spans = _turn_by_turn(tokenizer, known, messages, tools, options)
+    ids, places = known.encode(tokenizer, whole)
     starts = [start for start, _ in places]
     control = tokenizer.get_added_vocab().values()
     assistant = [False] * len(starts)

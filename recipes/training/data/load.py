@@ -37,13 +37,18 @@ class Datasets:
     """The sequence that `sample` is of, where it has pictures."""
 
 
-def read_examples(recipe: Recipe) -> tuple[sources.Examples, Dataset | None]:
-    """Return the examples to train on and the held-out ones, and say where they came from."""
+def read_examples(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[sources.Examples, Dataset | None]:
+    """Return the examples to train on and the held-out ones; print where they came from, and what nothing reads."""
+    template = str(tokenizer.chat_template) if tokenizer else ""
     training = sources.read(recipe.data.path, recipe, recipe.data.streaming)
     held_out = sources.read(recipe.data.validation, recipe) if recipe.data.validation else []
     for name, found in (("training", training), ("held out", held_out)):
         for source in found:
             say(f"{name}: {source.line()}")
+            if unread := source.unread_line(template):
+                say(f"{name}: {unread}")
     if recipe.data.validation_share and not held_out:
         training, held_out = _split(training, recipe)
     mixed = sources.mix(training, text_files.weights(recipe.data), recipe.seed)
@@ -80,7 +85,9 @@ def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.So
 
 def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
     """Return the datasets of a method that trains on tokens with labels: `tokenize.tokenized` of what is read."""
-    examples, held_out = read_examples(recipe)
+    if recipe.method == "pretrain" and tokenizer.eos_token is None:
+        say(f"model.path={recipe.model.path}: its tokenizer has no end token (eos_token), so documents end without one")
+    examples, held_out = read_examples(recipe, tokenizer)
     sequences, report = _tokenized(examples, recipe, tokenizer, "training")
     # One document per sequence, so that the loss of each counts the same, whatever it would be packed with.
     alone = replace(recipe, packing=False)

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..model.control_tokens import conversation_tokens
 from .collate import IGNORED
 
 
@@ -23,12 +24,8 @@ class Question:
 
 def generation_prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the chat template adds after the last turn to ask for an answer."""
-    asked, plain = (
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "Hello"}], add_generation_prompt=added, return_dict=True
-        )["input_ids"]
-        for added in (True, False)
-    )
+    greeting = [{"role": "user", "content": "Hello"}]
+    asked, plain = (conversation_tokens(tokenizer, greeting, add_generation_prompt=added) for added in (True, False))
     differing = (at for at, pair in enumerate(zip(asked, plain, strict=False)) if pair[0] != pair[1])
     return asked[next(differing, min(len(asked), len(plain))) :]
 

@@ -32,6 +32,8 @@ class Report:
     """Those the loss is computed on."""
     lengths: tuple[tuple[int, int, int], ...]
     """(shortest, longest, how many documents are kept), in equal steps of length."""
+    forgetting: int = 0
+    """Examples of whose earlier turns the chat template leaves out the reasoning."""
 
     def lines(self, name: str, sequence_length: int) -> list[str]:
         """Return the report as text for a person."""
@@ -47,6 +49,8 @@ class Report:
         if self.extra_pieces:
             cut = f"cut into {self.examples + self.extra_pieces} pieces"
             notes.append(f"{name}: texts longer than sequence_length={sequence_length} were {cut}")
+        if self.forgetting:
+            notes.append(f"{name}: of {self.forgetting} examples the chat template leaves out the earlier reasoning")
         return [first, *notes]
 
     def bars(self) -> list[str]:

@@ -2,12 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import pyarrow.compute as pc
 from datasets import (
     Dataset,
     DatasetDict,
@@ -24,15 +27,14 @@ from datasets import (
 )
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 from datasets.exceptions import DatasetGenerationError
-from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
 from ...spec.errors import UserError, first_line
-from ...spec.methods.traits import Method
+from ...spec.methods.traits import TRAITS, Method
 from ...spec.recipe import Recipe, names
 from ..vision import content
 from . import text_files
-from .forms import columns, formats
+from .forms import columns, formats, keys, turns
 
 Examples: TypeAlias = Dataset | IterableDataset
 Located = Iterator[tuple[str, dict[str, Any]]]
@@ -40,23 +42,31 @@ Located = Iterator[tuple[str, dict[str, Any]]]
 FEW = (0.05, 500)
 """What `data.validation_share=auto` holds out at most: a share of the examples, and a number."""
 
+GIVEN = {"tools": Json(), "options": Json()}
+"""What the chat template gets beside the turns."""
 FEATURES = {
     # Turns as JSON: Arrow's structs would give every turn and every tool call the keys of all the others.
-    "conversations": Features({"messages": Json(), "tools": Json(), "given": Value("int32")}),
-    "pairs": Features({"prompt": Json(), "chosen": Json(), "rejected": Json(), "tools": Json()}),
-    "judged answers": Features({"prompt": Json(), "completion": Json(), "label": Value("bool"), "tools": Json()}),
+    "conversations": Features({"messages": Json(), **GIVEN, "given": Value("int32")}),
+    "pairs": Features({"prompt": Json(), "chosen": Json(), "rejected": Json(), **GIVEN}),
+    "judged answers": Features({"prompt": Json(), "completion": Json(), "label": Value("bool"), **GIVEN}),
     "texts": Features({"text": Value("string")}),
     # Not text as JSON: a text that is itself JSON, such as a number, would be read as what it says.
-    "labelled texts": Features(
-        {"text": Value("string"), "messages": Json(), "tools": Json(), "label": Value("string")}
-    ),
+    "labelled texts": Features({"text": Value("string"), "messages": Json(), **GIVEN, "label": Value("string")}),
     "matching texts": Features({name: Value("string") for name in ("anchor", "positive", "negative")}),
     "prompts": Features({"messages": Json(), "tools": Json(), "given": Value("int32"), "fields": Json()}),
 }
 """The columns of each kind of examples; `formats.py` says what is in them."""
 PICTURES = {"images": List({"path": Value("string"), "bytes": Value("binary")}), "where": Value("string")}
 """More columns of conversations with pictures; `vision/content.py` says what is in them."""
-
+UNREAD = "unread"
+"""A column with an example's keys that nothing reads, which is counted and then removed."""
+NAMED = 8
+"""Keys that a line names."""
+CONVERTED_BY = hashlib.blake2b(
+    b"".join(Path(str(one.__file__)).read_bytes() for one in (text_files, columns, formats, keys, turns, content)),
+    digest_size=8,
+).hexdigest()
+"""Identifies this version of the conversions, so that what another one has cached is converted again."""
 
 READ_AT_ONCE = 100
 """Rows that are unpacked at a time: a group of rows can be a whole file."""
@@ -73,11 +83,31 @@ class Source:
     """How its examples are written; one of `formats.FORMS`."""
     examples: Examples
     """Converted to the columns of `FEATURES`."""
+    unread: Mapping[str, int]
+    """In how many examples there are the keys that nothing here reads, as `formats.unread` names them; of a stream,
+    those of the first example."""
 
     def line(self) -> str:
         """Return a line for the screen that describes the source."""
         count = f"{len(self.examples)} examples" if isinstance(self.examples, Dataset) else "streamed"
-        return f"{'/'.join(Path(self.name).parts[-2:])}: {count} in the form {self.form}"
+        return f"{self._short()}: {count} in the form {self.form}"
+
+    def unread_line(self, template: str) -> str | None:
+        """Return a line that names the keys that neither this project nor the chat template reads, or None."""
+        found = {
+            key: count
+            for key, count in self.unread.items()
+            if "." not in key or not re.search(rf"\b{re.escape(key.partition('.')[2])}\b", template)
+        }
+        if not found:
+            return None
+        names = sorted(found, key=lambda key: -found[key])
+        listed = ", ".join(f"{name} ({found[name]})" for name in names[:NAMED])
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return f"{self._short()}: keys that nothing reads, and in how many examples they are: {listed}{more}"
+
+    def _short(self) -> str:
+        return "/".join(Path(self.name).parts[-2:])
 
 
 def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
@@ -103,17 +133,23 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         "form": form,
         "fields": fields,
     }
-    features = FEATURES[recipe.traits.examples]
+    features = Features({**FEATURES[recipe.traits.examples], UNREAD: List(Value("string"))})
     if recipe.model.vision:
         features, found["vision"] = Features({**features, **PICTURES}), True
     if streaming:
-        return Source(name, form, IterableDataset.from_generator(_converted, features, gen_kwargs=found))
+        stream = IterableDataset.from_generator(_converted, features, gen_kwargs=found).remove_columns(UNREAD)
+        unread = dict.fromkeys(formats.unread(*first, form, recipe.method), 1)
+        return Source(name, form, stream, unread)
     # datasets caches a generator's output by its arguments, so one of them identifies the version of the data.
-    found["version"] = _version(name, recipe.data.split)
+    found["version"] = (CONVERTED_BY, *_version(name, recipe.data.split))
     try:
-        return Source(name, form, Dataset.from_generator(_converted, features, gen_kwargs=found))
+        examples = Dataset.from_generator(_converted, features, gen_kwargs=found)
     except DatasetGenerationError as error:
         raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
+    counts: Counter[str] = Counter()
+    for batch in examples.select_columns(UNREAD).with_format("arrow").iter(1000):
+        counts.update(pc.list_flatten(batch[UNREAD]).to_pylist())
+    return Source(name, form, examples.remove_columns(UNREAD), counts)
 
 
 def _converted(
@@ -125,10 +161,21 @@ def _converted(
     version: Any = None,
     vision: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    located = columns.renamed(_located(name, split, streaming=version is None), fields)
+    unread: deque[list[str]] = deque()
+
+    def located() -> Located:
+        for where, example in columns.renamed(_located(name, split, streaming=version is None), fields):
+            keys = formats.unread(where, example, form, method)
+            unread.append([key for key in keys if not (vision and key in content.FIELDS)])
+            yield where, example
+
     if vision:
-        return content.converted(located, method, form, folder_of(Path(name)))
-    return formats.converted(located, method, form)
+        found = content.converted(located(), method, form, folder_of(Path(name)))
+    else:
+        found = formats.converted(located(), method, form)
+    missing = {"options": None} if "options" in FEATURES[TRAITS[method].examples] else {}
+    for example in found:
+        yield {**missing, **example, UNREAD: unread.popleft()}
 
 
 def folder_of(source: Path) -> Path | None:
@@ -144,7 +191,7 @@ def _located(name: str, split: str, streaming: bool) -> Located:
     elif path.is_file():
         yield from _from_file(path)
     elif any((path / state).exists() for state in ("state.json", "dataset_dict.json")):
-        yield from _numbered(name, _as_files(_from_disk(path, split)))
+        yield from _from_disk(path, split)
     else:
         for file in _files(path, split):
             yield from _from_file(file)
@@ -165,7 +212,9 @@ def _from_file(path: Path) -> Located:
             _check_row_groups(path)
         examples = load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
         yield from _of_sane_size(path, _numbered(path, _as_files(examples)))
-    except (ArrowException, OSError, UnicodeDecodeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow and datasets raise a dozen kinds for files that are damaged, or of others
         raise UserError(
             f"{path}: cannot be read as {kind} ({first_line(error)}); is the copy complete? Write it again."
         ) from error
@@ -246,13 +295,21 @@ def _files(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-def _from_disk(folder: Path, split: str) -> Dataset:
-    saved = load_from_disk(folder)
-    if not isinstance(saved, DatasetDict):
-        return saved
-    if split not in saved:
-        raise UserError(f"data.split={split}: {folder} has the splits {', '.join(saved)}.")
-    return saved[split]
+def _from_disk(folder: Path, split: str) -> Located:
+    try:
+        saved = load_from_disk(folder)
+        if isinstance(saved, DatasetDict):
+            if split not in saved:
+                raise UserError(f"data.split={split}: {folder} has the splits {', '.join(saved)}.")
+            saved = saved[split]
+        yield from _numbered(folder, _as_files(saved))
+    except UserError:
+        raise
+    except Exception as error:  # see `_from_file`
+        raise UserError(
+            f"{folder}: cannot be read as what save_to_disk writes ({first_line(error)}); is the copy complete? Write "
+            "it again."
+        ) from error
 
 
 def _from_hub(name: str, split: str, streaming: bool) -> Examples:

@@ -22,6 +22,18 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", *SEPARATORS, *COLUMNAR)
 """Which files of a folder hold examples."""
 PLAIN = ".txt"
 """A file of raw text; in a folder, where it has no other files."""
+BINARY = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "Parquet without the suffix .parquet",
+    b"ARROW1": "Arrow without the suffix .arrow",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+"""How files begin that are not UTF-8."""
 DOCUMENT = 2**20
 """Characters of a plain text file after which, at the end of a line, another document begins."""
 
@@ -64,6 +76,11 @@ def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     with path.open("rb") as lines:
+        start = lines.read(8)
+        for begins, kind in BINARY.items():
+            if start.startswith(begins):
+                raise UserError(f"{path}: is {kind}, not text; unpack it, or save it as UTF-8 text.")
+        lines.seek(0)
         for number, line in enumerate(lines, start=1):
             where = f"{path}:{number}"
             try:
@@ -99,17 +116,25 @@ def from_json(text: str) -> Any:
     """Return what a JSON text says.
 
     Raises:
-        ValueError: not JSON, a number with thousands of digits, or half of a character (a lone surrogate), which no
-            tokenizer and no file can hold.
+        ValueError: not JSON, an object with a key twice, of which one would be lost, a number with thousands of
+            digits, or half of a character (a lone surrogate), which no tokenizer and no file can hold.
         RecursionError: nested too deeply.
     """
-    value = json.loads(text)
+    value = json.loads(text, object_pairs_hook=_object_of)
     if "\\ud" in text or "\\uD" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"a lone surrogate, {ascii(error.object[error.start])[1:-1]}") from None
     return value
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in an object")
+    return found
 
 
 def _reason(error: ValueError | RecursionError) -> str:

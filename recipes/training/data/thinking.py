@@ -8,12 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ...spec.conversation import REASONING
 from ...spec.errors import UserError
 
 Turns = list[dict[str, Any]]
 
-FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Where a turn has its reasoning beside its content, by the names that chat templates read."""
 BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
 """How a reasoning block begins and ends: in most templates, and in Gemma 4's."""
 CLOSED = (*(close for _, close in BLOCKS), "<|channel|>final<|message|>")
@@ -28,7 +27,7 @@ def stripped(turns: Turns) -> Turns:
 
 
 def _without(turn: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in turn.items() if name not in FIELDS}
+    kept = {name: value for name, value in turn.items() if name not in REASONING}
     content = kept.get("content")
     return kept | {"content": AT_START.sub("", content, count=1)} if isinstance(content, str) else kept
 
@@ -64,7 +63,7 @@ def unlearned(
 def _reasons(turn: dict[str, Any]) -> bool:
     content = turn.get("content")
     block = AT_START.match(content) if isinstance(content, str) else None
-    return any(turn.get(name) for name in FIELDS) or bool(block and block[1].strip())
+    return any(turn.get(name) for name in REASONING) or bool(block and block[1].strip())
 
 
 def _runs(assistant: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -11,16 +11,18 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
-from ...spec.errors import UserError
+from ...spec.errors import UserError, first_line
 from ...spec.recipe import Recipe
 from ..model.control_tokens import Turns, conversation_tokens
+from ..model.shown import shown
 from ..vision.tokenize import conversation
 from . import chat_templates, sources, thinking
 from .collate import IGNORED
 from .report import Pieces, Report, histogram, pieces
 from .stream import Stream
 
-TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "forgets": Value("bool")})
+"""`forgets`: the chat template leaves out reasoning of earlier turns; counted, then removed."""
 SEEN = Features({**TOKENS, **sources.PICTURES})
 """Of conversations with pictures, which are read again for each batch."""
 SHUFFLED = 1000
@@ -41,6 +43,8 @@ def tokenized(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
         UserError: the tokenizer cannot mark the assistant's tokens, or nothing is left to train on.
     """
     documents = _tokens(raw, recipe, tokenizer)
+    forgetting = sum(documents["forgets"])
+    documents = documents.remove_columns("forgets")
     kept = documents.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
     lengths = _lengths(documents)
     dropped = int((lengths > recipe.sequence_length).sum())
@@ -55,6 +59,7 @@ def tokenized(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
         sequences=len(packed),
         tokens=int(_lengths(kept).sum()),
         loss_tokens=_learned(kept),
+        forgetting=forgetting,
         lengths=histogram(_lengths(kept)),
     )
 
@@ -62,7 +67,8 @@ def tokenized(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
 def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Stream:
     """Return what `tokenized` does, for examples that are read while training."""
     shuffled = raw.shuffle(recipe.seed, buffer_size=SHUFFLED)
-    kept = _tokens(shuffled, recipe, tokenizer).filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
+    tokens = _tokens(shuffled, recipe, tokenizer).remove_columns("forgets")
+    kept = tokens.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
     return Stream(
         pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone),
         _nothing_left(recipe, None, 0),
@@ -110,21 +116,23 @@ def answered(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], answer
     The prompt goes as far as the model is given it to answer; templates that write an answered prompt in another way
     differ from that towards its end.
     """
-    turns, tools = example["prompt"], example.get("tools")
-    asked = conversation_tokens(tokenizer, turns, tools, add_generation_prompt=True)
-    tokens = conversation_tokens(tokenizer, turns + example[answer], tools)
+    turns, tools, options = example["prompt"], example.get("tools"), example.get("options") or {}
+    asked = conversation_tokens(tokenizer, turns, tools, add_generation_prompt=True, **options)
+    tokens = conversation_tokens(tokenizer, turns + example[answer], tools, **options)
     differing = (index for index, (one, other) in enumerate(zip(asked, tokens, strict=False)) if one != other)
     return tokens, next(differing, min(len(asked), len(tokens)))
 
 
-def text_tokens(tokenizer: PreTrainedTokenizerBase, content: str | Turns, longest: int, tools: Any = None) -> list[int]:
+def text_tokens(
+    tokenizer: PreTrainedTokenizerBase, content: str | Turns, longest: int, tools: Any = None, options: Any = None
+) -> list[int]:
     """Return the tokens of a text as the tokenizer gives them, or of a conversation; at most `longest`, from the first.
 
     Text that looks like a control token stays text.
     """
     if isinstance(content, str):
         return tokenizer(content, split_special_tokens=True)["input_ids"][:longest]
-    return conversation_tokens(tokenizer, content, tools)[:longest]
+    return conversation_tokens(tokenizer, content, tools, **(options or {}))[:longest]
 
 
 def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
@@ -166,7 +174,7 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     with_tools = chat_templates.renders_tools(tokenizer, template)
 
     def tokenize(example: dict[str, Any]) -> dict[str, Any]:
-        turns, tools, given = example["messages"], example["tools"], example["given"]
+        turns, tools, given, options = example["messages"], example["tools"], example["given"], example.get("options")
         if recipe.data.thinking == "strip":
             turns = thinking.stripped(turns)
         if not with_tools and (tools or any("tool_calls" in turn for turn in turns)):
@@ -176,33 +184,40 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
             )
         try:
             with chat_templates.bounded(f"model.path={recipe.model.path}"):
-                tokens, assistant = mark(turns, tools)
+                found = shown(tokenizer, template, turns, tools, options)
+                tokens, assistant = mark(found.turns, tools, options)
                 if recipe.data.thinking == "read":
                     assistant = thinking.unlearned(tokenizer, turns, tokens, assistant)
-                before = conversation_tokens(tokenizer, turns[:given], tools, chat_template=template) if given else [0]
+                before = [0]
+                if given:
+                    asked = found.turns[:given]
+                    before = conversation_tokens(tokenizer, asked, tools, chat_template=template, **(options or {}))
         except (TemplateError, TypeError, ValueError, UserError) as error:
             raise UserError(
-                f"data.path: the model's chat template cannot be trained on a conversation: {error}.\n"
+                f"data.path: the model's chat template cannot be trained on a conversation: {first_line(error)}.\n"
                 f"It begins: {str(turns)[:200]}"
             ) from error
         pairs = zip(tokens, assistant, strict=True)
         labels = [token if said and at >= len(before) else IGNORED for at, (token, said) in enumerate(pairs)]
-        return {"input_ids": tokens, "labels": labels}
+        return {"input_ids": tokens, "labels": labels, "forgets": found.forgets}
 
     return tokenize
 
 
 def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
-    length = recipe.sequence_length
+    length, end = recipe.sequence_length, tokenizer.eos_token_id
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-        cut: dict[str, list[Any]] = {"input_ids": [], "labels": []}
-        for tokens in tokenizer(batch["text"], split_special_tokens=True)["input_ids"]:
-            tokens = [*tokens, tokenizer.eos_token_id]
+        """Return documents, cut; special tokens in them are tokens, as plain transformers reads them."""
+        cut: dict[str, list[Any]] = {"input_ids": [], "labels": [], "forgets": []}
+        for tokens in tokenizer(batch["text"])["input_ids"]:
+            if end is not None and tokens[-1:] != [end]:  # some tokenizers add it themselves
+                tokens = [*tokens, end]
             for start in range(0, len(tokens), length):
                 piece = tokens[start : start + length]
                 cut["input_ids"].append(piece)
                 cut["labels"].append([IGNORED, *piece[1:]])
+                cut["forgets"].append(False)
         return cut
 
     return tokenize

@@ -36,7 +36,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     Raises:
         UserError: no classes can be learned from the labels, or the model or the held-out data has others.
     """
-    found, held_out = load.read_examples(recipe)
+    found, held_out = load.read_examples(recipe, tokenizer)
     counts = Counter(found["label"])
     classes.check("data.path", counts)
     labels = _labels(recipe, counts)
@@ -67,7 +67,8 @@ def _labels(recipe: Recipe, counts: Counter[str]) -> list[str]:
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], longest: int) -> list[int]:
-    return tokenize.text_tokens(tokenizer, example["messages"] or example["text"], longest, example["tools"])
+    content, options = example["messages"] or example["text"], example.get("options")
+    return tokenize.text_tokens(tokenizer, content, longest, example["tools"], options)
 
 
 def _with_tokens(

@@ -37,7 +37,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     Raises:
         UserError: fewer pairs than a batch, or only some of them have a negative.
     """
-    found, held_out = load.read_examples(recipe)
+    found, held_out = load.read_examples(recipe, tokenizer)
     negatives = sum(text is not None for text in found["negative"])
     classes.check_negatives("data.path", negatives, len(found))
     classes.check_pairs("data.path", len(found), recipe.global_batch_size)

@@ -103,7 +103,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     Raises:
         UserError: the reward functions give no number, or there are too few prompts that fit.
     """
-    found, held_out = load.read_examples(recipe)
+    found, held_out = load.read_examples(recipe, tokenizer)
     scoring.check(recipe, found.select(range(min(len(found), scoring.TRIED))).to_list())
     longest = recipe.sequence_length - recipe.grpo.max_new_tokens
     prompts = found.map(_as_prompt, remove_columns=found.column_names)

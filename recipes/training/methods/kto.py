@@ -88,7 +88,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     Raises:
         UserError: too few examples, or all judged alike.
     """
-    found, held_out = load.read_examples(recipe)
+    found, held_out = load.read_examples(recipe, tokenizer)
     shown = tokenize.first_judged(found, tokenizer)
     load.show(shown)
     tokens = found.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=found.column_names)

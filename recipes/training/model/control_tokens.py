@@ -4,17 +4,22 @@ transformers marks them before a template is rendered (`sanitize_control_tokens`
 its added tokens. It cannot mark the assistant's tokens for the loss at the same time; this module can. Text without
 control tokens takes the usual path, and gives the same tokens. Text with them is refused where transformers is older
 than 5.20, which has nothing to mark them with.
+
+The assistant's turns are not guarded: what the model shall write is the user's own choice, and often special tokens
+that the user has added, or the model's tokens for calling tools. There the tokens are those of plain transformers.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ...spec.errors import UserError
+from ...spec.errors import UserError, first_line
+from .shown import shown
 
 try:
     from transformers.utils.chat_template_utils import (
@@ -36,13 +41,15 @@ Turns = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class ControlTokens:
-    """What counts as a control token: in the assistant's turns only special tokens, since data may hold `<think>`."""
+    """What counts as a control token in the text of a conversation."""
 
-    special: re.Pattern[str]
     control: re.Pattern[str]
-    """Special tokens, and the others that the template writes itself."""
+    """In a description of tools, and in every turn but the assistant's: special tokens, and the others that the
+    template writes itself."""
     markers: re.Pattern[str]
     """Finds what was marked in a rendered conversation."""
+    images: re.Pattern[str]
+    """In the assistant's turns: the tokens in whose place the model sees an image."""
 
     def occur(self, turns: Turns, tools: Any = None) -> bool:
         """Return whether what people wrote has control tokens."""
@@ -58,7 +65,7 @@ class ControlTokens:
             if found := self._first(turns, tools):
                 raise UserError(f"{found!r} is a control token, and transformers before 5.20 would take it for one")
             return turns, tools
-        *marked, described = [mark_control_tokens(value, pattern) for value, pattern in self._parts(turns, tools)]
+        *marked, described = [mark_control_tokens(value, pattern) for value, pattern in self._guarded(turns, tools)]
         return marked, described
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, chat: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -79,39 +86,64 @@ class ControlTokens:
         return ids, places
 
     def _first(self, turns: Turns, tools: Any) -> str | None:
-        texts = ((text, pattern) for value, pattern in self._parts(turns, tools) for text in _strings(value))
+        texts = ((text, pattern) for value, pattern in self._guarded(turns, tools) for text in _strings(value))
         return next((found[0] for text, pattern in texts if (found := pattern.search(text))), None)
 
-    def _parts(self, turns: Turns, tools: Any) -> Iterator[tuple[Any, re.Pattern[str]]]:
+    def _guarded(self, turns: Turns, tools: Any) -> Iterator[tuple[Any, re.Pattern[str]]]:
         for turn in turns:
-            yield turn, self.special if turn["role"] == "assistant" else self.control
+            yield turn, self.images if turn["role"] == "assistant" else self.control
         yield tools, self.control
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> ControlTokens:
-    """Return a tokenizer's control tokens in conversations that a template renders."""
+def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str, images: Collection[str] = ()) -> ControlTokens:
+    """Return a tokenizer's control tokens in conversations that a template renders.
+
+    Args:
+        tokenizer: the model's.
+        template: in Jinja.
+        images: the tokens in whose place the model sees an image, of a model that does.
+    """
     added = tokenizer.added_tokens_decoder.values()
-    special = tuple(token.content for token in added if token.special)
     if mark_control_tokens:
-        return _patterns(special, tokenizer._get_control_tokens(template))
-    written = (token.content for token in added if token.content in template and not token.content.isspace())
-    return _patterns(special, (*special, *written))
+        return _patterns(tokenizer._get_control_tokens(template), tuple(images))
+    control = (
+        token.content for token in added if token.special or (token.content in template and not token.content.isspace())
+    )
+    return _patterns(tuple(control), tuple(images))
 
 
 @lru_cache
-def _patterns(special: tuple[str, ...], control: tuple[str, ...]) -> ControlTokens:
-    return ControlTokens(_get_control_token_patterns(special)[0], *_get_control_token_patterns(control))
+def _patterns(control: tuple[str, ...], images: tuple[str, ...]) -> ControlTokens:
+    found, markers = _get_control_token_patterns(control)
+    return ControlTokens(found, markers, _get_control_token_patterns(images)[0])
 
 
 def conversation_tokens(
     tokenizer: PreTrainedTokenizerBase, turns: Turns, tools: Any = None, **options: Any
 ) -> list[int]:
-    """Return a conversation's tokens; `options` are those of `apply_chat_template`."""
-    known = control_tokens(tokenizer, options.get("chat_template") or tokenizer.chat_template)
-    if not known.occur(turns, tools):
-        return tokenizer.apply_chat_template(turns, tools, return_dict=True, **options)["input_ids"]
-    marked, described = known.mark(turns, tools)
-    return known.encode(tokenizer, tokenizer.apply_chat_template(marked, described, tokenize=False, **options))[0]
+    """Return a conversation's tokens; `options` are those of `apply_chat_template`, and arguments of the template.
+
+    Raises:
+        UserError: the template refuses the conversation, or drops some of it.
+    """
+    template = options.pop("chat_template", None) or tokenizer.chat_template
+    arguments = {name: value for name, value in options.items() if name != "add_generation_prompt"}
+    try:
+        if isinstance(template, str):
+            turns = shown(
+                tokenizer, template, turns, tools, arguments, bool(options.get("add_generation_prompt"))
+            ).turns
+        known = control_tokens(tokenizer, template)
+        if not known.occur(turns, tools):
+            options |= {"chat_template": template, "return_dict": True}
+            return tokenizer.apply_chat_template(turns, tools, **options)["input_ids"]
+        turns, tools = known.mark(turns, tools)
+        chat = tokenizer.apply_chat_template(turns, tools, chat_template=template, tokenize=False, **options)
+        return known.encode(tokenizer, chat)[0]
+    except (TemplateError, TypeError, ValueError, UserError) as error:
+        raise UserError(
+            f"the model's chat template refuses this conversation: {first_line(error)}.\nIt begins: {str(turns)[:200]}"
+        ) from error
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -5,7 +5,6 @@ from threading import Thread
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
 from ...spec.errors import UserError
@@ -91,10 +90,7 @@ def stream(
     Raises:
         UserError: the conversation does not fit into the model's context, or its chat template refuses it.
     """
-    try:
-        tokens = conversation_tokens(tokenizer, turns, add_generation_prompt=True)
-    except TemplateError as error:
-        raise UserError(f"the model's chat template refuses this conversation: {error}.") from None
+    tokens = conversation_tokens(tokenizer, turns, add_generation_prompt=True)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and len(tokens) >= context:
         raise UserError(f"the conversation has {len(tokens)} tokens, and the model's context is {context}.")

@@ -11,6 +11,7 @@ from ...spec.errors import UserError
 from ...spec.recipe import Recipe
 from ..data import chat_templates
 from ..model.control_tokens import ControlTokens, control_tokens
+from ..model.shown import shown
 from . import files, processor
 
 IGNORED = -100
@@ -26,18 +27,20 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
         UserError: the template cannot mark the assistant's tokens, or the model has no processor.
     """
     seen = processor.adopt(processor.of_recipe(recipe), tokenizer)
-    template, render = chat_templates.renderer(recipe, tokenizer)
-    known = control_tokens(tokenizer, template)
+    template, render = chat_templates.renderer(recipe, tokenizer, [seen.image_token])
+    known = control_tokens(tokenizer, template, [seen.image_token])
     silent = {one for one in (*seen.image_token_ids, getattr(seen, "image_token_id", None)) if one is not None}
 
     def tokenize(example: dict[str, Any]) -> dict[str, Any]:
         turns, tools, given, where = (example[name] for name in ("messages", "tools", "given", "where"))
+        options = example.get("options") or {}
         pictures = read_all(where, example["images"], recipe.data.max_pixels)
         texts = processor.text_of_pictures(seen, pictures)
         try:
             with chat_templates.bounded(f"model.path={recipe.model.path}"):
-                chat, spans = render(turns, tools)
-                before = len(_given(tokenizer, template, known, turns[:given], tools))
+                found = shown(tokenizer, template, turns, tools, options)
+                chat, spans = render(found.turns, tools, options)
+                before = len(_given(tokenizer, template, known, found.turns[:given], tools, options))
         except (TemplateError, TypeError, ValueError, UserError) as error:
             raise UserError(
                 f"{where}: the model's chat template cannot be trained on this conversation: {error}."
@@ -47,19 +50,24 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
         ids, places = known.encode(tokenizer, chat)
         said = [any(first < end and start < last for first, last in learned) for start, end in places]
         labels = [one if told and one not in silent else IGNORED for one, told in zip(ids, said, strict=True)]
-        return {"input_ids": ids, "labels": [IGNORED, *labels[1:]]}
+        return {"input_ids": ids, "labels": [IGNORED, *labels[1:]], "forgets": found.forgets}
 
     return tokenize
 
 
 def _given(
-    tokenizer: PreTrainedTokenizerBase, template: str, known: ControlTokens, turns: list[dict[str, Any]], tools: Any
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    known: ControlTokens,
+    turns: list[dict[str, Any]],
+    tools: Any,
+    options: dict[str, Any],
 ) -> str:
     """Return the turns that are not in the loss as text."""
     if not turns:
         return ""
     marked, described = known.mark(turns, tools)
-    return tokenizer.apply_chat_template(marked, described, chat_template=template, tokenize=False)
+    return tokenizer.apply_chat_template(marked, described, chat_template=template, tokenize=False, **options)
 
 
 def read_all(where: str, pictures: Sequence[dict[str, Any]], max_pixels: int) -> list[Any]:

@@ -4,27 +4,35 @@ Standard library only: the launcher checks local files with these functions befo
 convert every source with the same ones.
 
     a method that reads  gets from every form
-    conversations        messages (turns in OpenAI's form), tools, given (leading turns that are not in the loss)
+    conversations        messages (turns in OpenAI's form; `train`: false marks those that stay out of the loss), tools,
+                         given (leading turns that are not in the loss)
     pairs                prompt, chosen, rejected (turns each), tools
     judged answers       prompt, completion (turns each), label (true: good), tools
     texts                text
     labelled texts       text or messages (the other is None), tools, label (the class's name)
     matching texts       anchor, positive, negative (None: there is none)
     prompts              what conversations get, with or without an answer, and fields (all other fields)
+
+Beside tools there are options, where an example has arguments for the chat template.
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from ....spec.errors import UserError
 from ....spec.methods.traits import TRAITS, Examples, Method, reading
+from . import keys
 from .turns import (
+    NOT_LEARNED,
+    READ,
     Example,
     Turn,
     as_conversation,
     fields_of,
     in_order,
+    read_arguments,
     read_side,
     read_string,
     read_tools,
@@ -40,6 +48,9 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
     "prompt_completion": ("conversations", ("prompt", "completion")),
     "preference": ("pairs", ("chosen", "rejected")),
     "judged": ("judged answers", ("prompt", "completion", "label")),
+    "judged_messages": ("judged answers", ("messages", "label")),
+    "judged_sharegpt": ("judged answers", ("conversations", "label")),
+    "judged_alpaca": ("judged answers", ("instruction", "output", "label")),
     "text": ("texts", ("text",)),
     "labelled_text": ("labelled texts", ("text", "label")),
     "labelled_prompt": ("labelled texts", ("prompt", "label")),
@@ -50,11 +61,32 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
 }
 """Each form's kind of examples, and the fields by which it is recognised."""
 
+PASSAGES = ("input", "context")
+"""What a question given as text is about: Alpaca's and Dolly's names. It follows the question."""
+ASKING = ("prompt", "instruction")
+"""The fields with a question, to which passages and an earlier `history` belong."""
+
 FIELDS = (
     *dict.fromkeys(field for _, fields in FORMS.values() for field in fields),
-    *("input", "history", "system", "tools", "negative"),
+    *(*PASSAGES, "history", "system", "tools", "negative"),
 )
-"""Every field that a conversion reads."""
+"""Every field that a conversion reads, and that `data.columns` may name."""
+
+
+def read_by(form: str, method: Method) -> set[str]:
+    """Return the fields of an example that a method reads in a form."""
+    kind, fields = FORMS[form]
+    read = {*fields, *(("negative",) if kind == "matching texts" else ())}
+    if kind == "texts" or kind == "matching texts" or form == "labelled_text":
+        return read
+    read |= {"system", "tools", *keys.OPTIONS, *(() if TRAITS[method].examples == "prompts" else keys.OF_EXAMPLES)}
+    read |= {"prompt"} if form == "preference" else {"completion"} if form == "labelled_prompt" else set()
+    return read | ({*PASSAGES, "history"} if read & {*ASKING} and _takes_passages(form, method) else set())
+
+
+def _takes_passages(form: str, method: Method) -> bool:
+    """Return whether a question's passage is joined to it; a reward function gets the fields of other names itself."""
+    return TRAITS[method].examples != "prompts" or form == "alpaca"
 
 
 def form_of(where: str, example: Example, method: Method, asked: str = "auto") -> str:
@@ -70,7 +102,8 @@ def form_of(where: str, example: Example, method: Method, asked: str = "auto") -
     found = [form for form, (_, fields) in FORMS.items() if all(example.get(field) is not None for field in fields)]
     suitable = [form for form in found if _reads(method, form)]
     found = [form for form in found if form != "prompt"]  # its one field is in most forms, known or not
-    if (suitable or found)[:1] == ["prompt_completion"] and method != "kto":
+    first = (suitable or found)[:1]
+    if first and FORMS[first[0]][0] == "conversations" and method != "kto":
         _refuse_judged(where, example)
     if suitable:
         return suitable[0]
@@ -93,12 +126,12 @@ def _reads(method: Method, form: str) -> bool:
 
 
 def _refuse_judged(where: str, example: Example) -> None:
-    """Refuse KTO's form, whose fields contain those of another: half of its answers are examples of what not to say."""
-    if str(example.get("label")).lower() in ("true", "false", "0", "1"):
+    """Refuse KTO's forms, whose fields contain those of others: half of the answers are examples of what not to say."""
+    if keys.yes_or_no(example.get("label"), keys.JUDGEMENTS) is not None:
         raise UserError(
-            f"{where}: 'prompt', 'completion' and a 'label' of yes or no are answers that were judged (KTO), good ones "
-            "and bad ones; the method kto reads them.\nOr keep those whose label is true and remove the label, or make "
-            "pairs of 'chosen' and 'rejected' for dpo; data.form=prompt_completion trains on all of them as they are."
+            f"{where}: a 'label' of yes or no marks answers that were judged (KTO), good ones and bad ones; the method "
+            "kto reads them.\nOr keep those whose label is true and remove the label, or make pairs of 'chosen' and "
+            "'rejected' for dpo; data.form, set to the form without the label, trains on all of them as they are."
         )
 
 
@@ -109,10 +142,52 @@ def converted(located: Iterable[tuple[str, Example]], method: Method, form: str 
         UserError: names the place, the field, what was expected and the fix.
     """
     found = None
-    for where, example in located:
+    kind = TRAITS[method].examples
+    for where, given in located:
+        example = keys.with_usual_names(where, given)
         found = found or form_of(where, example, method, form)
-        converted = CONVERSIONS[found](where, example)
-        yield _prompt_of(converted, example, found) if TRAITS[method].examples == "prompts" else converted
+        if kind != "texts":
+            keys.refuse_media(where, example)
+        if not _takes_passages(found, method):
+            example = {name: value for name, value in example.items() if name not in (*PASSAGES, "history")}
+        read = CONVERSIONS[found](where, example)
+        if kind == "prompts":
+            yield _prompt_of(where, read, given, found)
+        elif kind in ("conversations", "pairs", "judged answers"):
+            yield _flagged(where, read, example, kind)
+        else:
+            yield read
+
+
+def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Example:
+    """Return a conversation whose turns are marked as its flags say, or refuse flags of answers that are compared."""
+    if kind == "conversations":
+        if keys.is_example_learned(where, example):
+            return read
+        turns = [turn | NOT_LEARNED if turn["role"] == "assistant" else turn for turn in read["messages"]]
+        return read | {"messages": turns}
+    sides = [turn for name in ("chosen", "rejected", "completion") for turn in read.get(name, ())]
+    if not keys.is_example_learned(where, example) or any("train" in turn for turn in sides):
+        raise UserError(
+            f"{where}: a flag leaves this answer out of the loss, and the method compares whole answers; remove the "
+            "example, or the flag."
+        )
+    return read
+
+
+def unread(where: str, example: Example, form: str, method: Method) -> list[str]:
+    """Return the keys of an example that no conversion reads, and after a dot those that only a template may read."""
+    example = keys.with_usual_names(where, example)
+    read = read_by(form, method)
+    found = [name for name, value in example.items() if name not in read and value not in keys.EMPTY]
+    found = [] if TRAITS[method].examples == "prompts" else found
+    lists = [value for name, value in example.items() if name in read and isinstance(value, list)]
+    turns = [one for turns in lists for one in turns if isinstance(one, dict) and ("role" in one or "from" in one)]
+    known = {*READ, *keys.FLAGS, keys.DETAIL, "from", "value", "function_call"}
+    found += [f"turns.{key}" for turn in turns for key, value in turn.items() if value is not None and key not in known]
+    if "chat_template_kwargs" in read:
+        found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
+    return list(dict.fromkeys(found))
 
 
 def _serves(form: str) -> str:
@@ -134,22 +209,32 @@ def _sharegpt(where: str, example: Example) -> Example:
 
 
 def _alpaca(where: str, example: Example) -> Example:
-    turns, history = [], example.get("history") or []
+    turns = _asked(where, example, "instruction")
+    return as_conversation(where, example, "output", [*turns, said("assistant", read_string(where, example, "output"))])
+
+
+def _asked(where: str, example: Example, field: str = "prompt") -> list[Turn]:
+    """Return the turns of a question: earlier ones, then the field with what it is about."""
+    asked = read_side(where, example, field, "user")
+    if isinstance(example[field], str):
+        for name in PASSAGES:
+            if example.get(name) and (passage := read_string(where, example, name)) not in example[field]:
+                asked = [said("user", f"{asked[0]['content']}\n\n{passage}")]
+    history = example.get("history") or []
+    if isinstance(history, str):
+        history = keys.parsed(f"{where}: 'history'", history)
     if not isinstance(history, list | tuple):
         raise wrong(where, example, "history", "a list of pairs, question and answer")
+    turns = []
     for pair in history:
         if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(f"{where}: every item of 'history' must be a pair of strings, question and answer.")
         turns += [said("user", pair[0]), said("assistant", pair[1])]
-    question = read_string(where, example, "instruction")
-    if example.get("input"):
-        question += "\n\n" + read_string(where, example, "input")
-    turns += [said("user", question), said("assistant", read_string(where, example, "output"))]
-    return as_conversation(where, example, "output", turns)
+    return turns + asked
 
 
 def _prompt_completion(where: str, example: Example) -> Example:
-    prompt = read_side(where, example, "prompt", "user")
+    prompt = _asked(where, example)
     completion = read_side(where, example, "completion", "assistant")
     return as_conversation(where, example, "completion", prompt + completion, given=len(prompt))
 
@@ -159,7 +244,7 @@ def _preference(where: str, example: Example) -> Example:
     if chosen == rejected:
         raise UserError(f"{where}: 'chosen' and 'rejected' are equal, so there is no preference; remove the example.")
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        prompt = read_side(where, example, "prompt", "user")
+        prompt = _asked(where, example)
     else:  # whole conversations: their common start is the prompt, whatever `prompt` says
         pairs = zip(chosen, rejected, strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
@@ -172,22 +257,21 @@ def _preference(where: str, example: Example) -> Example:
                 "and 'rejected' only the answers, or two conversations that diverge at an assistant turn."
             )
         whole = as_conversation(where, example, field, prompt + answer, given=len(prompt))
-        sides |= {"prompt": whole["messages"][: whole["given"]], field: answer, "tools": whole["tools"]}
+        sides |= whole | {"prompt": whole["messages"][: whole["given"]], field: answer}
+    del sides["messages"], sides["given"]
     return sides
 
 
-def _judged(where: str, example: Example) -> Example:
-    label = example.get("label")
-    label = {"true": True, "false": False}.get(label.lower()) if isinstance(label, str) else label  # of a table
-    if not isinstance(label, bool):
+def _judged(where: str, example: Example, form: str = "prompt_completion") -> Example:
+    label = keys.yes_or_no(example.get("label"), keys.JUDGEMENTS)
+    if label is None:
         raise UserError(f"{where}: 'label' must be true (a good answer) or false; it is {example.get('label')!r}.")
-    prompt, completion = (
-        read_side(where, example, "prompt", "user"),
-        read_side(where, example, "completion", "assistant"),
-    )
-    whole = as_conversation(where, example, "completion", prompt + completion, given=len(prompt))
-    given = whole["messages"][: whole["given"]]
-    return {"prompt": given, "completion": completion, "label": label, "tools": whole["tools"]}
+    whole = CONVERSIONS[form](where, example)
+    turns = whole.pop("messages")
+    given = whole.pop("given") or len(turns) - 1
+    if not given or turns[given]["role"] != "assistant":
+        raise UserError(f"{where}: must end with the assistant's answer, which the label judges, after a question.")
+    return {**whole, "prompt": turns[:given], "completion": turns[given:], "label": label}
 
 
 def _prompt(where: str, example: Example) -> Example:
@@ -198,10 +282,12 @@ def _prompt(where: str, example: Example) -> Example:
     return {"messages": turns, "tools": read_tools(where, example), "given": len(turns)}
 
 
-def _prompt_of(conversation: Example, example: Example, form: str) -> Example:
+def _prompt_of(where: str, conversation: Example, example: Example, form: str) -> Example:
     """Return a conversation as a prompt, which is its `given` turns, and the answer that may follow."""
     turns = conversation["messages"]
-    read = {*FORMS[form][1], "system", "tools", *(("input", "history") if form == "alpaca" else ())}
+    if keys.options(where, example):
+        raise UserError(f"{where}: has arguments for the chat template, which prompts are not given; remove them.")
+    read = read_by(form, "grpo")
     fields = {name: value for name, value in example.items() if name not in read}
     return {
         **conversation,
@@ -221,7 +307,7 @@ def _labelled_text(where: str, example: Example) -> Example:
 
 def _labelled_prompt(where: str, example: Example) -> Example:
     """Return a prompt with its class; with a `completion` it is the answer that is classified."""
-    turns = read_side(where, example, "prompt", "user")
+    turns = _asked(where, example)
     if example.get("completion"):
         turns += read_side(where, example, "completion", "assistant")
     return _labelled(where, example, turns)
@@ -234,7 +320,8 @@ def _labelled_messages(where: str, example: Example) -> Example:
 def _labelled(where: str, example: Example, turns: list[Turn]) -> Example:
     if example.get("system"):
         turns = [said("system", read_string(where, example, "system")), *turns]
-    return {"text": None, "messages": turns, "tools": read_tools(where, example), "label": _class(where, example)}
+    turns = [{name: value for name, value in turn.items() if name not in NOT_LEARNED} for turn in turns]
+    return {"text": None, "messages": turns, "label": _class(where, example), **read_arguments(where, example)}
 
 
 def _class(where: str, example: Example) -> str:
@@ -270,6 +357,9 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "prompt_completion": _prompt_completion,
     "preference": _preference,
     "judged": _judged,
+    "judged_messages": partial(_judged, form="messages"),
+    "judged_sharegpt": partial(_judged, form="sharegpt"),
+    "judged_alpaca": partial(_judged, form="alpaca"),
     "text": _text,
     "labelled_text": _labelled_text,
     "labelled_prompt": _labelled_prompt,

@@ -7,20 +7,18 @@ expected and the fix.
 from itertools import pairwise
 from typing import Any
 
+from ....spec.conversation import REASONING, ROLES
 from ....spec.errors import UserError
-from ..text_files import from_json
+from . import keys
+from .keys import parsed, without_nulls
 
 Example = dict[str, Any]
 Turn = dict[str, Any]
 
-ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), "call"),
-}
-"""Names of roles in use, and the role that each means; `call`: an assistant's turn that holds a tool call as JSON."""
+NOT_LEARNED = {"train": False}
+"""Marks an assistant's turn that stays in the context and not in the loss."""
+READ = ("role", "content", "tool_calls", "tool_call_id", "name", *NOT_LEARNED, *REASONING)
+"""Keys of a turn that are read here, or that templates know; a template may read others too."""
 
 
 def as_conversation(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> Example:
@@ -28,13 +26,13 @@ def as_conversation(where: str, example: Example, field: str, turns: list[Turn],
     turns, given = in_order(where, example, field, turns, given)
     if not any(turn["role"] == "assistant" for turn in turns[given:]):
         raise UserError(f"{where}: no assistant turn in {field!r}, so there is nothing to learn; remove the example.")
-    return {"messages": turns, "tools": read_tools(where, example), "given": given}
+    return {"messages": turns, "given": given, **read_arguments(where, example)}
 
 
 def in_order(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> tuple[list[Turn], int]:
     """Return the turns with the example's system prompt, and how many are given, once their order has been checked."""
-    if example.get("system"):
-        turns = [said("system", read_string(where, example, "system")), *turns]
+    if example.get("system") and turns[0] != (system := said("system", read_string(where, example, "system"))):
+        turns = [system, *turns]
         given += given > 0
     for number, (before, turn) in enumerate(pairwise(turns), start=2):
         if before["role"] == turn["role"] == "user":
@@ -46,15 +44,22 @@ def in_order(where: str, example: Example, field: str, turns: list[Turn], given:
 
 
 def read_side(where: str, example: Example, field: str, role: str) -> list[Turn]:
-    """Return the turns of a field, which is a list of them or one string, spoken by `role`."""
-    if isinstance(example.get(field), str):
-        return [said(role, read_string(where, example, field))]
-    return read_turns(where, example, field, "a string or a list of turns")
+    """Return the turns of a field, which is a list of them, one of them, or one string, spoken by `role`."""
+    value = example.get(field)
+    if isinstance(value, dict):
+        return [_turn(f"{where}: {field!r}", value)]
+    if not isinstance(value, str):
+        return read_turns(where, example, field, "a string or a list of turns")
+    if role == "user":
+        keys.refuse_placeholder(f"{where}: {field!r}", value)
+    return [said(role, read_string(where, example, field))]
 
 
 def read_turns(where: str, example: Example, field: str, expected: str = "a list of turns") -> list[Turn]:
-    """Return the turns of a field, which is a list of them."""
+    """Return the turns of a field, which is a list of them, or the same as JSON text, as in the cell of a table."""
     turns = example.get(field)
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = parsed(f"{where}: {field!r}", turns)
     if not isinstance(turns, list) or not turns:
         raise wrong(where, example, field, expected)
     return [_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in enumerate(turns, start=1)]
@@ -63,8 +68,8 @@ def read_turns(where: str, example: Example, field: str, expected: str = "a list
 def _turn(where: str, turn: Any) -> Turn:
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}.")
-    # Tables give a turn the keys of all others, set to null, and templates would print that.
-    turn = {key: value for key, value in turn.items() if value is not None}
+    # Tables give a turn the keys of all others, empty, and templates would print or count them.
+    turn = {key: value for key, value in turn.items() if value is not None and value != []}
     said = turn.pop("from", None) if "role" not in turn else turn.pop("role")
     content = turn.pop("value", "") if "content" not in turn else turn.pop("content")
     if not isinstance(said, str):
@@ -72,66 +77,76 @@ def _turn(where: str, turn: Any) -> Turn:
     role = ROLES.get(said.lower())
     if role is None:
         raise UserError(f"{where} has the unknown role {said!r}; known roles are {', '.join(ROLES)}.")
-    if turn.get("weight") == 0:
-        raise UserError(
-            f"{where} has weight 0, which is not supported; split the example into 'prompt' and 'completion'."
-        )
     if isinstance(content, list):
-        content = _joined(where, content)
+        keys.refuse_parts(where, content)
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise UserError(f"{where} needs a 'role' and a 'content', both strings; the content is {_kind(content)}.")
+    if role == "user":
+        keys.refuse_placeholder(where, content)
     if role == "call":
-        role, content, turn["tool_calls"] = "assistant", "", _parsed(where, content)
+        role, content, turn["tool_calls"] = "assistant", "", parsed(where, content)
     if "function_call" in turn:
         turn["tool_calls"] = turn.pop("function_call")
+    if role != "assistant" and "tool_calls" in turn:
+        raise UserError(f"{where} ({said}) has 'tool_calls'; only the assistant calls tools: correct the role.")
     if turn.get("tool_calls"):
         turn["tool_calls"] = _calls(where, turn["tool_calls"])
-    elif not content.strip() and role != "tool":
+    reasons = _check_reasoning(where, role, turn)
+    if not (content.strip() or turn.get("tool_calls") or reasons or role == "tool"):
         raise UserError(f"{where} ({said}) is empty: no 'content'; fill it, or remove the example.")
-    return {"role": role, "content": content, **turn}
+    learned = role != "assistant" or keys.is_learned(where, turn)
+    turn = {key: value for key, value in turn.items() if key not in (*keys.FLAGS, keys.DETAIL)}
+    return {"role": role, "content": content, **turn, **({} if learned else NOT_LEARNED)}
 
 
-def _joined(where: str, parts: list[Any]) -> str:
-    """Return the text of OpenAI's content parts."""
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise UserError(
-            f"{where} has 'content' parts that are not text, which is all that this recipe reads; recipes with "
-            "model.vision=true, such as tiny_vision's, read pictures too."
-        )
-    return "".join(part["text"] for part in parts)
+def _check_reasoning(where: str, role: str, turn: Turn) -> bool:
+    """Return whether a turn has reasoning beside its content; an empty one is removed."""
+    for name in REASONING:
+        if turn.get(name) in ("", False):
+            del turn[name]
+        elif name in turn and not (role == "assistant" and isinstance(turn[name], str)):
+            raise UserError(f"{where} has {name!r}, which must be a string, and only the assistant's turns have it.")
+    return any(name in turn for name in REASONING)
 
 
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
     """Return tool calls in OpenAI's form, with arguments as an object: templates write them as JSON themselves."""
+    if isinstance(calls, str):
+        calls = parsed(where, calls)
     checked = []
     for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        arguments = function.get("arguments", {})
+        function = (call.get("function") or call) if isinstance(call, dict) else {}
+        arguments = function.get("arguments") if isinstance(function, dict) else 0
         if isinstance(arguments, str):
-            arguments = _parsed(where, arguments)
-        if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+            arguments = parsed(where, arguments) if arguments.strip() else {}
+        elif arguments is None:
+            arguments = {}
+        else:
+            arguments = without_nulls(arguments)
+        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
             raise UserError(f"{where}: every tool call needs a 'name' and 'arguments', a string and an object.")
         function = {"name": function["name"], "arguments": arguments}
         checked.append({**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": function})
     return checked
 
 
+def read_arguments(where: str, example: Example) -> Example:
+    """Return what the chat template gets beside the turns: the tools, or None, and options, where there are some."""
+    options = keys.options(where, example)
+    return {"tools": read_tools(where, example), **({"options": options} if options else {})}
+
+
 def read_tools(where: str, example: Example) -> list[dict[str, Any]] | None:
-    """Return the example's tools in OpenAI's form; None: it has none."""
+    """Return the example's tools in OpenAI's form, or None if it has none."""
     tools = example.get("tools") or None
     if isinstance(tools, str):
-        tools = _parsed(f"{where}: 'tools'", tools) or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        tools = parsed(f"{where}: 'tools'", tools) if tools.strip() else None
+    elif isinstance(tools, list):
+        tools = [parsed(f"{where}: 'tools'", tool) if isinstance(tool, str) else without_nulls(tool) for tool in tools]
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise wrong(where, example, "tools", "a list of function descriptions")
-    return tools and [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-
-
-def _parsed(where: str, text: str) -> Any:
-    try:
-        return from_json(text)
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or str(error).partition(";")[0]
-        raise UserError(f"{where} holds text that should be JSON and is not ({reason}): {text[:40]!r}.") from None
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()] or None
 
 
 def read_string(where: str, example: Example, field: str, empty: bool = False) -> str:

@@ -24,7 +24,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     Raises:
         UserError: every pair has an answer that is too long.
     """
-    pairs, held_out = load.read_examples(recipe)
+    pairs, held_out = load.read_examples(recipe, tokenizer)
     shown = tokenize.first_pair(pairs, tokenizer)
     load.show(shown)
     tokens = pairs.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=pairs.column_names)
