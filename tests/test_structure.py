@@ -27,7 +27,7 @@ LAYERS = {
     "serving": {"spec", "machine", "model_folder", "training", "evaluation"},
     "report": {"spec"},
     "proof": {"spec", "machine", "model_folder", "training", "launching"},
-    "launching": {"spec", "machine", "training", "zero_config", "profiling", "report"},
+    "launching": {"spec", "machine", "model_folder", "training", "zero_config", "profiling", "report"},
     "benchmarks": {"spec", "machine", "planning", "training", "launching"},
     "docs": {"spec", "planning", "zero_config", "benchmarks"},
     "page_checks": {"spec", "planning", "training"},

@@ -17,6 +17,7 @@ from bitsandbytes.nn import Linear4bit
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from safetensors.torch import load_file
+from transformers import modeling_utils
 
 from recipes.machine import ops
 from recipes.planning.cost.time.optimizer_time import REDUCTION, updated_bytes
@@ -62,6 +63,15 @@ def test_deepspeed_forgets_the_fp32_gradient_norm():
     """`remember_gradient_norm` in training/upstream.py can go when DeepSpeed keeps what `clip_grad_norm_` returns."""
     source = inspect.getsource(DeepSpeedEngine.clip_fp32_gradients)
     assert "clip_grad_norm_(" in source and "_global_grad_norm" not in source
+
+
+@pytest.mark.parametrize("metadata", [{}, {"metadata": None}], ids=["absent", "null"])
+def test_transformers_needs_an_indexs_metadata(metadata, tmp_path):
+    """`reading_any_index` in training/upstream.py can go when transformers reads such an index."""
+    index = tmp_path / "model.safetensors.index.json"
+    write_json(index, {"weight_map": {"a": "model-00001-of-00001.safetensors"}} | metadata)
+    with pytest.raises((KeyError, TypeError)):
+        modeling_utils.get_checkpoint_shard_files(str(tmp_path), str(index))
 
 
 def test_zero3_decides_once_which_weights_it_keeps():

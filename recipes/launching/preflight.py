@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ..model_folder import weights
 from ..spec import limits
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
@@ -50,6 +51,20 @@ def check_config(recipe: Recipe, ranks: int) -> None:
         raise UserError(error)
     for finding in findings:
         print(lint.describe(finding, recipe.deepspeed), flush=True)
+
+
+def check_model(recipe: Recipe) -> None:
+    """Refuse model folders that training cannot start from: the recipe's, unless it trains a draft, and its teacher's.
+
+    Raises:
+        UserError: names the folder or the file, and the fix.
+    """
+    if not recipe.draft.enabled:
+        weights.check(Path(recipe.model.path))
+        if (settings := Path(recipe.model.path, "generation_config.json")).exists():
+            read_json(settings)
+    if recipe.traits.teacher and not recipe.distill.served:
+        weights.check(Path(str(recipe.distill.teacher)), "distill.teacher")
 
 
 def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:

@@ -69,8 +69,8 @@ def gpu_uuid() -> str | None:
 
 
 def is_first() -> bool:
-    """Return whether this is rank 0, which alone prints and writes."""
-    return dist.get_rank() == 0
+    """Return whether this is rank 0, or a process without ranks, which alone prints and writes."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def place(layout: Layout) -> layouts.RankPosition:

@@ -12,14 +12,15 @@ from peft import PeftModel
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ..model_folder import base_model, complete, head, sentence_transformers
+from ..model_folder import base_model, complete, head, sentence_transformers, weights
 from ..model_folder.base_model import ADAPTER, QUANTIZATION
+from ..spec import quantization as stored_quantization
 from ..spec.errors import UserError, errors_only, first_line
 from ..spec.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, write_json
 from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
-from .model import heads
+from .model import generation, heads, remote_code
 from .vision import processor as vision
 
 
@@ -197,31 +198,104 @@ def load_whole(
     """
     if folder.is_absolute() and not (folder / "config.json").exists():
         raise UserError(f"{folder}: not a model folder (it holds neither config.json nor {ADAPTER}).")
-    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
+    check_loadable(folder)
+    trusted = remote_code.permitted(of_adapter or folder)
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trusted}
     if quantization:
         options["quantization_config"] = quantization
     found = head.of_folder(of_adapter or folder)
     if of_adapter and found == "scores":
         options |= heads.options(head.labels_of(of_adapter))
     try:
-        with errors_only("transformers") if of_adapter and found != "vocabulary" else nullcontext():
+        quiet = errors_only("transformers") if of_adapter and found != "vocabulary" else nullcontext()
+        with quiet, upstream.reading_any_index():
             model = heads.CLASSES[found].from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: cannot load the model: {first_line(error)}") from error
+        raise UserError(f"{folder}: cannot load the model: {_reason(error)}") from error
+    generation.correct(model, str(folder))
     upstream.keep_4bit_layout(model)
     return model
+
+
+def check_loadable(folder: Path) -> None:
+    """Refuse a whole model's folder with damaged or incomplete files; a Hub id is not checked.
+
+    Raises:
+        UserError: names the file.
+    """
+    if folder.is_dir():
+        weights.tensors(folder, "model")
+        generation.check(str(folder))
+
+
+def _reason(error: Exception) -> str:
+    """Return why transformers does not load a folder."""
+    if "trust_remote_code" in str(error):
+        return "it brings its own Python code; read that code, then add --trust-remote-code."
+    return first_line(error)
 
 
 def load_merged(folder: Path) -> PreTrainedModel:
     """Return the adapter in `folder` merged into its base model.
 
     A quantised base is dequantised first, to the values that the adapter was trained on. PEFT would quantise the sum
-    again, and lose most of what was learned to rounding.
+    again, and lose most of what was learned to rounding. An embedding and a head that share one weight are parted where
+    an adapter is on either: PEFT would add it to both.
+
+    Raises:
+        UserError: the base model's files are quantised.
+        RuntimeError: the merged model computes other logits than the adapter on its base model.
     """
     base = load_base(base_of(folder), folder)
+    stored_quantization.check(base.config.to_dict() if not (folder / QUANTIZATION).exists() else {}, str(folder))
     if getattr(base, "hf_quantizer", None):
         base = base.dequantize()
-    return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).merge_and_unload()
+    adapted = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
+    expected = _sample_logits(adapted)
+    _part_tied(base)
+    merged = adapted.merge_and_unload()
+    _tie_again(merged)
+    difference = (_sample_logits(merged) - expected).abs().amax(-1) / expected.abs().max()
+    # Rounding may choose other experts for a token, so in 16 bits the middle one counts.
+    off = (difference.max() if merged.dtype == torch.float32 else difference.median()).item()
+    if not off <= _allowed(merged.dtype):
+        raise RuntimeError(
+            f"{folder}: merged, its logits differ by {off:.1e} of the largest from the adapter's on its base model "
+            f"(allowed {_allowed(merged.dtype):.0e})"
+        )
+    return merged
+
+
+def _bare(layer: torch.nn.Module | None) -> torch.nn.Module | None:
+    """Return the layer of the base model that PEFT has put an adapter around."""
+    while layer is not None and (inner := getattr(layer, "base_layer", getattr(layer, "original_module", None))):
+        layer = inner
+    return layer
+
+
+def _part_tied(model: PreTrainedModel) -> None:
+    """Give the head a weight of its own if it shares the embedding's and an adapter is on one of them."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, output = map(_bare, ends)
+    if output is None or embedding is None or (embedding, output) == ends:
+        return
+    if embedding.weight is output.weight:
+        output.weight = torch.nn.Parameter(output.weight.detach().clone(), requires_grad=False)
+
+
+def _tie_again(model: PreTrainedModel) -> None:
+    """Let head and embedding share a weight again, or where they differ now, let the configuration say so."""
+    config = model.config
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = config.tie_word_embeddings or config.get_text_config().tie_word_embeddings
+    if not tied or output is None or embedding.weight is output.weight:
+        return
+    if torch.equal(embedding.weight, output.weight):
+        output.weight = embedding.weight
+        return
+    for one in (config, config.get_text_config()):
+        one.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
 
 
 def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
@@ -230,7 +304,7 @@ def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
     Raises:
         UserError: there is none.
     """
-    return vision.load(str(folder)) if head.sees(folder) else load_tokenizer(folder)
+    return vision.load(str(folder), remote_code.permitted(folder)) if head.sees(folder) else load_tokenizer(folder)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -240,9 +314,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         UserError: there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote_code.permitted(folder))
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: cannot load the tokenizer: {first_line(error)}") from error
+        raise UserError(f"{folder}: cannot load the tokenizer: {_reason(error)}") from error
 
 
 def write(source: Path, output: Path, merge: bool) -> str:

@@ -119,6 +119,7 @@ def check(
         UserError: the run cannot work.
     """
     check_sizes(recipe)
+    preflight.check_model(recipe)
     preflight.check_config(recipe, machines.ranks)
     file = deepspeed_file.read(recipe.deepspeed)
     preflight.check_layout(recipe, file, machines.ranks)

@@ -7,6 +7,8 @@ files, among their own keys. Models that bring their own code may compute what a
 from collections.abc import Mapping
 from typing import Any
 
+from ...spec import quantization
+
 ALIKE = {
     "kimi_k2": "deepseek_v3",
     "internlm2": "llama",
@@ -69,4 +71,6 @@ def remark(config: Mapping[str, Any]) -> str | None:
         parts.append(f"{kind} is planned as {known}, which has the same layers")
     if sees(config):
         parts.append("what sees or hears beside the decoder (its tower's weights and activations) is left out")
+    if quantized := quantization.stated(config):
+        parts.append(f"the weights are quantised ({quantized}), and a run needs an unquantised copy")
     return f"Of this model, {'; '.join(parts)}." if parts else None

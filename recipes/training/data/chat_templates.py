@@ -16,8 +16,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers, supports_tool_calling
 
+from ...model_folder import weights
 from ...spec.errors import UserError
 from ...spec.recipe import Recipe
+from ..model import stored
 from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.load import cannot_load
 from ..model.shown import owners, shown
@@ -51,9 +53,26 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:  # it is never looked at, so any token will do
         spare = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token, tokenizer.convert_ids_to_tokens(0))
         tokenizer.pad_token = next(token for token in spare if token is not None)
+    _check_rows(recipe, tokenizer)
     choose(recipe, tokenizer)
     _probe(recipe, tokenizer)
     return tokenizer
+
+
+def _check_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse tokens that the embeddings have no rows for: an IndexError in the first step, on GPUs an assertion.
+
+    Raises:
+        UserError: names both numbers.
+    """
+    folder = stored.folder_of(recipe.model.path)
+    rows = weights.embedding_rows(folder) if folder else None
+    tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if rows is not None and tokens > rows:
+        raise UserError(
+            f"model.path={recipe.model.path}: its tokenizer has {tokens:,} tokens and its embeddings {rows:,} rows; "
+            "call the model's resize_token_embeddings and save it, or use the tokenizer that belongs to it."
+        )
 
 
 def _probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:

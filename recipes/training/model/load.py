@@ -18,13 +18,16 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ...model_folder import weights
+from ...spec import quantization as stored_quantization
 from ...spec.errors import UserError, errors_only, first_line
 from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from .. import checkpointing, distributed, upstream
 from ..adapters import add as adapters
+from ..console import say
 from ..vision import blank, processor, tower
-from . import attention, heads, kernels, tiling
+from . import attention, generation, heads, kernels, remote_code, stored, tiling
 
 TEXT_PART = {
     r"^language_model\.model\.": "model.",
@@ -112,9 +115,16 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
 def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedModel:
     dtype = DTYPES[recipe.precision]
     config = load_config(recipe)
+    if recipe.model.trust_remote_code:
+        remote_code.permit()
+    stored_quantization.check(config.to_dict(), f"model.path={recipe.model.path}")
+    weights.check(Path(recipe.model.path))
+    generation.check(recipe.model.path)
+    part = {} if recipe.model.vision else text_part(config)
     options = heads.options(labels) if recipe.traits.scores else {}
+    quiet = errors_only("transformers") if recipe.traits.headless else nullcontext()
     try:
-        with errors_only("transformers") if recipe.traits.headless else nullcontext():
+        with quiet, upstream.reading_any_index():
             model, about = kind.from_pretrained(
                 recipe.model.path,
                 dtype=dtype,
@@ -123,7 +133,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
                 trust_remote_code=recipe.model.trust_remote_code,
                 use_safetensors=True,  # a pickle from a stranger can run code
                 output_loading_info=True,
-                **({} if recipe.model.vision else text_part(config)),
+                **part,
                 **options,
             )
     except (OSError, ValueError, ArithmeticError, AssertionError, SafetensorError, MemoryError) as error:
@@ -143,6 +153,10 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
             heads.start(model, recipe.seed)
     if missing:
         raise UserError(missing_weights(recipe, sorted(missing)))
+    if kind in heads.CLASSES.values():  # a stage of a pipeline holds only its own layers; `stages.check` reads it all
+        stored.check(recipe.model.path, model, part.get("key_mapping"))
+    if line := generation.correct(model, recipe.model.path):
+        say(line)
     return model
 
 

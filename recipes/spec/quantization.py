@@ -1,0 +1,43 @@
+"""Whether a model's configuration says that its weights are quantised, which no training starts from."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import UserError
+
+READ: Mapping[str, tuple[str, ...]] = {"mxfp4": ("gpt_oss",)}
+"""By the name of a quantisation: the model types that `load.quantization` turns back into weights on loading."""
+
+
+def check(config: Mapping[str, Any], name: str) -> None:
+    """Refuse a model whose configuration says that its weights are quantised, unless they are read so.
+
+    Args:
+        config: the content of config.json.
+        name: the key and the folder or Hub id.
+
+    Raises:
+        UserError: names the quantisation.
+    """
+    if method := stated(config):
+        raise UserError(
+            f"{name}: its weights are quantised ({method}), and training and merging start from whole ones; name the "
+            "unquantised model that they were made from (QLoRA quantises it on loading: model.quantization=nf4)."
+        )
+
+
+def stated(config: Mapping[str, Any]) -> str | None:
+    """Return the name of a quantisation that a config.json states and no run reads, or None if it states none."""
+    for part in (config, config.get("text_config") or {}):
+        block = part.get("quantization_config") or part.get("compression_config")
+        if isinstance(block, Mapping) and block and not is_read(config):
+            bits = next((f"{bits} bits" for bits in (4, 8) if block.get(f"load_in_{bits}bit")), None)
+            name = block.get("quant_method") or (bits and "bitsandbytes") or "quantization_config"
+            return ", ".join(filter(None, (name, bits, block.get("format"))))
+    return None
+
+
+def is_read(config: Mapping[str, Any]) -> bool:
+    """Return whether a model's quantised weights become whole ones on loading."""
+    block = config.get("quantization_config")
+    return isinstance(block, Mapping) and config.get("model_type") in READ.get(str(block.get("quant_method")), ())

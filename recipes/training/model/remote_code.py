@@ -1,0 +1,23 @@
+"""Whether a model's own Python code may run when its folder is loaded again: only where the user has permitted it."""
+
+from pathlib import Path
+
+from ...spec.run_folder import RunFolder, read_recipe
+
+_PERMITTED = {"here": False}
+
+
+def permit() -> None:
+    """Let the code of every model that this process loads run: its recipe, or its command line, says so."""
+    _PERMITTED["here"] = True
+
+
+def permitted(folder: Path) -> bool:
+    """Return whether the code of the model in a folder may run, by this process's recipe or by that of its run.
+
+    The recipe in a run's folder counts, and not the copy of it that travels in an export's `training/`.
+    """
+    if _PERMITTED["here"]:
+        return True
+    runs = (RunFolder(place) for place in (folder.parent, folder.parent.parent))
+    return any(run.recipe.exists() and read_recipe(run).model.trust_remote_code for run in runs)

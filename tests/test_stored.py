@@ -1,0 +1,201 @@
+"""What a model's files hold: every tensor becomes a weight, is named, or is refused with the file and the fix."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from recipes.launching import preflight
+from recipes.model_folder import weights
+from recipes.planning.model_profile import decoders
+from recipes.proof import samples
+from recipes.proof.small import small
+from recipes.spec import quantization
+from recipes.spec.errors import UserError
+from recipes.spec.run_folder import read_json, write_json
+from recipes.training.data import chat_templates
+from recipes.training.model import load, stored
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return samples.random_qwen3(tmp_path_factory.mktemp("made"), tie_word_embeddings=False)
+
+
+@pytest.fixture
+def model(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "model")
+
+
+def rewrite(folder, change):
+    """Replace a folder's tensors by what `change` makes of them."""
+    tensors = load_file(folder / weights.WHOLE)
+    change(tensors)
+    save_file(tensors, folder / weights.WHOLE, metadata={"format": "pt"})
+
+
+def shard(folder, **index):
+    """Split a folder's file in two and write an index with these keys beside the map; return the map."""
+    tensors = load_file(folder / weights.WHOLE)
+    (folder / weights.WHOLE).unlink()
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, folder / file, metadata={"format": "pt"})
+    found = {name: file for file, held in files.items() for name in held}
+    write_json(folder / weights.INDEX, {"weight_map": found} | index)
+    return found
+
+
+def refused(folder, *words):
+    """Expect that the launcher and the ranks refuse a folder, with these words."""
+    for attempt in (
+        lambda: preflight.check_model(small(folder, "unread")),
+        lambda: load.load_model(small(folder, "unread")),
+    ):
+        with pytest.raises(UserError) as caught:
+            attempt()
+        text = str(caught.value)
+        assert str(folder) in text and all(word in text for word in words) and len(text.splitlines()) == 1, text
+
+
+STATED = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "compressed-tensors, int-quantized": {"quant_method": "compressed-tensors", "format": "int-quantized"},
+    "bitsandbytes, 8 bits": {"load_in_8bit": True, "quant_method": "bitsandbytes"},
+    "bitsandbytes, 4 bits": {"load_in_4bit": True},
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "torchao": {"quant_method": "torchao"},
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_quantisation_that_the_configuration_states_is_refused_by_name(name, model):
+    for key in ("quantization_config", "compression_config"):
+        config = {key: value for key, value in read_json(model / "config.json").items() if "_config" not in key}
+        write_json(model / "config.json", config | {key: STATED[name]})
+        with pytest.raises(UserError, match=rf"quantised \({name}\)"):
+            preflight.check_model(small(model, "unread"))
+    assert name in decoders.remark(read_json(model / "config.json"))
+    with pytest.raises(UserError, match=rf"quantised \({name}\)"):
+        load.load_model(small(model, "unread"))
+
+
+def test_the_experts_of_gpt_oss_are_read_and_nothing_stated_is_nothing_refused():
+    assert quantization.stated({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}) is None
+    for nothing in ({}, {"quantization_config": None}, {"quantization_config": {}}):
+        assert quantization.stated(nothing) is None
+    assert quantization.stated({"text_config": {"quantization_config": {"quant_method": "awq"}}}) == "awq"
+
+
+def fp8(tensors):
+    tensors[DOWN] = tensors[DOWN].to(torch.float8_e4m3fn)
+
+
+def int8(tensors):
+    tensors[DOWN] = tensors[DOWN].to(torch.int8)
+
+
+@pytest.mark.parametrize("change", [fp8, int8], ids=lambda change: change.__name__)
+def test_weights_of_8_bits_are_refused_whatever_the_configuration_says(change, model):
+    rewrite(model, change)
+    refused(model, DOWN, "F8_E4M3" if change is fp8 else "I8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ("weight_scale_inv", "weight_scale", "qweight", "weight.absmax", "SCB", "weight_packed", "weight.quant_state.nf4"),
+)
+def test_what_lies_beside_quantised_weights_is_refused_without_a_configuration(name, model):
+    rewrite(model, lambda tensors: tensors.update({DOWN.replace("weight", name): torch.ones(1)}))
+    refused(model, name, "quantised")
+
+
+def test_a_tensor_without_a_place_in_a_layer_is_refused(model):
+    for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.1.extra.weight", "model.norm.offset"):
+        rewrite(model, lambda tensors, name=name: tensors.update({name: torch.ones(64)}))
+        with pytest.raises(UserError, match=name):
+            load.load_model(small(model, "unread"))
+        rewrite(model, lambda tensors, name=name: tensors.pop(name))
+    assert load.load_model(small(model, "unread"))
+
+
+def test_parts_that_are_not_loaded_are_named_and_what_follows_from_the_configuration_is_not(model):
+    others = ("mtp.layers.0.norm.weight", "model.visual.patch.weight", "model.layers.2.norm.weight")
+    old = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(model, lambda tensors: tensors.update({name: torch.ones(2) for name in (*others, old)}))
+    loaded = load.load_model(small(model, "unread"))
+    assert set(stored.check(str(model), loaded)) == {"mtp", "model.visual", "model.layers.2"}
+
+
+@pytest.mark.parametrize("metadata", [{}, {"metadata": None}], ids=["absent", "null"])
+def test_an_index_needs_no_metadata(metadata, model, made):
+    shard(model, **metadata)
+    preflight.check_model(small(model, "unread"))
+    loaded = load.load_model(small(model, "unread")).state_dict()
+    expected = load_file(made / weights.WHOLE)
+    assert set(expected) <= set(loaded) and all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(model):
+    found = shard(model, metadata={})
+    first, second = sorted(set(found.values()))
+    for wrong, words in (
+        ({}, "no weight_map"),
+        ({**found, DOWN: "../outside.safetensors"}, "'../outside.safetensors'"),
+        ({**found, DOWN: "pytorch_model.bin"}, "'pytorch_model.bin'"),
+        ({**found, DOWN: "model-00003-of-00003.safetensors"}, "model-00003-of-00003.safetensors: no such file"),
+        ({**found, "model.layers.7.absent": first}, "names model.layers.7.absent"),
+    ):
+        write_json(model / weights.INDEX, {"metadata": {}, "weight_map": wrong})
+        refused(model, words)
+    write_json(model / weights.INDEX, {"metadata": {}, "weight_map": {name: second for name in list(found)[:1]}})
+    refused(model)
+    write_json(model / weights.INDEX, {"weight_map": dict(list(found.items())[:-1])})
+    assert load.load_model(small(model, "unread")), "the headers count, and both files are named"
+
+
+def test_what_is_no_whole_model_is_refused_by_what_it_is(model, tmp_path):
+    (model / weights.WHOLE).rename(model / "consolidated.safetensors")
+    refused(model, "no weights", "consolidated.safetensors")
+    (model / "consolidated.safetensors").unlink()
+    (model / "pytorch_model.bin").touch()
+    refused(model, "pickled")
+    (model / "global_step3").mkdir()
+    refused(model, "checkpoint of a training engine", "export")
+    write_json(model / "adapter_config.json", {"base_model_name_or_path": "owner/base"})
+    refused(model, "an adapter", "--merge", "owner/base")
+
+
+def test_pickles_beside_safetensors_are_left_alone(model):
+    (model / "pytorch_model.bin").write_bytes(b"not read")
+    preflight.check_model(small(model, "unread"))
+    assert load.load_model(small(model, "unread"))
+
+
+def test_more_tokens_than_rows_are_refused_with_both_numbers(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = read_json(model / "config.json")["vocab_size"]
+    assert chat_templates.load_tokenizer(small(model, "unread"))
+    tokenizer.add_tokens(["<one_more>"])
+    tokenizer.save_pretrained(model)
+    with pytest.raises(UserError, match=rf"{rows + 1:,} tokens .* {rows:,} rows"):
+        chat_templates.load_tokenizer(small(model, "unread"))
+
+
+def test_a_header_is_read_as_safetensors_reads_it(model):
+    found = weights.header(model / weights.WHOLE)
+    tensors = load_file(model / weights.WHOLE)
+    assert {name: one.shape for name, one in found.items()} == {name: tuple(one.shape) for name, one in tensors.items()}
+    assert {one.dtype for one in found.values()} == {"F32"}
+    content = (model / weights.WHOLE).read_bytes()
+    for damaged in (content[:-1], content + b"0", content[:6], b"", json.dumps({}).encode()):
+        (model / weights.WHOLE).write_bytes(damaged)
+        with pytest.raises(UserError, match="damaged or cut off"):
+            weights.header(model / weights.WHOLE)
