@@ -36,6 +36,7 @@ from ..docs import documents
 from ..launching.command import visible_gpus
 from ..machine import children
 from ..planning.calibration import benchmark_results
+from ..spec import files
 from ..spec.project import CHECKOUT, display, require
 from ..spec.run_folder import write_json
 from .main import Parser
@@ -128,8 +129,8 @@ def _scaling(options: argparse.Namespace) -> None:
     place = (options.output or MEASUREMENTS) / f"scaling_{'gpu' if bench.gpus else 'cpu'}.json"
     place.parent.mkdir(parents=True, exist_ok=True)
     write_json(place, result)
-    place.with_suffix(".md").write_text(scaling.section(result), encoding="utf-8")
-    place.with_suffix(".png").write_bytes(scaling.png(result))
+    files.write_text(place.with_suffix(".md"), scaling.section(result))
+    files.write_bytes(place.with_suffix(".png"), scaling.png(result))
     if options.output is None:
         documents.write()  # the tables of measurements
 
@@ -223,6 +224,6 @@ def write_result(result: dict[str, Any], output: Path | None) -> None:
     name = f"{result['benchmark']}_{'draft' if result['draft'] else 'gpu'}"
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{name}.json", result)
-    (folder / f"{name}.md").write_text(f"{tables.heading(result)}\n\n{tables.table(result)}\n", encoding="utf-8")
+    files.write_text(folder / f"{name}.md", f"{tables.heading(result)}\n\n{tables.table(result)}\n")
     if output is None:
         documents.write()  # the index, the pages, and the tables of measurements

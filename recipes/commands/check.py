@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..spec import files
 from ..spec.project import as_typed
 from ..zero_config import edits, formats
 from ..zero_config.accelerate import lint as accelerate
@@ -199,7 +200,7 @@ def repair(file: str, document: Document, facts: Facts, arguments: argparse.Name
     """Apply the safe fixes to the file, show the diff and what is left alone, and return the fixed document."""
     fixed, left = edits.fix(document, lambda changed: judge(changed, facts))
     if fixed != document.text:
-        located(file).write_bytes(fixed.encode())
+        files.write_bytes(located(file), fixed.encode())
     if arguments.format == "text":
         before, after = document.text.splitlines(), fixed.splitlines()
         lines = difflib.unified_diff(before, after, file, f"{file} (fixed)", lineterm="")

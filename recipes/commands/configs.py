@@ -9,11 +9,11 @@ The files are templates: "auto" values are filled by the Hugging Face Trainer an
 """
 
 import difflib
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..spec.errors import UserError, cannot_write
+from ..spec import files
+from ..spec.errors import UserError
 from ..spec.project import CONFIGS, command
 from .main import Parser
 
@@ -55,10 +55,5 @@ def copy(name: str, folder: Path) -> Path:
     file = folder / f"{stem}.json"
     if file.exists():
         raise UserError(f"{file}: exists already; name another folder, or remove it first.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(CONFIGS / file.name, file)
-    except OSError as error:
-        reason = cannot_write(error, file) or f"{file}: cannot be written ({error.strerror})."
-        raise UserError(reason) from None
+    files.write_bytes(file, (CONFIGS / file.name).read_bytes())
     return file

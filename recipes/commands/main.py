@@ -9,9 +9,10 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NoReturn
 
-from ..spec.errors import UserError, cannot_write, redact
+from ..spec.errors import UserError, lasting, of_system, redact
 from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program, python_path
 
 COMMANDS = {
@@ -91,11 +92,21 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        full = cannot_write(error, _written(words))
-        if full is None:
+        refused = lasting(error, _written(words))
+        if refused is None and isinstance(error, OSError) and _is_users(error, words):
+            refused = of_system(error)
+        if refused is None:
             raise
-        print(f"{program(name)}: {full}", file=sys.stderr)
+        print(f"{program(name)}: {redact(refused)}", file=sys.stderr)
         return 2
+
+
+def _is_users(error: OSError, words: Sequence[str] | None) -> bool:
+    """Return whether an error is about a file that the command line names, or one in a folder that it names."""
+    typed = [word.partition("=")[2] or word for word in (sys.argv[1:] if words is None else words)]
+    named = [Path(os.path.abspath(word)) for word in typed if word and "\0" not in word]
+    about = [Path(os.path.abspath(os.fsdecode(file))) for file in (error.filename, error.filename2) if file]
+    return any(file.is_relative_to(place) for file in about for place in named)
 
 
 def _written(words: Sequence[str] | None) -> str | None:

@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..spec import pages
-from ..spec.errors import UserError, cannot_write
+from ..spec import files, pages
+from ..spec.errors import UserError
 from ..spec.project import PACKAGE, command, require
 from .main import Parser
 
@@ -71,9 +71,5 @@ def new(family: str, folder: Path) -> Path:
     text = (PACKAGE / f"{pages.TEMPLATE}.py").read_text(encoding="utf-8")
     text = re.sub(rf"python scripts/launch\.py {pages.TEMPLATE}(-\w+)?", f"{command('launch')} ./{family}.py", text)
     text = re.sub(r"copy (me to [^;]*; |this file [^.]*, and )", "", text).replace(pages.TEMPLATE, family)
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        reason = cannot_write(error, file) or f"{file}: cannot be written ({error.strerror})."
-        raise UserError(reason) from None
+    files.write_text(file, text)
     return file

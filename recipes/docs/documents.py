@@ -7,7 +7,7 @@ from ..benchmarks.cases import BENCHMARKS
 from ..planning.calibration import accuracy, benchmark_results
 from ..planning.calibration.published_rows import published_rows
 from ..planning.cost.constants import FILE
-from ..spec import pages
+from ..spec import files, pages
 from ..spec.project import CHECKOUT, CONFIGS, PACKAGE
 from ..spec.run_folder import read_json
 from . import chart, combinations, index, troubleshooting
@@ -63,7 +63,7 @@ def write() -> list[Path]:
     """Write every document that is out of date, and return their paths."""
     changed = {path: text for path, text in documents().items() if path.read_text(encoding="utf-8") != text}
     for path, text in changed.items():
-        path.write_text(text, encoding="utf-8")
+        files.write_text(path, text)
     return list(changed)
 
 

@@ -8,7 +8,6 @@ run is unfinished.
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from ..machine import children, run_lock
 from ..profiling import conclude
 from ..report import write
-from ..spec import run_folder
+from ..spec import files, run_folder
 from ..spec.errors import UserError, lasting
 from ..spec.run_folder import RunFolder
 from ..training.start import unsupervised
@@ -80,8 +79,7 @@ def node_rank() -> int:
 def prepare(run: RunFolder, recipe: Path | None, world_size: int) -> None:
     """Prepare the folder for the first start, or for a restart after steps were lost; on the first node only."""
     if recipe and not run.recipe.exists():
-        run.path.mkdir(parents=True, exist_ok=True)
-        shutil.copy(recipe, run.recipe)
+        files.write_bytes(run.recipe, recipe.read_bytes())
     unsupervised.prepare(run, world_size)
 
 

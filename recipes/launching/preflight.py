@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..model_folder import weights
+from ..spec import files as spec_files
 from ..spec import limits
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
@@ -149,7 +150,7 @@ def check_data(recipe: Recipe) -> int | None:
         for name in names(path):
             count = None
             kinds = (*text_files.SUFFIXES, text_files.PLAIN)
-            if Path(name).is_dir() and not any(file.suffix in kinds for file in Path(name).rglob("*")):
+            if Path(name).is_dir() and not any(Path(file).suffix in kinds for file in spec_files.below(Path(name))):
                 raise UserError(f"{name}: no data files in this folder or below ({', '.join(kinds)}).")
             if Path(name).is_file() and Path(name).suffix not in text_files.COLUMNAR:
                 most = STREAMED if recipe.data.streaming and trained else None

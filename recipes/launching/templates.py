@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..spec import files
+
 if TYPE_CHECKING:
     from jinja2 import Environment
 
@@ -29,7 +31,7 @@ def write(folder: Path, texts: Mapping[str, str]) -> Path:
     """Write files by their names into `folder`, which is made, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
-        (folder / file).write_text(text, encoding="utf-8")
+        files.write_text(folder / file, text)
     return folder
 
 

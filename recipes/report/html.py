@@ -1,11 +1,11 @@
 """A report as one HTML file: no network, no scripts, light or dark, on a screen or a phone."""
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..spec import files
 from .document import Block, Cell, Chart, Document, HeatMap, printable
 
 FOLDER = Path(__file__).parent
@@ -39,13 +39,7 @@ def write(path: Path, document: Document) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        draft.write_text(render(document), encoding="utf-8")
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+    files.write_text(path, render(document))
 
 
 def kind(block: Block | Cell) -> str:

@@ -139,7 +139,7 @@ def of_system(error: OSError, where: object = None) -> str:
         return full
     fix = _LASTING.get(error.errno or 0) or _PASSING.get(error.errno or 0)
     file = _file_of(error) or where
-    if isinstance(error, FileNotFoundError) and file and os.path.islink(str(file)):
+    if isinstance(error, FileNotFoundError) and os.path.islink(str(file)):
         return f"{file}: a link to {os.readlink(str(file))}, which is not there; is its disk mounted?"
     line = f"{file or 'a file'}: {error.strerror or error}"
     return f"{line}; {fix}." if fix else f"{line}."

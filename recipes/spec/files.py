@@ -1,4 +1,4 @@
-"""Write files whole: a full disk, a kill or a power failure leaves the old file as it was."""
+"""Write files whole: a full disk, a kill or a power failure leaves the old file as it was. List folders whole."""
 
 import contextlib
 import errno
@@ -68,3 +68,17 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file whole."""
     with beside(path) as draft:
         draft.write_bytes(content)
+
+
+def below(folder: Path) -> Iterator[str]:
+    """Yield the paths of all files in a folder and below.
+
+    Raises:
+        OSError: a folder cannot be read; `Path.rglob` passes over it.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for place, _, names in os.walk(folder, onerror=refuse):
+        yield from (os.path.join(place, name) for name in names)

@@ -68,8 +68,11 @@ def publish(verified: Path, folder: Path) -> None:
 def move(part: Path, folder: Path) -> None:
     """Rename `part` to `folder`, which is replaced, once every file is on the disk."""
     digests.flush([*(path for path in part.rglob("*")), part])
-    shutil.rmtree(folder, ignore_errors=True)
+    old = folder.with_name(f"{folder.name}.old")
+    if folder.exists():
+        folder.rename(old)
     part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
     digests.flush([folder.parent])
 
 

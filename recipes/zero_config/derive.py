@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
+from ..spec import files
 from . import names
 from .pydantic_types import section_model, section_node
 from .recorder import Recorder, plain
@@ -172,5 +173,5 @@ def _silence() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    SHIPPED.write_text(json.dumps(derive(), indent=1, sort_keys=True) + "\n")
+    files.write_text(SHIPPED, json.dumps(derive(), indent=1, sort_keys=True) + "\n")
     print(f"wrote {SHIPPED.name}")

@@ -8,6 +8,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+from ..spec import files
+
 MODEL_TYPES = Path(__file__).with_name("model_types.json")
 DIMENSIONS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "generator")
@@ -80,5 +82,5 @@ def _of_type(mapping, name: str) -> dict:
 
 if __name__ == "__main__":
     lines = (f"{json.dumps(name)}: {json.dumps(found)}" for name, found in derive().items())
-    MODEL_TYPES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    files.write_text(MODEL_TYPES, "{\n" + ",\n".join(lines) + "\n}\n")
     print(f"wrote {MODEL_TYPES.name}")

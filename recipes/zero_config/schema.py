@@ -10,12 +10,14 @@ The linter uses `load`. The schema of the tested DeepSpeed version is in `schema
 it again and compares); for any other version it is derived once and kept in the user's cache folder.
 """
 
+import contextlib
 import json
 import os
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from ..spec import files
 from ..spec.errors import UserError
 from .schema_format import FORMAT, SHIPPED
 from .schema_format import SAMPLES as SAMPLES
@@ -110,10 +112,5 @@ def _cache_folder() -> Path:
 
 
 def _keep(path: Path, schema: dict) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(schema))
-        temporary.replace(path)  # atomic: two ranks may write at once
-    except OSError:
-        pass  # a read-only home costs only 3 s per run
+    with contextlib.suppress(OSError):  # a read-only home costs only 3 s per run
+        files.write_text(path, json.dumps(schema))  # two ranks may write at once

@@ -12,6 +12,7 @@ from pathlib import Path
 from ...planning.search.plans import Plan, PlanRequest, SearchResult
 from ...planning.search.reasons import why
 from ...planning.show import table
+from ...spec import files
 from ...spec.deepspeed_file import fill_prefetch, parse, with_zero
 from ...spec.errors import UserError, cannot_write
 from ...spec.project import CONFIGS, IMPORT_ROOT, INSTALLED
@@ -40,9 +41,9 @@ def write(request: PlanRequest, plan: Plan, folder: Path) -> None:
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     resolved = folder / "deepspeed.json"
-    resolved.write_text(dumps(for_engine(request, plan)), encoding="utf-8")
+    files.write_text(resolved, dumps(for_engine(request, plan)))
     script = folder / "launch.sh"
-    script.write_text(launch_script(request, plan, folder), encoding="utf-8")
+    files.write_text(script, launch_script(request, plan, folder))
     script.chmod(0o755)
     print(f"written: {resolved}, {script}", file=sys.stderr)
 
@@ -126,4 +127,4 @@ def draw(result: SearchResult, file: Path) -> None:
         raise UserError(f"--figure {file}: needs matplotlib: pip install 'deepspeed-recipes[train]'") from None
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(figure.png(figure.labels([*result.plans, *result.tight][:PLANS_DRAWN])))
+    files.write_bytes(file, figure.png(figure.labels([*result.plans, *result.tight][:PLANS_DRAWN])))

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...spec import files
 from ...spec.errors import UserError, redact
 from ...spec.run_folder import RunFolder, read_json
 from .. import node
@@ -37,9 +38,8 @@ def main(words: Sequence[str] | None = None, ml: Path = ML) -> int:
         said.write(str(error))
         status = 2
     if status:
-        (ml / "output").mkdir(parents=True, exist_ok=True)
         text = said.getvalue().strip() or f"exit status {status}"
-        (ml / "output" / "failure").write_text(redact(text)[:SHOWN], encoding="utf-8")
+        files.write_text(ml / "output" / "failure", redact(text)[:SHOWN])
     return status
 
 

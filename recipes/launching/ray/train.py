@@ -6,7 +6,6 @@ Ray would also repeat a user's mistake, and take a rewind for a failure.
 """
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ...spec.errors import first_line
-from ...spec.run_folder import RunFolder
+from ...spec.run_folder import RunFolder, write_json
 from .. import variables
 from ..causes import FailedRank
 from . import nodes, output, rank
@@ -169,10 +168,7 @@ def host_of(error: BaseException) -> str:
 def write(run: RunFolder, failed: list[FailedRank]) -> None:
     """Leave the failures for the launcher."""
     if failed:
-        text = json.dumps([asdict(one) for one in failed])
-        partial = output.failures(run).with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(output.failures(run))
+        write_json(output.failures(run), [asdict(one) for one in failed])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...spec import files
 from ...spec.errors import UserError
 from ...spec.project import IMPORT_ROOT, NAME
 from ...spec.run_folder import REWIND, RunFolder
@@ -72,7 +73,7 @@ def submit(folder: RunFolder, text: str, environment: Mapping[str, str]) -> str:
     Raises:
         UserError: SLURM rejects it.
     """
-    path(folder).write_text(text, encoding="utf-8")
+    files.write_text(path(folder), text)
     done = subprocess.run(["sbatch", "--parsable", path(folder)], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise UserError((done.stderr.strip().splitlines() or ["sbatch: failed"])[-1])

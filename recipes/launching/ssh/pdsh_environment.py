@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...spec import files
 from ...spec.errors import UserError, is_secret
 from ...spec.run_folder import RunFolder
 from .. import variables
@@ -45,7 +46,7 @@ def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path
     if left := sorted({*own} - {*taken} | {*variables.withheld(environment)}):
         print(f"not forwarded, because they look like secrets: {', '.join(left)}; set them on each host", flush=True)
     file = folder.path / "deepspeed_env"
-    file.write_text("".join(f"{name}={value}\n" for name, value in taken.items()), encoding="utf-8")
+    files.write_text(file, "".join(f"{name}={value}\n" for name, value in taken.items()))
     return file
 
 

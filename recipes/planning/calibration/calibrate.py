@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
+from ...spec import files
 from ..cost.constants import FILE, constants, resolve
 from ..cost.time.step_time import step_time
 from . import published_errors, ranges
@@ -182,7 +183,7 @@ def report(data: Mapping[str, Any]) -> str:
 
 def _write(data: Mapping[str, Any]) -> None:
     """Write the constants, and let predictions be made with them from now on."""
-    FILE.write_text(json.dumps(data, indent=2) + "\n")
+    files.write_text(FILE, json.dumps(data, indent=2) + "\n")
     constants.cache_clear()
 
 

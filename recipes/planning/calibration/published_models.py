@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ...spec import pages
+from ...spec import files, pages
 from ...spec.recipe import Lora
 from ..model_profile import lookup
 from ..model_profile.profile import ModelProfile, training_mode
@@ -76,7 +76,7 @@ def missing(rows: Iterable[PublishedRow]) -> dict[str, list[Lora]]:
 def main(arguments: Sequence[str] = ()) -> None:
     """Profile what is not stored, which takes seconds per model; with `--again` everything."""
     if "--again" in arguments:
-        PROFILES.write_text("{}\n", encoding="utf-8")
+        files.write_text(PROFILES, "{}\n")
     profiles = dict(_stored())
     for model, adapters in missing([*published_rows(), *questions()]).items():
         config = config_of(model)
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         profiles[digest] = lookup.merged(new, profiles[digest]) if digest in profiles else new
         print(model, *map(training_mode, adapters), flush=True)
     lines = (f"{json.dumps(name)}: {json.dumps(lookup.to_dict(profiles[name]))}" for name in sorted(profiles))
-    PROFILES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    files.write_text(PROFILES, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ...spec import pages
+from ...spec import files, pages
 from ...spec.errors import UserError
 from ...spec.project import require
 from ...spec.recipe import Lora
@@ -130,10 +130,7 @@ def _parsed(file: Path, written: int) -> dict[str, ModelProfile]:
 
 def _write(file: Path, profiles: Mapping[str, ModelProfile]) -> None:
     lines = (f"{json.dumps(name)}: {json.dumps(to_dict(one))}" for name, one in profiles.items())
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    draft.replace(file)
+    files.write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def to_dict(profile: ModelProfile) -> dict[str, Any]:

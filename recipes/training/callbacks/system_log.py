@@ -4,12 +4,10 @@ Each rank samples its GPU, and the first rank of a node also the node. Rank 0 wr
 others files in `ranks/`, since nodes cannot append to one file over a network; rank 0 joins them when training ends.
 """
 
-import json
 import os
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from ...machine.gpu_readings import Gpu
 from ...machine.host_readings import Host
 from ...spec.errors import first_line
-from ...spec.run_folder import RunFolder, append_jsonl, read_jsonl
+from ...spec.run_folder import RunFolder, append_jsonl, read_jsonl, write_jsonl
 from ..console import say
 
 SECONDS = 5.0
@@ -119,10 +117,7 @@ def join(run: RunFolder) -> None:
         return
     try:
         rows = [row for path in (run.system, *parts) for row in read_jsonl(path)]
-        draft = Path(f"{run.system}.part")
-        text = "".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: row["time"]))
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(run.system)
+        write_jsonl(run.system, sorted(rows, key=lambda row: row["time"]))
         for part in parts:
             part.unlink()
     except (OSError, ValueError, KeyError) as error:  # the report reads the parts, too

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...spec import files
 from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder
 
@@ -44,7 +45,7 @@ def opened(name: str, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[
 def run_id(run: RunFolder) -> str:
     """Return the id that trackers know the run by, kept in the run folder."""
     if not run.wandb_id.exists():
-        run.wandb_id.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
+        files.write_text(run.wandb_id, uuid.uuid4().hex[:8] + "\n")
     return run.wandb_id.read_text(encoding="utf-8").strip()
 
 
