@@ -147,9 +147,17 @@ def test_zero_init_rounds_the_rotary_frequencies(ranks, tmp_path):
 
 @pytest.mark.every
 def test_autotp_loses_adapters(ranks, tmp_path):
-    """The adapters' half of `shard_where_autotp_cannot` in parallel/tensor.py can go when AutoTP keeps them."""
+    """`shard_model` in parallel/tensor.py can leave models with adapters to AutoTP when it keeps them."""
     ranks.check(split_layers.lose_adapters, log=tmp_path / "log")
     assert "14 layers with adapters, 0 after AutoTP" in read_logs(tmp_path / "log")[0]
+
+
+@pytest.mark.every
+def test_autotp_splits_the_head(ranks, tmp_path):
+    """`shard_model` in parallel/tensor.py can leave models without adapters to AutoTP when it keeps the head whole."""
+    ranks.check(split_layers.split_head, log=tmp_path / "log")
+    said = re.search(r"(\d+) rows, (\d+) after AutoTP", read_logs(tmp_path / "log")[0])
+    assert int(said[2]) == int(said[1]) // 2
 
 
 @pytest.mark.every

@@ -6,13 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
 
-from recipes.spec import pages
+from recipes.proof import samples
+from recipes.spec import limits, pages
 from recipes.spec.recipe import Data, Draft, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from recipes.training.model import draft
 from tests.parity import gate, plain
+from tests.small import language_families
 from tests.tiers import tiered
 from tests.workers import split_layers, untrained
 
@@ -164,6 +167,32 @@ def test_adapters_initialised_differently_are_synchronised(ranks, tmp_path, mode
     recipe = exact(model_folder, conversations, 1, model=model, draft=Draft(enabled=True), lora=Lora(rank=4))
     run = train(ranks, tmp_path, recipe, 2)
     assert read_json(run.summary)["logit_difference"] < 1e-5
+
+
+def families_to_split() -> list[str]:
+    return [name for name in language_families() if not {_type(name)} & set(limits.FAMILIES["tensor"])]
+
+
+def _type(family: str) -> str:
+    return next(iter(pages.page(family).SIZES.values())).config["model_type"]
+
+
+HEADS = [(family, tied) for family in families_to_split() for tied in (True, False)]
+
+
+@pytest.mark.parametrize(("family", "tied"), tiered(HEADS, {("llama3", False)}))
+def test_a_loss_in_tiles_reads_the_whole_head(ranks, tmp_path, conversations, family, tied):
+    """What a run has at real sizes: tiles, checkpointing and ZeRO-1 over the ranks of a split model."""
+    whole = {**next(iter(pages.page(family).SIZES.values())).config, "tie_word_embeddings": tied}
+    tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+    config = draft.shrink(AutoConfig.for_model(**whole), Draft(layers=2), tokenizer)
+    config.initializer_range = 0.2
+    if getattr(config, "num_key_value_heads", None):
+        config.num_key_value_heads = max(2, config.num_key_value_heads)
+    samples.random_model(tmp_path / "model", config)
+    options = {"tiled_loss": True, "gradient_checkpointing": True}
+    run = train(ranks, tmp_path, exact(tmp_path / "model", conversations, 1, **options), 2)
+    gate.agree(run, *plain.train(tmp_path / "model", conversations, SETTINGS))
 
 
 BY_GRAPH = {

@@ -1,4 +1,4 @@
-"""Compares every family's draft whole and split over the ranks, by `tensor.shard` or by AutoTP."""
+"""Compares every family's draft whole and split over the ranks by `tensor.shard`; and what AutoTP does instead."""
 
 import contextlib
 import copy
@@ -7,7 +7,6 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.auto_tp import AutoTP
 from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
 
@@ -49,10 +48,10 @@ def split_without_plan(output: str) -> None:
     distributed.stop()
 
 
-def say(output: str, split, configs: dict[str, object], dtype=torch.float64) -> None:
+def say(output: str, split, configs: dict[str, object]) -> None:
     """Compare each, and write down what differs."""
     distributed.start()
-    found = {kind: attempt(config, split, dtype) for kind, config in configs.items()}
+    found = {kind: attempt(config, split) for kind, config in configs.items()}
     if distributed.is_first():
         write_json(Path(output), found)
     distributed.stop()
@@ -74,23 +73,22 @@ def kinds() -> dict[str, object]:
     return found
 
 
-def attempt(config, split, dtype) -> dict[str, object]:
+def attempt(config, split) -> dict[str, object]:
     """Return how far logits and gradients of the split model are from the whole one's, or why there is none."""
     try:
-        return compare(config, split, dtype)
+        return compare(config, split)
     except (ValueError, NotImplementedError, RuntimeError, AssertionError, AttributeError) as error:
         return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
-def compare(config, split, dtype) -> dict[str, object]:
+def compare(config, split) -> dict[str, object]:
     """Return the largest relative differences, and the weight where each gradient's is."""
-    whole = build(config, dtype)
+    whole = build(config, torch.float64)
     tokens = torch.randint(5, config.vocab_size, (2, ROW), generator=torch.Generator().manual_seed(0))
-    engine = split(copy.deepcopy(whole))
-    model = getattr(engine, "module", engine)
+    model = split(copy.deepcopy(whole))
     logits, gradients = look(whole, tokens)
     expected = whole.state_dict()
-    ours, parts = look(engine, tokens)
+    ours, parts = look(model, tokens)
     parts = {name: whole_gradient(model, name, part) for name, part in parts.items()}
     state = tensor.whole_state(model)
     errors = {name: relative(parts[name], gradient) for name, gradient in gradients.items()}
@@ -118,10 +116,8 @@ def build(config, dtype) -> torch.nn.Module:
 def look(model, tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return logits, and the gradient of every weight as this rank has it."""
     output = model(input_ids=tokens, labels=tokens)
-    backward = getattr(model, "backward", torch.Tensor.backward)
-    backward(output.loss)
-    inner = getattr(model, "module", model)
-    return output.logits.detach(), {name: weight.grad for name, weight in inner.named_parameters()}
+    output.loss.backward()
+    return output.logits.detach(), {name: weight.grad for name, weight in model.named_parameters()}
 
 
 def whole_gradient(model, name: str, part: torch.Tensor) -> torch.Tensor:
@@ -148,11 +144,6 @@ def shard_layers(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def autotp_all(output: str) -> None:
-    """Compare for every model type, with DeepSpeed's AutoTP."""
-    say(output, autotp, kinds(), torch.float32)  # its engine does not take fp64
-
-
 def autotp(model: torch.nn.Module) -> object:
     """Return an engine that has split the model, without ZeRO."""
     settings = {
@@ -173,7 +164,7 @@ def counted_twice(folder: str) -> None:
 
 def parts_of_norms(folder: str) -> None:
     """Train with the mistake that the norms of local heads are trained on the gradient of those alone."""
-    AutoTP.register_replicated_grad_hooks = lambda self, model: None
+    tensor._summed_over = lambda group: lambda gradient: gradient
     export.verify = lambda *_: 0.0  # which notices it too
     run.main(folder)
 
@@ -186,6 +177,15 @@ def lose_adapters() -> None:
     with contextlib.suppress(Exception):  # what the engine says about it changes with the ZeRO stage
         autotp(model)
     print(f"{before} layers with adapters, {adapted(model)} after AutoTP", flush=True)
+    distributed.stop()
+
+
+def split_head() -> None:
+    """Say how many rows AutoTP leaves of an output head that is not tied to the embeddings."""
+    distributed.start()
+    model = build(kinds()["llama"], torch.float32)
+    before = model.lm_head.out_features
+    print(f"{before} rows, {len(autotp(model).module.lm_head.weight)} after AutoTP", flush=True)
     distributed.stop()
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.module_inject import layers as autotp
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer
@@ -115,28 +116,27 @@ def _gather(linear: torch.nn.Linear) -> None:
             setattr(linear, name, torch.nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
 
 
-def shard_where_autotp_cannot(
-    model: PreTrainedModel | PeftModel, size: int, styles: Mapping[str, str], by_plan: bool = True
-) -> None:
-    """Split a model over groups of `size` ranks where DeepSpeed's AutoTP would fail, so that it finds nothing to do.
+def shard_model(model: PreTrainedModel | PeftModel, size: int, styles: Mapping[str, str]) -> None:
+    """Split a model over groups of `size` ranks in DeepSpeed's place, so that its AutoTP finds nothing to do.
 
-    AutoTP mistakes PEFT's layer for the linear one inside it, and replaces it by a layer without adapters. It also
+    AutoTP would split the output head, too, of which everything that computes a loss without whole logits reads the
+    weight. It mistakes PEFT's layer for the linear one inside it, and replaces it by a layer without adapters. And it
     refuses plans in which a layer splits whole inputs, though it has a layer for that. `test_autotp_loses_adapters` and
-    `test_autotp_splits_correctly_what_its_plan_allows_and_nothing_else` fail once this can be removed.
+    `test_autotp_splits_the_head` fail once it can be used.
 
     Args:
         model: whole on every rank, or sharded by ZeRO-3.
         size: ranks that share it.
         styles: of its linear layers.
-        by_plan: whether they are those of transformers' plan, which AutoTP reads, too.
     """
-    if by_plan and not isinstance(model, PeftModel) and "rowwise_split_input" not in styles.values():
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad:  # each rank has initialised it at random by itself
-            dist.broadcast(parameter.data, 0)
+    if isinstance(model, PeftModel):
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # each rank has initialised it at random by itself
+                dist.broadcast(parameter.data, 0)
     groups._init_tp_mesh_device(tensor_model_parallel_size=size)
     shard(model, styles, groups.get_tensor_model_parallel_group())
+    # What AutoTP would leave: how to join the parts in a universal checkpoint, and that its work is done.
+    setattr(model, UNIVERSAL_CHECKPOINT_INFO, autotp.collect_autotp_universal_checkpoint_info(model))
     model.ds_autotp_parsed = True
 
 
@@ -161,7 +161,7 @@ def whole_state(module: torch.nn.Module, keep: bool = True, frozen: bool = True)
     """Return the state of the ordinary module, on the host; a collective that gathers one layer at a time.
 
     Args:
-        module: as `shard` or AutoTP left it, its weights not sharded by ZeRO-3.
+        module: as `shard` left it, its weights not sharded by ZeRO-3.
         keep: False returns nothing, on ranks that only take part.
         frozen: False leaves out what is not trained.
     """

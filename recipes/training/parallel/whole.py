@@ -16,7 +16,6 @@ from ...model_folder.base_model import QUANTIZATION
 from ...model_folder.head import LABELS
 from ...spec.errors import UserError
 from ...spec.layout import data_parallel_size, gradient_accumulation_steps
-from ...spec.limits import TENSOR_PARALLEL_TYPES
 from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
 from ...spec.run_folder import write_json
@@ -39,7 +38,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
-    """Return the model, split over tensor-parallel ranks where AutoTP cannot do it; a classifier has `labels`.
+    """Return the model, split over tensor-parallel ranks; a classifier has `labels`.
 
     Raises:
         UserError: the weights cannot be loaded, or the recipe asks for a loss that the model does not have.
@@ -47,8 +46,7 @@ def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftMo
     with upstream.without_tensor_parallel_block():
         model = load_model(recipe, labels=labels)
         if recipe.layout.tensor > 1:
-            by_plan = model.config.get_text_config().model_type in TENSOR_PARALLEL_TYPES
-            tensor.shard_where_autotp_cannot(model, recipe.layout.tensor, tensor_check.styles(recipe), by_plan)
+            tensor.shard_model(model, recipe.layout.tensor, tensor_check.styles(recipe))
     if recipe.router_aux_loss_coef:
         _balance_experts(model, recipe)
     if recipe.layout.sequence > 1:
