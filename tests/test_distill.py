@@ -32,6 +32,7 @@ from recipes.training.data.collate import Collator
 from recipes.training.data.load import Datasets
 from recipes.training.methods.distillation import divergence, likeliest, on_policy, tiles
 from recipes.training.methods.distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
+from recipes.training.model import output_head
 from tests.parity import gate
 from tests.small import small
 
@@ -101,7 +102,7 @@ def test_tiles_give_the_loss_and_the_gradients_of_whole_logits_without_them(monk
     torch.manual_seed(0)
     linear, hidden = torch.nn.Linear(8, VOCABULARY + 3, bias=bias), torch.randn(40, 8, requires_grad=True)
     teacher = torch.randn(40, VOCABULARY).log_softmax(-1)
-    head = tiles.Head(linear, scale=0.5, softcap=2.0, vocabulary=VOCABULARY)
+    head = output_head.Head(linear, scale=0.5, softcap=2.0, vocabulary=VOCABULARY)
 
     def compare(logits, tokens):
         apart = divergence.per_token(logits.log_softmax(-1), teacher[tokens], of())
@@ -126,7 +127,7 @@ def test_tiles_give_the_loss_and_the_gradients_of_whole_logits_without_them(monk
 
 def test_tiles_of_nothing_have_gradients_of_zero_and_a_frozen_head_has_none():
     linear, hidden = torch.nn.Linear(8, VOCABULARY, bias=False), torch.randn(0, 8, requires_grad=True)
-    head = tiles.Head(linear.requires_grad_(False), 1.0, None, VOCABULARY)
+    head = output_head.Head(linear.requires_grad_(False), 1.0, None, VOCABULARY)
     loss, numbers = tiles.summed(hidden, head, lambda logits, _: (logits.sum(), logits.T[:1]))
     loss.backward()
     assert loss == 0 and numbers.numel() == 0 and hidden.grad.shape == (0, 8) and linear.weight.grad is None
@@ -134,14 +135,15 @@ def test_tiles_of_nothing_have_gradients_of_zero_and_a_frozen_head_has_none():
 
 def test_factors_and_caps_of_logits_are_read_from_the_configuration():
     def head(**config):
-        text = SimpleNamespace(**config)
+        text = SimpleNamespace(**{"model_type": "any", **config})
         model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text), get_output_embeddings=object)
-        found = tiles.head_of(model, VOCABULARY)
+        found = output_head.head_of(model, VOCABULARY)
         return found.scale, found.softcap
 
     assert head() == (1.0, None)
     assert head(logit_scale=0.25) == (0.25, None)
     assert head(logits_scaling=8.0) == (0.125, None)
+    assert head(logits_scaling=8.0, model_type="hyperclovax") == (8.0, None)
     assert head(final_logit_softcapping=30.0) == (1.0, 30.0)
 
 

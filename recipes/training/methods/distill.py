@@ -28,6 +28,7 @@ from ...spec.errors import UserError
 from ...spec.recipe import Recipe
 from ..data.collate import Collator
 from ..data.load import Datasets, tokenized_datasets
+from ..model import output_head
 from ..model.attention import needs_boundaries
 from ..trainer import RunContext
 from . import sft
@@ -65,7 +66,7 @@ class RunDistillTrainer(Averaging, Trainer):
         self.model_accepts_loss_kwargs = True  # the loss below takes a step's number of tokens, whatever the model does
         self.student = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         self.vocabulary = teacher.entries(recipe)
-        self.head = tiles.head_of(self.student, self.vocabulary)
+        self.head = output_head.head_of(self.student, self.vocabulary)
         if isinstance(self.head.module, BaseTunerLayer):
             raise UserError(
                 f"lora.target_modules={recipe.lora and recipe.lora.target_modules}: includes the output head, which "

@@ -13,9 +13,10 @@ from ....spec.errors import UserError
 from ....spec.recipe import Lora, Recipe
 from ... import distributed
 from ...console import say
-from ...model import load, packing_check
+from ...model import load, output_head, packing_check
+from ...model.output_head import Head
 from . import divergence, vocabulary
-from .tiles import ENTRIES, Head, head_of
+from .tiles import ENTRIES
 
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What models read of a batch; everything else in it is for the loss."""
@@ -60,9 +61,11 @@ def load_frozen(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
     """Return the teacher's model: under ZeRO-3 as shards, in 4 bits whole on each rank.
 
     Raises:
-        UserError: it cannot be loaded, or would mix packed documents.
+        UserError: it cannot be loaded, would mix packed documents, or has a head that tiles do not compute.
     """
     teacher = recipe_of(recipe)
+    if why := output_head.difference(load.load_config(teacher).get_text_config(), tokenizer):
+        raise UserError(f"distill.teacher={teacher.model.path}: distillation computes logits in tiles: {why}.")
     attention = packing_check.check(teacher, tokenizer, distributed.on_gpu(), say)
     model = load.load_base(replace(teacher, model=replace(teacher.model, attention=attention)))
     say(f"teacher: {sum(getattr(one, 'ds_numel', one.numel()) for one in model.parameters()):,} parameters")
@@ -84,7 +87,7 @@ class Teacher:
         """Return the teacher, with the engine that holds a sharded one; `entries` as from `check`."""
         sharded = any(hasattr(one, "ds_id") for one in model.parameters())
         engine = prepare_deepspeed(model, accelerator) if sharded else model.to(distributed.device())
-        return cls(engine, model, head_of(model, entries), recipe.distill.temperature)
+        return cls(engine, model, output_head.head_of(model, entries), recipe.distill.temperature)
 
     @torch.no_grad()
     def hidden(self, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:

@@ -7,59 +7,17 @@ knows neither the cross-entropy nor a cache of the likeliest tokens, and would n
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
-from transformers import PreTrainedModel
+
+from ...model.output_head import Head
 
 ENTRIES = 2**25
 """Logits in a tile: 128 MiB in fp32, which the loss holds about eight times; 262 tokens of a vocabulary of 128,000."""
 
 Compare = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 """Of the logits of some tokens, and which these are: their loss, summed, and numbers to be logged, [kinds, tokens]."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """A model's output head: what turns its last hidden states into logits."""
-
-    module: torch.nn.Module
-    scale: float
-    softcap: float | None
-    vocabulary: int
-    """How many entries count; models of one tokenizer have heads of several sizes, padded for speed."""
-
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        """The head's weight, [vocabulary, hidden], and its bias where it has one."""
-        return [one for one in (self.module.weight, self.module.bias) if one is not None]
-
-    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits of hidden states, [tokens, vocabulary], in fp32.
-
-        Args:
-            hidden: [tokens, hidden].
-            weight: as in `weights`; ZeRO-3 has to have gathered it.
-            bias: as in `weights`.
-        """
-        kept = None if bias is None else bias[: self.vocabulary]
-        logits = linear(hidden, weight[: self.vocabulary], kept).float() * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-
-def head_of(model: PreTrainedModel, vocabulary: int) -> Head:
-    """Return a model's head, with the factor and the soft cap that architectures apply to its logits."""
-    config = model.config.get_text_config()
-    scale = next((found for name in SCALES if (found := getattr(config, name, None)) is not None), 1.0)
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite's and MiniCPM's
-        scale = 1 / divisor
-    return Head(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None), vocabulary)
-
-
-SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-"""What configurations call the factor of their logits: Cohere, Muse, Falcon-H1."""
 
 
 def summed(hidden: torch.Tensor, head: Head, compare: Compare) -> tuple[torch.Tensor, torch.Tensor]:
