@@ -177,6 +177,8 @@ def test_template_is_strict_json(path: Path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_template_has_no_finding(path: Path):
+    """But for what DeepSpeed does without ZeRO in 16 bits, whatever else a file says."""
     from recipes.zero_config.lint import lint
 
-    assert lint(path, gpu_memory_gib=24) == []
+    found = [finding.rule for finding in lint(path, gpu_memory_gib=24)]
+    assert found == (["step-of-zeros"] if path.stem == "zero0" else [])

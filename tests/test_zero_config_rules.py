@@ -171,6 +171,7 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {**zero(3), "gradient_predivide_factor": 2.0},
         {**zero(3, reduce_scatter=False), "gradient_predivide_factor": 2.0},
     ),
+    "step-of-zeros": (HF, {**zero(0), "bf16": {"enabled": True}}, {**zero(1), "bf16": {"enabled": True}}),
     "sum-of-gradients": (
         HF,
         {**zero(3), "gradient_allreduce_op": "sum"},
@@ -355,7 +356,7 @@ def test_a_rule_reports_the_one_config_and_not_the_other(rule: str):
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 100
+    assert len(RULES) == len({rule.id for rule in RULES}) == 101
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 

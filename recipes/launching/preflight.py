@@ -51,7 +51,8 @@ def check_config(recipe: Recipe, ranks: int) -> None:
     if error := lint.first_error(findings, recipe.deepspeed):
         raise UserError(error)
     for finding in findings:
-        print(lint.describe(finding, recipe.deepspeed), flush=True)
+        if finding.rule != "step-of-zeros":  # which a run leaves out: `upstream.leave_out_step_of_zeros`
+            print(lint.describe(finding, recipe.deepspeed), flush=True)
 
 
 def check_model(recipe: Recipe) -> None:

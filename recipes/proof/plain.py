@@ -37,7 +37,7 @@ def train(
     conversations = [(tokens.to(device), learned.to(device)) for tokens, learned in examples(data, tokenizer, settings)]
     records = []
     for _ in range(settings.steps):
-        sums = [_summed_loss(model, *example, settings) for example in conversations]
+        sums = [summed_loss(model, *example, settings) for example in conversations]
         if settings.mean_of_means:
             loss = torch.stack([total / count for total, count, _ in sums]).mean()
         else:
@@ -118,7 +118,8 @@ def _example(messages, tokenizer, settings):
     return pad(tokens, padding, value=tokenizer.pad_token_id), pad(learned, padding)
 
 
-def _summed_loss(model, tokens, learned, settings):
+def summed_loss(model: Any, tokens: torch.Tensor, learned: torch.Tensor, settings: Settings) -> tuple[Any, Any, Any]:
+    """Return a conversation's summed loss, its number of learned tokens, and its load-balancing loss."""
     routed = {"output_router_logits": True} if settings.router_aux_loss_coef else {}
     output = model(input_ids=tokens, use_cache=False, **routed)
     log_probabilities = output.logits[:, :-1].log_softmax(-1)

@@ -48,7 +48,7 @@ from .console import leave_out_noise, say
 from .data import chat_templates, updates
 from .data.load import Datasets, say_updates
 from .methods import method
-from .model import draft, kernels, load, movement, packing_check
+from .model import draft, kernels, load, movement, output_head, packing_check
 from .model.flops import training_flops
 from .optimization import create
 from .parallel import implementation, sequence_check
@@ -70,6 +70,7 @@ def main(folder: str) -> None:
             upstream.compile_ops_once(run.ranks / f"rank-{os.environ['RANK']}.stack")
             distributed.start()
             pickles.load_only_data()
+            upstream.leave_out_step_of_zeros()
             execute(read_recipe(run), run, trackers)
             distributed.stop()
     except UserError as error:
@@ -159,7 +160,7 @@ def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
 
 
 def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerBase) -> Recipe:
-    """Return the recipe with the attention that it trains with.
+    """Return the recipe with the attention that it trains with, and the way in which its loss is computed.
 
     Raises:
         UserError: it cannot run, or would train a different model.
@@ -177,7 +178,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     implementation(recipe.layout).check(recipe, tokenizer)
     if recipe.layout.sequence > 1:
         sequence_check.check(recipe, tokenizer)
-    return recipe
+    return output_head.check(recipe, tokenizer, say)
 
 
 def prepare(

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -221,6 +223,18 @@ def remember_gradient_norm(engine: Any) -> None:
     engine.clip_fp32_gradients = clip_and_remember
 
 
+def leave_out_step_of_zeros() -> None:
+    """Let the first step of an optimizer in bf16 or fp16 without ZeRO be the first that it counts.
+
+    To allocate the states DeepSpeed 0.19.8 makes a step with gradients of zero when it makes the engine. Adam's first
+    updates are then 0.74, 0.86, 0.91, ... of what they should be, and weights are decayed once more. Optimizers
+    allocate their states at their first step by themselves. `proof/defects/deepspeed/step_of_zeros.py` shows the wrong
+    update; `test_prove.py` fails once it is right.
+    """
+    for kind in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        kind.initialize_optimizer_states = lambda self: None
+
+
 def meet_apart_from_earlier_attempts(timeout: timedelta) -> None:
     """Where torchrun has restarted the ranks, join them under a name of this attempt.
 
@@ -380,18 +394,6 @@ def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
     """
     engine.micro_batches = len(micro_batches)
     return engine.train_batch(iter(micro_batches)).detach()
-
-
-def evaluate_pipeline(engine: Any, micro_batches: list[Any]) -> list[torch.Tensor]:
-    """Return what the last stage's loss function makes of each micro-batch; a collective.
-
-    DeepSpeed 0.19.8 adds it to the loss left over from training, which has another shape. `test_pipeline.py` evaluates
-    between steps; it passes without this once it can be removed.
-    """
-    engine.total_loss = None
-    return engine.eval_batch(
-        iter(micro_batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
-    )
 
 
 def mark_phases(engine: Any, phase: Callable[[str], contextlib.AbstractContextManager]) -> None:

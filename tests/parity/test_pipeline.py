@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from recipes.proof import samples
 from recipes.spec import pages
-from recipes.spec.recipe import Draft, Layout, Lora
+from recipes.spec.recipe import Data, Draft, Layout, Lora
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import export
 from recipes.training import run as training_run
@@ -142,6 +142,23 @@ def test_a_mistake_is_noticed(ranks, tmp_path, models, conversations, references
     assert len(read_jsonl(run.metrics)) == SETTINGS.steps
     with pytest.raises(AssertionError):
         gate.agree(run, *references(case.family))
+
+
+@pytest.mark.parametrize(("held_out", "world_size"), tiered([(7, 2), (1, 2), (7, 4), (3, 4)], {(7, 2)}))
+def test_any_number_of_held_out_examples_is_measured(ranks, tmp_path, models, conversations, held_out, world_size):
+    """Seven in micro-batches of two: the last one is not full; and fewer than a micro-batch, or than ranks."""
+    validation = tmp_path / "held_out.jsonl"
+    validation.write_text("".join(conversations.read_text().splitlines(keepends=True)[:held_out]))
+    case = Case(Layout(pipeline=2), world_size, stage=0, micro_batch=2, family="qwen3-0.6b")
+    folder, run = models(case.family), RunFolder(tmp_path / "run")
+    data = Data(path=str(conversations), validation=str(validation), metric="exact_match", max_new_tokens=8)
+    write_recipe(run, replace(recipe_of(case, folder, conversations, max_steps=1), data=data))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=world_size)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        sums = [plain.summed_loss(model, *one, SETTINGS) for one in plain.examples(validation, tokenizer, SETTINGS)]
+    expected = sum(total for total, _, _ in sums) / sum(count for _, count, _ in sums)
+    assert read_jsonl(run.evaluations)[0]["loss"] == pytest.approx(expected.item(), rel=gate.LOSS)
 
 
 def test_packed_sequences_train_the_same_model(ranks, tmp_path, models, conversations, references):

@@ -2,6 +2,7 @@
 
 import torch
 from deepspeed.runtime import engine, utils
+from deepspeed.runtime.fp16 import unfused_optimizer
 from deepspeed.runtime.zero import partition_parameters
 from transformers import TrainerState, trainer_callback
 
@@ -21,6 +22,11 @@ def gradient_norm() -> None:
         self._global_grad_norm = utils.clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
 
     engine.DeepSpeedEngine.clip_fp32_gradients = clip
+
+
+def step_of_zeros() -> None:
+    """Make no step."""
+    unfused_optimizer.FP16_UnfusedOptimizer.initialize_optimizer_states = lambda self: None
 
 
 def resume_intervals() -> None:

@@ -91,11 +91,20 @@ class LastStageOutput:
         return self.function(logits, labels)
 
     @contextlib.contextmanager
-    def computing(self, function: Callable[[torch.Tensor, Any], torch.Tensor]) -> Iterator[None]:
-        """Compute `function` instead within a `with` block."""
-        self.function = function
+    def collecting(self, function: Callable[[torch.Tensor, Any], torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Collect `function` of each micro-batch instead within a `with` block.
+
+        DeepSpeed adds up what this returns, and the results of micro-batches differ in shape: it gets zeros.
+        """
+        results: list[torch.Tensor] = []
+
+        def keep(logits: torch.Tensor, labels: Any) -> torch.Tensor:
+            results.append(function(logits, labels))
+            return logits.new_zeros(())
+
+        self.function = keep
         try:
-            yield
+            yield results
         finally:
             self.function = weighted_loss
 
@@ -222,9 +231,9 @@ def _last_answer(labels: torch.Tensor) -> torch.Tensor:
 
 def _evaluate(engine: Any, batches: list[Any], function: Any, shape: Sequence[int]) -> torch.Tensor:
     """Return `function(logits, labels)` of all batches, joined, on every rank of the pipeline."""
-    with engine.module.loss_fn.computing(function):
-        outputs = upstream.evaluate_pipeline(engine, batches)
-    result = torch.cat(outputs) if engine.is_last_stage() else torch.zeros(*shape, device=engine.device)
+    with engine.module.loss_fn.collecting(function) as results:
+        engine.eval_batch(iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+    result = torch.cat(results) if engine.is_last_stage() else torch.zeros(*shape, device=engine.device)
     dist.broadcast(result, engine.grid.stage_to_global(engine.num_stages - 1), engine.grid.get_pipe_parallel_group())
     return result
 

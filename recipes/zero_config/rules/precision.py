@@ -54,6 +54,20 @@ def _overflow(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), what, "remove it", (Edit("remove", path),))
 
 
+def _step_of_zeros(config: Config, facts: Facts) -> Iterator[Hit]:
+    if config.stage != 0:
+        return
+    for name in (_bf16(config), "fp16"):
+        path = (name, "enabled")
+        on, filled = config.on(*path), config.get(*path) == "auto" and facts.trainer == "hf"
+        staged = name != "fp16" and facts.pipeline_stages > 1  # whose optimizer is another
+        if (on or filled) and not staged:
+            when = "" if on else "in 16 bits "
+            what = f"{when}DeepSpeed makes a step with gradients of zero first, so Adam's first updates are too small"
+            yield Hit(path, config.get(*path), what)
+            return
+
+
 def _loss_scale(config: Config, facts: Facts) -> Iterator[Hit]:
     scale = config.get("fp16", "loss_scale", default=0)
     number = _number(scale)
@@ -143,6 +157,15 @@ RULES = (
         "A single infinite gradient reaches Adam's running averages.",
         "Remove `check_grad_overflow`; it is on by default.",
         _overflow,
+    ),
+    Rule(
+        "step-of-zeros",
+        "warning",
+        WRONG,
+        "the first updates of Adam are 0.74, 0.86, 0.91, ... of what they should be, and weights decay once more",
+        "Without ZeRO, in bf16 and fp16, DeepSpeed 0.19.8 steps the optimizer once when it makes the engine.",
+        "Set the stage to 1. The project's own runs leave that step out.",
+        _step_of_zeros,
     ),
     Rule(
         "loss-scale",
