@@ -230,6 +230,24 @@ def test_balanced_like_plain_transformers(ranks, tmp_path, conversations, mixtur
     assert all(after[key] == before[key] for key in ("router_aux_loss_coef", "output_router_logits"))
 
 
+ROUTED = [("zero2.json", Layout(), False), ("zero1.json", Layout(), True), ("pipeline.json", Layout(pipeline=2), False)]
+
+
+@pytest.mark.parametrize(("config", "layout", "tiled"), tiered(ROUTED, ROUTED[:1]))
+def test_only_the_recipe_asks_for_balance(ranks, tmp_path, conversations, mixture, reference, config, layout, tiled):
+    """Whatever config.json says, and the export says it, too."""
+    shutil.copytree(mixture("qwen3_moe"), tmp_path / "model")
+    said = read_json(tmp_path / "model" / "config.json") | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    write_json(tmp_path / "model" / "config.json", said)
+    run = RunFolder(tmp_path / "run")
+    recipe = recipe_for(tmp_path / "model", conversations, tmp_path, 1, micro_batch_size=1, tiled_loss=tiled)
+    write_recipe(run, replace(recipe, deepspeed=str(ROOT / "configs" / config), layout=layout))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    gate.agree(run, *reference("qwen3_moe"))
+    after = read_json(run.export / "config.json")
+    assert all(after[key] == said[key] for key in ("router_aux_loss_coef", "output_router_logits"))
+
+
 def routed(folder: Path, data: Path) -> dict[str, float]:
     """Return how an untrained mixture routes the conversations, computed with loops."""
     model = AutoModelForCausalLM.from_pretrained(folder)

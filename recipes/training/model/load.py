@@ -83,6 +83,7 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
     upstream.restore_rotary_frequencies(model)
     # With a key/value cache transformers does not look for packed documents, and they would attend to each other.
     model.config.use_cache = False
+    _leave_out_own_losses(model, recipe)
     attention.switch_by_batch(model)
     if recipe.model.vision:
         # Qwen2.5-VL says that it cannot, but its loss does divide by the tokens of the whole batch. The Trainer would
@@ -110,6 +111,26 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
         kernels.compile_layers(model)
     upstream.keep_4bit_layout(model)
     return model
+
+
+def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Let the model's loss be the cross-entropy alone, whatever its config.json adds, and print what that was.
+
+    transformers adds the whole of it to every micro-batch of every rank; a loss in tiles and pipelines leave it out.
+    `router_aux_loss_coef` adds the routers' load-balancing loss in the right proportion.
+    """
+    config, left_out = model.config.get_text_config(), []
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # `whole.save` writes what the files say
+        left_out.append("output_router_logits")
+    if getattr(model, "z_loss_coefficient", 0):  # Bamba's
+        model.z_loss_coefficient = 0.0
+        left_out.append("z_loss_coefficient")
+    if left_out and not recipe.router_aux_loss_coef:
+        say(
+            f"the loss is the cross-entropy alone, without what {' and '.join(left_out)} in config.json adds; "
+            "router_aux_loss_coef=0.001 adds a load-balancing loss"
+        )
 
 
 def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from .. import distributed, upstream
 from ..adapters import pissa
 from ..data.collate import Collator
 from ..model import heads
-from ..model.load import load_model
+from ..model.load import load_config, load_model
 from . import expert, scores, sequence, tensor, tensor_check
 
 
@@ -110,7 +110,13 @@ def save(trainer: Trainer, folder: Path) -> None:
     model = trainer.model
     state = _state(trainer.deepspeed, model)
     if distributed.is_first():
+        config, given = (one.get_text_config() for one in (model.config, load_config(trainer.context.recipe)))
+        balances = getattr(given, "output_router_logits", False)
+        if balances:
+            config.output_router_logits = True
         model.save_pretrained(folder, state_dict=state)
+        if balances:
+            config.output_router_logits = False  # as `load_base` has set it
         if trainer.context.recipe.model.vision:
             trainer.data_collator.seen.save_pretrained(folder)  # the processor, and its tokenizer
         else:
