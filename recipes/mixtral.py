@@ -30,7 +30,7 @@ the same for 8x22b); 8x22b: half of it. dpo_lora: 5e-6 (alignment-handbook zephy
 pretrain: 2e-5 as Code Llama's long-context stage (arXiv:2308.12950), betas 0.9 and 0.95 as Llama 2 (arXiv:2307.09288).
 
 `full` needs 16 bytes per parameter over all GPUs before activations: 747 GB (8x7b), 2,250 GB (8x22b).
-Adapters leave the router as it is; its balancing loss counts only where config.json has output_router_logits=true.
+Adapters leave the router as it is; its balancing loss counts only with router_aux_loss_coef, whatever config.json has.
 """
 
 from dataclasses import replace

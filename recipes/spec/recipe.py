@@ -232,7 +232,7 @@ class Recipe:
     """What the model is loaded and computed in; the optimizer keeps fp32 weights besides."""
     router_aux_loss_coef: float = 0.0
     """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0 (usual for fine-tuning) leaves it
-    out."""
+    out, whatever `output_router_logits` and `router_aux_loss_coef` in config.json say."""
     gradient_checkpointing: Checkpointing = True
     """Recompute activations in the backward pass: about a third more compute for much less memory. `selective`: keep
     the results of matrix products and attention, and recompute what is cheap, for a few percent; `feed_forward`:
@@ -242,7 +242,8 @@ class Recipe:
     they fill a GPU. Copies run beside the computation; needs gradient_checkpointing=true."""
     tiled_loss: bool | None = None
     """Compute the loss for some tokens at a time, so that whole logits never exist. Costs one more product with the
-    output matrix, for labelled tokens alone. None: where whole logits would take a GiB or more."""
+    output matrix, for labelled tokens alone. None: where whole logits would take a GiB or more, and tiles compute the
+    same as the model's own head, which a shrunken model shows before the run."""
     tiled_mlp: bool = False
     """Compute feed-forward layers for some tokens at a time: for sequences so long that one layer's activations do not
     fit. Costs their forward pass once more."""

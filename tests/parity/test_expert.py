@@ -31,6 +31,7 @@ from recipes.training import run as training_run
 from recipes.training import universal_checkpoint
 from recipes.training.arguments import deepspeed_config
 from recipes.training.model.draft import TINY_MODEL
+from recipes.training.parallel import expert_check
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import untrained
@@ -296,3 +297,9 @@ def test_without_zero_is_refused(tmp_path, conversations):
     with pytest.raises(UserError, match=r"set zero_optimization\.stage to 1"):
         recipe = recipe_for(tmp_path, conversations, tmp_path, 0)
         deepspeed_config(recipe, deepspeed_file.read(recipe.deepspeed))
+
+
+def test_noise_that_autoep_leaves_out_is_refused(tmp_path, conversations):
+    AutoConfig.for_model("mixtral", router_jitter_noise=0.01).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"layout\.expert: router_jitter_noise=0\.01 in .* set it to 0 there"):
+        expert_check.mixture(recipe_for(tmp_path, conversations, tmp_path, 1))

@@ -71,7 +71,7 @@ def _excluded(title: str, does: str, models: int = 2) -> dict[str, str]:
         pipeline = f"{title} needs the outputs of two models at once, and a pipeline returns the loss of one"
         expert = f"DeepSpeed's AutoEP spreads the experts of one model, and {title} has two"
     return {
-        "tensor": f"TRL's {title} needs the whole output head",
+        "tensor": f"tensor parallelism is tested with the loss of all tokens, and not with {title}'s",
         "sequence": f"{title} {does} whole answers, and each rank has the loss of only some of the tokens",
         "pipeline": pipeline,
         "expert": expert,
@@ -183,7 +183,7 @@ TRAITS: Mapping[Method, Traits] = {
         loss="distillation loss per token (nats)",
         own_loss=True,
         excludes={
-            "tensor": "distillation compares the whole output heads of two models, and AutoTP splits those of one",
+            "tensor": "tensor parallelism splits one model, and distillation has two",
             "sequence": "distillation does not spread the teacher's attention, and a rank has a part of a sequence",
             "pipeline": "distillation needs the outputs of two models at once, and a pipeline returns the loss of one",
             "expert": "DeepSpeed's AutoEP spreads the experts of one model, and distillation has two",
@@ -198,7 +198,7 @@ TRAITS: Mapping[Method, Traits] = {
         rollouts=True,
         own_loss=True,
         excludes={
-            "tensor": "TRL's GRPO needs the whole output head",
+            "tensor": "tensor parallelism is tested with the loss of all tokens, and not with GRPO's",
             "sequence": "GRPO generates answers, and a rank that has a part of each sequence cannot",
             "pipeline": "GRPO generates answers, and a pipeline's stages only train",
             "expert": "expert parallelism is tested with the loss of all tokens, and not with GRPO's",

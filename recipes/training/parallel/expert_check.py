@@ -29,6 +29,10 @@ LENGTH = 48
 """Tokens of each sequence that is compared."""
 
 
+JITTER = ("router_jitter_noise", "input_jitter_noise")
+"""What configurations call noise that a model in training multiplies into what its routers read."""
+
+
 @dataclass(frozen=True)
 class Mixture:
     """What AutoEP has to be told about a model."""
@@ -57,6 +61,12 @@ def mixture(recipe: Recipe) -> Mixture:
 @cache
 def _mixture(path: str, trust_remote_code: bool) -> Mixture:
     config = load.language_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    for name in JITTER:
+        if value := getattr(config, name, 0):
+            raise UserError(
+                f"layout.expert: {name}={value} in {path}/config.json adds noise to the routers' inputs, and "
+                "DeepSpeed's AutoEP adds none; set it to 0 there, or leave layout.expert out."
+            )
     return Mixture() if config.model_type in EXPERT_PARALLEL_TYPES else find(config)
 
 
