@@ -36,7 +36,7 @@ def changed(*words, variant="full"):
         (["loraplus_lr_ratio=16"], r"use 'lora\.plus_ratio'"),
         (["optimizer=muon", "max_grad_norm=1"], "whose norm is far above 1 .*; set max_grad_norm=0"),
         (["optimizer=muon", "lora.rank=8"], "updates of whole matrices.*; use optimizer=adamw, or a full variant"),
-        (["layer_decay=1.1"], "must be at most 1"),
+        (["layer_decay=1.1"], "at most 1"),
         (["layer_decay=0"], "must be above 0"),
         (["neftune_alpha=-1"], "must be at least 0"),
         (["lora.plus_ratio=0"], "must be above 0, for instance 16"),

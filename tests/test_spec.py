@@ -1,7 +1,6 @@
 """Recipes, overrides and layouts: what a command line makes of a recipe page."""
 
 import inspect
-import math
 from dataclasses import replace
 from typing import get_args
 
@@ -123,7 +122,7 @@ def test_no_example_has_a_deadline_that_load_could_break():
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_a_number_is_finite_or_refused(number):
     recipe = pages.find("tiny", "full")
-    if math.isfinite(number) and number > 0:
+    if 0 < number <= 3e38:  # beyond, fp32 has infinity
         assert overrides.apply(recipe, [f"learning_rate={number!r}"]).learning_rate == number
     else:
         with pytest.raises(UserError):

@@ -6,6 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from .bounds import shown
 from .errors import UserError
 from .recipe import Lora, Recipe, names
 
@@ -21,6 +22,8 @@ def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
     Raises:
         UserError: a field is unknown to this version, or missing.
     """
+    if not isinstance(values, Mapping):
+        raise UserError(f"recipe.json: {kind.__name__} is {shown(values)}; it has to be an object with keys.")
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     if unknown:

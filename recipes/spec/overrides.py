@@ -2,12 +2,12 @@
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from .bounds import expected, shown
 from .conversions import dataclass_in, from_dict, to_dict
 from .errors import UserError, redact
 from .methods.traits import TRAITS
@@ -251,9 +251,9 @@ def parse(key: str, text: str, hint: Any) -> Any:
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if key == "optimizer" and (why := impossible(text)):
-            raise UserError(f"{key}={redact(text)}: {why}; use one of {', '.join(choices)}.")
+            raise UserError(f"{key}={shown(text)}: {why}; use one of {', '.join(choices)}.")
         if text not in choices:
-            raise UserError(f"{key}={redact(text)}: must be one of {', '.join(choices)}.")
+            raise UserError(f"{key}={shown(text)}: must be one of {', '.join(choices)}.")
         return text
     if kind is bool:
         switches = {
@@ -267,20 +267,15 @@ def parse(key: str, text: str, hint: Any) -> Any:
             "off": False,
         }
         if text.lower() not in switches:
-            raise UserError(f"{key}={redact(text)}: must be {', '.join(['true', *words])} or false.")
+            raise UserError(f"{key}={shown(text)}: must be {', '.join(['true', *words])} or false.")
         return switches[text.lower()]
     try:
         value = kind(text)
     except ValueError:
-        raise UserError(f"{key}={redact(text)}: must be {' or '.join([_KIND_NAMES[kind], *words])}.") from None
-    if kind is float and not math.isfinite(value):
-        raise UserError(f"{key}={redact(text)}: must be a finite number.")
-    if kind is str and not text:
-        raise UserError(f"{key}=: the value is missing.")
+        raise UserError(f"{key}={shown(text)}: must be {expected((kind,), tuple(words))}.") from None
+    if kind is str and not text.strip():
+        raise UserError(f"{key}={text}: the value is missing.")
     return value
-
-
-_KIND_NAMES = {int: "a whole number, e.g. 8", float: "a number, e.g. 5e-5"}
 
 
 def unknown(key: str, known: list[str]) -> str:

@@ -6,8 +6,10 @@ The field names are the override keys of the command line (`learning_rate=5e-5 l
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from . import bounds
+from .bounds import Bounds
 from .errors import UserError
 from .methods import rewards
 from .methods.settings import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Simpo
@@ -27,7 +29,7 @@ class Model:
 
     path: str
     """A Hub id, or a folder in Hugging Face form with safetensors (relative paths: from the project's root)."""
-    parameters: int = 0
+    parameters: Annotated[int, Bounds(least=0, most=10**15)] = 0
     """As published, in all; what the dimensions give on the meta device is within 1 % of it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """`AutoConfig.for_model(**config)`: `model_type` and the dimensions, for planning and drafts without a network."""
@@ -85,7 +87,7 @@ class Data:
     """Of reasoning in the assistant's turns (`reasoning_content`, or `<think>...</think>` before the answer), as far as
     the chat template renders it. `learn`: it is in the loss; `read`: it is in the sequence and not in the loss;
     `strip`: it is taken out of the examples."""
-    max_examples: int | None = None
+    max_examples: Annotated[int | None, Bounds(least=1)] = None
     """Train on so many of the examples, drawn with the run's seed; None: on all. To try a recipe out, or to see what
     more data would bring."""
     split: str = "train"
@@ -95,19 +97,19 @@ class Data:
     validation: str | None = None
     """The held-out examples, in the same form; None: no evaluation, unless `validation_share` is set. A page's own say
     nothing of other data, so setting `data.path` alone replaces them by `validation_share=auto`."""
-    validation_share: float | Literal["auto"] = 0.0
+    validation_share: Annotated[float | Literal["auto"], Bounds(least=0, below=1)] = 0.0
     """Share of the examples that is held out where `validation` is None; `auto`: 5 %, and at most 500 examples."""
     metric: Literal["loss", "exact_match", "preference_accuracy", "judgement_accuracy"] = "loss"
     """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked correctly.
 
     `exact_match` compares the last answer of each held-out conversation with everything that training would have the
     model write there, think blocks and tool calls included, up to white space at its ends."""
-    max_pixels: int = 1_000_000
+    max_pixels: Annotated[int, Bounds(least=784)] = 1_000_000
     """Pictures with more pixels are made smaller, in the same proportions, before the model's own processor sees them;
     of models whose pictures are not all of one size, this is what bounds their tokens."""
-    max_new_tokens: int = 96
+    max_new_tokens: Annotated[int, Bounds(least=1)] = 96
     """Longest answer that the exact-match metric generates, in tokens; one that has not ended by then is wrong."""
-    workers: int | None = None
+    workers: Annotated[int | None, Bounds(least=0, most=1024)] = None
     """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, so that it does not wait for
     the next batch; 0 without a GPU, where they would take cores from the computation, and for streams."""
     changed: bool = False
@@ -118,13 +120,13 @@ class Data:
 class Layout:
     """How many ranks share one copy of the model, by kind of parallelism; remaining ranks are data parallel."""
 
-    tensor: int = 1
+    tensor: Annotated[int, Bounds(least=1)] = 1
     """Ranks that split every matrix."""
-    pipeline: int = 1
+    pipeline: Annotated[int, Bounds(least=1)] = 1
     """Stages that split the layers."""
-    sequence: int = 1
+    sequence: Annotated[int, Bounds(least=1)] = 1
     """Ranks that split every sequence."""
-    expert: int = 1
+    expert: Annotated[int, Bounds(least=1)] = 1
     """Ranks that split the experts of a mixture; they read different sequences."""
 
 
@@ -134,7 +136,7 @@ class Schedule:
 
     kind: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     """The shape after the warm-up: `linear` and `cosine` fall to zero; `constant` has no warm-up."""
-    warmup: float = 0.03
+    warmup: Annotated[float, Bounds(least=0)] = 0.03
     """Share of the steps during which the rate rises, from above zero; 1 or more: a number of steps."""
 
 
@@ -143,9 +145,9 @@ class Draft:
     """The same recipe on a shrunken, randomly initialised model of the same class."""
 
     enabled: bool = False
-    layers: int = 2
+    layers: Annotated[int, Bounds(least=1, most=1024)] = 2
     """Of the draft model."""
-    hidden_size: int = 64
+    hidden_size: Annotated[int, Bounds(least=16, most=65536)] = 64
     """Of the draft model."""
 
 
@@ -200,37 +202,37 @@ class Recipe:
     """What updates the weights. `adamw_8bit`: AdamW with moments in 8 bits, 2 instead of 8 bytes per weight
     (Dettmers et al. 2021, arXiv:2110.02861), by bitsandbytes. `muon`: AdamW for embeddings, head and norms, while the
     updates of matrices are orthogonalised (Liu et al. 2025, arXiv:2502.16982), by DeepSpeed, at AdamW's rates."""
-    learning_rate: float = 2e-5
+    learning_rate: Annotated[float, Bounds(above=0, usual=2e-5)] = 2e-5
     """At its highest; `schedule` says how it rises and falls."""
-    layer_decay: float = 1.0
+    layer_decay: Annotated[float, Bounds(above=0, most=1, usual=0.9)] = 1.0
     """Each layer's learning rate as a share of that of the layer above it, from the head down to the embeddings, so
     that the first layers change least (Clark et al. 2020, arXiv:2003.10555); 1: all alike."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Bounds(least=0)] = 0.0
     """AdamW's, of all weights but norms and biases."""
-    adam_beta2: float = 0.999
+    adam_beta2: Annotated[float, Bounds(least=0, below=1)] = 0.999
     """Adam's decay of the squared gradients' average."""
-    adam_epsilon: float = 1e-8
+    adam_epsilon: Annotated[float, Bounds(least=1e-30)] = 1e-8
     """Adam's, added to the denominator."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Bounds(least=0)] = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off, as for Muon, whose updates have fixed norms."""
-    epochs: float = 1.0
+    epochs: Annotated[float, Bounds(above=0, most=1_000_000, usual=1)] = 1.0
     """Passes over the training data."""
-    max_steps: int | None = None
+    max_steps: Annotated[int | None, Bounds(least=1)] = None
     """Optimizer steps; when set, `epochs` is ignored."""
-    global_batch_size: int = 32
+    global_batch_size: Annotated[int, Bounds(least=1)] = 32
     """Sequences per optimizer step over all ranks; with packing, packed sequences."""
-    micro_batch_size: int = 1
+    micro_batch_size: Annotated[int, Bounds(least=1)] = 1
     """Sequences per forward pass and GPU."""
-    sequence_length: int = 2048
+    sequence_length: Annotated[int, Bounds(least=8)] = 2048
     """Longest sequence in tokens. Longer conversations are dropped, longer raw texts are split."""
     packing: bool = True
     """Put several documents into one sequence; they never attend to each other."""
-    neftune_alpha: float = 0.0
+    neftune_alpha: Annotated[float, Bounds(least=0)] = 0.0
     """Add noise to the embeddings of training examples, uniform within alpha / sqrt(length x width) of each document
     (NEFTune, Jain et al. 2023, arXiv:2310.05914, which takes 5 to 15); 0: none."""
     precision: Precision = "bf16"
     """What the model is loaded and computed in; the optimizer keeps fp32 weights besides."""
-    router_aux_loss_coef: float = 0.0
+    router_aux_loss_coef: Annotated[float, Bounds(least=0)] = 0.0
     """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0 (usual for fine-tuning) leaves it
     out, whatever `output_router_logits` and `router_aux_loss_coef` in config.json say."""
     gradient_checkpointing: Checkpointing = True
@@ -259,28 +261,28 @@ class Recipe:
     numa_binding: bool = True
     """On machines with several NUMA nodes keep each rank on the cores of the node of its GPU, unless more GPUs are
     attached to it than these cores can serve."""
-    seed: int = 42
+    seed: Annotated[int, Bounds(least=0, below=2**32)] = 42
     """Of the order of the data, of adapters and of what is held out."""
-    logging_steps: int = 10
+    logging_steps: Annotated[int, Bounds(least=1)] = 10
     """Log every so many steps, and the first and the last."""
     layer_stats: bool | None = None
     """With every log, by layer: gradient norm, update as a share of the weights, share of weights without a gradient.
     None: unless the optimizer is offloaded, where the host would compute it; not under tensor parallelism with ZeRO 2
     and 3."""
-    eval_steps: int | None = None
+    eval_steps: Annotated[int | None, Bounds(least=1)] = None
     """Evaluate the held-out loss every so many steps; None: only before and after training."""
-    eval_examples: int | None = None
+    eval_examples: Annotated[int | None, Bounds(least=1)] = None
     """Then also the metric, on the first so many held-out examples; None: the loss alone."""
-    save_steps: int = 500
+    save_steps: Annotated[int, Bounds(least=0)] = 500
     """Write a checkpoint every so many steps; 0: only the final export."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Annotated[int, Bounds(least=2)] = 2
     """How many checkpoints stay on disk. At least 2, so that one survives while the next is written."""
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
     """If the loss or the gradient norm is not finite: end the run; skip that update, as DeepSpeed does; or go back to
     the newest checkpoint and train without those examples (PaLM, Chowdhery et al. 2022, arXiv:2204.02311)."""
     on_spike: Literal["warn", "stop", "rewind"] = "warn"
     """If a logged loss is 6 standard deviations above the mean of the 128 before it (OLMo-core's skip-step rule)."""
-    hang_minutes: float = 25.0
+    hang_minutes: Annotated[float, Bounds(least=0, most=525_600)] = 25.0
     """If no step ends for so long, write every rank's Python stack into the run folder and end the run; 0: never.
     The default is below the collectives' own timeout of 30 minutes, which gives no cause."""
 
@@ -290,13 +292,7 @@ class Recipe:
         Raises:
             UserError: names the key, the value and what is allowed.
         """
-        for key, least in _LEAST.items():
-            value = _get(self, key)
-            if isinstance(value, int | float) and value < least:
-                raise UserError(f"{key}={value}: must be at least {least}.")
-        for key, usual in _ABOVE_0.items():
-            if (value := _get(self, key)) <= 0:
-                raise UserError(f"{key}={value}: must be above 0, for instance {usual}.")
+        bounds.check(self)
         if self.eval_examples and not self.eval_steps:
             raise UserError(f"eval_examples={self.eval_examples}: measured during training; add eval_steps=100.")
         _check_adapters(self)
@@ -384,70 +380,10 @@ class Recipe:
         return self.packing and self.traits.packs
 
 
-_ABOVE_0 = {
-    "learning_rate": 2e-5,
-    "layer_decay": 0.9,
-    "epochs": 1,
-    "dpo.beta": 0.1,
-    "kto.beta": 0.1,
-    "kto.good_weight": 1,
-    "kto.bad_weight": 1,
-    "orpo.beta": 0.1,
-    "simpo.beta": 2,
-    "embed.temperature": 0.05,
-    "distill.temperature": 1,
-    "grpo.epsilon": 0.2,
-    "grpo.temperature": 1,
-    "grpo.reward_seconds": 5,
-}
-_LEAST = {
-    "max_steps": 1,
-    "global_batch_size": 1,
-    "micro_batch_size": 1,
-    "sequence_length": 8,
-    "logging_steps": 1,
-    "eval_steps": 1,
-    "eval_examples": 1,
-    "save_steps": 0,
-    "hang_minutes": 0,
-    "keep_checkpoints": 2,
-    "max_grad_norm": 0,
-    "seed": 0,
-    "lora.rank": 1,
-    "lora.alpha": 1,
-    "neftune_alpha": 0,
-    "layout.tensor": 1,
-    "layout.pipeline": 1,
-    "layout.sequence": 1,
-    "layout.expert": 1,
-    "draft.layers": 1,
-    "draft.hidden_size": 16,
-    "data.workers": 0,
-    "data.max_examples": 1,
-    "data.validation_share": 0,
-    "data.max_new_tokens": 1,
-    "data.max_pixels": 784,
-    "schedule.warmup": 0,
-    "weight_decay": 0,
-    "router_aux_loss_coef": 0,
-    "simpo.gamma": 0,
-    "distill.top_k": 1,
-    "distill.max_new_tokens": 1,
-    "grpo.group_size": 2,
-    "grpo.iterations": 1,
-    "grpo.max_new_tokens": 1,
-    "grpo.beta": 0,
-}
-
-
 def _check_adapters(recipe: Recipe) -> None:
     lora = recipe.lora
     if lora is None:
         return
-    if not 0 <= lora.dropout < 1:
-        raise UserError(f"lora.dropout={lora.dropout}: must be at least 0 and below 1.")
-    if lora.plus_ratio <= 0:
-        raise UserError(f"lora.plus_ratio={lora.plus_ratio}: must be above 0, for instance 16.")
     if lora.init == "pissa":
         for key, used, why in (
             ("model.quantization", recipe.model.quantization != "none", "4-bit weights cannot give up a part"),
@@ -469,8 +405,6 @@ def _check_adapters(recipe: Recipe) -> None:
 
 
 def _check_optimizer(recipe: Recipe) -> None:
-    if recipe.layer_decay > 1:
-        raise UserError(f"layer_decay={recipe.layer_decay}: must be at most 1, for instance 0.9.")
     if recipe.neftune_alpha and not recipe.traits.packs:
         raise UserError(f"neftune_alpha={recipe.neftune_alpha}: NEFTune is for sft and pretrain; leave it out.")
     if recipe.optimizer != "muon":

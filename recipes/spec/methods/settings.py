@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from ..bounds import Bounds
 from ..errors import UserError
 
 DpoLoss = Literal[
@@ -28,7 +29,7 @@ SMOOTHED = ("robust", "exo_pair")
 class Dpo:
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), run by TRL."""
 
-    beta: float = 0.1
+    beta: Annotated[float, Bounds(above=0, usual=0.1)] = 0.1
     """How strongly the trained model is kept close to the reference model."""
     loss: DpoLoss = "sigmoid"
     """`sigmoid` is DPO's own; the others are those of TRL that see each pair by itself: `hinge` (SLiC), `ipo`
@@ -38,7 +39,7 @@ class Dpo:
     precompute: bool = False
     """Compute what the reference model says of all pairs once, before the first step, instead of in every step: one
     model is held instead of two, and each step has one pass less."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Bounds(least=0, below=0.5)] = 0.0
     """Of `robust`, the share of pairs whose labels are wrong, below 0.5; of `exo_pair`, its epsilon, such as 1e-3."""
 
     def check(self) -> None:
@@ -48,8 +49,6 @@ class Dpo:
             UserError: names the key.
         """
         loss, smoothing = self.loss, self.label_smoothing
-        if not 0 <= smoothing < 0.5:
-            raise UserError(f"dpo.label_smoothing={smoothing}: must be at least 0 and below 0.5.")
         if smoothing and loss not in SMOOTHED:
             read_by = " and ".join(SMOOTHED)
             raise UserError(f"dpo.label_smoothing={smoothing} with dpo.loss={loss}: only {read_by} read it.")
@@ -61,11 +60,11 @@ class Dpo:
 class Kto:
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306), run by TRL."""
 
-    beta: float = 0.1
+    beta: Annotated[float, Bounds(above=0, usual=0.1)] = 0.1
     """How strongly the trained model is kept close to the reference model."""
-    good_weight: float = 1.0
+    good_weight: Annotated[float, Bounds(above=0, usual=1)] = 1.0
     """Weight of the answers labelled true; raise it where they are fewer (the paper's equation 8)."""
-    bad_weight: float = 1.0
+    bad_weight: Annotated[float, Bounds(above=0, usual=1)] = 1.0
     """Weight of the answers labelled false."""
 
 
@@ -73,7 +72,7 @@ class Kto:
 class Orpo:
     """Odds ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691), run by TRL."""
 
-    beta: float = 0.1
+    beta: Annotated[float, Bounds(above=0, usual=0.1)] = 0.1
     """How much the odds of the answers weigh beside imitating the better one; the paper's lambda."""
 
 
@@ -81,9 +80,9 @@ class Orpo:
 class Simpo:
     """Simple preference optimisation (Meng et al. 2024, arXiv:2405.14734), run by TRL."""
 
-    beta: float = 2.0
+    beta: Annotated[float, Bounds(above=0, usual=2)] = 2.0
     """Scales the log-likelihood per token into a reward: far larger than in DPO, 2 to 10 in the paper."""
-    gamma: float = 1.0
+    gamma: Annotated[float, Bounds(least=0)] = 1.0
     """By how much the better answer's reward should exceed the other's; half of beta is where the authors start."""
 
 
@@ -91,7 +90,7 @@ class Simpo:
 class Grpo:
     """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300), and RLOO, run by TRL."""
 
-    group_size: int = 8
+    group_size: Annotated[int, Bounds(least=2)] = 8
     """Answers per prompt, which are compared with each other; `global_batch_size` counts answers."""
     loss: Literal["grpo", "dapo", "dr_grpo", "rloo"] = "grpo"
     """`grpo` is the paper's: every answer counts the same. `dapo` (arXiv:2503.14476): every token of a step does;
@@ -100,23 +99,23 @@ class Grpo:
     scale: Literal["group", "batch", "none"] = "group"
     """What advantages are divided by: the standard deviation of the group's rewards (the paper), that of all of a
     step, or nothing. RLOO divides by nothing."""
-    beta: float = 0.0
+    beta: Annotated[float, Bounds(least=0)] = 0.0
     """Weight of the KL divergence from the model before training: 0.04 in the paper; 0 needs no second model."""
-    epsilon: float = 0.2
+    epsilon: Annotated[float, Bounds(above=0, usual=0.2)] = 0.2
     """How far the likelihood of a token (RLOO: of an answer) may move from its rollout's before it is clipped."""
-    epsilon_high: float | None = None
+    epsilon_high: Annotated[float | None, Bounds(above=0, usual=0.28)] = None
     """The bound above, where it is another one: 0.28 in DAPO."""
-    iterations: int = 1
+    iterations: Annotated[int, Bounds(least=1)] = 1
     """Updates per rollout; the paper's mu. With 1 nothing is ever clipped."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Bounds(above=0, usual=1)] = 1.0
     """Of sampling: higher tries more."""
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, Bounds(least=1)] = 256
     """Longest answer in tokens; with its prompt it has to fit into `sequence_length`."""
     mask_truncated: bool = False
     """Leave answers that reach `max_new_tokens` out of the loss (DAPO)."""
     reward_weights: str | None = None
     """Of the functions in `reward`, with commas (`1,0.2`); None: 1 each."""
-    reward_seconds: float = 5.0
+    reward_seconds: Annotated[float, Bounds(above=0, most=86_400, usual=5)] = 5.0
     """How long the reward functions may take for one answer; an answer that takes longer has no reward."""
     gather: bool = True
     """Under ZeRO-3: gather the whole weights on every rank while it generates. false: layer by layer for every token,
@@ -164,7 +163,7 @@ class Embed:
     The texts that an anchor has to tell its own from are those of all ranks' micro-batches: raise `micro_batch_size`.
     """
 
-    temperature: float = 0.05
+    temperature: Annotated[float, Bounds(above=0, usual=0.05)] = 0.05
     """What similarities are divided by; 0.05 as in SimCSE (Gao et al. 2021, arXiv:2104.08821) and by default in
     sentence-transformers, whose `scale` of 20 is its inverse. Lower looks more at the hardest texts."""
     pooling: Literal["mean", "last"] = "mean"
@@ -190,20 +189,21 @@ class Distill:
     beta: float = 0.5
     """Of `jsd`, the teacher's weight in the mixture that both are compared with: above 0, where it becomes forward KL,
     and below 1, where it becomes reverse KL."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Bounds(above=0, usual=1)] = 1.0
     """Both models' logits are divided by it: above 1 the teacher's unlikely tokens count more. The divergence is
     multiplied by its square, so that its gradients keep their size beside the cross-entropy's."""
-    alpha: float = 0.0
-    """Share of the cross-entropy with the data's own answers in the loss; the rest is the divergence."""
-    top_k: int | None = None
+    alpha: Annotated[float, Bounds(least=0, below=1)] = 0.0
+    """Share of the cross-entropy with the data's own answers in the loss; the rest is the divergence. Below 1: at 1 it
+    is the variant `full`."""
+    top_k: Annotated[int | None, Bounds(least=1)] = None
     """Compute the teacher's so many likeliest tokens for the whole data once, before training, and then let go of the
     teacher. All other tokens together are one outcome more. None: the teacher computes beside the student."""
     cache: str | None = None
     """Folder for them, to be used again by other runs on the same data; None: the run's own. Needs `top_k`."""
-    on_policy: float = 0.0
+    on_policy: Annotated[float, Bounds(least=0, most=1)] = 0.0
     """Share of the steps that learn from answers which the model has just written itself, sampled at temperature 1, and
     not from the data's (Agarwal's lambda): so it is corrected where its own mistakes lead."""
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, Bounds(least=1)] = 256
     """Longest answer that it writes then, in tokens; with its prompt it has to fit into `sequence_length`."""
 
     @property
@@ -222,8 +222,6 @@ class Distill:
                 f"distill.beta={self.beta}: must be above 0 and below 1; use distill.loss=forward_kl instead of 0, and "
                 "reverse_kl instead of 1."
             )
-        if not 0 <= self.alpha < 1:
-            raise UserError(f"distill.alpha={self.alpha}: must be at least 0 and below 1; at 1 it is the variant full.")
         if self.cache and self.top_k is None:
             raise UserError(f"distill.cache={self.cache}: needs distill.top_k, such as 64: whole ones are huge.")
         if self.top_k and streaming:
@@ -232,8 +230,6 @@ class Distill:
             )
         if self.served:
             self._check_served()
-        if not 0 <= self.on_policy <= 1:
-            raise UserError(f"distill.on_policy={self.on_policy}: must be at least 0 and at most 1.")
         if self.on_policy:
             self._check_on_policy(streaming, packs, sequence_length)
 

@@ -1,7 +1,9 @@
 """Low-rank adapters: a section of the recipe (`lora.rank=32`)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from ..bounds import Bounds
 
 
 @dataclass(frozen=True)
@@ -12,11 +14,11 @@ class Lora:
     no advantage here: DeepSpeed keeps fp32 master weights of what it trains.
     """
 
-    rank: int = 16
+    rank: Annotated[int, Bounds(least=1, most=65536)] = 16
     """Width of the adapters: more learns more, and needs more memory."""
-    alpha: int = 32
+    alpha: Annotated[int, Bounds(least=1)] = 32
     """The adapter's output is scaled by alpha / rank."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Bounds(least=0, below=1)] = 0.0
     """Share of the adapters' inputs that is dropped in training."""
     target_modules: str = "all-linear"
     """PEFT's `target_modules`: `all-linear`, or module names with commas (`q_proj,v_proj`)."""
@@ -32,7 +34,7 @@ class Lora:
     """How adapters start: `zero` adds nothing to the model; `pissa` takes the largest singular values out of each
     weight and trains those (PiSSA, Meng et al. 2024, arXiv:2404.02948). The model starts as the same function, and the
     export is an ordinary adapter of twice the rank."""
-    plus_ratio: float = 1.0
+    plus_ratio: Annotated[float, Bounds(above=0, usual=16)] = 1.0
     """The output side of an adapter (B) learns this many times as fast as the input side (LoRA+, Hayou et al. 2024,
     arXiv:2402.12354, which finds 16 good); 1: alike."""
     fused: bool = False

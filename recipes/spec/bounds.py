@@ -1,0 +1,136 @@
+"""Which values a field may have: those of its type and, for a number, between the bounds that are declared with it."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+from unicodedata import category
+
+from .errors import UserError, redact
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A number's bounds: `Annotated[float, Bounds(least=0, below=1)]`."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    usual: float | None = None
+    """What a message suggests."""
+
+    def broken_by(self, value: float) -> bool:
+        """Return whether a number is outside."""
+        return (
+            (self.least is not None and value < self.least)
+            or (self.above is not None and value <= self.above)
+            or (self.most is not None and value > self.most)
+            or (self.below is not None and value >= self.below)
+        )
+
+    def __str__(self) -> str:
+        """Return the bounds in words."""
+        words = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
+        said = " and ".join(f"{word} {_number(bound)}" for word, bound in words if bound is not None)
+        return said if self.usual is None else f"{said}, for instance {_number(self.usual)}"
+
+
+_LARGEST = {int: 2**31 - 1, float: 3e38}
+"""Of every number without an upper bound of its own: what 32 bits hold, in which torch and DeepSpeed compute."""
+
+
+def check(section: object, prefix: str = "") -> None:
+    """Refuse values of a dataclass, and of those inside it, that are of another type or out of bounds.
+
+    Raises:
+        UserError: names the key, the value and what is allowed.
+    """
+    kind: Any = type(section)
+    for name, nested, kinds, words, bounds in _fields(kind):
+        value, key = getattr(section, name), prefix + name
+        if value is None and type(None) in kinds:
+            continue
+        if nested:
+            if not isinstance(value, nested):
+                raise UserError(f"{key}={shown(value)}: must be a section with keys of its own.")
+            check(value, f"{key}.")
+        elif isinstance(value, str) and value in words:
+            continue
+        elif isinstance(value, bool):
+            if bool not in kinds:
+                _refuse(key, value, kinds, words)
+        elif isinstance(value, int | float) and {int, float} & {*kinds}:
+            if isinstance(value, float) and float not in kinds:
+                _refuse(key, value, kinds, words)
+            if not math.isfinite(value):
+                raise UserError(f"{key}={value}: must be a finite number.")
+            if bounds and bounds.broken_by(value):
+                raise UserError(f"{key}={shown(value)}: must be {bounds}.")
+            largest = _LARGEST[float if float in kinds else int]
+            if abs(value) > largest and not (bounds and (bounds.below or bounds.most)):
+                side = f"at most {largest}" if value > 0 else f"at least {-largest}"
+                raise UserError(f"{key}={shown(value)}: must be {side}.")
+        elif isinstance(value, str) and str in kinds:
+            odd = "" if value.isprintable() else next((one for one in value if category(one) in ("Cc", "Cs")), "")
+            if odd:
+                raise UserError(f"{key}={shown(value)}: has the control character {odd!r}; leave it out.")
+        elif not (isinstance(value, Mapping) and Mapping in kinds):
+            _refuse(key, value, kinds, words)
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, in the words of a command line, without secrets and cut to 80 characters."""
+    text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    text = redact(text if text.isprintable() else ascii(text)[1:-1])
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def expected(kinds: tuple[type, ...], words: tuple[str, ...] = ()) -> str:
+    """Return what a value of these types or words has to be, in words."""
+    names = {int: "a whole number, e.g. 8", float: "a number, e.g. 5e-5", bool: "true or false", str: "text"}
+    if kinds and all(kind is type(None) for kind in kinds):
+        kinds = ()
+    said = [names.get(kind, kind.__name__) for kind in kinds if kind is not type(None)]
+    if words and not said:
+        return f"one of {', '.join(words)}"
+    return " or ".join([*said, *words])
+
+
+def _refuse(key: str, value: object, kinds: tuple[type, ...], words: tuple[str, ...]) -> None:
+    raise UserError(f"{key}={shown(value)}: must be {expected(kinds, words)}.")
+
+
+def _number(bound: float) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
+
+
+class _Field(NamedTuple):
+    """A field's name and, of its declaration, the dataclass if it is one, the types, the words and the bounds."""
+
+    name: str
+    nested: type | None
+    kinds: tuple[type, ...]
+    words: tuple[str, ...]
+    bounds: Bounds | None
+
+
+@cache
+def _fields(kind: Any) -> list[_Field]:
+    """Return what each field of a dataclass may hold."""
+    found = []
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        declared: tuple[Any, ...] = ()
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, *declared = typing.get_args(hint)  # type: ignore[assignment]
+        options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+        words = tuple(word for one in options if typing.get_origin(one) is Literal for word in typing.get_args(one))
+        kinds = tuple(typing.get_origin(one) or one for one in options if typing.get_origin(one) is not Literal)
+        nested = next((one for one in kinds if isinstance(one, type) and dataclasses.is_dataclass(one)), None)
+        bounds = next((one for one in declared if isinstance(one, Bounds)), None)
+        found.append(_Field(name, nested, kinds, words, bounds))
+    return found

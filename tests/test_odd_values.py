@@ -1,0 +1,164 @@
+"""Odd values of every override key, on the command line and in recipe.json: refused in a line, or what they say."""
+
+import contextlib
+import io
+import json
+import math
+import random
+import sys
+
+import pytest
+
+from recipes.commands import main
+from recipes.spec import bounds, overrides, pages
+from recipes.spec.conversions import from_dict, to_dict
+from recipes.spec.errors import UserError
+from recipes.spec.recipe import Recipe
+from tests.tiers import tiered
+
+ODD = (
+    *("nan", "inf", "-inf", "0", "-1", "1.5", "-0.0", "1e308", "1e-308", "4294967296", "-2147483649"),
+    *("9" * 30, "9" * 5000, "0x10", "1_000", "", " ", "none", "None", "null", "true", "False", "TRUE"),
+    *("é", "\u202e", "日本", "\udcff", "a\nb", "a\tb", "\x1b[31m", "x" * 300, "/" + "y" * 5000, "[1, 2]", "{}", "{x}"),
+    *(
+        "../x",
+        "~",
+        "/",
+        "/dev/null",
+        ".",
+        "http://x",
+        "file:///etc/passwd",
+        "a,b",
+        ",",
+        "$(id)",
+        "--gpus",
+        "*",
+        "a=b",
+        "%s",
+    ),
+)
+VARIANTS = (
+    "full",
+    "lora",
+    "dpo_lora",
+    "kto_lora",
+    "orpo_lora",
+    "simpo_lora",
+    "grpo",
+    "distill",
+    "classify",
+    "embed",
+    "reward",
+)
+KEYS = list(overrides.override_keys())
+
+
+def launch(*words: str) -> tuple[int, str]:
+    """Return the status and what `launch.py` prints for a dry run, in this process."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            status = main.run("launch", ["tiny", *words, "--gpus", "2", "--dry-run"])
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return status, said.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Start in an empty folder: some odd values are paths."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["launch.py"])
+
+
+def check_refusal(said: str) -> None:
+    """Check that a message is a user's: short, without a traceback, and without a control character."""
+    lines = [line for line in said.splitlines() if line.startswith("launch.py: ")]
+    assert lines and "Traceback" not in said, said
+    last = said[said.index(lines[-1]) :].strip()
+    assert len(last.splitlines()) <= 4 and len(last) < 1500, said
+    assert all(character.isprintable() or character == "\n" for character in last), repr(last)
+
+
+@pytest.mark.parametrize("variant", tiered(VARIANTS, ("dpo_lora",)))
+def test_an_odd_value_of_a_key_is_refused_in_a_line_or_taken(variant, tmp_path):
+    """All values of all keys are tried in a recipe, and some of some keys in the launcher."""
+    page = pages.find("tiny", variant)
+    chance = random.Random(variant)
+    for key in KEYS:
+        for value in ODD:
+            try:
+                changed = overrides.apply(page, [f"{key}={value}"])
+            except UserError as error:
+                assert len(str(error).splitlines()) <= 3, error
+                continue
+            check_meaning(changed, key, value)
+            assert from_dict(json.loads(json.dumps(to_dict(changed)))) == changed, key
+    for key in chance.sample(KEYS, 8):
+        for value in chance.sample(ODD, 2):
+            status, said = launch(variant, f"{key}={value}")
+            assert status in (0, 2), said
+            if status:
+                check_refusal(said)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("key", KEYS)
+def test_every_odd_value_goes_through_the_launcher(key):
+    method = key.partition(".")[0]
+    variant = next((one for one in VARIANTS if one.partition("_")[0] == method), "lora")
+    for value in ODD:
+        status, said = launch(variant, f"{key}={value}")
+        assert status in (0, 2), said
+        if status:
+            check_refusal(said)
+
+
+def check_meaning(recipe: Recipe, key: str, text: str) -> None:
+    """Check that a value that is taken is what the text says."""
+    value = overrides._get(recipe, key)
+    if isinstance(value, bool):
+        assert text.lower() in ("true", "false", "0", "1", "yes", "no", "on", "off"), (key, text, value)
+    elif isinstance(value, int | float):
+        assert math.isfinite(value) and value == float(text), (key, text, value)
+    elif value is None:
+        assert text.lower() in ("none", "null"), (key, text)
+    else:
+        assert value == text, (key, text)
+
+
+@pytest.mark.parametrize("value", [None, True, 10**30, -1, math.nan, math.inf, "x", "", [], {}, [1], {"a": 1}, "a\0b"])
+def test_an_odd_value_in_recipe_json_is_refused_or_taken(value):
+    plain = to_dict(pages.find("tiny", "lora"))
+    for key in KEYS:
+        section, _, name = key.rpartition(".")
+        changed = json.loads(json.dumps(plain))
+        (changed[section] if section else changed)[name] = value
+        with contextlib.suppress(UserError):
+            from_dict(changed)
+    for section in ("lora", "model", "data", "layout", "dpo"):
+        if value is not None or section != "lora":
+            with pytest.raises(UserError):
+                from_dict(plain | {section: value if not isinstance(value, dict) else [value]})
+
+
+def test_a_bound_is_that_of_the_field_on_every_way_in():
+    page = pages.find("tiny", "full")
+    for key, value in (("seed", 2**32), ("adam_beta2", 1.5), ("adam_epsilon", -1.0), ("hang_minutes", 99999999999.0)):
+        with pytest.raises(UserError, match=f"^{key}=.*: must be at") as typed:
+            overrides.apply(page, [f"{key}={value}"])
+        with pytest.raises(UserError) as written:
+            from_dict(to_dict(page) | {key: value})
+        assert str(typed.value) == str(written.value)
+    assert overrides.apply(page, [f"seed={2**32 - 1}"]).seed == 2**32 - 1
+
+
+def test_each_side_of_a_bound_is_open_or_closed():
+    for bound, inside, outside in (
+        (bounds.Bounds(least=1), (1, 2), (0, -1)),
+        (bounds.Bounds(above=0), (1e-9,), (0, -1)),
+        (bounds.Bounds(most=1), (1, 0), (2,)),
+        (bounds.Bounds(least=0, below=1), (0, 0.5), (1, -1)),
+    ):
+        assert not any(bound.broken_by(value) for value in inside)
+        assert all(bound.broken_by(value) for value in outside)
