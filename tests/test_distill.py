@@ -30,6 +30,7 @@ from recipes.training import run as training_run
 from recipes.training.data import updates
 from recipes.training.data.collate import Collator
 from recipes.training.data.load import Datasets
+from recipes.training.methods.distill import RunDistillTrainer
 from recipes.training.methods.distillation import divergence, likeliest, on_policy, tiles
 from recipes.training.methods.distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
 from recipes.training.model import output_head
@@ -336,3 +337,18 @@ def test_the_ranks_compare_tokenizers_before_they_load_weights(renumbered):
     with pytest.raises(UserError, match="another vocabulary: 2 tokens differ"):
         teacher.check(wrong, tokenizer)
     assert recipe.distill.teacher == TINY_TEACHER
+
+
+def test_both_distributions_are_softened_by_the_temperature_and_the_answers_are_not(distributions):
+    """The loss of a tile is Hinton's: T^2 times the divergence at temperature T, and the cross-entropy at 1."""
+    logits, other = (3 * one for one in distributions)
+    recipe, targets = of(temperature=2.0, alpha=0.25), torch.arange(7)
+    softened = (other / 2).log_softmax(-1)
+    trainer = SimpleNamespace(
+        context=SimpleNamespace(recipe=recipe), teacher=SimpleNamespace(log_probs=lambda hidden: hidden)
+    )
+    loss, numbers = RunDistillTrainer._compared(trainer, {TARGETS: targets}, softened, logits, slice(0, 7))
+    kl = torch.nn.functional.kl_div((logits / 2).log_softmax(-1), softened, log_target=True, reduction="none").sum(-1)
+    said = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(loss, (0.75 * 4 * kl + 0.25 * said).sum())
+    torch.testing.assert_close(numbers, torch.stack([kl, said]))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from recipes.commands.main import run as run_command
@@ -95,3 +96,11 @@ def test_a_run_whose_export_failed_is_not_exported_from_a_checkpoint_unasked(che
     write_json(run.unverified / CHECK_FAILED, {})
     assert run_command("export", [str(run.path), "--output", str(tmp_path / "out")]) == 2
     assert "failed its check" in capsys.readouterr().err
+
+
+def test_an_adapter_is_loaded_in_the_precision_that_it_has(tmp_path):
+    model = export.load_whole(TINY_MODEL, torch.bfloat16)
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear"), autocast_adapter_dtype=False)
+    adapted.save_pretrained(tmp_path)
+    loaded = export.load(tmp_path, torch.bfloat16)
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}

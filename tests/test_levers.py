@@ -20,7 +20,7 @@ from trl.trainer import utils as trl_utils
 from recipes.benchmarks.device_reads import Reads
 from recipes.spec import deepspeed_file, limits, overrides, pages
 from recipes.spec.errors import UserError
-from recipes.spec.loss_tiles import LARGE, PER_ENTRY, tiles_loss
+from recipes.spec.loss_tiles import LARGE, PER_ENTRY, are_large, tiles_loss
 from recipes.spec.recipe import Draft, Layout, Lora, Model
 from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
 from recipes.training import checkpointing
@@ -207,6 +207,7 @@ def loss_peak(tiled: bool, tokens: int = 4096, vocabulary: int = 128256) -> floa
 def test_the_loss_peaks_at_4_bytes_per_token_and_vocabulary_entry(monkeypatch):
     assert loss_peak(tiled=True) <= 4
     assert 12 <= loss_peak(tiled=False) <= PER_ENTRY
+    assert are_large(598, 128256) and not are_large(597, 128256)  # from 1 GiB, at 14 bytes
     monkeypatch.setattr(tiling, "COLUMNS", 32768)
     assert loss_peak(tiled=True) > 4
 

@@ -5,9 +5,11 @@ import sys
 from dataclasses import replace
 
 import pytest
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes.planning.cost.memory import activations, host_memory, weights
 from recipes.planning.cost.memory.activations import layer_bytes
 from recipes.planning.cost.memory.peak_memory import (
     FRAGMENTATION,
@@ -222,7 +224,7 @@ def test_zero3_holds_whole_experts_until_the_backward_pass():
     assert live("backward", kept_weights=0) == pytest.approx(again + whole)
     assert live("loss", kept_weights=0) == pytest.approx(again + whole)
     assert live("gradients") == pytest.approx(again + whole / 48), "the first layer is the last to be released"
-    assert live("saving") == pytest.approx(again)
+    assert live("saving") == pytest.approx(again, rel=5e-3)  # the router is counted with the experts
     assert live("backward", world_size=1, kept_weights=0) == 0, "one rank uses its own shards"
     alone = live("backward", world_size=1, kept_weights=0, offload_parameters="cpu")
     assert alone == pytest.approx(again + whole), "which have to come to the GPU"
@@ -335,3 +337,35 @@ def test_answers_take_keys_and_values_while_they_are_written():
     whole = 2 * profile.parameters * 7 / 8
     assert held(rollout_answers=1)["rollout"]["live_parameters"] == pytest.approx(whole, rel=1e-3)
     assert held(rollout_answers=1, rollout_gathers=False)["rollout"]["live_parameters"] < whole / 10
+
+
+@pytest.mark.parametrize(("stage", "share"), [(2, 1), (3, 8)])
+def test_zero_3_alone_shards_a_frozen_tower_and_a_teacher(stage, share):
+    setup = TrainingSetup(world_size=8, zero_stage=stage, teacher_parameters=4000)
+    profile = replace(profile_of("llama3", "8b"), tower_parameters=4000)
+    assert weights.tower_bytes(profile, setup) == 2 * 4000 / share
+    assert weights.teacher_bytes(setup) == 2 * 4000 / share
+    assert weights.teacher_bytes(replace(setup, teacher_quantized=True)) == weights.NF4 * 4000
+
+
+def test_selective_checkpointing_recomputes_what_it_does_not_keep():
+    setup = TrainingSetup(world_size=1, gradient_checkpointing="selective", attention="sdpa", sequence_length=1024)
+    (kind,) = profile_of("qwen3_moe", "30b-a3b").layer_kinds
+    experts, attention = 8 * (768 + 768 + 2048), 32 * 128  # gate, up and down of 8 experts; 32 heads
+    used = activations._inner_results(kind) + experts + attention
+    again = layer_bytes(kind, setup) - 2 * used * 1024
+    assert activations._recomputed_bytes(kind, setup) == pytest.approx(
+        again, rel=5e-3
+    )  # the router is counted with the experts
+
+
+def test_nvme_swaps_parameters_through_deepspeeds_buffers():
+    defaults = DeepSpeedZeroOffloadParamConfig()
+    assert defaults.buffer_count * defaults.buffer_size == host_memory.SWAP_BUFFER
+
+
+def test_a_reward_needs_no_logits():
+    profile = profile_of("llama3", "8b")
+    setup = TrainingSetup(world_size=1, sequence_length=1024, scores=True)
+    assert activations.loss_bytes(profile, setup) == activations.NORM * 1024 * 4096
+    assert activations.loss_bytes(profile, replace(setup, scores=False)) > 1024 * profile.vocab_size

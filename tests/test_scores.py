@@ -1,5 +1,6 @@
 """What held-out scores count: whole answers, sums of log-probabilities, no filler; and an export check that fails."""
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,11 +11,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 
+from recipes.spec.errors import UserError
 from recipes.spec.recipe import Data, Layout
 from recipes.spec.samples import TINY_MODEL
 from recipes.training import export
-from recipes.training.data import tokenize
+from recipes.training.data import classes, tokenize
 from recipes.training.data.questions import generation_prompt, question
+from recipes.training.methods.preferences.pairs import of_pairs
 from recipes.training.model.generate import generate
 from recipes.training.parallel import pipeline, scores
 from tests.conftest import conversation
@@ -293,3 +296,31 @@ def test_an_export_that_computes_something_else_fails_its_check(alone, model_fol
             verify(off(share))
     with pytest.raises(RuntimeError, match="allowed 3e-02"):
         verify(off(0.1), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("examples", "sizes"), [(5, [2, 2, 1]), (4, [2, 2]), (1, [1])])
+def test_examples_are_scored_in_as_few_passes_as_they_need(alone, examples, sizes):
+    batches = list(scores.rank_batches(list(range(examples)), 2, Layout()))
+    assert [count for _, count in batches] == sizes
+    assert [one for batch, count in batches for one in batch[:count]] == list(range(examples))
+
+
+def test_preferences_are_means_over_all_pairs(alone):
+    rewards = {"chosen": torch.tensor([3.0, 1.0]), "rejected": torch.tensor([1.0, 2.0])}
+
+    def value(model, tokenizer, batch, side):
+        return torch.stack([rewards[side][number] for number in batch])
+
+    found = scores.preferences(None, None, [0, 1], 1, Layout(), value)
+    assert found == {"preference_accuracy": 0.5, "preference_margin": 0.5}
+
+
+def test_the_rewards_of_pairs_are_logged_with_their_margin():
+    found = of_pairs(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 2.0]))
+    assert found["rewards/margins"].tolist() == [2.0, -1.0] and found["rewards/accuracies"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("negatives", "refused"), [(0, False), (1, True), (2, True), (3, False)])
+def test_negatives_are_of_all_pairs_or_of_none(negatives, refused):
+    with pytest.raises(UserError, match=f"{negatives} of 3 examples") if refused else nullcontext():
+        classes.check_negatives("data.path", negatives, 3)

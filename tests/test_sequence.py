@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from recipes.spec import limits, pages
 from recipes.spec.errors import UserError
@@ -105,3 +105,13 @@ def test_indivisible_heads_are_refused(model_folder, conversations):
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     with pytest.raises(UserError, match=r"layout\.sequence=3: each rank's 4 attention heads are not divisible by 3"):
         sequence_check.check(small(model_folder, conversations, layout=Layout(sequence=3)), tokenizer)
+
+
+def test_the_draft_of_a_check_drops_nothing_and_is_otherwise_the_model():
+    tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+    config = AutoConfig.from_pretrained(draft.TINY_MODEL)
+    config.attention_dropout = 0.5
+    before = config.to_dict()
+    certain = sequence_check.draft_of(config, tokenizer, "sdpa").config
+    assert certain.attention_dropout == 0.0 and config.to_dict() == before
+    assert certain.rms_norm_eps == config.rms_norm_eps > 0

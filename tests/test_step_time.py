@@ -88,6 +88,9 @@ def changed(**changes):
 def test_each_choice_costs_what_it_must():
     base = changed()
     assert changed(gradient_checkpointing=False).recomputation == 0
+    split = changed(layout=Layout(sequence=2))
+    once = changed(layout=Layout(sequence=2), gradient_checkpointing=False)
+    assert split.sequence == pytest.approx(1.5 * once.sequence)  # two forward passes and a backward one, or one and one
     assert changed(gradient_checkpointing=False).seconds < base.seconds
     assert changed(lora=Lora()).matmul < base.matmul * 0.7  # 4 instead of 6 operations per weight
     assert changed(lora=Lora(dropout=0.1)).elementwise > changed(lora=Lora()).elementwise

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig
 
 from recipes.commands.main import run as run_command
 from recipes.spec import deepspeed_file
@@ -12,7 +13,9 @@ from recipes.spec.limits import TENSOR_PARALLEL_TYPES
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import read_json
+from recipes.spec.samples import TINY_MODEL
 from recipes.training.arguments import deepspeed_config
+from recipes.training.parallel import tensor_check
 from recipes.training.parallel.tensor import SHARE, WHOLE, shard
 from tests.small import small
 from tests.workers import split_layers
@@ -108,3 +111,16 @@ def test_a_number_of_heads_is_divided_by_the_number_of_ranks():
     finally:
         dist.destroy_process_group()
     assert attention.heads == 4
+
+
+@pytest.mark.parametrize(("alone", "together"), [(True, True), (True, False), (False, False)])
+def test_pairs_that_are_right_one_by_one_are_tried_together(monkeypatch, alone, together):
+    """What the two ranks would find of each pair is given; the pairs are those of a real model."""
+    config = AutoConfig.from_pretrained(TINY_MODEL)
+    monkeypatch.setattr(tensor_check, "_is_right", lambda whole, pairs, group: together if len(pairs) > 1 else alone)
+    if alone and not together:
+        with pytest.raises(ValueError, match="right one by one, and wrong together"):
+            tensor_check.split(config, "sdpa", None)
+        return
+    styles, rest = tensor_check.split(config, "sdpa", None)
+    assert bool(styles) == alone and any("down_proj" in name for name in (styles if alone else rest))

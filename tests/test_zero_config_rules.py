@@ -355,6 +355,24 @@ def test_a_rule_reports_the_one_config_and_not_the_other(rule: str):
     assert rule not in found(good, facts)
 
 
+MASTER = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (zero(2) | MASTER, True),
+        (zero(2, offload_optimizer=CPU) | MASTER, False),
+        (zero(0) | MASTER, False),
+        (zero(0, offload_optimizer=CPU) | MASTER, False),
+    ],
+)
+def test_low_precision_master_weights_need_offload_at_the_stages_that_have_them(config: dict, found: bool):
+    rules = {one.rule for one in judge(config, PLAIN)}
+    assert ("master-weights-without-offload" in rules) == found
+    assert ("master-weights" in rules) == (config["zero_optimization"]["stage"] == 0)
+
+
 def test_every_rule_has_its_two_configs():
     assert len(RULES) == len({rule.id for rule in RULES}) == 101
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
