@@ -46,14 +46,23 @@ def options():
 
 def documents(path, tokenizer, length):
     """Return (tokens, labels) per conversation; -100 keeps a token out of the loss."""
-    kept = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    kept, lines = [], Path(path).read_text(encoding="utf-8").splitlines()
+    for line in lines:
         messages = json.loads(line)["messages"]
         chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         tokens, mask = chat["input_ids"], chat["assistant_masks"]
         if len(tokens) <= length:
             # The first token has no label: nothing before it could have predicted it.
             kept.append((tokens, [-100] + [t if m else -100 for t, m in zip(tokens[1:], mask[1:], strict=True)]))
+    if dist.get_rank() == 0 and len(kept) < len(lines):
+        print(f"warning: {len(lines) - len(kept)} of {len(lines)} conversations are longer than --length {length}")
+    if not any(label != -100 for _, labels in kept for label in labels):
+        raise SystemExit(
+            f"{path}: nothing to learn: all conversations are longer than --length {length}."
+            if not kept
+            else "MODEL's chat template marks no assistant's tokens: put {% generation %} ... {% endgeneration %} "
+            "around the assistant's turn in its chat_template.jinja, or use scripts/launch.py, which finds them."
+        )
     return kept
 
 
@@ -128,6 +137,8 @@ def main():
     kept = documents(o.data, tokenizer, o.length)
     sequences = [[document] for document in kept] if o.no_pack else packed(kept, o.length)
     batch = o.micro_batch * o.accumulation * world
+    if len(sequences) < batch:
+        raise SystemExit(f"{o.data}: {len(sequences)} sequences, and a step takes {batch}: lower --micro-batch.")
     order = torch.Generator().manual_seed(0)
     queue: list[int] = []
     seen, start = 0, time.perf_counter()
@@ -148,7 +159,7 @@ def main():
             engine.step()
             total += loss.detach()
         seen += sum(len(tokens) for documents in chosen for tokens, _ in documents)
-        if step % o.log_every == 0:
+        if step % o.log_every == 0 or step == o.steps:
             dist.all_reduce(total)
             if rank == 0:
                 norm = engine.get_global_grad_norm()

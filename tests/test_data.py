@@ -90,7 +90,7 @@ def test_examples_without_a_token_in_the_loss_are_dropped_and_counted(tmp_path, 
     path = write(tmp_path / "chat.jsonl", [conversation("Hi", "Yes."), conversation("Hi", "No.")])
     rows, report = tokenize.prepare(path, small(model_folder, path), tokenizer)
     assert (len(rows), report.dropped, report.unlearnable) == (1, 0, 1)
-    assert "1 dropped, without a token in the loss" in "\n".join(report.lines("training", 128))
+    assert "1 of 2 examples (50%) are dropped, without a token in the loss" in "\n".join(report.lines("training", 128))
     path = write(tmp_path / "void.jsonl", [conversation("Hi", "No.")])
     with pytest.raises(UserError, match="without a token in the loss"):
         tokenize.prepare(path, small(model_folder, path), tokenizer)
@@ -101,7 +101,10 @@ def test_examples_that_are_too_long_are_dropped_and_counted(tmp_path, model_fold
     path = write(tmp_path / "chat.jsonl", rows)
     kept, report = tokenize.prepare(path, small(model_folder, path, sequence_length=64), tokenizer)
     assert (len(kept), report.examples, report.dropped) == (2, 3, 1)
-    assert "1 dropped, longer than sequence_length=64" in "\n".join(report.lines("training", 64))
+    (warning,) = report.lines("training", 64)[1:]
+    assert warning.startswith("warning: training: 1 of 3 examples (33%) are dropped, longer than sequence_length=64; ")
+    assert f"the longest has {report.longest} tokens. Raise sequence_length" in warning and report.longest > 64
+    assert "MOST OF THE DATA IS NOT USED" in replace(report, dropped=2).lines("training", 64)[1]
     with pytest.raises(UserError, match="all 3 examples are longer than sequence_length=8"):
         tokenize.prepare(path, small(model_folder, path, sequence_length=8), tokenizer)
 

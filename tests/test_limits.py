@@ -342,3 +342,21 @@ def test_the_launcher_checks_the_model_that_will_be_trained(model_folder, capsys
     assert "2 key/value heads are not divisible by 4; use layout.tensor=2" in capsys.readouterr().err
     assert run_command("launch", [*command, "--draft"]) == 2
     assert "2 key/value heads are not divisible by 4; use layout.tensor=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["tiny_vision", "gemma3_vision-4b", "qwen2_5_vl-3b"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_layouts_that_a_recipe_itself_refuses_are_not_suggested(family, ranks):
+    """Models with a vision tower refuse every layout but data parallelism when the recipe is made."""
+    recipe = replace(pages.find(family, "full"), global_batch_size=24, micro_batch_size=1)
+    assert limits.with_layout(recipe, Layout(sequence=2)) is None
+    assert limits.nearest(recipe, ranks, zero(3)) == Layout()
+    with pytest.raises(UserError) as refused:
+        limits.check(replace(recipe, optimizer="muon"), ranks, DeepSpeedFile(stage=3, offload_optimizer="cpu"))
+    assert "vision" not in str(refused.value)
+
+
+def test_numbers_of_gpus_that_do_not_divide_the_batch_are_not_suggested():
+    recipe = replace(pages.find("llama3-8b", "full"), global_batch_size=16, micro_batch_size=1)
+    recipe = replace(recipe, layout=Layout(tensor=2))
+    assert limits.suggestions(recipe, 7, zero(1))[1:] == ["--gpus 8"], "6 GPUs are three copies"

@@ -77,6 +77,21 @@ def test_a_folder_says_that_it_holds_a_reward_model(tmp_path, model_folder, caps
     assert not export.is_reward_model(tmp_path)
 
 
+def test_each_pair_counts_the_same_also_in_the_last_step_of_an_epoch(ranks, tmp_path, model_folder, pairs):
+    """Seven pairs in steps of four, of which the last has micro-batches of two and of one."""
+    seven = tmp_path / "seven.jsonl"
+    seven.write_text("".join(pairs.read_text(encoding="utf-8").splitlines(keepends=True)[:7]), encoding="utf-8")
+    losses = {}
+    for batch, micro in ((4, 2), (7, 7)):
+        run = RunFolder(tmp_path / f"run{batch}")
+        recipe = small(model_folder, seven, method="reward", learning_rate=1e-8, max_steps=None, epochs=1.0)
+        write_recipe(run, replace(recipe, global_batch_size=batch, micro_batch_size=micro))
+        ranks.check(training_run.main, str(run.path), log=tmp_path / f"log{batch}", world_size=1)
+        losses[batch] = [row["loss"] for row in read_jsonl(run.metrics)]
+    first, last = losses[4]
+    assert (4 * first + 3 * last) / 7 == pytest.approx(losses[7][0], abs=1e-5)
+
+
 def rewards(folder, tokenizer, texts, **options):
     """Return what plain transformers gives each text."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()

@@ -85,7 +85,8 @@ OF_PAIRS = RECORD | {"rewards/accuracies": 0.75, "rewards/margins": 0.256}
 
 
 def test_preferences_show_accuracy_and_margin_as_they_train():
-    assert "loss 0.6000  accuracy 75%  margin 0.26  lr" in step_line(OF_PAIRS, 10)
+    """By other names than those of held-out pairs, which are ranked by the likelihoods alone."""
+    assert "loss 0.6000  reward accuracy 75%  reward margin 0.26  lr" in step_line(OF_PAIRS, 10)
     assert "accuracy" not in step_line(RECORD, 10)
 
 

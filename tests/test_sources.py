@@ -284,3 +284,26 @@ def test_keys_that_nothing_reads_are_listed_once_with_their_number(tmp_path, str
         line = source.unread_line("{{ message.mood }}")
         assert line.endswith(f"keys that nothing reads, and in how many examples they are: id ({ids}), source (1)")
         assert f"turns.mood ({ids})" in source.unread_line("{{ message.content }}")
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
+    folder = write_folder(tmp_path)
+    (source,) = sources.read(str(folder), small(tmp_path, folder))
+    assert sources.files_left(source, "train") is None, "a readme is not data"
+    for name in ("notes.md", "scan.pdf", "more.txt", ".hidden"):
+        (folder / name).write_text("Some text.")
+    warning = sources.files_left(source, "train")
+    assert "3 of 6 files are not read: more.txt, notes.md, scan.pdf. Examples are read from .jsonl" in warning
+    for number in range(9):
+        (folder / f"{number}.docx").write_text("Text.")
+    assert "0.docx, 1.docx, 2.docx, 3.docx, 4.docx and 7 more" in sources.files_left(source, "train")
+
+
+def test_a_folder_of_texts_is_read_with_its_markdown(tmp_path):
+    for name in ("a.md", "b.rst", "c.txt"):
+        (tmp_path / name).write_text(f"Text of {name}.")
+    (source,) = sources.read(str(tmp_path), small(tmp_path, tmp_path, method="pretrain"))
+    assert sorted(source.examples["text"]) == ["Text of a.md.", "Text of b.rst.", "Text of c.txt."]
+    assert sources.files_left(source, "train") is None
+    (source,) = sources.read(str(tmp_path / "a.md"), small(tmp_path, tmp_path, method="pretrain"))
+    assert source.examples["text"] == ["Text of a.md."]

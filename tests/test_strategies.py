@@ -38,6 +38,9 @@ def like_page(family, size, **changes):
 @pytest.mark.parametrize(
     "wanted",
     [
+        ("gemma3_vision-4b", "lora", "H100", 8, 1),
+        ("qwen2_5_vl-3b", "full", "H100", 2, 1),
+        ("tiny_vision", "full", "H100", 2, 2),
         ("llama3-8b", "full", "H100", 8, 1),
         ("llama3-8b", "qlora", "RTX 4090", 2, 1),
         ("llama3-70b", "lora", "A100 80GB", 8, 2),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import TrainingArguments, get_scheduler
 
 from recipes.commands import launch
+from recipes.launching import preflight
 from recipes.spec import overrides, pages
 from recipes.spec.layout import gradient_accumulation_steps
 from recipes.spec.recipe import Layout, Lora, Schedule
@@ -74,6 +75,25 @@ def test_whoever_follows_the_advice_gets_a_dozen_updates(documents, per_sequence
         gradient_accumulation_steps(mended, ranks)  # raises where the batch is not divisible
         sequences = data.sequences if mended.packing else data.documents
         assert updates.in_all(mended, sequences) >= updates.ENOUGH, way
+
+
+@pytest.mark.parametrize("variant", ["grpo", "kto_lora", "dpo_lora", "embed", "full"])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("family", ["tiny", "llama3-1b"])
+def test_the_advice_is_accepted_by_every_method(variant, ranks, family):
+    """By the recipe, by what is checked before a run, and without a word about the number of updates."""
+    recipe = pages.find(family, variant)
+    for examples in (1, 3, 8, 12, 40, 95, 96, 200, 500):
+        for batch in (recipe.global_batch_size * ranks, recipe.global_batch_size * ranks * 4):
+            asked = replace(recipe, global_batch_size=batch, max_steps=None, epochs=1)
+            said = preflight.few_updates(asked, examples, ranks)
+            ways = re.search(r"use (.*)\.$", said or "")
+            for way in ways[1].split(", or ") if ways else ():
+                mended = overrides.apply(asked, way.split())
+                gradient_accumulation_steps(mended, ranks)
+                assert mended.micro_batch_size >= mended.traits.least_micro_batch, way
+                again = preflight.few_updates(mended, examples, ranks)
+                assert again is None or ("a global batch is" in again and "epochs=" in way), (examples, way, again)
 
 
 def rates(tmp_path, kind, warmup, steps):

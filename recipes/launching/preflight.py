@@ -150,7 +150,7 @@ def check_data(recipe: Recipe) -> int | None:
         labels: Counter[Any] = Counter()
         for name in names(path):
             count = None
-            kinds = (*text_files.SUFFIXES, text_files.PLAIN)
+            kinds = (*text_files.SUFFIXES, *text_files.PLAIN)
             if Path(name).is_dir() and not any(Path(file).suffix in kinds for file in spec_files.below(Path(name))):
                 raise UserError(f"{name}: no data files in this folder or below ({', '.join(kinds)}).")
             if Path(name).is_file() and Path(name).suffix not in text_files.COLUMNAR:

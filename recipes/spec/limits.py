@@ -176,10 +176,29 @@ def suggestions(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> list[st
     multiple = math.lcm(_model_parallel_size(recipe.layout), recipe.layout.expert)
     below = max(1, world_size // multiple) * multiple
     world_sizes = {below, (world_size // multiple + 1) * multiple} - {world_size}
-    found += [_gpus(size) for size in sorted(world_sizes) if limit(recipe, size, file) is None]
+    found += [_gpus(size) for size in sorted(world_sizes) if _runs(recipe, size, file)]
     if recipe.layout.pipeline > 1 and limit(recipe, world_size, DeepSpeedFile(stage=1)) is None:
         found.append("deepspeed=pipeline.json")
     return found
+
+
+def with_layout(recipe: Recipe, layout: Layout) -> Recipe | None:
+    """Return the recipe in another layout, or None if it refuses that by itself, as models with a vision tower do."""
+    try:
+        return replace(recipe, layout=layout)
+    except UserError:
+        return None
+
+
+def _runs(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> bool:
+    """Return whether `check` accepts a recipe's layout, and its global batch can be divided."""
+    if limit(recipe, world_size, file) is not None:
+        return False
+    try:
+        gradient_accumulation_steps(recipe, world_size)
+    except UserError:
+        return False
+    return True
 
 
 def _gpus(count: int) -> str:
@@ -190,7 +209,7 @@ def _gpus(count: int) -> str:
 def nearest(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Layout:
     """Return the layout that can run and is closest to the recipe's, counted in doublings of its sizes.
 
-    There always is one: data parallelism alone can always run.
+    There always is one: data parallelism alone can always run. One that divides the global batch comes first.
     """
     wanted = asdict(recipe.layout).values()
 
@@ -199,10 +218,13 @@ def nearest(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Layout:
         doublings = sum(abs(math.log2(size / asked)) for size, asked in zip(sizes, wanted, strict=True))
         return round(doublings, 9), -math.prod(sizes)
 
-    for layout in sorted(_layouts(world_size), key=distance):
-        if limit(replace(recipe, layout=layout), world_size, file) is None:
-            return layout
-    raise AssertionError("data parallelism alone is always possible")
+    layouts = sorted(_layouts(world_size), key=distance)
+    recipes = [one for layout in layouts if (one := with_layout(recipe, layout)) is not None]
+    possible = (one for one in recipes if limit(one, world_size, file) is None)
+    runs = next((one for one in recipes if _runs(one, world_size, file)), None)
+    found = runs or next(possible, None)
+    assert found is not None, "data parallelism alone is always possible"
+    return found.layout
 
 
 def _layouts(world_size: int) -> Iterator[Layout]:

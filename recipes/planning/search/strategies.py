@@ -173,9 +173,10 @@ def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Ite
     """Yield the recipe in each of some layouts in which it can run, with one sequence per pass."""
     world_size = request.cluster.gpus
     for layout in layouts:
-        if layout.pipeline > 1 and request.recipe.tiled_loss:
-            continue  # its last stage returns whole logits
-        recipe = replace(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
+        laid_out = limits.with_layout(replace(request.recipe, deepspeed=name, micro_batch_size=1), layout)
+        if laid_out is None:
+            continue
+        recipe = laid_out
         data_parallel = data_parallel_size(layout, world_size)
         if not data_parallel or recipe.global_batch_size % data_parallel or not _suits(name, layout, request):
             continue

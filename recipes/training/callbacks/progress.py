@@ -45,13 +45,15 @@ def step_line(record: dict[str, Any], last_step: int) -> str:
     speed = record["tokens_per_second"]
     left = record["seconds"] / record["step"] * (last_step - record["step"])
     preference = ""
-    for key in ("rewards/accuracies", "accuracy"):  # over the training examples since the last log
+    # Over the training examples since the last log. TRL's rewards are not what held-out pairs are ranked by: DPO's are
+    # likelihoods beside the reference model's.
+    for key, name in (("rewards/accuracies", "reward accuracy"), ("accuracy", "accuracy")):
         if key in record:
-            preference = f"accuracy {record[key]:.0%}  "
+            preference = f"{name} {record[key]:.0%}  "
     if "reward" in record:
         preference += f"reward {record['reward']:.3f}  "
     if "rewards/margins" in record:
-        preference += f"margin {record['rewards/margins']:.2f}  "
+        preference += f"reward margin {record['rewards/margins']:.2f}  "
     if "kl" in record:
         preference += f"KL {record['kl']:.2f}  "
     return (

@@ -49,6 +49,8 @@ def read_examples(
             say(f"{name}: {source.line()}")
             if unread := source.unread_line(template):
                 say(f"{name}: {unread}")
+            if not recipe.model.vision and (warning := sources.files_left(source, recipe.data.split)):
+                say(warning)
     if recipe.data.validation_share and not held_out:
         training, held_out = _split(training, recipe)
     mixed = sources.mix(training, text_files.weights(recipe.data), recipe.seed)

@@ -34,6 +34,8 @@ class Report:
     """(shortest, longest, how many documents are kept), in equal steps of length."""
     forgetting: int = 0
     """Examples of whose earlier turns the chat template leaves out the reasoning."""
+    longest: int = 0
+    """Tokens of the longest document, also if it was dropped."""
 
     def lines(self, name: str, sequence_length: int) -> list[str]:
         """Return the report as text for a person."""
@@ -43,9 +45,10 @@ class Report:
         first += f"{self.sequences} sequences of at most {sequence_length} tokens, {filled:.0f}% filled"
         notes = []
         if self.dropped:
-            notes.append(f"{name}: {self.dropped} dropped, longer than sequence_length={sequence_length}")
+            notes.append(too_long(name, self.dropped, self.examples, self.longest, sequence_length))
         if self.unlearnable:
-            notes.append(f"{name}: {self.unlearnable} dropped, without a token in the loss")
+            few = f"{self.unlearnable} of {self.examples} examples ({self.unlearnable / self.examples:.0%})"
+            notes.append(f"warning: {name}: {few} are dropped, without a token in the loss; are their answers empty?")
         if self.extra_pieces:
             cut = f"cut into {self.examples + self.extra_pieces} pieces"
             notes.append(f"{name}: texts longer than sequence_length={sequence_length} were {cut}")
@@ -61,6 +64,16 @@ class Report:
             f"  {low:>{wide}}-{high:<{wide}} tokens  {'#' * -(-WIDEST * count // most):<{WIDEST}}  {count}"
             for low, high, count in self.lengths
         ]
+
+
+def too_long(name: str, dropped: int, examples: int, longest: int, sequence_length: int) -> str:
+    """Return the warning that examples are dropped because they are too long."""
+    share = f"{dropped} of {examples} examples ({dropped / examples:.0%})"
+    most = "MOST OF THE DATA IS NOT USED: " if dropped > examples / 2 else ""
+    return (
+        f"warning: {most}{name}: {share} are dropped, longer than sequence_length={sequence_length}; the longest has "
+        f"{longest:,} tokens. Raise sequence_length as far as the model's positions and memory allow, or shorten them."
+    )
 
 
 Pieces = list[tuple[str, bool]]

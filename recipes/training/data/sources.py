@@ -68,6 +68,10 @@ CONVERTED_BY = hashlib.blake2b(
 ).hexdigest()
 """Identifies this version of the conversions, so that what another one has cached is converted again."""
 
+NOTES = re.compile(r"(?i)(readme|licen[cs]e|notice)\b")
+"""Files of a folder that nobody expects to be trained on."""
+NAMED_FILES = 5
+"""Files that a message names."""
 READ_AT_ONCE = 100
 """Rows that are unpacked at a time: a group of rows can be a whole file."""
 UNPACKED_BYTES, PACKED_TIMES = 2**28, 1000
@@ -286,13 +290,31 @@ def _files(folder: Path, split: str) -> list[Path]:
     files = [Path(file) for file in found.get(split, ())]
     # A text file beside others is a licence or a note.
     chosen = [file for file in files if file.suffix in text_files.SUFFIXES] or [
-        file for file in files if file.suffix == text_files.PLAIN
+        file for file in files if file.suffix in text_files.PLAIN
     ]
     if not chosen:
-        kinds = ", ".join((*text_files.SUFFIXES, text_files.PLAIN))
+        kinds = ", ".join((*text_files.SUFFIXES, *text_files.PLAIN))
         others = f"; it has {', '.join(map(str, found))}" if found and split not in found else ""
         raise UserError(f"{folder}: no file of the split {split!r} in this folder ({kinds}){others}.")
     return chosen
+
+
+def files_left(source: Source, split: str) -> str | None:
+    """Return a warning that names the files of a folder which are not read, or None if all are."""
+    folder = Path(source.name)
+    if not folder.is_dir() or any((folder / state).exists() for state in ("state.json", "dataset_dict.json")):
+        return None
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]
+    others = set(files) - {file.resolve() for file in _files(folder, split)} - set(_files(folder, split))
+    left = [str(file.relative_to(folder)) for file in files if file in others and not NOTES.match(file.name)]
+    if not left:
+        return None
+    named = ", ".join(left[:NAMED_FILES]) + (f" and {len(left) - NAMED_FILES} more" if len(left) > NAMED_FILES else "")
+    return (
+        f"warning: {source.name}: {len(left)} of {len(files)} files are not read: {named}. Examples are read from "
+        f"{', '.join(text_files.SUFFIXES)} of the split {split!r}, and raw text from {', '.join(text_files.PLAIN)} "
+        "where there is none of these; name single files with commas in data.path."
+    )
 
 
 def _from_disk(folder: Path, split: str) -> Located:

@@ -20,8 +20,8 @@ COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", *SEPARATORS, *COLUMNAR)
 """Which files of a folder hold examples."""
-PLAIN = ".txt"
-"""A file of raw text; in a folder, where it has no other files."""
+PLAIN = (".txt", ".md", ".rst")
+"""Files of raw text; in a folder, where it has no other files."""
 BINARY = {
     b"\x1f\x8b": "compressed with gzip",
     b"BZh": "compressed with bzip2",
@@ -67,7 +67,7 @@ def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     if path.suffix in SEPARATORS:
         return _table(path, SEPARATORS[path.suffix])
-    if path.suffix == PLAIN:
+    if path.suffix in PLAIN:
         return _plain(path)
     if path.suffix == ".json" and _is_array(path):
         return _array(path)

@@ -13,12 +13,13 @@ from trl import pack_dataset
 
 from ...spec.errors import UserError, first_line
 from ...spec.recipe import Recipe
+from ..console import say
 from ..model.control_tokens import Turns, conversation_tokens
 from ..model.shown import shown
 from ..vision.tokenize import conversation
 from . import chat_templates, sources, thinking
 from .collate import IGNORED
-from .report import Pieces, Report, histogram, pieces
+from .report import Pieces, Report, histogram, pieces, too_long
 from .stream import Stream
 
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "forgets": Value("bool")})
@@ -61,6 +62,7 @@ def tokenized(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
         loss_tokens=_learned(kept),
         forgetting=forgetting,
         lengths=histogram(_lengths(kept)),
+        longest=int(lengths.max()),
     )
 
 
@@ -136,7 +138,9 @@ def text_tokens(
 
 
 def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
-    """Return the examples whose prompt with the longest answer fits; columns are tokens, `prompt_ids` and answers'.
+    """Return the examples whose prompt with the longest answer fits, and warn of the others.
+
+    Columns are tokens, `prompt_ids` and answers'.
 
     Raises:
         UserError: none does.
@@ -147,12 +151,20 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
             f"data.path: all {len(examples)} {recipe.traits.examples} have an answer that is longer, with its prompt, "
             f"than sequence_length={recipe.sequence_length}; raise it."
         )
+    if dropped := len(examples) - len(kept):
+        longest = max(map(_longest, examples))
+        say(too_long("training", dropped, len(examples), longest, recipe.sequence_length))
     return kept
 
 
-def _answers_fit(example: dict[str, Any], longest: int) -> bool:
+def _longest(example: dict[str, Any]) -> int:
+    """Return the tokens of an example's prompt with its longest answer."""
     answers = [len(tokens) for name, tokens in example.items() if name.endswith("_ids") and name != "prompt_ids"]
-    return len(example["prompt_ids"]) + max(answers) <= longest
+    return len(example["prompt_ids"]) + max(answers)
+
+
+def _answers_fit(example: dict[str, Any], longest: int) -> bool:
+    return _longest(example) <= longest
 
 
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:

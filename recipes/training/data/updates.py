@@ -6,7 +6,9 @@ Standard library only.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
+from ...spec.errors import UserError
 from ...spec.layout import data_parallel_size
 from ...spec.recipe import Recipe
 
@@ -91,8 +93,7 @@ def _ways(recipe: Recipe, size: Size, world_size: int) -> Iterator[dict[str, int
     """Yield settings each of which gives enough updates."""
     if batch := _batch(recipe, size.sequences, world_size):
         yield batch
-    if recipe.packing and size.documents > size.sequences:
-        unpacked = replace(recipe, packing=False)
+    if recipe.packing and size.documents > size.sequences and (unpacked := _changed(recipe, packing=False)):
         if size.documents >= recipe.global_batch_size and _enough(unpacked, size.documents):
             yield {"packing": False}
         elif batch := _batch(unpacked, size.documents, world_size):
@@ -104,13 +105,22 @@ def _ways(recipe: Recipe, size: Size, world_size: int) -> Iterator[dict[str, int
 def _batch(recipe: Recipe, sequences: int, world_size: int) -> dict[str, int | bool]:
     """Return the largest global batch that gives enough updates, and a smaller micro-batch where it needs one."""
     ranks = data_parallel_size(recipe.layout, world_size)
-    for micro in sorted({recipe.micro_batch_size, 1}, reverse=True):
+    for micro in sorted({recipe.micro_batch_size, recipe.traits.least_micro_batch}, reverse=True):
         unit = micro * ranks
         for batch in range(min(recipe.global_batch_size, sequences) // unit * unit, 0, -unit):
-            if _enough(replace(recipe, global_batch_size=batch, micro_batch_size=micro), sequences):
+            smaller_batch = _changed(recipe, global_batch_size=batch, micro_batch_size=micro)
+            if smaller_batch and _enough(smaller_batch, sequences):
                 smaller = {"micro_batch_size": micro} if micro != recipe.micro_batch_size else {}
                 return {"global_batch_size": batch, **smaller}
     return {}
+
+
+def _changed(recipe: Recipe, **changes: Any) -> Recipe | None:
+    """Return the recipe with changes, or None if it refuses them: GRPO's batches are whole groups, for example."""
+    try:
+        return replace(recipe, **changes)
+    except UserError:
+        return None
 
 
 def _count(number: int, what: str) -> str:

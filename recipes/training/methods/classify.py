@@ -51,7 +51,11 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     load.show(shown)
     say(f"training: {len(kept)} texts; " + ", ".join(f"{counts[name]} {name}" for name in labels[: classes.SHOWN * 2]))
     if cut:
-        say(f"training: {cut} texts longer than sequence_length={recipe.sequence_length} were cut")
+        texts = len(found)
+        say(
+            f"warning: training: {cut} of {texts} texts ({cut / texts:.0%}) are cut at "
+            f"sequence_length={recipe.sequence_length}; raise it to read them to their ends"
+        )
     size = updates.Size(len(found), len(kept), len(kept), sum(map(len, kept["input_ids"])))
     return load.Datasets(kept, held_out, None, kept[0]["input_ids"], size, {"shown": shown}, tuple(labels))
 

@@ -39,6 +39,11 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
             inputs = {**inputs, "ref_chosen_logps": sides[0], "ref_rejected_logps": sides[1]}
         return super().training_step(model, inputs, *arguments)
 
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Return a micro-batch's part of the step's mean over pairs."""
+        loss = super().compute_loss(model, inputs, *arguments, **options)
+        return self.mean(loss.expand(len(inputs["input_ids"]) // 2))
+
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> DPOConfig:
     """Return TRL's arguments."""

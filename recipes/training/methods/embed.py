@@ -53,7 +53,11 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     each = together * (len(sides) - 1)
     say(f"training: {len(kept)} pairs, {len(found) - len(kept)} left over; each is told from {each - 1} other texts")
     if cut:
-        say(f"training: {cut} texts longer than sequence_length={recipe.sequence_length} were cut")
+        texts = len(found) * len(sides)
+        say(
+            f"warning: training: {cut} of {texts} texts ({cut / texts:.0%}) are cut at "
+            f"sequence_length={recipe.sequence_length}; raise it to read them to their ends"
+        )
     size = updates.Size(len(found), len(kept), len(kept), None)
     return load.Datasets(kept, held_out, None, kept[0]["positive"], size, {"shown": shown})
 

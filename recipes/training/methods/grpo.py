@@ -120,7 +120,13 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
             _as_prompt(row)
         if recipe.metric == "exact_match":
             _check_answered(held_out)
-    left = f"; {len(found) - len(kept)} too long or left over" if len(found) > len(kept) else ""
+    if dropped := len(found) - len(fitting):
+        say(
+            f"warning: training: {dropped} of {len(found)} prompts ({dropped / len(found):.0%}) are dropped: they "
+            f"leave no room for grpo.max_new_tokens={recipe.grpo.max_new_tokens} in sequence_length="
+            f"{recipe.sequence_length}; raise sequence_length"
+        )
+    left = f"; {len(fitting) - len(kept)} left over" if len(fitting) > len(kept) else ""
     say(f"training: {len(kept)} prompts, {recipe.grpo.group_size} answers each{left}")
     sequences = len(kept) * recipe.grpo.group_size * recipe.grpo.iterations
     shown = [[(tokenizer.decode(_tokens(tokenizer, kept[0])), False)]]

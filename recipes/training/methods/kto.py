@@ -92,13 +92,13 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     shown = tokenize.first_judged(found, tokenizer)
     load.show(shown)
     tokens = found.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=found.column_names)
-    kept = tokenize.fitting(tokens, recipe).shuffle(recipe.seed)
+    fits = tokenize.fitting(tokens, recipe).shuffle(recipe.seed)
     together = recipe.micro_batch_size * data_parallel_size(recipe.layout, dist.get_world_size())
-    kept = kept.select(range(len(kept) // together * together))
+    kept = fits.select(range(len(fits) // together * together))
     good = sum(kept["label"])
     if not 0 < good < len(kept):
         raise UserError(f"data.path: of {len(kept)} judged answers {good} are good; KTO needs good and bad ones.")
-    say(f"training: {len(kept)} judged answers, {good} of them good; {len(found) - len(kept)} too long or left over")
+    say(f"training: {len(kept)} judged answers, {good} of them good; {len(fits) - len(kept)} left over")
     paired = kept.map(_mismatched, batched=True, batch_size=together)
     size = updates.Size(len(found), len(kept), len(kept), None)
     sample = kept[0]["prompt_ids"] + kept[0]["completion_ids"]

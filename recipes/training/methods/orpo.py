@@ -35,7 +35,7 @@ class RunORPOTrainer(fused_head.FusedHead, Averaging, PairHooks, ORPOTrainer):
         imitation = -fused_head.mean(log_probs[:pairs], imitated)
         terms, chosen, rejected, *_ = self.odds_ratio_loss(*fused_head.mean(log_probs, answers).chunk(2))
         self.averages.add(of_pairs(chosen, rejected) | {"nll_loss": imitation, "odds_loss": -terms})
-        return (imitation - terms).mean()
+        return self.mean(imitation - terms)
 
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> ORPOConfig:

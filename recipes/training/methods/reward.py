@@ -25,7 +25,7 @@ class RunRewardTrainer(Averaging, PairHooks, RewardTrainer):
         passed = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         chosen, rejected = model(**passed, use_cache=False).logits[:, 0].float().chunk(2)
         self.averages.add(of_pairs(chosen, rejected))
-        return -logsigmoid(chosen - rejected).mean()
+        return self.mean(-logsigmoid(chosen - rejected))
 
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> RewardConfig:

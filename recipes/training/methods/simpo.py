@@ -27,7 +27,7 @@ class RunSimPOTrainer(fused_head.FusedHead, Averaging, PairHooks, CPOTrainer):
         log_probs = fused_head.log_probs(model, inputs, answers)
         losses, chosen, rejected = self.cpo_loss(*fused_head.mean(log_probs, answers).chunk(2))
         self.averages.add(of_pairs(chosen, rejected))
-        return losses.mean()
+        return self.mean(losses)
 
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> CPOConfig:

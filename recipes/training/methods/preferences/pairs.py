@@ -29,8 +29,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     load.show(shown)
     tokens = pairs.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=pairs.column_names)
     kept = tokenize.fitting(tokens, recipe)
-    dropped = len(pairs) - len(kept)
-    say(f"training: {len(kept)} pairs" + (f"; {dropped} longer than sequence_length were dropped" if dropped else ""))
+    say(f"training: {len(kept)} pairs")
     size = updates.Size(len(pairs), len(kept), len(kept), None)
     sample = kept[0]["prompt_ids"] + kept[0]["chosen_ids"]
     return load.Datasets(kept, held_out, None, sample, size, {"shown": shown})
@@ -50,6 +49,22 @@ class PairHooks(RunHooks):
         """`options`: those of the trainer's own class."""
         collator = DataCollatorForPreference(processing_class.pad_token_id)
         super().__init__(context, processing_class=processing_class, data_collator=collator, **options)
+
+    pairs_per_pass = 1.0
+    """The pairs of the step divided by its micro-batches: a whole number but for the last step of an epoch."""
+
+    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Count the step's pairs, by which `mean` weighs."""
+        self.pairs_per_pass = sum(len(batch["input_ids"]) // 2 for batch in batches) / len(batches)
+        return super().prepare_step(batches, items)
+
+    def mean(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's part of the step's mean over pairs, in which each counts the same, [].
+
+        The Trainer averages over micro-batches, as TRL leaves it, and in the last step of an epoch one of them may be
+        smaller: its pairs would count more than the others.
+        """
+        return losses.sum() / self.pairs_per_pass
 
     def _prepare_dataset(self, dataset: Dataset, *arguments: Any) -> Dataset:
         """Return the pairs as they are, where TRL's DPO and reward trainers would tokenize them."""
