@@ -12,12 +12,16 @@ import yaml
 from recipes.launching import command, paths, variables
 from recipes.launching.allocation import Allocation
 from recipes.launching.kubernetes import manifests
+from recipes.launching.ray import submit
 from recipes.launching.slurm import batch_job
 from recipes.launching.ssh.pdsh_environment import write_environment
-from recipes.spec import pages
-from recipes.spec.errors import is_secret, redact
-from recipes.spec.run_folder import RunFolder
+from recipes.model_folder import record
+from recipes.spec import overrides, pages
+from recipes.spec.errors import UserError, check_no_credential, is_secret, redact, redacted
+from recipes.spec.run_folder import RunFolder, append_jsonl, write_json, write_recipe
 from recipes.training.start.rank_log import Tee
+from recipes.training.tracking import writer
+from recipes.training.tracking.trackers import answers
 from tests.launching import LAUNCH
 
 # Put together here, so that no file holds what looks like a real one.
@@ -27,6 +31,7 @@ SECRETS = {
     "a number as password": "ada:12345@proxy:3128",
     "token in a URL": f"https://{PASSWORD}@host/x.git",
     "password in a URL": f"https://ada:{PASSWORD}@host/x",
+    "password with an @": f"https://ada:p@{PASSWORD}@host/x",
     "AWS's signed URL": f"https://b.s3/x?X-Amz-Date=1&X-Amz-Signature={PASSWORD}&x=1",
     "Azure's signed URL": f"https://b.blob/x?se=1&sig={PASSWORD}",
     "key in a URL": f"https://host/x?key={PASSWORD}",
@@ -164,3 +169,63 @@ def test_what_is_printed_and_written_holds_no_credential(tmp_path, monkeypatch, 
     done = subprocess.run([*LAUNCH, "tiny", "full", f"data.path={token}.jsonl"], capture_output=True, text=True)
     assert done.returncode == 2 and "***" in done.stderr and token not in done.stderr
     assert json.dumps(token) not in done.stdout
+
+
+KEYS = ("password", "db_password", "api_key", "token", "hub_token", "AWS_SECRET_ACCESS_KEY", "session_token", "key")
+
+
+def test_a_settings_key_can_mark_a_secret():
+    held = {key: "hunter2" for key in KEYS} | {"list": [{"token": "hunter2"}], "url": f"https://a:{PASSWORD}@h/x"}
+    shown = redacted(held)
+    assert "hunter2" not in str(shown) and PASSWORD not in str(shown) and set(shown) == set(held)
+    plain = {"pad_token": "<pad>", "tokens": 5, "keys": ["a"], "tokenizer": "x", "token": "", "password": None}
+    assert redacted(plain) == plain and check_no_credential(plain, "") is None
+    with pytest.raises(UserError, match=r"^a\.b\.api_key=\*\*\*: its credential could be read here; leave it out"):
+        check_no_credential({"a": {"b": {"api_key": "hunter2"}}}, "here")
+
+
+def secret_recipe(*more):
+    words = [f"grpo.vllm=http://ada:{PASSWORD}@10.0.0.1:8000", f"wandb.tags={SECRETS['Hugging Face']}"]
+    return overrides.apply(pages.find("tiny", "grpo"), [*words, *more])
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow", "trackio"])
+def test_no_tracker_gets_a_credential_or_a_text_of_the_data(name, tmp_path, monkeypatch, capsys):
+    pytest.importorskip(name)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    recipe, run = secret_recipe("wandb.mode=offline", f"tracking={name}"), RunFolder(tmp_path)
+    write_recipe(run, recipe)
+    for step in (0, 9):
+        append_jsonl(run.answers, {"step": step, "prompt": "PRIVATE", "expected": "PRIVATE", "answer": f"{step}"})
+    ours = set(contents(tmp_path))
+    tracked = writer.opened(name, recipe, run, {"comet": {"api_key": PASSWORD}})
+    print(f"on the way: http://ada:{PASSWORD}@10.0.0.1")
+    tracked.record(1, {"loss": 1.0, "tokens": 5.0})
+    assert answers(run) == []
+    tracked.finish({}, 0)
+    theirs = {path: found for path, found in contents(tmp_path).items() if path not in ours}
+    assert any(b"10.0.0.1" in found for found in theirs.values()), "the recipe is there"
+    for path, found in theirs.items():
+        for hidden in (PASSWORD, SECRETS["Hugging Face"], "PRIVATE"):
+            assert hidden.encode() not in found, path
+    write_recipe(run, secret_recipe("wandb.examples=true"))
+    assert answers(run) == [["PRIVATE", "PRIVATE", "0", "9"]]
+
+
+def test_what_an_export_tells_of_its_training_has_no_credential(tmp_path):
+    write_json(tmp_path / "ds.json", {"comet": {"api_key": PASSWORD}, "url": f"https://{PASSWORD}@host"})
+    record.write(tmp_path, record.Record(secret_recipe(), {}), tmp_path / "ds.json")
+    for path, found in contents(tmp_path / record.FOLDER).items():
+        assert PASSWORD.encode() not in found and SECRETS["Hugging Face"].encode() not in found, path
+    assert "***" in record.read(tmp_path).recipe.grpo.vllm
+
+
+def test_a_job_that_others_can_read_is_given_no_credential():
+    with pytest.raises(UserError, match=r"(tags|vllm)=\S*\*\*\*\S*: its credential could be read in the job"):
+        manifests.files(secret_recipe())
+    with pytest.raises(UserError, match=r"grpo\.vllm=http://\*\*\*@h: its credential could be read in the Ray"):
+        submit.command("http://a", ["tiny", "grpo", f"grpo.vllm=http://ada:{PASSWORD}@h"], {})

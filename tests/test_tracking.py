@@ -14,6 +14,7 @@ import pytest
 from recipes.commands import main
 from recipes.launching import restarts
 from recipes.launching.supervise import Outcome
+from recipes.report.write import page as report_page
 from recipes.spec import overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Wandb
@@ -242,7 +243,7 @@ def test_other_trackers_have_every_step_once_and_the_reason(alone, tmp_path, mon
         monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
     run = RunFolder(tmp_path / "run")
     page = pages.find("tiny", "full")
-    recipe = replace(page, tracking=name, wandb=Wandb(project="checks", group="proofs"))
+    recipe = replace(page, tracking=name, wandb=Wandb(project="checks", group="proofs", examples=True))
     write_recipe(run, recipe)
     for step, answer in ((0, "no | idea"), (9, "four")):
         row = {"step": step, "prompt": "2 + 2?", "expected": "four", "answer": answer}
@@ -373,7 +374,7 @@ def test_wandb_has_what_killed_and_failed_processes_have_logged_once(alone, tmp_
     The record of a whole run, with engines and the launcher, is `test_wandb_has_every_step_once_and_the_reasons`.
     """
     run, recipe = RunFolder(tmp_path / "run"), pages.find("tiny", "full")
-    recipe = replace(recipe, wandb=Wandb("offline", job_type="proof"))
+    recipe = replace(recipe, wandb=Wandb("offline", job_type="proof", examples=True))
     write_recipe(run, recipe)
     write_json(run.checkpoints / "checkpoint-6" / "complete.json", {})
     lost(lambda: follow(run, recipe, 1, 7))
@@ -421,14 +422,17 @@ def test_the_launcher_tells_wandb_why_a_run_ended_and_adds_the_artifacts(alone, 
     assert not recorded(run, "artifact"), "it has not finished"
     write_json(run.summary, {"stopped": False})
     write_json(run.export / "config.json", {"model_type": "tiny"})
-    run.report_page.write_text("<p>a report</p>")
+    for step, answer in ((0, "no idea"), (3, "four")):
+        append_jsonl(run.answers, {"step": step, "prompt": "2 + 2?", "expected": "four", "answer": answer})
+    report_page(run)
+    assert "2 + 2?" in run.report_page.read_text()
     time.sleep(1.1)
     afterwards.upload(run)
     assert sorted(one.type for one in recorded(run, "artifact")) == ["model", "report"]
-    assert {entry.path for one in recorded(run, "artifact") for entry in one.manifest.contents} == {
-        "config.json",
-        "report.html",
-    }
+    entries = [entry for one in recorded(run, "artifact") for entry in one.manifest.contents]
+    assert {entry.path for entry in entries} == {"config.json", "report.html"}
+    (sent,) = [Path(entry.local_path).read_text() for entry in entries if entry.path == "report.html"]
+    assert "loss" in sent and "2 + 2?" not in sent, "wandb.examples is not set"
 
 
 @pytest.mark.every

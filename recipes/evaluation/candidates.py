@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..model_folder import base_model, record
-from ..spec.errors import UserError
+from ..spec.errors import UserError, redact
 from ..spec.recipe import Recipe
 from ..spec.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint, read_recipe
 from . import server
@@ -36,7 +36,7 @@ def find(name: str, model: str | None) -> Candidate:
         UserError: no such folder, no model in it, or no such server.
     """
     if server.is_address(name):
-        return Candidate(name, server.connect(name, model))
+        return Candidate(redact(name), server.connect(name, model))
     place = Path(name)
     if not place.exists() and base_model.is_hub_id(name):
         return Candidate(name, place)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..spec.conversions import from_dict, to_dict
+from ..spec.errors import redacted
 from ..spec.recipe import Recipe
 from ..spec.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_json
 from .portable import portable, portable_recipe
@@ -60,10 +61,10 @@ def at_step(run: RunFolder, step: int) -> dict[str, Any]:
 def write(folder: Path, record: Record, deepspeed: Path | None) -> None:
     """Write `training/` into an exported folder; `deepspeed` is the resolved file of the run, where there is one."""
     place = folder / FOLDER
-    write_json(place / RECIPE, to_dict(record.recipe))
+    write_json(place / RECIPE, redacted(to_dict(record.recipe)))
     write_json(place / RESULTS, dict(record.results))
     if deepspeed is not None and deepspeed.exists():
-        write_json(place / DEEPSPEED, portable(read_json(deepspeed)))
+        write_json(place / DEEPSPEED, redacted(portable(read_json(deepspeed))))
 
 
 def add(folder: Path, results: Mapping[str, Any]) -> None:

@@ -8,11 +8,18 @@ from ..spec.run_folder import RunFolder
 from . import html, index, run_data
 from .document import Document
 from .run_data import RunData
-from .sections import curves, evaluation, examples, layers, memory, profile, rollouts, settings, system, verdict
+from .sections import curves, evaluation, layers, memory, profile, rollouts, settings, system, verdict
+from .sections import examples as answers
 
 
-def document(run: RunData) -> Document:
-    """Return everything that a run shows of itself; the verdict comes first."""
+def document(run: RunData, examples: bool = True) -> Document:
+    """Return everything that a run shows of itself; the verdict comes first.
+
+    Args:
+        run: what its folder holds.
+        examples: with texts of the data, and answers to them.
+    """
+    texts = (*rollouts.sections(run), answers.answer_section(run), answers.data_section(run)) if examples else ()
     sections = (
         verdict.section(run),
         curves.section(run),
@@ -22,9 +29,7 @@ def document(run: RunData) -> Document:
         memory.rank_section(run),
         *system.sections(run),
         *evaluation.sections(run),
-        *rollouts.sections(run),
-        examples.answer_section(run),
-        examples.data_section(run),
+        *texts,
         settings.recipe_section(run),
         settings.deepspeed_section(run),
         settings.version_section(run),

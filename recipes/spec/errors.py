@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 _SECRET_NAME = re.compile(
     r"TOKEN(?!IZ)|SECRET|(?<!ASK)PASS(?:WORD|WD|PHRASE|_|$)|_PW$|(?:API|ACCESS|PRIVATE)_?KEY|CREDENTIAL|HEADERS?(?:_|$)"
@@ -20,7 +21,7 @@ _SECRET_VALUE = re.compile(
     r"|\bsk-(?=[\w-]*\d)[\w-]{16,}|\bxox[a-z]-[\w-]{10,}|\bnpm_[A-Za-z0-9]{30,}|\bpypi-[\w-]{30,}"
     r"|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"  # JSON web tokens
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-    r"|(?<=://)[^/?#\s@'\"]+(?=@)"  # https://TOKEN@host, https://user:password@host
+    r"|(?<=://)[^/?#\s'\"]+(?=@)"  # https://TOKEN@host, https://user:p@ssword@host
     # user:password@host, but neither DeepSpeed's host:0,2@host nor image:tag@sha256:digest.
     r"|(?<![\w./@:-])[\w.+%-]+:(?!//)(?!(?:\d{1,2},)*\d{0,2}@)[^\s:@/'\"]+(?=@(?!sha256:)\w)"
 )
@@ -32,6 +33,12 @@ _SECRET_PART = re.compile(
     re.IGNORECASE,
 )
 """What follows a name that marks it as a secret: in a signed URL, or in the header of a request."""
+_SECRET_KEY = re.compile(
+    r"(?:.*_)?(?:password|passwd|passphrase|secret|credentials?|cookie|(?:api|access|private|secret|account)_?key)"
+    r"|key|token|(?:.*_)?(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)_?token|authorization",
+    re.IGNORECASE,
+)
+"""Keys whose values are credentials; a `pad_token` is none."""
 _ASSIGNMENT = re.compile(r"\b(\w+)=('[^']*'|\"[^\"]*\"|[^\s'\"]+)")
 
 
@@ -166,6 +173,38 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
             text = text.replace(value, "***")
     text = _SECRET_PART.sub(lambda found: f"{found[1] or found[2] or found[3]}***", text)
     return _ASSIGNMENT.sub(_assigned, _SECRET_VALUE.sub("***", text))
+
+
+def redacted(value: Any, key: str = "") -> Any:
+    """Return a JSON value as it may leave this machine: without credentials in its texts, or under keys for them."""
+    if isinstance(value, Mapping):
+        return {name: redacted(inside, str(name)) for name, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(inside, key) for inside in value]
+    if not isinstance(value, str) or not value:
+        return value
+    return "***" if _SECRET_KEY.fullmatch(key) else redact(value)
+
+
+def check_no_credential(value: Mapping[str, Any], where: str, prefix: str = "") -> None:
+    """Refuse settings with a credential where others would read it.
+
+    Args:
+        value: of settings, nested.
+        where: a subordinate clause's end: `in the job's files`.
+        prefix: of the keys.
+
+    Raises:
+        UserError: names the first key.
+    """
+    for key, inside in value.items():
+        if isinstance(inside, Mapping):
+            check_no_credential(inside, where, f"{prefix}{key}.")
+        elif redacted(inside, key) != inside:
+            raise UserError(
+                f"{prefix}{key}={redacted(inside, key)}: its credential could be read {where}; leave it out, and have "
+                "the address or the file reachable without one."
+            )
 
 
 def _assigned(found: re.Match[str]) -> str:

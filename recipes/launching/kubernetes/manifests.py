@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...spec.conversions import to_dict
-from ...spec.errors import UserError
+from ...spec.errors import UserError, check_no_credential
 from ...spec.project import CHECKOUT, PACKAGE
 from ...spec.recipe import Recipe, names
 from ...spec.run_folder import RunFolder
@@ -118,6 +118,7 @@ def files(recipe: Recipe, mount: str = MOUNT, recipe_mount: str = RECIPE_MOUNT) 
     Raises:
         UserError: a file is neither in this checkout nor on the volume.
     """
+    check_no_credential(to_dict(recipe), "in the job's files")
     config = Path(recipe.deepspeed).read_text(encoding="utf-8")
     fields = to_dict(recipe) | {"deepspeed": f"{recipe_mount}/deepspeed.json"}
     fields["model"] = fields["model"] | {"path": _in_pod("model.path", recipe.model.path, mount)}

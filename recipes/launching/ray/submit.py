@@ -33,6 +33,9 @@ def command(address: str, words: Sequence[str], environment: Mapping[str, str]) 
     given = variables.forwarded(environment) | python_path({})
     job = ["env", "-C", os.getcwd(), *(f"{name}={value}" for name, value in given.items())]
     job += [sys.executable, "-m", f"{NAME}.commands", "launch", *without_address(words), "--address", "auto"]
+    for word in words:
+        if redact(word) != word:
+            raise UserError(f"{redact(word)}: its credential could be read in the Ray job's command; leave it out.")
     for word in job:
         if set(word) & set(SHELL):
             raise UserError(f"{word}: a Ray job's words may not have {' '.join(SHELL)}; choose another name or value.")

@@ -30,6 +30,9 @@ class Wandb:
     """Further tags, with commas, beside the family, the method and the DeepSpeed file."""
     artifacts: bool = False
     """After the run, add its export and report.html to the W&B run as artifacts."""
+    examples: bool = False
+    """Show held-out examples with their answers in every tracker, and examples of the data in the report among the
+    artifacts. Without it no text of the data leaves the run folder."""
 
 
 def check(chosen: Sequence[str]) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from ...spec.conversions import to_dict
 from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder
-from .writer import ANSWERS, run_id, tags
+from .writer import ANSWERS, run_id, settings, tags
 
 TAG = "deepspeed_recipes.run"
 """The tag by which a restarted run finds itself."""
@@ -40,10 +39,11 @@ class Run:
             return
         labels = {TAG: run_id(run), "tags": ",".join(tags(recipe)), "group": recipe.wandb.group or ""}
         self.id = self.client.create_run(number, run_name=recipe.name, tags=labels).info.run_id
-        params = [Param(key, str(value)[:500]) for key, value in _flat(to_dict(recipe))]
+        shown = settings(recipe, deepspeed_config)
+        params = [Param(key, str(value)[:500]) for key, value in _flat(shown["recipe"])]
         for start in range(0, len(params), BATCH):
             self.client.log_batch(self.id, params=params[start : start + BATCH])
-        self.client.log_dict(self.id, dict(deepspeed_config), "deepspeed.json")
+        self.client.log_dict(self.id, shown["deepspeed"], "deepspeed.json")
 
     def _history(self, key: str) -> Sequence[Any]:
         return self.client.get_metric_history(self.id, key)

@@ -8,11 +8,10 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from ...spec.conversions import to_dict
 from ...spec.project import display
 from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder
-from .writer import ANSWERS, over_tokens
+from .writer import ANSWERS, over_tokens, settings
 
 
 class Run:
@@ -24,8 +23,8 @@ class Run:
         self.writer = SummaryWriter(str(self.folder))
         self.step = max(self.last, 0)
         if self.last < 0:
-            self._text("recipe", _as_code(to_dict(recipe)))
-            self._text("deepspeed", _as_code(deepspeed_config))
+            for name, shown in settings(recipe, deepspeed_config).items():
+                self._text(name, _as_code(shown))
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add numbers of a step, on the disk at once."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...spec.errors import first_line, redact
 from ...spec.recipe import Recipe
-from ...spec.run_folder import RunFolder, read_json, read_jsonl, write_json
+from ...spec.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_json
 from .. import distributed
 from ..console import say
 from . import other_nodes
@@ -76,7 +76,7 @@ class Trackers:
             if rows and not status:
                 self._attempt(name, partial(writer.table, rows))
             line = self._attempt(name, partial(writer.finish, summary, status))
-            lines += [line] if line else []
+            lines += [redact(line)] if line else []  # MLflow's address may have a password
         if self.writers:
             write_json(self.run.tracking, read_json(self.run.tracking) | {"ended": status})
         self.writers.clear()
@@ -107,7 +107,9 @@ def logged(run: RunFolder) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 def answers(run: RunFolder) -> list[list[str]]:
-    """Return the questions that were answered before and after training, with both answers."""
+    """Return the questions that were answered before and after training, with both answers, if these may leave."""
+    if not run.recipe.exists() or not read_recipe(run).wandb.examples:
+        return []
     found: dict[tuple[str, str], list[str]] = {}
     for row in read_jsonl(run.answers):
         found.setdefault((row["prompt"], row["expected"]), []).append(row["answer"])

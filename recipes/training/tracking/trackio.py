@@ -9,10 +9,9 @@ from typing import Any
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
 
-from ...spec.conversions import to_dict
 from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder
-from .writer import ANSWERS, run_id, tags
+from .writer import ANSWERS, run_id, settings, tags
 
 
 class Run:
@@ -21,7 +20,7 @@ class Run:
     def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[str, Any]) -> None:
         self.project = recipe.wandb.project
         name = f"{recipe.name}-{run_id(run)}"
-        config = {"recipe": to_dict(recipe), "deepspeed": dict(deepspeed_config), "tags": tags(recipe)}
+        config = settings(recipe, deepspeed_config) | {"tags": tags(recipe)}
         options = {"name": name, "group": recipe.wandb.group, "config": config, "resume": "allow"}
         with contextlib.redirect_stdout(io.StringIO()):  # it announces itself in five lines
             known = name in SQLiteStorage.get_runs(self.project)

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import wandb
 
-from ...spec.conversions import to_dict
+from ...machine import children
+from ...report import html, run_data, write
 from ...spec.project import display
 from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder
 from . import offline_records
-from .writer import ANSWERS, over_tokens, run_id, tags
+from .writer import ANSWERS, over_tokens, run_id, settings, tags
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -26,7 +27,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[str, Any]) -> None:
         """Start the W&B run, or continue it; where the service cannot be reached, offline."""
-        self.artifacts = recipe.wandb.artifacts
+        self.artifacts, self.examples = recipe.wandb.artifacts, recipe.wandb.examples
         # A sweep's agent names the run itself.
         self.id = os.environ.get("WANDB_RUN_ID") or run_id(run)
         self.folder = run.path / "wandb"
@@ -34,7 +35,7 @@ class Run:
         mode: Mode = recipe.wandb.mode
         if mode == "online" and not has_key():
             mode = "offline"
-        config = {"recipe": to_dict(recipe), "deepspeed": dict(deepspeed_config)}
+        config = settings(recipe, deepspeed_config)
         try:
             self.live = self._started(mode, recipe, run, config)
         except wandb.errors.CommError:
@@ -59,7 +60,8 @@ class Run:
             tags=tags(recipe),
             config=config,
             dir=run.path,
-            settings=wandb.Settings(silent=True),
+            # Not what a rank prints: wandb takes it before the run's own logs have redacted it.
+            settings=wandb.Settings(silent=True, console="off"),
         )
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -77,12 +79,16 @@ class Run:
 
     def upload(self, run: RunFolder) -> None:
         """Add the export and the report as artifacts."""
-        name = f"run-{self.id}"
-        for kind, path in (("model", run.export), (REPORT, run.report_page)):
-            if path.exists():
-                artifact = wandb.Artifact(f"{name}-{kind}", type=kind)
-                artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
-                self.live.log_artifact(artifact)
+        with children.scratch() as place:
+            page = run.report_page
+            if page.exists() and not self.examples:
+                page = place / page.name
+                html.write(page, write.document(run_data.read(run.path), examples=False))
+            for kind, path in (("model", run.export), (REPORT, page)):
+                if path.exists():
+                    artifact = wandb.Artifact(f"run-{self.id}-{kind}", type=kind)
+                    artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
+                    self.live.log_artifact(artifact)
 
     def finish(self, summary: Mapping[str, Any], status: int) -> str:
         """Close the W&B run; return its address, or the command that uploads it."""

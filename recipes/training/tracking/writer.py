@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...spec import files
+from ...spec.conversions import to_dict
+from ...spec.errors import redact, redacted
 from ...spec.recipe import Recipe
 from ...spec.run_folder import RunFolder
 
@@ -42,6 +44,11 @@ def opened(name: str, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[
     return module.Run(recipe, run, deepspeed_config)
 
 
+def settings(recipe: Recipe, deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a tracker shows of a run's settings: all of them, without credentials."""
+    return redacted({"recipe": to_dict(recipe), "deepspeed": dict(deepspeed_config)})
+
+
 def run_id(run: RunFolder) -> str:
     """Return the id that trackers know the run by, kept in the run folder."""
     if not run.wandb_id.exists():
@@ -61,5 +68,5 @@ def over_tokens(numbers: Mapping[str, float]) -> dict[str, float]:
 
 def tags(recipe: Recipe) -> list[str]:
     """Return by what a run is found: family, method and DeepSpeed file, and the recipe's own tags."""
-    own = [tag.strip() for tag in (recipe.wandb.tags or "").split(",") if tag.strip()]
+    own = [redact(tag.strip()) for tag in (recipe.wandb.tags or "").split(",") if tag.strip()]
     return list(dict.fromkeys([recipe.family, recipe.method, Path(recipe.deepspeed).stem, *own]))
