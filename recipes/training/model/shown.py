@@ -14,6 +14,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import has_generation_markers
 
 from ...spec.conversation import REASONING
 from ...spec.errors import UserError
@@ -30,7 +31,7 @@ class Shown:
 
     turns: Turns
     forgets: bool
-    """Reasoning of earlier turns is left out, as by templates that show only the last turn's."""
+    """Reasoning of earlier turns is left out, as templates do that show only the last turn's."""
 
 
 @dataclass
@@ -98,10 +99,14 @@ def shown(
     """
     words, probe, described = _probed(turns, tools)
     shape = json.dumps([probe, described, options], sort_keys=True, default=str)
-    form, missing, forgets = _best(tokenizer, template, shape, tuple(words.meant.items()), prompt)
+    form, missing, forgotten = _best(tokenizer, template, shape, tuple(words.meant.items()), prompt)
     if missing:
         raise UserError(_dropped(turns, *missing))
-    return Shown([FORMS[form](turn) for turn in turns], forgets)
+    found = [FORMS[form](turn) for turn in turns]
+    if not has_generation_markers(template):  # each beginning is rendered too, and has to be as in the whole
+        for number in forgotten:
+            found[number] = {key: value for key, value in found[number].items() if key not in REASONING}
+    return Shown(found, bool(forgotten))
 
 
 def _probed(turns: Turns, tools: Any) -> tuple[_Words, Turns, Any]:
@@ -213,8 +218,8 @@ def _best(
     shape: str,
     told: tuple[tuple[str, tuple[int, str]], ...],
     prompt: bool,
-) -> tuple[str, Missing, bool]:
-    """Return the first form that shows all, or else the first form with what it drops; and whether it forgets."""
+) -> tuple[str, Missing, frozenset[int]]:
+    """Return the first form that shows all, or else what the first form drops; and the turns that are forgotten."""
     probe, tools, options = json.loads(shape)
     meant = dict(told)
     reasons = any("reasoning" in what for _, what in meant.values())
@@ -232,9 +237,9 @@ def _best(
             )
         ]
         if not kept:
-            return name, None, bool(dropped)
+            return name, None, frozenset(number for number, _ in dropped)
         first = first or kept[0]
-    return "as it is", first, False
+    return "as it is", first, frozenset()
 
 
 def _missing(
