@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from recipes.spec import pages
 from recipes.spec.errors import UserError
-from recipes.spec.recipe import Draft
+from recipes.spec.recipe import Draft, Lora
 from recipes.training.model import draft, output_head, packing_check, tiling
 from tests.small import language_families, small
 from tests.tiers import tiered
@@ -72,8 +72,20 @@ def test_such_a_model_trains_on_whole_logits_or_not_at_all(tokenizer, tmp_path, 
         output_head.check(small(tmp_path, tmp_path, tiled_loss=True), tokenizer)
     with pytest.raises(UserError, match="DPO computes logits in tiles: recurrent_gemma's own"):
         output_head.check(small(tmp_path, tmp_path, method="dpo"), tokenizer)
-    whole = small(tmp_path, tmp_path, sequence_length=4)
+    whole = small(tmp_path, tmp_path, sequence_length=8)
     assert output_head.check(whole, tokenizer) is whole, "logits are small: there are no tiles"
+
+
+def test_adapters_of_the_head_are_not_left_out(tokenizer, tmp_path, capsys):
+    config = AutoConfig.for_model("llama", num_attention_heads=4, hidden_size=64, num_key_value_heads=4)
+    config.save_pretrained(tmp_path)
+    asked = {"lora": Lora(target_modules="q_proj,lm_head"), "sequence_length": 4096}
+    assert output_head.check(small(tmp_path, tmp_path, **asked), tokenizer).tiled_loss is False
+    assert "lora.target_modules=q_proj,lm_head includes the output head, whose" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"DPO computes .*target_modules=q_proj,lm_head .*; name other modules, or use"):
+        output_head.check(small(tmp_path, tmp_path, method="dpo", **asked), tokenizer)
+    kept = small(tmp_path, tmp_path, **asked | {"lora": Lora(target_modules="all-linear")})
+    assert output_head.check(kept, tokenizer) is kept
 
 
 @pytest.mark.every

@@ -20,11 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedTokenizerBase, Trainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from ...spec.errors import UserError
 from ...spec.recipe import Recipe
 from ..data.collate import Collator
 from ..data.load import Datasets, tokenized_datasets
@@ -67,11 +65,6 @@ class RunDistillTrainer(Averaging, Trainer):
         self.student = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         self.vocabulary = teacher.entries(recipe)
         self.head = output_head.head_of(self.student, self.vocabulary)
-        if isinstance(self.head.module, BaseTunerLayer):
-            raise UserError(
-                f"lora.target_modules={recipe.lora and recipe.lora.target_modules}: includes the output head, which "
-                "distillation computes in tiles, without adapters; name other modules, or use all-linear."
-            )
         self.teacher: Teacher | None = None
         if recipe.distill.top_k is None:
             self.teacher = self._load_teacher()

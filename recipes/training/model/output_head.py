@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from ...spec.errors import UserError, first_line
 from ...spec.loss_tiles import tiles_loss
-from ...spec.recipe import Recipe
+from ...spec.recipe import Lora, Recipe, names
 from .load import load_config
 from .packing_check import LEAK, draft_of
 
@@ -69,22 +69,31 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str
     by_method = traits.tiles or traits.teacher or traits.rollouts
     if not by_method and not tiles_loss(recipe, config.vocab_size):
         return recipe
-    why = difference(config, tokenizer)
+    why = difference(config, tokenizer, recipe.lora)
     if not why:
         return recipe
     if by_method:
-        raise UserError(f"{traits.title} computes logits in tiles: {why}; use another model, or the variant full.")
+        fix = "name other modules, or use all-linear" if why.startswith("lora.") else "use another model"
+        raise UserError(f"{traits.title} computes logits in tiles: {why}; {fix}.")
     if recipe.tiled_loss:
         raise UserError(f"tiled_loss=true: {why}; use tiled_loss=false.")
     say(f"tiled_loss=false: {why}")
     return replace(recipe, tiled_loss=False)
 
 
-def difference(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return why logits in tiles are not the model's own, as a shrunken model shows; empty where they are."""
+def difference(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, lora: Lora | None = None) -> str:
+    """Return why logits in tiles are not the model's own, as a shrunken model shows; empty where they are.
+
+    Tiles read the weight of a head, so they are not its own where it is to have adapters.
+    """
     kind = config.model_type
     try:
-        off = distance(draft_of(config, tokenizer, "eager", torch.float32))
+        model = draft_of(config, tokenizer, "eager", torch.float32)
+        head = model.get_output_embeddings()
+        name = next(name for name, module in model.named_modules() if module is head)
+        if lora and any(f".{name}".endswith(f".{target}") for target in names(lora.target_modules)):
+            return f"lora.target_modules={lora.target_modules} includes the output head, whose adapters tiles leave out"
+        off = distance(model)
     except Exception as error:  # a model's own code may raise anything
         return f"they cannot be compared with {kind}'s own on a shrunken model ({first_line(error)})"
     return f"{kind}'s own differ from them by {off:.0e} of the largest" if off > LEAK[torch.float32] else ""
