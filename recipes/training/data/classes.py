@@ -65,7 +65,9 @@ def check_pairs(key: str, pairs: int, global_batch_size: int) -> None:
         UserError: names the number, and the batch that it allows.
     """
     if pairs < max(2, global_batch_size):
-        fix = f"set global_batch_size to at most {pairs}, or add pairs" if pairs > 1 else "add pairs"
+        fix = (
+            f"set global_batch_size and micro_batch_size to at most {pairs}, or add pairs" if pairs > 1 else "add pairs"
+        )
         raise UserError(
             f"{key}: {pairs} {'pair' if pairs == 1 else 'pairs'}, fewer than global_batch_size={global_batch_size}; "
             f"the other pairs of a batch are what each is told from: {fix}."

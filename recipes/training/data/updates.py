@@ -4,7 +4,7 @@ Standard library only.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,17 +99,37 @@ def _ways(recipe: Recipe, size: Size, world_size: int) -> Iterator[dict[str, int
         elif batch := _batch(unpacked, size.documents, world_size):
             yield {"packing": False, **batch}
     if recipe.max_steps is None:
-        yield {"epochs": math.ceil(ENOUGH / per_epoch(size.sequences, recipe.global_batch_size))}
+        smaller: dict[str, int | bool] = {}
+        if size.sequences < _least(recipe, world_size) and not (
+            smaller := _batch(recipe, size.sequences, world_size, lambda *_: True)
+        ):
+            return
+        batch_size = smaller.get("global_batch_size", recipe.global_batch_size)
+        yield {**smaller, "epochs": math.ceil(ENOUGH / per_epoch(size.sequences, batch_size))}
 
 
-def _batch(recipe: Recipe, sequences: int, world_size: int) -> dict[str, int | bool]:
-    """Return the largest global batch that gives enough updates, and a smaller micro-batch where it needs one."""
+def _least(recipe: Recipe, world_size: int) -> int:
+    """Return the sequences without which a method refuses to train: some leave out what makes no whole step or pass."""
+    if recipe.traits.rollouts or recipe.traits.embeds:
+        return recipe.global_batch_size
+    if recipe.traits.examples == "judged answers":
+        return recipe.micro_batch_size * data_parallel_size(recipe.layout, world_size)
+    return 1
+
+
+def _batch(
+    recipe: Recipe, sequences: int, world_size: int, suits: Callable[[Recipe, int], bool] = _enough
+) -> dict[str, int | bool]:
+    """Return the largest global batch that gives enough updates, and a smaller micro-batch where it needs one.
+
+    `suits` is another condition on the recipe and the sequences.
+    """
     ranks = data_parallel_size(recipe.layout, world_size)
     for micro in sorted({recipe.micro_batch_size, recipe.traits.least_micro_batch}, reverse=True):
         unit = micro * ranks
         for batch in range(min(recipe.global_batch_size, sequences) // unit * unit, 0, -unit):
             smaller_batch = _changed(recipe, global_batch_size=batch, micro_batch_size=micro)
-            if smaller_batch and _enough(smaller_batch, sequences):
+            if smaller_batch and suits(smaller_batch, sequences):
                 smaller = {"micro_batch_size": micro} if micro != recipe.micro_batch_size else {}
                 return {"global_batch_size": batch, **smaller}
     return {}
