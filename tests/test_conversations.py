@@ -23,7 +23,7 @@ from recipes.training.data import chat_templates, sources, tokenize
 from recipes.training.data.forms import formats, keys
 from recipes.training.model.draft import TINY_MODEL
 from tests.small import small
-from tests.test_masks import FOLDER, tokenizer_with
+from tests.test_masks import FOLDER, SYSTEM, TOOL_TURNS, TOOLS, TURNS, tokenizer_with
 from tests.tiers import tiered
 
 TEMPLATES = sorted({file.stem for file in FOLDER.glob("*.jinja") if not file.stem.endswith("_training")})
@@ -284,6 +284,41 @@ def test_a_flag_that_is_not_read_is_noticed(monkeypatch):
     monkeypatch.setattr(keys, "is_learned", lambda where, turn: True)
     with pytest.raises(AssertionError):
         check("chatml", drawn, Style())
+
+
+REASONED = TURNS[1] | {"reasoning_content": "Since."}
+KINDS = {
+    "turns": (TURNS, None),
+    "system": ([SYSTEM, *TURNS[:2]], None),
+    "tools": (TOOL_TURNS, TOOLS),
+    "reasoning": ([TURNS[0], REASONED], None),
+    "earlier reasoning": ([TURNS[0], REASONED, *TURNS[2:]], None),
+}
+KEEPS = "TRL's version keeps the think blocks of earlier turns, so that each turn is trained as it was written"
+DIFFERS = {
+    "glm4moe": (set(KINDS), "TRL's version ends a turn in the token that begins the next, where generation stops"),
+    "qwen3": ({"turns", "tools", "earlier reasoning"}, KEEPS),
+    **dict.fromkeys(("qwen3_5_nothink", "qwen3_5_think", "qwen3_6"), ({"turns", "earlier reasoning"}, KEEPS)),
+}
+"""Templates, the kinds of conversations that are trained in other tokens than the template itself gives, and why."""
+READS_PARTS = {"idefics3", "llava_next", "smolvlm"}
+"""Templates that show content only as lists of parts."""
+
+
+@pytest.mark.parametrize("name", tiered(TEMPLATES, {*FEW, *READS_PARTS, "glm4moe"}))
+def test_what_is_trained_is_what_the_template_itself_renders_or_differs_for_a_reason(name):
+    tokenizer, _, to_tokens = tools_of(name)
+    differing = set()
+    for kind, (turns, tools) in KINDS.items():
+        try:
+            ids = to_tokens({"messages": turns, "tools": tools, "given": 0})["input_ids"]
+        except UserError:
+            continue  # the template shows less than the conversation says; see the test above
+        if name in READS_PARTS:
+            turns = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+        if tokenizer.apply_chat_template(turns, tools, return_dict=True)["input_ids"] != ids:
+            differing.add(kind)
+    assert differing == DIFFERS.get(name, (set(), ""))[0]
 
 
 def write_jsonl(path, rows):

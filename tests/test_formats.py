@@ -399,6 +399,7 @@ FILES = {
     "array of arrays": ("a.json", b"[[1]]", "row 1: a list, not a JSON object"),
     "array empty": ("a.json", b"[]", "empty"),
     "object": ("a.json", b'{"data": [\n{"text": "a"}]}', ":1: not JSON"),
+    "two columns of a name": ("a.csv", b"prompt,prompt,completion\na,b,c\n", ":1: has the column 'prompt' twice"),
     "gzip": ("a.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text; unpack it"),
     "Parquet": ("a.jsonl", b"PAR1abc", "is Parquet without the suffix"),
     "UTF-16": ("a.csv", "a,b".encode("utf-16"), "is UTF-16, not text"),

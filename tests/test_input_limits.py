@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from recipes.planning.search import model_recipe
@@ -119,6 +120,43 @@ def test_a_damaged_page_is_named(tmp_path):
             assert "a.parquet" in str(error) and len(str(error).splitlines()) <= 3
             seen.add("cannot be read as parquet" in str(error))
     assert True in seen
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [b'{"info": {"features": {"prompt": {"_type": "Strange"}}}}', b"not json"],
+    ids=["an unknown type", "no JSON"],
+)
+def test_metadata_of_another_library_is_no_traceback(metadata, tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"prompt": ["a"], "completion": ["b"]})
+    pq.write_table(table.replace_schema_metadata({b"huggingface": metadata}), path)
+    with pytest.raises(UserError) as caught:
+        sources.read(str(path), small(tmp_path, path))
+    one_line(caught, "a.parquet", "cannot be read as parquet")
+
+
+@pytest.mark.parametrize("file", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("content", [b"", b"[]"], ids=["emptied", "overwritten"])
+def test_a_damaged_folder_of_save_to_disk_is_named(file, content, tmp_path):
+    path = tmp_path / "saved"
+    Dataset.from_list([{"messages": TURNS}]).save_to_disk(path)
+    (path / file).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        sources.read(str(path), small(tmp_path, path))
+    one_line(caught, "saved")
+
+
+@pytest.mark.parametrize("compared", [True, False], ids=["compared", "classified"])
+def test_a_role_that_the_template_does_not_know_is_no_traceback(compared):
+    tokenizer = chat_templates.load_tokenizer(small(TINY_MODEL, Path("unread")))
+    asked = [TURNS[0], {"role": "assistant", "content": "Wait."}, {"role": "tool", "content": "3"}]
+    with pytest.raises(UserError) as caught:
+        if compared:
+            tokenize.answered(tokenizer, {"prompt": asked, "chosen": TURNS[1:]}, "chosen")
+        else:
+            tokenize.text_tokens(tokenizer, asked, 100)
+    one_line(caught, "role must be system, user or assistant, not tool", "It begins: [{'role': 'user'")
 
 
 BAD_JSON = {

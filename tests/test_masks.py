@@ -200,6 +200,26 @@ def test_the_template_can_be_chosen(tmp_path):
         load_tokenizer(mine)
 
 
+def test_of_templates_with_names_the_default_is_used(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    own = tokenizer.chat_template
+    tokenizer.chat_template = {"default": own, "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(small(tmp_path, "unread")).chat_template == own
+    tokenizer.chat_template = {"rag": own, "tool_use": own}
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=r"have names \(rag, tool_use\), and none is the default; .*chat_template=FILE"):
+        load_tokenizer(small(tmp_path, "unread"))
+
+
+def test_a_tokenizer_without_an_end_can_pad(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(small(tmp_path, "unread", method="pretrain")).pad_token_id is not None
+
+
 def test_chatml_renders_the_documented_form():
     tokenizer = tokenizer_with("chatml")
     text = tokenizer.apply_chat_template([SYSTEM, *TURNS[:2]], tokenize=False)

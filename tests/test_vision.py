@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import is_torchvision_available
-from trl.chat_template_utils import get_training_chat_template, qwen2_5_vl_chat_template
+from trl.chat_template_utils import get_training_chat_template, qwen2_5_vl_chat_template, smolvlm_chat_template
 
 from recipes.launching import preflight
 from recipes.planning.hardware.cluster import Cluster
@@ -313,6 +313,39 @@ def test_a_typed_picture_token_is_text(sample, tmp_path):
     assert image not in sequences[0]["input_ids"] and "<|image|> is a word" in tokenizer.decode(
         sequences[0]["input_ids"]
     )
+
+
+@needs("transformers>=5.17")
+def test_a_template_that_shows_only_parts_gets_parts(sample, shown, tmp_path):
+    """SmolVLM's: of a string it would show nothing, neither an answer nor a question without an image."""
+    model = shutil.copytree(sample("idefics3"), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<end_of_utterance>"]}, replace_extra_special_tokens=False
+    )
+    image = processor.load(str(model)).image_token
+    tokenizer.chat_template = smolvlm_chat_template.replace("<image>", image)
+    tokenizer.save_pretrained(model)
+    _, tokenizer, sequences = prepared(model, shown)
+    rows = [json.loads(line) for line in shown.read_text(encoding="utf-8").splitlines()]
+    for sequence, row in zip(sequences, rows, strict=True):
+        question, answer = row["messages"][0]["content"][-1]["text"], row["messages"][1]["content"]
+        assert question in tokenizer.decode(sequence["input_ids"])
+        assert (
+            tokenizer.decode([one for one in sequence["labels"] if one != -100]).strip()
+            == f"{answer}<end_of_utterance>"
+        )
+
+
+@needs("transformers>=5.17")
+def test_a_turn_that_is_not_to_be_learned_is_not(sample, folder):
+    said = [*turns([part(image="a.png"), TEXT], "wrong"), *turns([part(image="b.jpg"), TEXT], "right")]
+    said[1]["train"] = False
+    path = write_rows(folder / "flagged.jsonl", [{"messages": said}])
+    _, tokenizer, sequences = prepared(sample("llava"), path)
+    assert "wrong" in tokenizer.decode(sequences[0]["input_ids"])
+    learned = tokenizer.decode([label for label in sequences[0]["labels"] if label != -100], skip_special_tokens=True)
+    assert learned == "right"
 
 
 @needs("transformers>=5.17")

@@ -133,8 +133,8 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         named = tokenizer.chat_template
         if "default" not in named:
             raise UserError(
-                f"model.path={recipe.model.path}: its chat templates have names ({', '.join(named)}), and none is the "
-                "default; save the one you want to a file, and name that: model.chat_template=FILE."
+                f"model.path={recipe.model.path}: its chat templates have names ({', '.join(sorted(named))}), and none "
+                "is the default; save the one you want to a file, and name that: model.chat_template=FILE."
             )
         tokenizer.chat_template = named["default"]
     elif asked == "chatml" or (asked == "auto" and tokenizer.chat_template is None and recipe.method != "pretrain"):

@@ -172,6 +172,9 @@ def _table(path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB per cell, is too small for documents
     rows = csv.DictReader((line for _, line in _lines(path)), delimiter=separator, strict=True)
     try:
+        names = list(rows.fieldnames or ())
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"{path}:1: has the column {twice!r} twice, and one would be lost; rename it.")
         for row in rows:
             where = f"{path}:{rows.line_num}"
             if None in row or None in row.values():
