@@ -9,6 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from recipes.launching import paths
+from recipes.spec import deepspeed_file, overrides
+from recipes.spec.errors import UserError
 from recipes.spec.recipe import Lora, Schedule, Wandb
 from recipes.spec.run_folder import (
     COMPLETE,
@@ -22,6 +25,7 @@ from recipes.spec.run_folder import (
     write_recipe,
 )
 from recipes.training import run as training_run
+from recipes.training import universal_checkpoint
 from recipes.training.callbacks.stop_signal import StopOnSignal
 from tests.launching import BIN
 from tests.ranks import read_logs
@@ -151,3 +155,39 @@ def test_half_a_checkpoint_is_never_chosen(tmp_path):
     forget_after(run, chosen)
     assert not (run.checkpoints / "checkpoint-15").exists()
     assert [row["step"] for row in read_jsonl(run.metrics)] == list(range(1, 11))
+
+
+CHANGES = {
+    "precision=bf16": r"precision=bf16: .*checkpoint-5 holds weights and states of a run with fp32",
+    "precision=fp16": r"precision=fp16: .*of a run with fp32",
+    "layer_decay=0.9": r"layer_decay=0\.9: .*of a run with 1\.0",
+    "optimizer=adamw_8bit": r"optimizer=adamw_8bit: .*holds the states of adamw",
+    "lora.rank=8": r"lora\.rank=8: .*holds adapters with 4",
+    "lora.target_modules=q_proj": r"lora\.target_modules=q_proj: .*holds adapters with all-linear",
+    "lora.plus_ratio=16": r"lora\.plus_ratio=16\.0: .*holds adapters with 1\.0",
+    "deepspeed=zero3.json": r"deepspeed=zero3\.json: .*was written under ZeRO-1",
+    "deepspeed=zero1_bf16_states.json": r"=zero1_bf16_states\.json: its (bf16|data_types) block",
+    "layout.tensor=2": r"layout\.tensor=2: .*was written with 1",
+    "layout.pipeline=2": r"layout\.pipeline=2: .*was written with 1",
+}
+"""Changes after which the states of a checkpoint could not be loaded, or would be others'."""
+ACCEPTED = ("learning_rate=1e-5", "max_steps=99", "micro_batch_size=2", "gradient_checkpointing=false", "save_steps=7")
+
+
+def test_a_resume_with_settings_that_the_checkpoint_does_not_fit_is_refused(tmp_path, model_folder, conversations):
+    run = RunFolder(tmp_path)
+    recipe = paths.locate(small(model_folder, conversations, deepspeed="zero1.json", precision="fp32", lora=LORA))
+    write_recipe(run, recipe)
+    write_json(run.deepspeed, {"zero_optimization": {"stage": 1}})
+    write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {"step": 5, "world_size": 2, "layout": {}, "files": {}})
+
+    def check(change):
+        changed = paths.locate(overrides.apply(recipe, [change]))
+        universal_checkpoint.check(changed, run, deepspeed_file.read(changed.deepspeed), 2)
+
+    for change, said in CHANGES.items():
+        with pytest.raises(UserError, match=said) as refused:
+            check(change)
+        assert "\n" not in str(refused.value) and ("leave" in str(refused.value) or "use " in str(refused.value))
+    for change in ACCEPTED:
+        check(change)

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-from ..spec.errors import UserError, lasting, of_system, redact
+from ..spec.errors import UserError, first_line, lasting, of_system, redact
 from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program, python_path
 
 COMMANDS = {
@@ -95,6 +95,8 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
         refused = lasting(error, _written(words))
         if refused is None and isinstance(error, OSError) and _is_users(error, words):
             refused = of_system(error)
+        if refused is None and isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # Python below 3.13
+            refused = f"{first_line(error)}: remove the links that lead in a circle."
         if refused is None:
             raise
         print(f"{program(name)}: {redact(refused)}", file=sys.stderr)
@@ -102,11 +104,11 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
 
 
 def _is_users(error: OSError, words: Sequence[str] | None) -> bool:
-    """Return whether an error is about a file that the command line names, or one in a folder that it names."""
+    """Return whether an error is about a file that the command line names, or one in or above such a folder."""
     typed = [word.partition("=")[2] or word for word in (sys.argv[1:] if words is None else words)]
     named = [Path(os.path.abspath(word)) for word in typed if word and "\0" not in word]
     about = [Path(os.path.abspath(os.fsdecode(file))) for file in (error.filename, error.filename2) if file]
-    return any(file.is_relative_to(place) for file in about for place in named)
+    return any(file.is_relative_to(place) or place.is_relative_to(file) for file in about for place in named)
 
 
 def _written(words: Sequence[str] | None) -> str | None:

@@ -67,8 +67,13 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
     if mount and Path(path).is_relative_to(mount):
         return path
     for folder in (Path(), *folders, IMPORT_ROOT):
-        if (folder / path).exists():
-            return str((folder / path).resolve())
+        place = folder / path
+        if place.is_file() or place.is_dir():
+            return str(place.resolve())
+        if place.exists():
+            raise UserError(f"{key}={path}: a pipe or a device, which ranks cannot read again; save it as a file.")
+        if place.is_symlink():
+            raise UserError(f"{key}={path}: a link to {place.readlink()}, which is not there.")
     looks_like_hub_id = (
         path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix[1:].isalpha()
     )

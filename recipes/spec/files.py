@@ -25,6 +25,8 @@ def beside(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     draft = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.part{target.suffix[:20]}")
     try:
+        if target.is_symlink():  # in a circle
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         old = target.stat() if target.exists() else None
         if old and stat.S_ISDIR(old.st_mode):

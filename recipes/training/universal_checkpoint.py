@@ -100,7 +100,33 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
         raise UserError(
             f"optimizer={recipe.optimizer}: {checkpoint} holds the states of {saved.optimizer}; leave it unchanged."
         )
-    for name in ("rank", "target_modules", "target_parameters", "dora", "rslora", "init"):
+    settings = {
+        "precision": (recipe.precision, saved.precision),
+        "layer_decay": (recipe.layer_decay, saved.layer_decay),  # a group of states per layer, or one for all
+        "model.train_vision": (recipe.model.train_vision, saved.model.train_vision),
+    }
+    for key, (asked, held) in settings.items():
+        if asked != held:
+            raise UserError(
+                f"{key}={str(asked).lower() if isinstance(asked, bool) else asked}: {checkpoint} holds weights and "
+                f"states of a run with {str(held).lower() if isinstance(held, bool) else held}; leave it unchanged, "
+                "or start a new run without --resume."
+            )
+    if recipe.deepspeed != saved.deepspeed and Path(saved.deepspeed).exists():
+        new, old = deepspeed_file.read(recipe.deepspeed), deepspeed_file.read(saved.deepspeed)
+        for block in ("bf16", "data_types"):  # they say in what dtype weights, gradients and states are kept
+            if new.content.get(block) != old.content.get(block):
+                raise UserError(
+                    f"deepspeed={new.name}: its {block} block is not that of {old.name}, with which {checkpoint} was "
+                    f"written; use {old.name}, or start a new run without --resume."
+                )
+        kind, before = new.optimizer or recipe.optimizer, old.optimizer or saved.optimizer
+        if kind.lower() != before.lower():
+            raise UserError(
+                f"deepspeed={new.name}: its optimizer is {kind}, and {checkpoint} holds the states of {before}; use "
+                f"{old.name}, or start a new run without --resume."
+            )
+    for name in ("rank", "target_modules", "target_parameters", "dora", "rslora", "init", "plus_ratio"):
         now, then = (getattr(one.lora, name, None) for one in (recipe, saved))
         if now != then:
             raise UserError(f"lora.{name}={now}: {checkpoint} holds adapters with {then}; leave it unchanged.")
