@@ -6,6 +6,7 @@ import json
 import math
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,9 @@ from recipes.commands import main
 from recipes.spec import bounds, overrides, pages
 from recipes.spec.conversions import from_dict, to_dict
 from recipes.spec.errors import UserError
+from recipes.spec.project import program
 from recipes.spec.recipe import Recipe
+from recipes.spec.samples import TINY_MODEL
 from tests.tiers import tiered
 
 ODD = (
@@ -162,3 +165,39 @@ def test_each_side_of_a_bound_is_open_or_closed():
     ):
         assert not any(bound.broken_by(value) for value in inside)
         assert all(bound.broken_by(value) for value in outside)
+
+
+ODD_OPTIONS = {
+    "launch": (("tiny", "full", "--dry-run"), ("--gpus", "--max-restarts", "--nodes")),
+    "plan": (
+        ("llama3-8b", "--gpu", "H100"),
+        ("--gpus", "--nodes", "--gpu-memory", "--host-memory", "--sequence-length"),
+    ),
+    "check": (("c.json",), ("--world-size", "--gpu-memory", "--sequence-parallel", "--pipeline", "--model")),
+    "resolve": (("zero3.json",), ("--world-size", "--model")),
+    "shrink": ((str(TINY_MODEL), "--output", "o"), ("--layers", "--intermediate", "--hidden")),
+    "generate": ((str(TINY_MODEL), "hi"), ("--max-new-tokens", "--temperature", "--top-p", "--top-k")),
+    "benchmark": (("overhead",), ("--minutes", "--rounds", "--gpus", "--micro-batch", "--length")),
+}
+
+
+@pytest.mark.parametrize("command", tiered(ODD_OPTIONS, ("check", "resolve", "shrink")))
+def test_an_odd_value_of_an_option_is_refused_in_a_line(command, capsys):
+    Path("c.json").write_text('{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}}')
+    words, options = ODD_OPTIONS[command]
+    for option in options:
+        for value in ("nan", "-1", "x", "", " ", "-inf", "9" * 30):
+            try:
+                status = main.run(command, [*words, f"{option}={value}"])
+            except SystemExit as end:
+                status = end.code
+            said = capsys.readouterr().err
+            assert status == 2, (option, value, said)
+            assert said.startswith(f"{program(command)}: ") and len(said.strip().splitlines()) <= 3, said
+
+
+def test_a_system_prompt_may_be_empty_and_no_other_value(capsys):
+    for words in (["--include", ""], ["--time="], ["--master-addr", " "]):
+        with pytest.raises(SystemExit):
+            main.run("launch", ["tiny", "full", *words])
+        assert f"{words[0].rstrip('=')}: the value is missing" in capsys.readouterr().err

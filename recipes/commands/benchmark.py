@@ -72,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overhead.add_arguments(parser)
     options = parser.parse_args(arguments)
     names = [*BENCHMARKS, "overhead"] if "all" in options.benchmark else options.benchmark
+    for name in ("minutes", "rounds", "gpus", "micro_batch", "length"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be above 0")
     if {"overhead", "scaling"} & set(names) and options.steps < overhead.FEWEST:
         parser.error(f"--steps {options.steps}: {overhead.WARM_UP} are warm-up; at least {overhead.FEWEST} are needed.")
     if names != ["planner"]:

@@ -152,6 +152,16 @@ class Parser(argparse.ArgumentParser):
         """End with a line that names the mistake and what to write instead, not with the whole usage."""
         self.exit(2, f"{self.prog}: {self._in_words(message)}\n")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> object:
+        """Return a value as its option reads it; no number is without end, and no value, but a prompt, is empty."""
+        if not arg_string.strip() and action.option_strings and action.dest != "system":
+            raise argparse.ArgumentError(action, "the value is missing")
+        value = super()._get_value(action, arg_string)
+        if action.type in (int, float) and not (abs(value) < 2**32):  # nan is not below either
+            option = "/".join(action.option_strings) or action.dest
+            self.exit(2, f"{self.prog}: {option} {arg_string[:40]}: must be a number below {2**32}.\n")
+        return value
+
     def nearest(self, option: str) -> str | None:
         """Return the option that is spelled most like an unknown one; None where none is near."""
         return next(

@@ -68,9 +68,12 @@ def _gib(text: str) -> float:
     """Return GiB: `64`, `64G`, `64GB` or `64 GiB`, which people mean alike."""
     number = re.fullmatch(r"([-+]?[0-9.]+(?:e[0-9]+)?)\s*(?:g|gb|gib)?", text.strip().lower())
     try:
-        return float(number[1] if number else text)
+        size = float(number[1] if number else text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text} is not a size in GiB, such as 64") from None
+    if 2**32 <= size < math.inf:  # what is not a number, or infinite, is refused with what is below 0
+        raise argparse.ArgumentTypeError(f"{text[:40]} is more memory than there is; write GiB, such as 64")
+    return size
 
 
 def _length(text: str) -> int:
