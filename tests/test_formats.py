@@ -432,7 +432,7 @@ OPTIONS = {
     "weights": (Data("a.jsonl,b.jsonl", weights="1,2,3"), {}, "names 2 sources, so 2 numbers above 0"),
     "weights of words": (Data("a.jsonl,b.jsonl", weights="much,little"), {}, "data.weights=much,little"),
     "weight of zero": (Data("a.jsonl,b.jsonl", weights="1,0"), {}, "above 0"),
-    "share": (Data("a.jsonl", validation_share=1.0), {}, "must be below 1"),
+    "share": (Data("a.jsonl", validation_share=1.0), {}, "below 1"),
     "stream without an end": (Data("a.jsonl", streaming=True), {"max_steps": None}, "add max_steps=1000"),
     "stream split": (Data("a.jsonl", streaming=True, validation_share=0.1), {}, "a stream cannot be split"),
     "stream of so many": (

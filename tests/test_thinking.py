@@ -65,6 +65,12 @@ def test_a_block_in_the_content_counts_too():
     assert "think" not in whole and learned.startswith("Yes.")
 
 
+def test_a_turn_that_only_reasons_cannot_be_stripped():
+    for turn in (answer(""), {"role": "assistant", "content": f"<think>{REASON}</think>"}):
+        with pytest.raises(UserError, match=r"data\.thinking=strip: leaves nothing of turn 2"):
+            tokens_and_learned("chatml", [FIRST, turn], "strip")
+
+
 def test_an_empty_block_stays_in_the_loss():
     whole, learned = tokens_and_learned("qwen3", [FIRST, {"role": "assistant", "content": "Yes."}], "read")
     assert "<think>\n\n</think>\n\nYes." in whole and "<think>\n\n</think>\n\nYes." in learned

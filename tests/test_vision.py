@@ -349,6 +349,20 @@ def test_a_turn_that_is_not_to_be_learned_is_not(sample, folder):
 
 
 @needs("transformers>=5.17")
+@pytest.mark.parametrize(("how", "whole", "learned"), [("strip", False, False), ("read", True, False)])
+def test_reasoning_is_taken_out_or_only_read(sample, folder, how, whole, learned):
+    said = turns([part(image="a.png"), TEXT], "<think>\nSince.\n</think>\n\nright")
+    path = write_rows(folder / "reasons.jsonl", [{"messages": said}])
+    recipe = seeing.recipe_for(sample("llava"), path, "zero0.json")
+    recipe = replace(recipe, data=replace(recipe.data, thinking=how))
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
+    sequences, _ = tokenize.prepare(str(path), recipe, tokenizer)
+    found = tokenizer.decode([label for label in sequences[0]["labels"] if label != -100], skip_special_tokens=True)
+    assert ("Since." in tokenizer.decode(sequences[0]["input_ids"])) is whole
+    assert ("Since." in found) is learned and found.strip().endswith("right")
+
+
+@needs("transformers>=5.17")
 def test_given_turns_are_not_learned(sample, folder):
     """What a prompt holds is given, an earlier answer too, however long its pictures are."""
     prompt = [*turns([part(image="a.png"), TEXT], "given"), {"role": "user", "content": [part(image="b.jpg"), TEXT]}]

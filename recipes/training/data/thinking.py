@@ -22,8 +22,23 @@ AT_START = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 def stripped(turns: Turns) -> Turns:
-    """Return the turns without the assistant's reasoning. A template may still write an empty block."""
-    return [_without(turn) if turn["role"] == "assistant" else turn for turn in turns]
+    """Return the turns without the assistant's reasoning. A template may still write an empty block.
+
+    Raises:
+        UserError: nothing is left of a turn.
+    """
+    found = [_without(turn) if turn["role"] == "assistant" else turn for turn in turns]
+    for number, turn in enumerate(found, start=1):
+        if (
+            turn["role"] == "assistant"
+            and not (turn["content"] or turn.get("tool_calls"))
+            and turns[number - 1] != turn
+        ):
+            raise UserError(
+                f"data.thinking=strip: leaves nothing of turn {number}, which only reasons; remove the example, or use "
+                f"data.thinking=learn.\nIt begins: {str(turns)[:200]}"
+            )
+    return found
 
 
 def _without(turn: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...spec.errors import UserError
 from ...spec.recipe import Recipe
-from ..data import chat_templates
+from ..data import chat_templates, thinking
 from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.shown import shown
 from . import files, processor
@@ -34,6 +34,8 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
     def tokenize(example: dict[str, Any]) -> dict[str, Any]:
         turns, tools, given, where = (example[name] for name in ("messages", "tools", "given", "where"))
         options = example.get("options") or {}
+        if recipe.data.thinking == "strip":
+            turns = thinking.stripped(turns)
         pictures = read_all(where, example["images"], recipe.data.max_pixels)
         texts = processor.text_of_pictures(seen, pictures)
         try:
@@ -49,6 +51,8 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
         chat, learned = widened(where, chat, learned, seen.image_token, texts, known)
         ids, places = known.encode(tokenizer, chat)
         said = [any(first < end and start < last for first, last in learned) for start, end in places]
+        if recipe.data.thinking == "read":
+            said = thinking.unlearned(tokenizer, turns, ids, said)
         labels = [one if told and one not in silent else IGNORED for one, told in zip(ids, said, strict=True)]
         return {"input_ids": ids, "labels": [IGNORED, *labels[1:]], "forgets": found.forgets}
 
