@@ -307,3 +307,11 @@ def test_a_folder_of_texts_is_read_with_its_markdown(tmp_path):
     assert sources.files_left(source, "train") is None
     (source,) = sources.read(str(tmp_path / "a.md"), small(tmp_path, tmp_path, method="pretrain"))
     assert source.examples["text"] == ["Text of a.md."]
+
+
+def test_other_names_of_fields_are_read_from_every_source(tmp_path):
+    path = tmp_path / "a.jsonl"
+    judged = [{**CHATS[n], "kto_tag": n == 0, "functions": []} for n in range(2)]
+    path.write_text(lines(judged))
+    [source] = sources.read(str(path), small(tmp_path, path, method="kto", micro_batch_size=2))
+    assert source.form == "judged_messages" and source.examples["label"] == [True, False] and not source.unread

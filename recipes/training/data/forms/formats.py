@@ -95,6 +95,7 @@ def form_of(where: str, example: Example, method: Method, asked: str = "auto") -
     Raises:
         UserError: the fields belong to no form, or to one that another method reads.
     """
+    example = keys.with_usual_names(where, example)
     if asked != "auto":
         if not _reads(method, asked):
             raise UserError(f"data.form={asked}: is {_serves(asked)}; {_needs(method)}.")
