@@ -48,6 +48,7 @@ from .console import leave_out_noise, say
 from .data import chat_templates, updates
 from .data.load import Datasets, say_updates
 from .methods import method
+from .methods.distillation import teacher
 from .model import draft, kernels, load, movement, output_head, packing_check
 from .model.flops import training_flops
 from .optimization import create
@@ -178,6 +179,8 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     implementation(recipe.layout).check(recipe, tokenizer)
     if recipe.layout.sequence > 1:
         sequence_check.check(recipe, tokenizer)
+    if recipe.traits.teacher and not recipe.distill.served:
+        teacher.check_head(recipe, tokenizer)
     return output_head.check(recipe, tokenizer, say)
 
 

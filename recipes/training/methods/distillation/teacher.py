@@ -57,15 +57,25 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
     return least
 
 
+def check_head(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a teacher whose logits tiles do not compute; call it before ZeRO-3 shards every model that is made.
+
+    Raises:
+        UserError: as `check`, or the teacher's head is of its own kind.
+    """
+    check(recipe, tokenizer)
+    teacher = recipe_of(recipe)
+    if why := output_head.difference(load.load_config(teacher).get_text_config(), tokenizer):
+        raise UserError(f"distill.teacher={teacher.model.path}: distillation computes logits in tiles: {why}.")
+
+
 def load_frozen(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Return the teacher's model: under ZeRO-3 as shards, in 4 bits whole on each rank.
 
     Raises:
-        UserError: it cannot be loaded, would mix packed documents, or has a head that tiles do not compute.
+        UserError: it cannot be loaded, or would mix packed documents.
     """
     teacher = recipe_of(recipe)
-    if why := output_head.difference(load.load_config(teacher).get_text_config(), tokenizer):
-        raise UserError(f"distill.teacher={teacher.model.path}: distillation computes logits in tiles: {why}.")
     attention = packing_check.check(teacher, tokenizer, distributed.on_gpu(), say)
     model = load.load_base(replace(teacher, model=replace(teacher.model, attention=attention)))
     say(f"teacher: {sum(getattr(one, 'ds_numel', one.numel()) for one in model.parameters()):,} parameters")
