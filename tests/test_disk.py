@@ -1,7 +1,9 @@
 """A disk that is full or read-only, or a quota that is used up, is one line with the path, and status 2."""
 
 import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from recipes.commands.main import run as run_command
+from recipes.spec import pages
 from recipes.spec.errors import cannot_write
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.run_folder import RunFolder, append_jsonl, write_json, write_recipe
@@ -121,3 +124,95 @@ def test_the_node_of_a_cluster_says_it_too(read_only):
     command = [sys.executable, "-m", "recipes.launching.node", str(read_only / "run"), *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "this disk is read-only" in done.stderr and "Traceback" not in done.stderr
+
+
+LONG = "a" * 300
+REFUSED = {
+    "a long name as data": ("launch", "tiny", "full", "--dry-run", f"data.path={LONG}.jsonl"),
+    "a long name as a config": ("launch", "tiny", "full", "--dry-run", f"deepspeed={LONG}.json"),
+    "a long name as a run": ("report", LONG),
+    "a file as a run": ("report", "file"),
+    "a file as a folder": ("configs", "copy", "zero3", "file/x"),
+    "a file as a run folder": ("launch", "tiny", "full", "--prepare", "--output-dir", "file/x"),
+    "a file as a sweep's folder": ("sweep", "tiny", "full", "learning_rate=1e-3,2e-3", "--output-dir", "file/x"),
+    "a file as a page": ("launch", "file", "full", "--dry-run"),
+    "a folder as a config": ("launch", "tiny", "full", "--dry-run", "deepspeed=folder"),
+    "a folder as a report": ("report", "run", "--output", "folder"),
+    "links in a circle as data": ("launch", "tiny", "full", "--dry-run", "data.path=circle"),
+    "links in a circle as a run folder": ("launch", "tiny", "full", "--prepare", "--output-dir", "circle"),
+    "links in a circle as a folder": ("configs", "copy", "zero3", "circle"),
+    "a link to nothing as a model": ("launch", "tiny", "full", "--dry-run", "model.path=nothing"),
+    "a link to nothing as a run": ("report", "nothing"),
+    "a pipe as data": ("launch", "tiny", "full", "--dry-run", "data.path=pipe.jsonl"),
+    "a device as data": ("launch", "tiny", "full", "--dry-run", "data.path=/dev/null"),
+    "a pipe as a config": ("launch", "tiny", "full", "--dry-run", "deepspeed=pipe.json"),
+    "no file system for new folders": ("configs", "copy", "zero3", "/proc/x/y"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_usable_file_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    write_recipe(RunFolder(tmp_path / "run"), pages.find("tiny", "full"))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "nothing").symlink_to("elsewhere")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    os.mkfifo(tmp_path / "pipe.json")
+    before = sorted(tmp_path.rglob("*"))
+    said = refused(capsys, *words)
+    assert any(word.partition("=")[2] in said or word in said for word in words[2:] or words[1:])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+PERMISSIONS = {
+    "recipe.json": ("report", "run"),
+    "metrics.jsonl": ("report", "run"),
+    "data.jsonl": ("launch", "tiny", "full", "--dry-run", "data.path=data.jsonl"),
+    "data": ("launch", "tiny", "full", "--dry-run", "data.path=data"),
+    "page.py": ("launch", "./page.py", "full", "--dry-run"),
+    "model": ("launch", "tiny", "full", "--dry-run", "model.path=model"),
+    "config.json": ("launch", "tiny", "full", "--dry-run", "model.path=model"),
+    "deepspeed.json": ("launch", "tiny", "full", "--dry-run", "deepspeed=deepspeed.json"),
+    "hosts": ("launch", "tiny", "full", "--dry-run", "--hostfile", "hosts"),
+}
+UNPRIVILEGED = """
+import contextlib, io, json, os, sys
+from recipes.commands.main import run
+found = {}
+for name, (place, words) in json.loads(sys.argv[1]).items():
+    mode = os.stat(place).st_mode
+    os.chmod(place, 0)
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            found[name] = run(words[0], words[1:]), said.getvalue()
+        except BaseException as error:
+            found[name] = type(error).__name__, str(error)
+    os.chmod(place, mode)
+print(json.dumps(found))
+"""
+
+
+def test_files_that_may_not_be_read(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, pages.find("tiny", "full"))
+    append_jsonl(run.metrics, {"step": 1})
+    for folder in ("data", "model"):
+        (tmp_path / folder).mkdir()
+    for name in ("data/a.jsonl", "data.jsonl", "page.py", "deepspeed.json", "hosts"):
+        (tmp_path / name).write_text("{}")
+    shutil.copy(TINY_MODEL / "config.json", tmp_path / "model")
+    places = {"recipe.json": run.recipe, "metrics.jsonl": run.metrics, "config.json": tmp_path / "model/config.json"}
+    order = {name: (str(places.get(name, tmp_path / name)), words) for name, words in PERMISSIONS.items()}
+    command = [sys.executable, "-c", UNPRIVILEGED, json.dumps(order)]
+    if os.geteuid() == 0:  # who may read everything
+        rights = "-dac_override,-dac_read_search"
+        command = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", *command]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found) == set(PERMISSIONS)
+    for name, (status, said) in found.items():
+        assert status == 2 and "Permission denied" in said and name in said and said.count("\n") == 1, (name, said)
