@@ -1,11 +1,15 @@
 """An export appears whole and checked, or not at all."""
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from recipes.commands.main import run as run_command
+from recipes.spec.errors import UserError
 from recipes.spec.run_folder import CHECK_FAILED, COMPLETE, RunFolder, sizes, write_json, write_recipe
 from recipes.training import distributed, export
 from recipes.training import run as training_run
@@ -104,3 +108,29 @@ def test_an_adapter_is_loaded_in_the_precision_that_it_has(tmp_path):
     adapted.save_pretrained(tmp_path)
     loaded = export.load(tmp_path, torch.bfloat16)
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+
+
+class Unsaved:
+    """A tokenizer that is not written: what a library, or a model's own code, raises in `save_pretrained`."""
+
+    def save_pretrained(self, folder):
+        raise NotImplementedError("no vocabulary file")
+
+
+def test_what_cannot_be_saved_is_refused_before_the_first_step(model_folder, tmp_path, monkeypatch):
+    run, recipe = RunFolder(tmp_path), small(model_folder, "unread")
+    model, tokenizer = export.load_whole(model_folder, torch.float32), export.load_tokenizer(model_folder)
+    trainer = SimpleNamespace(context=SimpleNamespace(run=run, recipe=recipe), processing_class=tokenizer)
+    export.rehearse(trainer, model)
+    assert not list(tmp_path.iterdir()), "nothing stays"
+    model.generation_config.temperature = 0.5
+    with pytest.raises(UserError, match="its generation settings cannot be saved"):
+        export.rehearse(trainer, model)
+    model.generation_config.temperature = None
+    trainer.processing_class = Unsaved()
+    with pytest.raises(UserError, match=r"its tokenizer cannot be saved.*no vocabulary file"):
+        export.rehearse(trainer, model)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match="the export needs about"):
+        export.rehearse(trainer, model)
+    assert not list(tmp_path.iterdir())

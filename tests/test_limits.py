@@ -335,6 +335,15 @@ def test_a_pipeline_bubble_is_reported(capsys):
     assert "stages idle" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("targets", ["q_proj,lm_head", "embed_tokens"])
+def test_adapters_on_the_embedding_or_the_head_are_refused_in_a_pipeline(targets):
+    recipe = replace(pages.find("qwen3-0.6b", "lora"), layout=Layout(pipeline=2))
+    assert limits.limit(recipe, 2, DeepSpeedFile(stage=1)) is None
+    outside = replace(recipe, lora=replace(recipe.lora, target_modules=targets))
+    assert targets.split(",")[-1] in limits.limit(outside, 2, DeepSpeedFile(stage=1))
+    assert limits.limit(replace(outside, layout=Layout()), 2, DeepSpeedFile(stage=1)) is None
+
+
 def test_the_launcher_checks_the_model_that_will_be_trained(model_folder, capsys):
     command = ["tiny", "full", "deepspeed=zero1.json", "--gpus", "8", "--dry-run", "layout.tensor=4"]
     assert launch.main(command) == 0  # of 4 key/value heads on the page

@@ -61,7 +61,10 @@ def write(folder: Path) -> bool:
 
     values = {key: value for key, value in read_json(file).items() if key not in HERE_ONLY}
     if values.get(KEY) is None:
-        found = of_tokenizer(AutoTokenizer.from_pretrained(folder))
+        try:
+            found = of_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        except (OSError, ValueError):  # one that brings its own code, which does not run for this
+            found = None
         values |= {KEY: found} if found else {}
     write_json(file, values)
     return KEY in values

@@ -226,7 +226,7 @@ def _check(source: str, output: Path) -> None:
         UserError: weights are missing, left over or of other sizes.
     """
     try:
-        _, about = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+        _, about = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True, trust_remote_code=False)
         problems = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in about[kind]]
         why = ", ".join(map(str, problems[:3]))
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -42,7 +42,7 @@ def compare(model: Model) -> list[str]:
         UserError: the model cannot be reached.
     """
     try:
-        config = AutoConfig.from_pretrained(model.path).get_text_config()
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
     except (OSError, ValueError) as error:
         raise UserError(
             f"{model.path}: cannot be read: {first_line(error)} (no network, or a licence to accept?)"

@@ -1,6 +1,6 @@
 """transformers' server of one model: what a request cannot do with it has no route here.
 
-    python -m recipes.serving.one_model NAME HOST PORT
+    python -m recipes.serving.one_model NAME HOST PORT [--trust-remote-code]
 
 `transformers serve` beside it loads any folder of the machine that a request names to `/load_model` or
 `/v1/audio/transcriptions`, unloads its model at `/reset`, and opens image files by their path (transformers 5.22.2).
@@ -55,9 +55,9 @@ class Responses(NoFiles, ResponseHandler):
     """Answers `/v1/responses`."""
 
 
-def app(name: str) -> FastAPI:
-    """Return the server of the model in the folder `name`, once it is loaded."""
-    manager, state = OneModel(force_model=name), GenerationState()
+def app(name: str, trust_remote_code: bool = False) -> FastAPI:
+    """Return the server of the model in the folder `name`, whose own code may run if trusted, once it is loaded."""
+    manager, state = OneModel(force_model=name, trust_remote_code=trust_remote_code), GenerationState()
     answering = FastAPI(openapi_url=None)
     handlers = {
         "/v1/chat/completions": Chat(manager, state),
@@ -84,4 +84,9 @@ def app(name: str) -> FastAPI:
 
 
 if __name__ == "__main__":
-    uvicorn.run(app(sys.argv[1]), host=sys.argv[2], port=int(sys.argv[3]), log_level="info")
+    uvicorn.run(
+        app(sys.argv[1], "--trust-remote-code" in sys.argv[4:]),
+        host=sys.argv[2],
+        port=int(sys.argv[3]),
+        log_level="info",
+    )

@@ -13,7 +13,7 @@ from .deepspeed_file import DeepSpeedFile
 from .errors import UserError
 from .layout import gradient_accumulation_steps
 from .optimization import combinations
-from .recipe import Layout, Recipe
+from .recipe import Layout, Recipe, names
 
 NODE = 8
 """GPUs of a node, where no instance says how many it has."""
@@ -82,6 +82,10 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 """Model types that DeepSpeed has a preset for, with which expert parallelism trains like plain PyTorch
 (`tests/parity/test_expert.py`); for others `training/parallel/expert_check.py` makes one, or refuses the run."""
+
+ENDS = frozenset(("embed_tokens", "wte", "embed_in", "word_embeddings", "lm_head", "embed_out", "output"))
+"""What models call their embedding and their head, on which adapters do not train in a pipeline: DeepSpeed copies a
+tied weight between stages by its name, and the export joins only what every stage has."""
 
 NO_CLASSIFIER = (
     "falcon_h1",
@@ -349,6 +353,8 @@ def _pipeline(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     yield from _method(recipe, "pipeline")
     if recipe.model.quantization != "none":
         yield "4-bit weights are packed on a rank that holds the whole model, and a stage holds only a part"
+    if recipe.lora is not None and (outside := ENDS.intersection(names(recipe.lora.target_modules))):
+        yield f"its first and its last stage would each have other adapters ({', '.join(sorted(outside))})"
     if recipe.router_aux_loss_coef:
         yield "the load-balancing loss covers all routers, and a stage has only those of its own layers"
     if file.stage > 1:

@@ -1,6 +1,7 @@
 """The result of a run as a folder that plain `transformers` loads, and the proof that it does."""
 
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,15 +13,17 @@ from peft import PeftModel
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from ..machine.capacity import check_disk
 from ..model_folder import base_model, complete, head, sentence_transformers, weights
 from ..model_folder.base_model import ADAPTER, QUANTIZATION
 from ..spec import quantization as stored_quantization
-from ..spec.errors import UserError, errors_only, first_line
+from ..spec.errors import UserError, cannot_write, errors_only, first_line
 from ..spec.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, write_json
 from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
 from .model import generation, heads, remote_code
+from .model import load as load_model
 from .vision import processor as vision
 
 
@@ -36,6 +39,43 @@ def save(trainer: Any, folder: Path) -> None:
     torch.distributed.barrier()
     trainer.context.parallel.save(trainer, folder)
     torch.distributed.barrier()
+
+
+def rehearse(trainer: Any, model: Any) -> None:
+    """Save all of an export but its weights, and load it again: what fails here would fail after the last step.
+
+    Args:
+        trainer: with `RunHooks`.
+        model: whole, with or without weights and adapters.
+
+    Raises:
+        UserError: names what cannot be saved or loaded again, and why; or the disk is too small for the weights.
+    """
+    if not distributed.is_first():
+        return
+    run, recipe = trainer.context.run, trainer.context.recipe
+    total, trainable = load_model.parameter_counts(model)
+    check_disk(run.path, (trainable if isinstance(model, PeftModel) else total) * model.dtype.itemsize, "the export")
+    own = model.get_base_model() if isinstance(model, PeftModel) else model
+    reader = trainer.data_collator.seen if recipe.model.vision else trainer.processing_class
+    saved = {
+        "configuration": own.config,
+        "generation settings": getattr(own, "generation_config", None),
+        "processor" if recipe.model.vision else "tokenizer": reader,
+    }
+    with tempfile.TemporaryDirectory(prefix="rehearsal-", dir=run.path) as place:
+        for what, part in saved.items():
+            try:
+                if part is not None:
+                    part.save_pretrained(place)
+            except Exception as error:  # of a library, or of the model's own code
+                if full := cannot_write(error, run.path):
+                    raise UserError(full) from error
+                raise UserError(
+                    f"model.path={recipe.model.path}: its {what} cannot be saved, so no export could be: "
+                    f"{type(error).__name__}: {first_line(error)}"
+                ) from error
+        vision.load(place, recipe.model.trust_remote_code) if recipe.model.vision else load_tokenizer(Path(place))
 
 
 def describe(run: RunFolder, results: Mapping[str, Any]) -> None:

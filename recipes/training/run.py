@@ -113,6 +113,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     outline = parallel.outline(recipe, model)
     context = prepare(recipe, run, file, datasets, outline, checkpoint, mark, trackers)
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
+    export.rehearse(trainer, outline)
     gc.freeze()  # nothing imported is ever freed: collections take 0.2% of the time of `tiny full` on a CPU, else 0.7%
     with pickles.refusing_code(checkpoint):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

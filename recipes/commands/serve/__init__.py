@@ -13,12 +13,14 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...machine import children
 from ...serving import engines, process, served
 from ...serving.served import Served
 from ...spec.errors import UserError
+from ...training.model import remote_code
 from ..main import Parser
 
 
@@ -29,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         UserError: no such model, no server installed, the port is in use, or the server does not start.
     """
     options = parse(arguments)
+    if options.trust_remote_code:
+        remote_code.permit()
     found = served.find(options.model, options.name, options.adapter)
     process.check_port(options.host, options.port)
     engine = engines.choose(options.engine, found)
@@ -41,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             server = engines.vllm(found, options.host, options.port)
         else:
             server = _transformers(found, options, place)
+        if remote_code.permitted(found.model) or any(remote_code.permitted(one.folder) for one in found.adapters):
+            server = replace(server, command=(*server.command, "--trust-remote-code"))
         try:
             with process.running(server, found.asked, options.host, options.port, log) as running:
                 print("\n".join(ready(found, server.title, process.address(options.host, options.port))), flush=True)
@@ -69,6 +75,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="default: 8000")
     parser.add_argument("--engine", choices=engines.ENGINES, default="auto", help="default: vllm if it is installed")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep what the server prints")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the model's own Python code: read it first"
+    )
     return parser.parse_args(arguments)
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def main(model_folder: str, output: str, scheme: str, calibration: str | None = None) -> None:
     """Write MODEL, quantised, to OUTPUT."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto", trust_remote_code=False)
     # The head turns small differences into other tokens, and is often the embedding too.
     chosen = {"targets": "Linear", "scheme": scheme, "ignore": ["lm_head"]}
     if calibration is None:
@@ -29,7 +29,7 @@ def main(model_folder: str, output: str, scheme: str, calibration: str | None = 
         columns = {"input_ids": sequences, "attention_mask": [[1] * len(sequence) for sequence in sequences]}
         oneshot(
             model=model,
-            tokenizer=AutoTokenizer.from_pretrained(model_folder),
+            tokenizer=AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False),
             dataset=Dataset.from_dict(columns),
             recipe=GPTQModifier(**chosen),
             max_seq_length=max(map(len, sequences)),

@@ -1,11 +1,13 @@
 """Quantise with bitsandbytes, in the training environment."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ...training import distributed
+from ...training.model import generation, remote_code
 
 
 def save(whole: Path, folder: Path, scheme: str) -> None:
@@ -13,12 +15,15 @@ def save(whole: Path, folder: Path, scheme: str) -> None:
 
     fp32 models compute in bf16 then: bitsandbytes' 8-bit product is of 16-bit numbers only.
     """
-    dtype = AutoModelForCausalLM.from_pretrained(whole, dtype="auto", device_map="meta").dtype
+    options: dict[str, Any] = {"trust_remote_code": remote_code.permitted(whole)}
+    dtype = AutoModelForCausalLM.from_pretrained(whole, dtype="auto", device_map="meta", **options).dtype
     compute = torch.bfloat16 if dtype == torch.float32 else dtype
     if scheme == "nf4":
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
     else:
         config = BitsAndBytesConfig(load_in_8bit=True)
     place = str(distributed.device())
-    model = AutoModelForCausalLM.from_pretrained(whole, dtype=compute, quantization_config=config, device_map=place)
+    options |= {"quantization_config": config, "device_map": place}
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=compute, **options)
+    generation.correct(model, str(whole))
     model.save_pretrained(folder)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from . import remote_code
+
 DIFFERENCE = 1e-4
 """Of logits in fp32, as a share of the largest: more than rounding."""
 Place = tuple[str, ...]
@@ -70,7 +72,7 @@ def _with(config: PreTrainedConfig, place: Place, bound: int) -> PreTrainedConfi
 
 def _shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote_code.here())
     return {name: value.shape for name, value in model.named_parameters()}
 
 
@@ -78,5 +80,10 @@ def _shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
 def _logits(config: PreTrainedConfig, tokens: torch.Tensor) -> torch.Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        options: dict[str, Any] = {
+            "attn_implementation": "eager",
+            "dtype": torch.float32,
+            "trust_remote_code": remote_code.here(),
+        }
+        model = AutoModelForCausalLM.from_config(config, **options).eval()
     return model(input_ids=tokens, use_cache=False).logits

@@ -44,6 +44,8 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     Raises:
         UserError: the folder or Hub id has none.
     """
+    if recipe.model.trust_remote_code:
+        remote_code.permit()
     try:
         return AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError, ArithmeticError, RecursionError, StrictDataclassError) as error:
@@ -136,8 +138,6 @@ def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
 def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedModel:
     dtype = DTYPES[recipe.precision]
     config = load_config(recipe)
-    if recipe.model.trust_remote_code:
-        remote_code.permit()
     stored_quantization.check(config.to_dict(), f"model.path={recipe.model.path}")
     weights.check(Path(recipe.model.path))
     generation.check(recipe.model.path)
@@ -175,10 +175,16 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
     if missing:
         raise UserError(missing_weights(recipe, sorted(missing)))
     if kind in heads.CLASSES.values():  # a stage of a pipeline holds only its own layers; `stages.check` reads it all
-        stored.check(recipe.model.path, model, part.get("key_mapping"))
+        say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))
     if line := generation.correct(model, recipe.model.path):
         say(line)
     return model
+
+
+def say_left_out(recipe: Recipe, parts: Sequence[str]) -> None:
+    """Print which parts of a model's files are not loaded, and so are not in the export either."""
+    if parts:
+        say(f"model.path={recipe.model.path}: not loaded, and not in the export: {', '.join(parts)}")
 
 
 def text_part(config: PreTrainedConfig) -> dict[str, Any]:

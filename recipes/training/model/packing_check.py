@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from ...spec.errors import UserError, first_line
 from ...spec.recipe import Draft, Recipe
-from . import attention, attention_bounds
+from . import attention, attention_bounds, remote_code
 from .draft import WINDOW, shrink
 from .load import load_config
 
@@ -85,7 +85,12 @@ def draft_of(
     small.use_cache = False
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(small, attn_implementation=attention.loadable(name), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            small,
+            attn_implementation=attention.loadable(name),
+            dtype=dtype,
+            trust_remote_code=remote_code.here(),
+        )
     attention.switch_by_batch(model)
     return model.to("cuda" if dtype == torch.bfloat16 else "cpu").eval()
 

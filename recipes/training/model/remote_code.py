@@ -12,12 +12,17 @@ def permit() -> None:
     _PERMITTED["here"] = True
 
 
+def here() -> bool:
+    """Return whether this process has the permission. transformers asks on the terminal where it is told neither."""
+    return _PERMITTED["here"]
+
+
 def permitted(folder: Path) -> bool:
     """Return whether the code of the model in a folder may run, by this process's recipe or by that of its run.
 
     The recipe in a run's folder counts, and not the copy of it that travels in an export's `training/`.
     """
-    if _PERMITTED["here"]:
+    if here():
         return True
     runs = (RunFolder(place) for place in (folder.parent, folder.parent.parent))
     return any(run.recipe.exists() and read_recipe(run).model.trust_remote_code for run in runs)

@@ -19,7 +19,7 @@ from ...spec.layout import balanced
 from ...spec.recipe import Recipe
 from .. import checkpointing
 from ..adapters import add as adapters
-from ..model import load, packing_check
+from ..model import load, packing_check, remote_code, stored
 
 PROBE_STAGES = 3
 """The first stage, one between, and the last."""
@@ -42,6 +42,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
             f"layout.pipeline={recipe.layout.pipeline}: {whole.model_type} is not a language model that transformers "
             "loads by itself; name the folder of its text model, or train it with layout.pipeline=1."
         )
+    load.say_left_out(recipe, stored.check(recipe.model.path, _without_weights(recipe)))
     config = whole.get_text_config()
     try:
         difference = staged_difference(packing_check.draft_of(config, tokenizer, recipe.model.attention, torch.float32))
@@ -77,13 +78,17 @@ def staged_difference(whole: PreTrainedModel) -> float:
 
 def meta_model(recipe: Recipe) -> PreTrainedModel:
     """Return the whole model without weights (on the meta device), adapters included."""
+    whole = _without_weights(recipe)
+    return adapters.add(whole, recipe.lora) if recipe.lora else whole
+
+
+def _without_weights(recipe: Recipe) -> PreTrainedModel:
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             load.load_config(recipe),
             dtype=load.DTYPES[recipe.precision],
             trust_remote_code=recipe.model.trust_remote_code,
         )
-    return adapters.add(whole, recipe.lora) if recipe.lora else whole
 
 
 def stages(config: PreTrainedConfig, count: int) -> list[range]:
@@ -93,7 +98,7 @@ def stages(config: PreTrainedConfig, count: int) -> list[range]:
         UserError: fewer layers than stages, or not a decoder of the usual shape.
     """
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config)
+        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=remote_code.here())
     layers = _layers(whole)
     before, after = _before_and_after(whole)
     costs = [_size(layer) for layer in layers]
