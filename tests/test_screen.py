@@ -115,6 +115,19 @@ def test_preferences_are_judged_by_accuracy_and_margin(tmp_path):
     assert evaluation.last_line(1.0) == said
 
 
+def test_no_right_answer_is_explained(tmp_path):
+    recipe, run = pages.find("tiny", "full"), RunFolder(tmp_path)
+    append_jsonl(run.evaluations, {"step": 0, "exact_match": 0.0, "cut_off": 0.5})
+    evaluation = Evaluation(recipe, run, Datasets([], [{}] * 4, None, []), None, None, print)
+    first, second = evaluation.warning(0.0).splitlines()
+    assert first.startswith("warning: 0 of 4 answers are the expected ones to the letter; 2 of them were cut off at ")
+    assert f"data.max_new_tokens={recipe.data.max_new_tokens}" in first and str(run.answers) in first
+    assert "more steps" in second and "data.metric=loss" in second
+    assert evaluation.warning(0.25) is None
+    ranked = Evaluation(pages.find("tiny", "dpo_lora"), run, evaluation.datasets, None, None, print)
+    assert ranked.warning(0.0) is None
+
+
 def test_a_classifier_is_judged_by_accuracy_and_macro_f1(tmp_path):
     assert "loss 0.6000  accuracy 75%  lr" in step_line(RECORD | {"accuracy": 0.75}, 10)
     run = RunFolder(tmp_path)

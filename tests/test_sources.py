@@ -315,3 +315,16 @@ def test_other_names_of_fields_are_read_from_every_source(tmp_path):
     path.write_text(lines(judged))
     [source] = sources.read(str(path), small(tmp_path, path, method="kto", micro_batch_size=2))
     assert source.form == "judged_messages" and source.examples["label"] == [True, False] and not source.unread
+
+
+def test_too_few_examples_to_hold_some_out_are_said_with_what_holds_some_out(tmp_path, capsys, alone):
+    path = tmp_path / "few.jsonl"
+    path.write_text(lines(CHATS))
+    recipe = small(tmp_path, path)
+    recipe = replace(recipe, data=replace(recipe.data, validation_share="auto"))
+    assert load.read_examples(recipe)[1] is None
+    said = capsys.readouterr().out
+    assert "held out: none, and 5% of 5 is less than one, so nothing will show" in said
+    assert "data.validation_share=0.2 holds out a fifth" in said
+    mended = replace(recipe, data=replace(recipe.data, validation_share=0.2))
+    assert len(load.read_examples(mended)[1]) == 1

@@ -4,6 +4,7 @@ Runs on transformers' own Trainer, with sequences that `data` has packed and mas
 and accuracy and gathers them over all ranks at every step, which costs more than it is worth.
 """
 
+import re
 from functools import partial
 from typing import Any
 
@@ -102,7 +103,11 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
 
 
 def sample(prompt: str, expected: str, answer: str) -> dict[str, str]:
-    """Return one line of `answers.jsonl`: the prompt, what was expected, and what the model wrote; long ones cut."""
+    """Return one line of `answers.jsonl`: the prompt, what was expected, and what the model wrote; long ones cut.
+
+    The placeholders of an image, hundreds of one token, are one.
+    """
+    prompt = re.sub(r"(<[^<>\s]+>)\1+", r"\1", prompt)
     texts = {"expected": expected, "answer": answer}
     cut = {name: text if len(text) <= LONGEST else f"{text[:LONGEST]} ..." for name, text in texts.items()}
     return {"prompt": prompt if len(prompt) <= LONGEST else f"... {prompt[-LONGEST:]}", **cut}
