@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from recipes.planning.cost.memory.states import state_bytes
 from recipes.spec import pages
 from recipes.spec.conversions import from_dict, to_dict
 from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Draft, Lora, Wandb
+from recipes.spec.recipe import Draft, Lora, Schedule, Wandb
 from recipes.spec.run_folder import COMPLETE, RunFolder, checkpoint_bytes, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from tests.ranks import read_logs
@@ -246,3 +247,25 @@ def test_the_size_of_a_checkpoint_is_bounded_from_above_but_not_loosely(ranks, t
 def test_a_recipe_survives_its_file():
     for recipe in pages.listing():
         assert from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("steps", "kind", "said"),
+    [
+        (20, "cosine", "the run had 10 steps: from here on the learning rate follows the cosine schedule of 20"),
+        (20, "constant", None),
+        (10, "cosine", None),
+        (5, "cosine", "all 5 steps are trained"),
+    ],
+)
+def test_a_resumed_run_says_where_it_goes_on_and_whether_its_schedule_changed(
+    tmp_path, capsys, alone, steps, kind, said
+):
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text('{"max_steps": 10}')
+    recipe = replace(pages.find("tiny", "full"), max_steps=steps, schedule=Schedule(kind=kind))
+    training_run.say_resuming(recipe, checkpoint, SimpleNamespace(size=None))
+    printed = capsys.readouterr().out
+    assert ("all 5 steps" in printed) == (steps == 5) and ("resuming from step 6" in printed) == (steps > 5)
+    assert ("the run had" in printed) == (said is not None and steps > 5) and (said is None or said in printed)
