@@ -317,3 +317,11 @@ def test_adam_on_the_host_is_as_fast_as_its_memory_or_its_cores():
         "two cores of a small instance"
     )
     assert seconds("A10G", cores=192) == seconds("A10G")
+
+
+def test_matrices_that_a_token_does_not_use_take_no_time():
+    """A token of a layer with, say, several towers is multiplied with some of its matrices only."""
+    whole = llama()
+    (kind,) = whole.layer_kinds
+    half = replace(whole, layer_kinds=(replace(kind, active_weights=kind.active_weights / 2),))
+    assert step_time(half, BASE, HERE).matmul == pytest.approx(step_time(whole, BASE, HERE).matmul / 2, rel=0.01)

@@ -373,6 +373,12 @@ def test_low_precision_master_weights_need_offload_at_the_stages_that_have_them(
     assert ("master-weights" in rules) == (config["zero_optimization"]["stage"] == 0)
 
 
+def test_a_section_that_deepspeed_does_not_read_is_not_checked():
+    config = {**M, "bf16": {"enabled": True}, "bfloat16": {"enabled": 7.5}}
+    assert not [one for one in judge(config, PLAIN) if one.key == "bfloat16.enabled"]
+    assert [one for one in judge({**M, "bfloat16": {"enabled": 7.5}}, PLAIN) if one.key == "bfloat16.enabled"]
+
+
 def test_every_rule_has_its_two_configs():
     assert len(RULES) == len({rule.id for rule in RULES}) == 101
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
