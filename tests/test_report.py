@@ -10,9 +10,10 @@ import pytest
 from recipes.commands import main
 from recipes.commands import report as command
 from recipes.report import charts, compare, html, index, run_data, text, write
-from recipes.report.document import Chart, Curve, duration, printable
+from recipes.report.document import Chart, Curve, duration
 from recipes.report.sections import curves, examples, memory, settings, verdict
 from recipes.spec import pages
+from recipes.spec.errors import printable
 from recipes.spec.overrides import apply
 from recipes.spec.run_folder import RunFolder, append_jsonl, read_json, read_jsonl, write_json, write_recipe
 

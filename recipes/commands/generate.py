@@ -18,7 +18,7 @@ from typing import Any
 
 from ..evaluation import server
 from ..model_folder import head
-from ..spec.errors import UserError
+from ..spec.errors import UserError, printable, redact
 from ..training.model import remote_code
 from .main import Parser
 
@@ -40,12 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.server:
         ask = of_server(options)
     elif options.prompt is not None and not start:
-        print(answer(options.model, options.adapter, options.prompt, options.max_new_tokens, sampling(options)))
+        said = answer(options.model, options.adapter, options.prompt, options.max_new_tokens, sampling(options))
+        print(printable(said))
         return 0
     else:
         ask = of_folder(options)
     if options.prompt is not None:
-        print("".join(ask([*start, {"role": "user", "content": options.prompt}])).strip())
+        print(printable("".join(ask([*start, {"role": "user", "content": options.prompt}])).strip()))
         return 0
     chat(ask, start, sys.stdin)
     return 0
@@ -135,9 +136,9 @@ def _answered(ask: Answer, turns: list[dict[str, str]], said: str) -> list[dict[
     try:
         for piece in ask(asked):
             pieces.append(piece)
-            print(piece, end="", flush=True)
+            print(printable(piece), end="", flush=True)
     except UserError as error:
-        print(f"{error} (/reset starts again)", file=sys.stderr)
+        print(f"{printable(redact(str(error)))} (/reset starts again)", file=sys.stderr)
         return turns
     print()
     return [*asked, {"role": "assistant", "content": "".join(pieces).strip()}]

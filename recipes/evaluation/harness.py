@@ -35,16 +35,24 @@ def command(python: Path, model: Path | Server, tasks: str, folder: Path | None,
         tasks: names with commas.
         folder: holds tasks of one's own, as YAML.
         limit: how many examples of each task; None: all.
+
+    Raises:
+        UserError: a comma where the harness separates arguments by them.
     """
     chat = True
     if isinstance(model, Server):
-        arguments = f"model={model.model},base_url={model.address}/v1/chat/completions,tokenizer_backend=None"
+        address = f"{model.address}/v1/chat/completions"
+        given: dict[str, object] = {"model": model.model, "base_url": address, "tokenizer_backend": None}
         kind = "local-chat-completions"
     else:
-        kind, arguments = "hf", f"pretrained={model}"
+        kind, given = "hf", {"pretrained": model}
         chat = not model.is_dir() or card.look(model).chat
         if (model / base_model.ADAPTER).exists():
-            arguments = f"pretrained={base_model.find(model)},peft={model},tokenizer={model}"
+            given = {"pretrained": base_model.find(model), "peft": model, "tokenizer": model}
+    for value in given.values():
+        if "," in str(value):
+            raise UserError(f"--tasks: {value}: lm-evaluation-harness takes no comma in a path; rename the folder.")
+    arguments = ",".join(f"{name}={value}" for name, value in given.items())
     words = [str(python), "-m", "lm_eval", "--model", kind, "--model_args", arguments, "--tasks", tasks]
     words += ["--apply_chat_template"] if chat else []
     words += ["--include_path", str(folder)] if folder else []

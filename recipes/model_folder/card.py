@@ -1,5 +1,6 @@
 """README.md of an exported folder: a model card in the Hub's form, from what the folder itself holds."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..spec import deepspeed_file
-from ..spec.errors import redact
+from ..spec.errors import printable, redact
 from ..spec.methods import metrics
 from ..spec.recipe import Recipe, names
 from ..spec.run_folder import read_json
@@ -70,6 +71,8 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
         data,
         template_path=str(TEMPLATE),
         name=name,
+        code=code,
+        plain=plain,
         recipe=recipe,
         results=results,
         contents=contents,
@@ -165,7 +168,19 @@ def base_name(recipe: Recipe) -> str:
         )
     if is_hub_id(recipe.model.path):
         return f"[{recipe.model.path}](https://huggingface.co/{recipe.model.path})"
-    return f"`{redact(recipe.model.path)}`"
+    return code(redact(recipe.model.path))
+
+
+def code(text: object) -> str:
+    """Return text as code in a line of Markdown or a table's cell; a model's folder may hold any text."""
+    line = " ".join(printable(text).split()).replace("|", "\\|")
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    return f"{fence} {line} {fence}" if "`" in line else f"{fence}{line}{fence}"
+
+
+def plain(text: object) -> str:
+    """Return text for a line of Markdown or a table's cell, in which no character means anything."""
+    return re.sub(r"([\\`*\[\]<>|#&!~])", r"\\\1", " ".join(printable(text).split()))
 
 
 def score(metric: str | None, value: Any) -> str:

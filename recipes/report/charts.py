@@ -5,7 +5,8 @@ import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
-from .document import Chart, Curve, printable
+from ..spec.errors import printable
+from .document import Chart, Curve
 
 SVG = "http://www.w3.org/2000/svg"
 LINK = "{http://www.w3.org/1999/xlink}href"

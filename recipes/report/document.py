@@ -149,19 +149,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def printable(text: object) -> str:
-    """Return text without what would steer a terminal or is not a character; line breaks and tabs stay.
-
-    The joiners of emoji, Persian and Indian scripts (U+200C, U+200D) stay too.
-    """
-    kept = "\n\t\u200c\u200d"
-    return "".join(
-        one if one.isprintable() or one in kept or (one.isspace() and ord(one) > 0x9F) else _escape(one)
-        for one in str(text)
-    )
-
-
-def _escape(one: str) -> str:
-    return one.encode("unicode_escape").decode("ascii")

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..spec import files
-from .document import Block, Cell, Chart, Document, HeatMap, printable
+from ..spec.errors import printable
+from .document import Block, Cell, Chart, Document, HeatMap
 
 FOLDER = Path(__file__).parent
 TEMPLATE = "page.html.jinja"

@@ -9,7 +9,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .document import Bars, Block, Cell, Chart, Curve, Document, HeatMap, Link, Marked, Note, Number, Table, printable
+from ..spec.errors import printable
+from .document import Bars, Block, Cell, Chart, Curve, Document, HeatMap, Link, Marked, Note, Number, Table
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48

@@ -54,13 +54,13 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
     if card.look(folder).scores:
         raise UserError(f"{name}: gives scores and writes no text; serve a model that does.")
     own = called or _name(folder, name)
-    if "/" in own or own.startswith("."):
-        raise UserError(f"--name {own}: write a name without a slash.")
+    _check_name("--name", own)
     found = [_adapter(own, folder)] if (folder / base_model.ADAPTER).exists() else []
     for word in adapters:
         label, equals, path = word.partition("=")
         if not (label and equals and path):
             raise UserError(f"--adapter {word}: write NAME=FOLDER.")
+        _check_name("--adapter", label)
         found.append(_adapter(label, model_folder(Path(path))))
     names = [adapter.name for adapter in found]
     if len(names) > len(set(names)):
@@ -73,6 +73,12 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
         if other != base and not _same(other, base):
             raise UserError(f"--adapter {adapter.name}: its base model is {other}, and {base} is served.")
     return Served("base" if own in names else own, base, found[0].folder, tuple(found))
+
+
+def _check_name(option: str, name: str) -> None:
+    """Refuse a name that a server or a shell would take for an option, a path or several lines."""
+    if "/" in name or name.startswith((".", "-")) or not name.isprintable():
+        raise UserError(f"{option} {name!r}: write a name without a slash, that begins with a letter or a digit.")
 
 
 def model_folder(name: Path) -> Path:

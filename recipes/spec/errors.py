@@ -211,3 +211,19 @@ def _assigned(found: re.Match[str]) -> str:
     """Return an assignment without its value if its name marks a secret; `pad_token=...` is none."""
     marks = _SECRET_NAME.search(found[1] if found[1].isupper() else re.sub("token|header", "", found[1]))
     return f"{found[1]}=***" if marks else found[0]
+
+
+def printable(text: object) -> str:
+    """Return text without what would steer a terminal or is not a character; line breaks and tabs stay.
+
+    The joiners of emoji, Persian and Indian scripts (U+200C, U+200D) stay too.
+    """
+    kept = "\n\t\u200c\u200d"
+    return "".join(
+        one if one.isprintable() or one in kept or (one.isspace() and ord(one) > 0x9F) else _escape(one)
+        for one in str(text)
+    )
+
+
+def _escape(one: str) -> str:
+    return one.encode("unicode_escape").decode("ascii")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from tqdm import tqdm
 
+from ..spec.errors import printable
 from . import distributed
 
 NOISE = {
@@ -63,6 +64,7 @@ def say(text: str = "") -> None:
 
 def highlighted(pieces: Sequence[tuple[str, bool]]) -> str:
     """Return text with the parts in the loss in colour, or between « and » where there is no colour."""
+    pieces = [(printable(text), learned) for text, learned in pieces]
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     if not console.is_terminal or console.no_color:
         return "".join(f"«{text}»" if learned else text for text, learned in pieces)

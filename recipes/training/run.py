@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..spec import deepspeed_file, limits
 from ..spec.deepspeed_file import DeepSpeedFile
-from ..spec.errors import UserError, first_line, lasting, redact
+from ..spec.errors import UserError, first_line, lasting, printable, redact
 from ..spec.layout import gradient_accumulation_steps
 from ..spec.recipe import Recipe
 from ..spec.run_folder import (
@@ -331,7 +331,7 @@ def fail(error: Exception | str, status: int, trackers: Trackers) -> None:
         # If every rank found the same mistake, the launcher ends this one before it repeats rank 0's message, which
         # may have trackers to tell.
         time.sleep(15 if trackers.run.tracking.exists() else 5)
-    print(redact(str(error)), file=sys.stderr, flush=True)
+    print(printable(redact(str(error))), file=sys.stderr, flush=True)
     trackers.failed(str(error), status)
     os._exit(status)
 

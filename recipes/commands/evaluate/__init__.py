@@ -24,7 +24,7 @@ from ...evaluation import candidates
 from ...evaluation.candidates import Candidate
 from ...report import write
 from ...serving import environment
-from ...spec.errors import UserError
+from ...spec.errors import UserError, printable
 from ...spec.run_folder import read_json, write_json
 from ...training.model import remote_code
 from ..main import Parser
@@ -84,7 +84,7 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> dict[str
     with held_out.alone():
         examples = held_out.read(recipe, options.data, options.metric, options.limit)
         compared = comparison.of(examples, [(one.name, score.of(one.model, examples)) for one in found])
-    print(json.dumps(compared, indent=2) if options.json else "\n".join(comparison.lines(compared)))
+    print(json.dumps(compared, indent=2) if options.json else printable("\n".join(comparison.lines(compared))))
     return compared
 
 

@@ -10,6 +10,7 @@ tokens that end an answer and the generation defaults that the model was trained
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -96,7 +97,7 @@ def ready(found: Served, engine: str, url: str) -> list[str]:
         f"    answer = client.chat.completions.create(model={ask['model']!r}, messages={ask['messages']!r})",
         "    print(answer.choices[0].message.content)",
         "",
-        f"    python scripts/generate.py --server {url} --model {found.asked}",
+        f"    python scripts/generate.py --server {url} --model {shlex.quote(found.asked)}",
     ]
 
 

@@ -1,5 +1,6 @@
 """Ollama's Modelfile: its own template language says what the chat template says."""
 
+import json
 from typing import Any
 
 ROLES = ("system", "user", "assistant")
@@ -14,11 +15,18 @@ def write(tokenizer: Any, file: str) -> str:
         tokenizer: of transformers, with a chat template.
         file: the GGUF file's name, beside it.
     """
-    stop = tokenizer.eos_token
     lines = [f"FROM ./{file}"]
     if template := of_template(tokenizer):
         lines.append(f'TEMPLATE """{template}"""')
-    return "\n".join([*lines, f'PARAMETER stop "{stop}"', "PARAMETER temperature 0", ""])
+    if stop := tokenizer.eos_token:
+        # A value has no escapes: it ends with the line that ends with its quotes.
+        lines.append(f'PARAMETER stop """{stop}"""' if set(stop) & set('"\n') else f'PARAMETER stop "{stop}"')
+    return "\n".join([*lines, "PARAMETER temperature 0", ""])
+
+
+def _literal(text: str) -> str:
+    """Return text for a template of Ollama (Go's) between triple quotes, neither of which takes it for its own."""
+    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if set(text) & set('{}"') else text
 
 
 def of_template(tokenizer: Any) -> str | None:
@@ -33,11 +41,12 @@ def of_template(tokenizer: Any) -> str | None:
             return None
         if turn is not None:
             before, after = turn
-            cases.append(f'{{{{ if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}{{{{ end }}}}')
+            said = f"{_literal(before)}{{{{ .Content }}}}{_literal(after)}"
+            cases.append(f'{{{{ if eq .Role "{role}" }}}}{said}{{{{ end }}}}')
     asked = [{"role": "user", "content": _FIRST}]
     prompt = _rendered(tokenizer, asked, add_generation_prompt=True)
     answer = prompt[len(_rendered(tokenizer, asked)) :]
-    return f"{{{{ range .Messages }}}}{''.join(cases)}{{{{ end }}}}{answer}"
+    return f"{{{{ range .Messages }}}}{''.join(cases)}{{{{ end }}}}{_literal(answer)}"
 
 
 def _turn(tokenizer: Any, role: str) -> tuple[str, str] | None:

@@ -22,7 +22,7 @@ from . import modelfile, pre_tokenizer
 KINDS = {"f16": "16-bit weights", "q8_0": "8-bit weights", "q4_k_m": "4-bit weights, and 6 bits where they count most"}
 CONVERT, ANSWER = (Path(__file__).with_name(name) for name in ("convert.py", "answer.py"))
 MODELFILE = "Modelfile"
-LOADS_IN = "llama.cpp, and Ollama (`ollama create NAME -f Modelfile`)"
+LOADS_IN = "llama.cpp, and Ollama (ollama create NAME -f Modelfile)"
 
 
 @dataclass(frozen=True)
