@@ -154,7 +154,8 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> object:
         """Return a value as its option reads it; no number is without end, and no value, but a prompt, is empty."""
-        if not arg_string.strip() and action.option_strings and action.dest != "system":
+        given = arg_string != action.default  # argparse reads an option's default by this, too
+        if given and not arg_string.strip() and action.option_strings and action.dest != "system":
             raise argparse.ArgumentError(action, "the value is missing")
         value = super()._get_value(action, arg_string)
         if action.type in (int, float) and not (abs(value) < 2**32):  # nan is not below either
