@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-from ..spec.errors import UserError, first_line, lasting, of_system, printable, redact
+from ..spec.errors import UserError, first_line, lasting, of_system, redact
 from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program, python_path
 
 COMMANDS = {
@@ -80,7 +80,7 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
     try:
         return importlib.import_module(f".{name}", __package__).main(words)
     except UserError as error:
-        print(f"{program(name)}: {printable(redact(as_typed(str(error))))}", file=sys.stderr)
+        print(f"{program(name)}: {redact(as_typed(str(error)))}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -152,11 +152,17 @@ class Parser(argparse.ArgumentParser):
         """End with a line that names the mistake and what to write instead, not with the whole usage."""
         self.exit(2, f"{self.prog}: {self._in_words(message)}\n")
 
-    def _get_value(self, action: argparse.Action, arg_string: str) -> object:
-        """Return a value as its option reads it; no number is without end, and no value, but a prompt, is empty."""
-        given = arg_string != action.default  # argparse reads an option's default by this, too
-        if given and not arg_string.strip() and action.option_strings and action.dest != "system":
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
+        """Return what an option is given, but an empty value only of a prompt.
+
+        argparse reads defaults by `_get_value` too, and some are empty.
+        """
+        if action.option_strings and action.dest != "system" and any(not word.strip() for word in arg_strings):
             raise argparse.ArgumentError(action, "the value is missing")
+        return super()._get_values(action, arg_strings)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> object:
+        """Return a value as its option reads it; no number is without end."""
         value = super()._get_value(action, arg_string)
         if action.type in (int, float) and not (abs(value) < 2**32):  # nan is not below either
             option = "/".join(action.option_strings) or action.dest
