@@ -92,8 +92,11 @@ def test_bad_input_is_answered_in_a_line(adapters, tmp_path, capsys):
     write_json(
         other / "adapter_config.json", read_json(other / "adapter_config.json") | {base_model.KEY: "OWNER/OTHER"}
     )
+    scaled = shutil.copytree(adapters / "second", tmp_path / "scaled")
+    write_json(scaled / "adapter_config.json", read_json(scaled / "adapter_config.json") | {"use_rslora": True})
     first, out = str(adapters / "first"), str(tmp_path / "out")
     for words, said in (
+        ([first, "--add", f"{scaled}=1", "--output", out], "use_rslora: only plain LoRA"),
         ([first, "--add", "second", "--output", out], "write RUN=WEIGHT"),
         ([first, "--add", f"{adapters / 'second'}=much", "--output", out], "write RUN=WEIGHT"),
         ([first, "--add", f"{other}=1", "--output", out], "an adapter for OWNER/OTHER"),

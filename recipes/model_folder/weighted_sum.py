@@ -14,6 +14,9 @@ from .base_model import ADAPTER, KEY
 
 SUM = "sum"
 """The name of the result among the adapters of the model."""
+MORE = ("use_dora", "target_parameters", "modules_to_save", "trainable_token_indices", "lora_bias", "use_rslora")
+"""Keys of an adapter that is more than the product of two matrices, or whose sum PEFT would scale by the root of its
+rank."""
 TOLERANCE = 1e-4
 """The largest difference of a weight from the sum of the parts, relative to the largest change of its matrix."""
 
@@ -39,7 +42,7 @@ def check(parts: Sequence[Part]) -> None:
         if not (part.folder / ADAPTER).exists():
             raise UserError(f"{part.name}: not an adapter; only adapters of one base model can be added up.")
         config = read_json(part.folder / ADAPTER)
-        kept = next((key for key in ("use_dora", "target_parameters", "modules_to_save") if config.get(key)), None)
+        kept = next((key for key in MORE if config.get(key)), None)
         if config.get("peft_type") != "LORA" or kept:
             raise UserError(
                 f"{part.name}: {kept or config.get('peft_type')}: only plain LoRA adapters can be added up."
@@ -88,7 +91,9 @@ def difference(model: Any, names: Sequence[str], weights: Sequence[float]) -> fl
     """Return the largest difference of the sum's matrices from what the parts add up to, relative to the largest."""
     worst = 0.0
     for module in model.modules():
-        held = [name for name in names if name in getattr(module, "lora_A", {})]
+        held = [
+            name for name in names if any(name in getattr(module, part, {}) for part in ("lora_A", "lora_embedding_A"))
+        ]
         if held:
             pairs = zip(names, weights, strict=True)
             expected = sum(weight * module.get_delta_weight(name).float() for name, weight in pairs if name in held)
