@@ -17,6 +17,7 @@ from recipes.spec.recipe import Lora, Schedule
 from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from recipes.training import export
 from recipes.training import run as training_run
+from recipes.training.methods.reward import RunRewardTrainer
 from recipes.training.model import heads, load
 from tests.parity import gate
 from tests.small import small
@@ -77,6 +78,14 @@ def test_a_folder_says_that_it_holds_a_reward_model(tmp_path, model_folder, caps
     assert not export.is_reward_model(tmp_path)
 
 
+def test_a_smaller_micro_batch_weighs_as_many_pairs_as_it_has():
+    """The Trainer takes the mean over micro-batches, of two pairs and of one: of the plain means it would be 2.75."""
+    trainer = object.__new__(RunRewardTrainer)
+    trainer.prepare_step([{"input_ids": torch.zeros(4, 9)}, {"input_ids": torch.zeros(2, 9)}], None)
+    parts = [trainer.mean(torch.tensor(losses)) for losses in ([1.0, 2.0], [4.0])]
+    assert sum(parts) / 2 == pytest.approx((1 + 2 + 4) / 3)
+
+
 def test_each_pair_counts_the_same_also_in_the_last_step_of_an_epoch(ranks, tmp_path, model_folder, pairs):
     """Seven pairs in steps of four, of which the last has micro-batches of two and of one."""
     seven = tmp_path / "seven.jsonl"
@@ -84,12 +93,12 @@ def test_each_pair_counts_the_same_also_in_the_last_step_of_an_epoch(ranks, tmp_
     losses = {}
     for batch, micro in ((4, 2), (7, 7)):
         run = RunFolder(tmp_path / f"run{batch}")
-        recipe = small(model_folder, seven, method="reward", learning_rate=1e-8, max_steps=None, epochs=1.0)
+        recipe = small(model_folder, seven, method="reward", learning_rate=1e-7, max_steps=None, epochs=1.0)
         write_recipe(run, replace(recipe, global_batch_size=batch, micro_batch_size=micro))
         ranks.check(training_run.main, str(run.path), log=tmp_path / f"log{batch}", world_size=1)
         losses[batch] = [row["loss"] for row in read_jsonl(run.metrics)]
     first, last = losses[4]
-    assert (4 * first + 3 * last) / 7 == pytest.approx(losses[7][0], abs=1e-5)
+    assert (4 * first + 3 * last) / 7 == pytest.approx(losses[7][0], abs=1e-4)
 
 
 def rewards(folder, tokenizer, texts, **options):
