@@ -217,7 +217,8 @@ def test_hostile_text_stays_text(tmp_path):
     run = a_run(tmp_path / "<b>&run", changes=["data.path=x"])
     clean = Page(html.render(write.document(run_data.read(run.path))))
     recipe = read_json(run.recipe)
-    recipe["data"]["path"] = recipe["model"]["path"] = recipe["deepspeed"] = HOSTILE
+    shown = HOSTILE.partition("\x1b")[0]  # a recipe refuses control characters
+    recipe["data"]["path"] = recipe["model"]["path"] = recipe["deepspeed"] = shown
     write_json(run.recipe, recipe)
     rows = [row | {"prompt": HOSTILE, "answer": HOSTILE, "expected": HOSTILE} for row in read_jsonl(run.answers)]
     run.answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
