@@ -181,7 +181,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     if recipe.layout.sequence > 1:
         sequence_check.check(recipe, tokenizer)
     if recipe.traits.teacher and not recipe.distill.served:
-        teacher.check_head(recipe, tokenizer)
+        teacher.check_model(recipe, tokenizer)
     return output_head.check(recipe, tokenizer, say)
 
 

@@ -85,6 +85,17 @@ def agree(run, records, weights):
         assert plain.worst(weight, known[name]) <= 1, name
 
 
+@pytest.mark.every
+def test_packed_under_zero3(ranks, tmp_path, model_folder, teacher_folder, conversations, alone):
+    """The teacher is tried before ZeRO-3 shards whatever is made: what a trial makes, too."""
+    run = RunFolder(tmp_path / "run")
+    changes = {"packing": True, "sequence_length": 128}
+    recipe = recipe_for(model_folder, teacher_folder, conversations, 3, LOSSES["mixed"], **changes)
+    write_recipe(run, replace(recipe, global_batch_size=4))  # all conversations stand in four rows
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    agree(run, *alone(LOSSES["mixed"]))
+
+
 IN_4_BITS = replace(LOSSES["mixed"], teacher_quantization="nf4")
 
 

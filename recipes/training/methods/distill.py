@@ -73,7 +73,7 @@ class RunDistillTrainer(Averaging, Trainer):
 
     def _load_teacher(self) -> Teacher:
         recipe = self.context.recipe
-        model = teacher.load_frozen(recipe, self.processing_class)
+        model = teacher.load_frozen(recipe)
         return Teacher.of(model, recipe, self.vocabulary, self.accelerator)
 
     def _with_likeliest(self) -> likeliest.WithLikeliest:

@@ -20,6 +20,8 @@ from .tiles import ENTRIES
 
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What models read of a batch; everything else in it is for the loss."""
+_attention: dict[str, str] = {}
+"""By a teacher's path, what it computes with: found before ZeRO-3 shards every model that is made, and used after."""
 run_as = _ForwardRedirection()
 """Runs a function as a model's forward pass, within the hooks by which ZeRO-3 gathers weights and reduces gradients."""
 
@@ -57,26 +59,27 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
     return least
 
 
-def check_head(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a teacher whose logits tiles do not compute; call it before ZeRO-3 shards every model that is made.
+def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Find the attention that a teacher computes with; call it before ZeRO-3 shards every model that is made.
 
     Raises:
-        UserError: as `check`, or the teacher's head is of its own kind.
+        UserError: as `check`, or the teacher's logits are not those of tiles, or it would mix packed documents.
     """
     check(recipe, tokenizer)
     teacher = recipe_of(recipe)
     if why := output_head.difference(load.load_config(teacher).get_text_config(), tokenizer):
         raise UserError(f"distill.teacher={teacher.model.path}: distillation computes logits in tiles: {why}.")
+    _attention[teacher.model.path] = packing_check.check(teacher, tokenizer, distributed.on_gpu(), say)
 
 
-def load_frozen(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Return the teacher's model: under ZeRO-3 as shards, in 4 bits whole on each rank.
+def load_frozen(recipe: Recipe) -> PreTrainedModel:
+    """Return the teacher, which `check_model` has checked: under ZeRO-3 as shards, in 4 bits whole on each rank.
 
     Raises:
-        UserError: it cannot be loaded, or would mix packed documents.
+        UserError: it cannot be loaded.
     """
     teacher = recipe_of(recipe)
-    attention = packing_check.check(teacher, tokenizer, distributed.on_gpu(), say)
+    attention = _attention[teacher.model.path]
     model = load.load_base(replace(teacher, model=replace(teacher.model, attention=attention)))
     say(f"teacher: {sum(getattr(one, 'ds_numel', one.numel()) for one in model.parameters()):,} parameters")
     return model.requires_grad_(False).eval()
