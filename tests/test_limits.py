@@ -136,7 +136,7 @@ FEEDBACK = {
         {"method": method},
         2,
         zero(stage),
-        f"({title}) .*; use layout.{kind}=1",
+        f"({title}).*; use layout.{kind}=1",
     )
     for method, title in (
         *(("dpo", "DPO"), ("reward", "reward"), ("kto", "KTO"), ("orpo", "ORPO"), ("simpo", "SimPO")),
@@ -176,7 +176,7 @@ REFUSED = {
         {"method": "distill", "distill": TAUGHT},
         2,
         zero(1),
-        "distillation compares .*; use layout.tensor=1",
+        "and distillation has two; use layout.tensor=1",
     ),
     "distillation by parts": (
         Layout(sequence=2),
@@ -194,7 +194,7 @@ REFUSED = {
         zero(1),
         "distillation needs the outputs of two models .*; use layout.pipeline=1",
     ),
-    "tensor and dpo": (Layout(tensor=2), QWEN3, {"method": "dpo"}, 2, zero(1), "DPO .*; use layout.tensor=1"),
+    "tensor and dpo": (Layout(tensor=2), QWEN3, {"method": "dpo"}, 2, zero(1), "not with DPO's; use layout.tensor=1"),
     "tensor and 4-bit": (Layout(tensor=2), QWEN3, NF4, 2, zero(1), "4-bit .*; use layout.tensor=1"),
     "sequence heads": (
         Layout(sequence=32),

@@ -73,7 +73,7 @@ def plain(folder, conversations):
 
 def asked(url, model, conversations):
     options = {"temperature": 0, "max_tokens": LENGTH}
-    return [answer.strip() for answer in client.answers(client.connect(url, model), conversations, options)]
+    return [str(answer).strip() for answer in client.answers(client.connect(url, model), conversations, options)]
 
 
 def test_transformers_serve_answers_as_plain_transformers_does(models):

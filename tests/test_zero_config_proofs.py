@@ -202,6 +202,7 @@ NOT_RUN = {
     "ranks-not-divisible": "needs more ranks than two",
     "heads-not-divisible": "needs a model whose heads do not divide",
     "no-hidden-size": "needs a model without a hidden size",
+    "step-of-zeros": "shown by recipes/proof/defects/deepspeed/step_of_zeros.py, which tests/test_prove.py runs",
     "section-unused": "a warning",
     "scheduler-block": "a warning; the Trainer's own documentation says so",
     "nvme-folder": "about the machine",

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-from ..spec.errors import UserError, first_line, lasting, of_system, redact
+from ..spec.errors import UserError, first_line, lasting, of_system, printable, redact
 from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program, python_path
 
 COMMANDS = {
@@ -80,7 +80,7 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
     try:
         return importlib.import_module(f".{name}", __package__).main(words)
     except UserError as error:
-        print(f"{program(name)}: {redact(as_typed(str(error)))}", file=sys.stderr)
+        print(f"{program(name)}: {printable(redact(as_typed(str(error))))}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -99,7 +99,7 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
             refused = f"{first_line(error)}: remove the links that lead in a circle."
         if refused is None:
             raise
-        print(f"{program(name)}: {redact(refused)}", file=sys.stderr)
+        print(f"{program(name)}: {printable(redact(refused))}", file=sys.stderr)
         return 2
 
 

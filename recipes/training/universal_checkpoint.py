@@ -57,7 +57,6 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
             f"{checkpoint} was written with ZenFlow, whose pending updates DeepSpeed does not save; start a new run "
             f"from its weights: without --resume, with model.path={checkpoint}."
         )
-    _check_model(recipe, read_recipe(run), checkpoint)
     if file.stage != saved_file.stage:
         raise UserError(
             f"deepspeed={Path(recipe.deepspeed).name}: {checkpoint} was written under ZeRO-{saved_file.stage}, and "
@@ -70,6 +69,7 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
             f"layout.{name}={getattr(asked, name)}: {checkpoint} was written with {size}, and DeepSpeed cannot convert "
             f"that; use layout.{name}={size}."
         )
+    _check_model(recipe, read_recipe(run), checkpoint)
     why = _not_convertible(saved_file, saved, recipe)
     if why and is_needed(asked, run, world_size):
         raise UserError(

@@ -17,12 +17,12 @@ def here() -> bool:
     return _PERMITTED["here"]
 
 
-def permitted(folder: Path) -> bool:
+def permitted(folder: str | Path) -> bool:
     """Return whether the code of the model in a folder may run, by this process's recipe or by that of its run.
 
     The recipe in a run's folder counts, and not the copy of it that travels in an export's `training/`.
     """
     if here():
         return True
-    runs = (RunFolder(place) for place in (folder.parent, folder.parent.parent))
+    runs = map(RunFolder, Path(folder).resolve().parents[:2])
     return any(run.recipe.exists() and read_recipe(run).model.trust_remote_code for run in runs)
