@@ -17,6 +17,7 @@ from recipes.spec.methods.settings import Distill, Grpo
 from recipes.spec.methods.traits import TRAITS
 from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout, Lora
+from recipes.spec.recipe import changed as changed_recipe
 
 
 def zero(stage, partition_size=1):
@@ -358,7 +359,7 @@ def test_the_launcher_checks_the_model_that_will_be_trained(model_folder, capsys
 def test_layouts_that_a_recipe_itself_refuses_are_not_suggested(family, ranks):
     """Models with a vision tower refuse every layout but data parallelism when the recipe is made."""
     recipe = replace(pages.find(family, "full"), global_batch_size=24, micro_batch_size=1)
-    assert limits.with_layout(recipe, Layout(sequence=2)) is None
+    assert changed_recipe(recipe, layout=Layout(sequence=2)) is None
     assert limits.nearest(recipe, ranks, zero(3)) == Layout()
     with pytest.raises(UserError) as refused:
         limits.check(replace(recipe, optimizer="muon"), ranks, DeepSpeedFile(stage=3, offload_optimizer="cpu"))

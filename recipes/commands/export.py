@@ -26,7 +26,6 @@ from ..machine import children
 from ..serving.quantize.kinds import DROP
 from ..spec.errors import UserError
 from ..spec.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
-from ..training.model import remote_code
 from .main import Parser
 
 if TYPE_CHECKING:
@@ -58,12 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--allow-drop", type=float, default=DROP, metavar="P", help="percentage points it may lose (default: 2)"
     )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the model's own Python code: read it first"
-    )
-    options = parser.parse_args(arguments)
-    if options.trust_remote_code:
-        remote_code.permit()
+    options = parser.parse_trusting(arguments)
     source = find_model(options.source)
     if options.quantize or options.gguf:
         return smaller(options, source)

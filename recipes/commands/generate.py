@@ -19,7 +19,6 @@ from typing import Any
 from ..evaluation import server
 from ..model_folder import head
 from ..spec.errors import UserError, printable, redact
-from ..training.model import remote_code
 from .main import Parser
 
 Answer = Callable[[list[dict[str, str]]], Iterator[str]]
@@ -34,8 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parse(arguments)
     check(options)
-    if options.trust_remote_code:
-        remote_code.permit()
     start = [{"role": "system", "content": options.system}] if options.system else []
     if options.server:
         ask = of_server(options)
@@ -68,10 +65,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, metavar="N", help="of sampling: the same answers again")
     parser.add_argument("--server", metavar="URL", help="ask a model on a server that speaks OpenAI's protocol")
     parser.add_argument("--model", dest="served", metavar="NAME", help="which model of a server that has several")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the model's own Python code: read it first"
-    )
-    options = parser.parse_args(arguments)
+    options = parser.parse_trusting(arguments)
     if options.server and options.prompt is None:
         options.model, options.prompt = None, options.model
     options.model = Path(options.model) if options.model else None

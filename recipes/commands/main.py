@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from ..spec.errors import UserError, first_line, lasting, of_system, printable, redact
 from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program, python_path
+from ..training.model import remote_code
 
 COMMANDS = {
     "launch": "run a recipe",
@@ -151,6 +152,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with a line that names the mistake and what to write instead, not with the whole usage."""
         self.exit(2, f"{self.prog}: {self._in_words(message)}\n")
+
+    def parse_trusting(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """Parse arguments, among them the option that permits models to run their own code, and do as it says."""
+        self.add_argument(
+            "--trust-remote-code", action="store_true", help="run the model's own Python code: read it first"
+        )
+        options = self.parse_args(arguments)
+        if options.trust_remote_code:
+            remote_code.permit()
+        return options
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         """Return what an option is given, but an empty value only of a prompt.

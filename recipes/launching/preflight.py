@@ -218,8 +218,6 @@ def _check_options(recipe: Recipe) -> None:
         rewards.check_files(recipe.reward)
     text_files.weights(data)
     columns.fields(data.columns)
-    if data.validation_share != "auto" and not data.validation_share < 1:
-        raise UserError(f"data.validation_share={data.validation_share}: must be below 1; 0.05 holds out 5 %.")
     least = recipe.traits.least_micro_batch
     if recipe.micro_batch_size < least:
         raise UserError(

@@ -6,14 +6,14 @@ is generated from the answers. `FAMILIES` lists the architectures that a techniq
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from .deepspeed_file import DeepSpeedFile
 from .errors import UserError
 from .layout import gradient_accumulation_steps
 from .optimization import combinations
-from .recipe import Layout, Recipe, names
+from .recipe import Layout, Recipe, changed, names
 
 NODE = 8
 """GPUs of a node, where no instance says how many it has."""
@@ -186,14 +186,6 @@ def suggestions(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> list[st
     return found
 
 
-def with_layout(recipe: Recipe, layout: Layout) -> Recipe | None:
-    """Return the recipe in another layout, or None if it refuses that by itself, as models with a vision tower do."""
-    try:
-        return replace(recipe, layout=layout)
-    except UserError:
-        return None
-
-
 def _runs(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> bool:
     """Return whether `check` accepts a recipe's layout, and its global batch can be divided."""
     if limit(recipe, world_size, file) is not None:
@@ -223,7 +215,7 @@ def nearest(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Layout:
         return round(doublings, 9), -math.prod(sizes)
 
     layouts = sorted(_layouts(world_size), key=distance)
-    recipes = [one for layout in layouts if (one := with_layout(recipe, layout)) is not None]
+    recipes = [one for layout in layouts if (one := changed(recipe, layout=layout)) is not None]
     possible = (one for one in recipes if limit(one, world_size, file) is None)
     runs = next((one for one in recipes if _runs(one, world_size, file)), None)
     found = runs or next(possible, None)

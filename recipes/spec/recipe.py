@@ -5,7 +5,7 @@ The field names are the override keys of the command line (`learning_rate=5e-5 l
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Annotated, Any, Literal
 
 from . import bounds
@@ -97,7 +97,7 @@ class Data:
     validation: str | None = None
     """The held-out examples, in the same form; None: no evaluation, unless `validation_share` is set. A page's own say
     nothing of other data, so setting `data.path` alone replaces them by `validation_share=auto`."""
-    validation_share: Annotated[float | Literal["auto"], Bounds(least=0, below=1)] = 0.0
+    validation_share: Annotated[float | Literal["auto"], Bounds(least=0, below=1, usual=0.05)] = 0.0
     """Share of the examples that is held out where `validation` is None; `auto`: 5 %, and at most 500 examples."""
     metric: Literal["loss", "exact_match", "preference_accuracy", "judgement_accuracy"] = "loss"
     """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked correctly.
@@ -378,6 +378,14 @@ class Recipe:
     def packs(self) -> bool:
         """Whether documents share sequences: `packing`, where the method has it."""
         return self.packing and self.traits.packs
+
+
+def changed(recipe: Recipe, **changes: Any) -> Recipe | None:
+    """Return the recipe with changes, or None if it refuses them: GRPO's batches are whole groups, for example."""
+    try:
+        return replace(recipe, **changes)
+    except UserError:
+        return None
 
 
 def _check_adapters(recipe: Recipe) -> None:

@@ -26,7 +26,6 @@ from ...report import write
 from ...serving import environment
 from ...spec.errors import UserError, printable
 from ...spec.run_folder import read_json, write_json
-from ...training.model import remote_code
 from ..main import Parser
 
 
@@ -37,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         UserError: no such model or task, no held-out examples, or a metric that cannot be measured.
     """
     options = parse(arguments)
-    if options.trust_remote_code:
-        remote_code.permit()
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit {options.limit}: must be at least 1.")
     python = environment.require("lm_eval", "--tasks") if options.tasks else None
@@ -63,10 +60,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON, with every answer")
     parser.add_argument("--tasks", metavar="T,...", help="tasks of lm-evaluation-harness, by name")
     parser.add_argument("--include", type=Path, metavar="DIR", help="with --tasks: a folder with tasks of your own")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the model's own Python code: read it first"
-    )
-    return parser.parse_args(arguments)
+    return parser.parse_trusting(arguments)
 
 
 def measure(found: Sequence[Candidate], options: argparse.Namespace) -> dict[str, Any]:

@@ -32,8 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         UserError: no such model, no server installed, the port is in use, or the server does not start.
     """
     options = parse(arguments)
-    if options.trust_remote_code:
-        remote_code.permit()
     found = served.find(options.model, options.name, options.adapter)
     process.check_port(options.host, options.port)
     engine = engines.choose(options.engine, found)
@@ -76,10 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="default: 8000")
     parser.add_argument("--engine", choices=engines.ENGINES, default="auto", help="default: vllm if it is installed")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep what the server prints")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the model's own Python code: read it first"
-    )
-    return parser.parse_args(arguments)
+    return parser.parse_trusting(arguments)
 
 
 def ready(found: Served, engine: str, url: str) -> list[str]:

@@ -17,7 +17,7 @@ from ...spec.deepspeed_file import DeepSpeedFile
 from ...spec.errors import UserError
 from ...spec.layout import data_parallel_size
 from ...spec.project import CONFIGS
-from ...spec.recipe import Layout, Recipe
+from ...spec.recipe import Layout, Recipe, changed
 from ..cost.memory.peak_memory import peak_memory
 from ..cost.time.step_time import step_time
 from ..cost.training_setup import TrainingSetup, training_setup
@@ -173,10 +173,9 @@ def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Ite
     """Yield the recipe in each of some layouts in which it can run, with one sequence per pass."""
     world_size = request.cluster.gpus
     for layout in layouts:
-        laid_out = limits.with_layout(replace(request.recipe, deepspeed=name, micro_batch_size=1), layout)
-        if laid_out is None:
+        recipe = changed(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
+        if recipe is None:
             continue
-        recipe = laid_out
         data_parallel = data_parallel_size(layout, world_size)
         if not data_parallel or recipe.global_batch_size % data_parallel or not _suits(name, layout, request):
             continue

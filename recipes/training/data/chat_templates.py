@@ -190,15 +190,11 @@ def _by_template(
 ) -> Marked:
     known = control_tokens(tokenizer, template)
     if known.occur(messages, tools) or _left_out(messages):
-        return _by_marked_template(tokenizer, template, known, messages, tools, options)
-    tokens = tokenizer.apply_chat_template(
-        messages,
-        tools,
-        chat_template=template,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        **(options or {}),
-    )
+        chat, spans = _with_spans(tokenizer, template, known, messages, tools, options)
+        ids, places = known.encode(tokenizer, chat)
+        return ids, [any(first < end and start < last for first, last in spans) for start, end in places]
+    how = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
+    tokens = tokenizer.apply_chat_template(messages, tools, **how, **(options or {}))
     return tokens["input_ids"], [bool(assistant) for assistant in tokens["assistant_masks"]]
 
 
@@ -216,24 +212,10 @@ def renderer(
     """
     marker(recipe, tokenizer)
     template = training_template(tokenizer)
+    known = control_tokens(tokenizer, template or tokenizer.chat_template, images)
     if template is None:
-        known = control_tokens(tokenizer, tokenizer.chat_template, images)
         return tokenizer.chat_template, partial(_turn_by_turn, tokenizer, known)
-    known = control_tokens(tokenizer, template, images)
     return template, partial(_with_spans, tokenizer, template, known)
-
-
-def _by_marked_template(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    known: ControlTokens,
-    messages: Turns,
-    tools: Any,
-    options: Any = None,
-) -> Marked:
-    chat, spans = _with_spans(tokenizer, template, known, messages, tools, options)
-    ids, places = known.encode(tokenizer, chat)
-    return ids, [any(first < end and start < last for first, last in spans) for start, end in places]
 
 
 def _with_spans(

@@ -5,12 +5,10 @@ Standard library only.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from ...spec.errors import UserError
 from ...spec.layout import data_parallel_size
-from ...spec.recipe import Recipe
+from ...spec.recipe import Recipe, changed
 
 ENOUGH = 12
 """Updates below which a run is said to learn next to nothing: Adam's first ones are spent on the warm-up."""
@@ -93,7 +91,7 @@ def _ways(recipe: Recipe, size: Size, world_size: int) -> Iterator[dict[str, int
     """Yield settings each of which gives enough updates."""
     if batch := _batch(recipe, size.sequences, world_size):
         yield batch
-    if recipe.packing and size.documents > size.sequences and (unpacked := _changed(recipe, packing=False)):
+    if recipe.packing and size.documents > size.sequences and (unpacked := changed(recipe, packing=False)):
         if size.documents >= recipe.global_batch_size and _enough(unpacked, size.documents):
             yield {"packing": False}
         elif batch := _batch(unpacked, size.documents, world_size):
@@ -128,19 +126,11 @@ def _batch(
     for micro in sorted({recipe.micro_batch_size, recipe.traits.least_micro_batch}, reverse=True):
         unit = micro * ranks
         for batch in range(min(recipe.global_batch_size, sequences) // unit * unit, 0, -unit):
-            smaller_batch = _changed(recipe, global_batch_size=batch, micro_batch_size=micro)
+            smaller_batch = changed(recipe, global_batch_size=batch, micro_batch_size=micro)
             if smaller_batch and suits(smaller_batch, sequences):
                 smaller = {"micro_batch_size": micro} if micro != recipe.micro_batch_size else {}
                 return {"global_batch_size": batch, **smaller}
     return {}
-
-
-def _changed(recipe: Recipe, **changes: Any) -> Recipe | None:
-    """Return the recipe with changes, or None if it refuses them: GRPO's batches are whole groups, for example."""
-    try:
-        return replace(recipe, **changes)
-    except UserError:
-        return None
 
 
 def _count(number: int, what: str) -> str:

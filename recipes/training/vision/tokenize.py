@@ -42,7 +42,11 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
             with chat_templates.bounded(f"model.path={recipe.model.path}"):
                 found = shown(tokenizer, template, turns, tools, options)
                 chat, spans = render(found.turns, tools, options)
-                before = len(_given(tokenizer, template, known, found.turns[:given], tools, options))
+                before = 0
+                if given:
+                    asked, described = known.mark(found.turns[:given], tools)
+                    how = {"chat_template": template, "tokenize": False, **options}
+                    before = len(tokenizer.apply_chat_template(asked, described, **how))
         except (TemplateError, TypeError, ValueError, UserError) as error:
             raise UserError(
                 f"{where}: the model's chat template cannot be trained on this conversation: {error}."
@@ -57,21 +61,6 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
         return {"input_ids": ids, "labels": [IGNORED, *labels[1:]], "forgets": found.forgets}
 
     return tokenize
-
-
-def _given(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    known: ControlTokens,
-    turns: list[dict[str, Any]],
-    tools: Any,
-    options: dict[str, Any],
-) -> str:
-    """Return the turns that are not in the loss as text."""
-    if not turns:
-        return ""
-    marked, described = known.mark(turns, tools)
-    return tokenizer.apply_chat_template(marked, described, chat_template=template, tokenize=False, **options)
 
 
 def read_all(where: str, pictures: Sequence[dict[str, Any]], max_pixels: int) -> list[Any]:
