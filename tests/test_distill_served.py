@@ -41,6 +41,8 @@ class Answers(BaseHTTPRequestHandler):
             self.say({"tokens": tokens["input_ids"]})
         elif asked["prompt_logprobs"] > KEPT:
             self.say({"error": {"message": "Requested prompt logprobs of 21, greater than max allowed: 20"}}, 400)
+        elif asked["max_tokens"] != 1:
+            self.say({"error": {"message": "every token to write costs a pass, and vLLM wants one at least"}}, 400)
         else:
             choices = [self.choice(at, tokens, asked) for at, tokens in enumerate(asked["prompt"])]
             self.say({"choices": choices[::-1]})

@@ -17,6 +17,7 @@ from recipes.spec.samples import TINY_MODEL
 from recipes.training import export
 from recipes.training.data import classes, tokenize
 from recipes.training.data.questions import generation_prompt, question
+from recipes.training.methods.preferences import fused_head
 from recipes.training.methods.preferences.pairs import of_pairs
 from recipes.training.model.generate import generate
 from recipes.training.parallel import pipeline, scores
@@ -303,6 +304,16 @@ def test_examples_are_scored_in_as_few_passes_as_they_need(alone, examples, size
     batches = list(scores.rank_batches(list(range(examples)), 2, Layout()))
     assert [count for _, count in batches] == sizes
     assert [one for batch, count in batches for one in batch[:count]] == list(range(examples))
+
+
+def test_ranks_share_the_passes_and_fill_up_the_last(second_of_two):
+    assert list(scores.rank_batches(list(range(5)), 2, Layout())) == [([1, 3], 2), ([0], 0)]
+
+
+def test_mean_log_probabilities_count_what_is_named_of_each_sequence():
+    log_probs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
+    counted = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])  # a first token has no log-probability
+    assert fused_head.mean(log_probs, counted).tolist() == [-2.5, -4.0]
 
 
 def test_preferences_are_means_over_all_pairs(alone):

@@ -56,6 +56,13 @@ def test_narrower_layers_get_larger_weights_under_any_name(tokenizer):
     assert small.init_std == pytest.approx(opt.init_std * math.sqrt(opt.hidden_size / 48))
 
 
+def test_rotary_dimensions_fit_the_narrower_head(tokenizer):
+    small = draft.shrink(AutoConfig.for_model("deepseek_v3"), Draft(), tokenizer)
+    assert small.head_dim == small.qk_rope_head_dim == small.qk_nope_head_dim // 2
+    assert draft._rope({"mrope_section": [16, 24, 24]}, 16)["mrope_section"] == [4, 2, 2]
+    assert draft._rope({"mrope_section": [24, 20, 20]}, 24)["mrope_section"] == [4, 4, 4]
+
+
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("kind", [pytest.param("gemma2", marks=needs("transformers>=5.20")), "gptj", "llama"])
 def test_a_model_without_sdpa_takes_eager_attention_and_says_so(alone, tmp_path, tokenizer, capsys, kind, packing):

@@ -171,6 +171,8 @@ def test_pictures_are_made_smaller_in_proportion_and_turned_as_the_camera_says()
     assert files.within(image, 10**6) is image
     smaller = files.within(image, 10_000)
     assert smaller.size == (200, 50)
+    assert files.within(Image.new("RGB", (1000, 1)), 100).size == (316, 1)
+    assert files.within(Image.new("RGB", (1, 1000)), 100).size == (1, 316)
     held = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees

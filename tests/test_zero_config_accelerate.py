@@ -285,6 +285,12 @@ def test_what_is_no_such_file_is_unreadable(found, text):
     assert status == 2 and reports[0]["what"]
 
 
+@pytest.mark.parametrize(("text", "line", "column"), [("num_machines: 1\n  gpu_ids: all\n", 2, 10), ("\x00", 1, 1)])
+def test_what_is_not_yaml_is_reported_with_its_position(found, text, line, column):
+    _, (report,) = found(text)
+    assert (report["line"], report["column"]) == (line, column)
+
+
 def test_an_alias_that_contains_itself_ends(found):
     status, reports = found("distributed_type: FSDP\nfsdp_config: &a\n  fsdp_version: 2\n  more: *a\n")
     assert status == 2 and "contains itself" in reports[0]["what"]
