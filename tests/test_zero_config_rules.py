@@ -362,6 +362,7 @@ MASTER = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
     ("config", "found"),
     [
         (zero(2) | MASTER, True),
+        (zero(3) | MASTER, True),
         (zero(2, offload_optimizer=CPU) | MASTER, False),
         (zero(0) | MASTER, False),
         (zero(0, offload_optimizer=CPU) | MASTER, False),
@@ -371,6 +372,13 @@ def test_low_precision_master_weights_need_offload_at_the_stages_that_have_them(
     rules = {one.rule for one in judge(config, PLAIN)}
     assert ("master-weights-without-offload" in rules) == found
     assert ("master-weights" in rules) == (config["zero_optimization"]["stage"] == 0)
+
+
+def test_a_swap_buffer_has_room_for_the_embeddings_shard_and_a_hundredth_more():
+    facts = Facts(world_size=2, model={"vocab_size": 128_256, "hidden_size": 4096})
+    (found,) = [one for one in judge(zero(3, offload_param=NVME), facts) if one.rule == "swap-buffer-too-small"]
+    shard = 128_256 * 2048
+    assert f"{shard:,} elements" in found.what and found.fix == f"write at least {shard + 2_626_682}"
 
 
 def test_a_section_that_deepspeed_does_not_read_is_not_checked():
