@@ -3,12 +3,14 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerState
 
 from recipes.spec.gpus import BF16_TFLOPS, peak_flops
 from recipes.spec.recipe import Lora
+from recipes.spec.run_folder import RunFolder, read_jsonl
 from recipes.training.adapters.add import add as add_adapters
-from recipes.training.model.flops import training_flops
+from recipes.training.callbacks.metrics import Metrics
+from recipes.training.model.flops import TrainingFlops, training_flops
 
 SIZES = {
     "vocab_size": 512,
@@ -73,3 +75,15 @@ def flops_with_experts(model, config, used):
 )
 def test_a_gpu_is_recognised_by_its_device_name(device: str, name: str | None):
     assert peak_flops(device) == (BF16_TFLOPS[name] * 1e12 if name else None)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_every_log_counts_the_tokens_since_the_one_before(alone, tmp_path, counts):
+    run = RunFolder(tmp_path)
+    metrics = Metrics(run, lambda record: None, counts, TrainingFlops(1.0, 1.0))
+    padded = {"attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    for step in (1, 2):
+        metrics.count([{"tokens": 7, "squared_lengths": 25}, dict(padded)])
+        metrics.on_log(None, TrainerState(global_step=step, max_steps=2), None, {"loss": 1.0, "learning_rate": 0.1})
+    assert [record["tokens"] for record in read_jsonl(run.metrics)] == [12 * counts, 24 * counts]
+    assert TrainingFlops(3.0, 2.0).of(10, 50) == 130

@@ -50,6 +50,27 @@ def test_a_clusters_partitions_are_read():
     assert {(one.name, one.nodes, one.gpus) for one in others} == {("cpu", 4, 0), ("mixed", 2, 0)}
 
 
+@pytest.mark.parametrize(
+    ("facts", "status"),
+    [
+        ("JobState=COMPLETED Reason=None ExitCode=0:0", 0),
+        ("JobState=FAILED Reason=NonZeroExitCode ExitCode=2:0", 2),
+        ("JobState=FAILED Reason=RaisedSignal ExitCode=0:9", 128 + 9),
+        ("JobState=NODE_FAIL Reason=None ExitCode=0:0", 1),
+        ("", 1),
+    ],
+)
+@pytest.mark.parametrize("log", ["step 1\n", None])
+def test_a_followed_job_prints_its_log_and_returns_its_status(facts, status, log, tmp_path, monkeypatch, capsys):
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{facts}'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if log:
+        batch_job.log(RunFolder(tmp_path)).write_text(log)
+    assert batch_job.follow("7", RunFolder(tmp_path)) == status
+    assert capsys.readouterr().out.count("step 1") == bool(log)
+
+
 @pytest.mark.parametrize("text", ["30", "4:00:00", "1-12", "2-00:30", "90:30"])
 def test_slurms_forms_of_a_time_limit_are_accepted(text, monkeypatch):
     monkeypatch.setattr(partitions.shutil, "which", lambda name: None)
