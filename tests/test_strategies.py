@@ -47,6 +47,7 @@ def like_page(family, size, **changes):
         ("mixtral-8x7b", "full", "H100", 8, 4),
         ("qwen3_5-9b", "full", "H100", 8, 1),
         ("gemma3-27b", "full", "H100", 8, 2),
+        ("ministral3-8b", "kto_lora", "H100", 3, 1),
     ],
     ids=lambda wanted: " ".join(map(str, wanted)),
 )
@@ -57,7 +58,7 @@ def test_every_plan_can_be_launched_and_fits(wanted):
     gpu = question.cluster.gpu.memory_gib
     for plan in found.plans:
         recipe, setup = plan.recipe, plan.setup
-        assert limits.limit(recipe, setup.world_size, plan.file) is None
+        limits.check(recipe, setup.world_size, plan.file)
         assert plan.fits and not plan.tight and plan.share <= 0.95 and plan.gpu_gib_range[1] <= gpu
         assert recipe.layout.tensor <= question.cluster.gpus_per_node
         assert (
@@ -75,6 +76,13 @@ def test_every_plan_can_be_launched_and_fits(wanted):
         assert plan.tight and not plan.fits and plan.share <= 0.95 and plan.gpu_gib_range[1] > gpu
         assert not is_dominated(plan, found.plans) and why(question, plan).endswith(f" of {gpu:,.1f}.")
     assert all(plan.shortfalls and not plan.fits and plan.gpu_gib > 0.95 * gpu for plan in found.rejected)
+
+
+def test_a_micro_batch_that_a_method_refuses_is_not_planned():
+    with pytest.raises(UserError, match=r"^micro_batch_size=1: KTO .*use micro_batch_size=2 or more\.$"):
+        asked("llama3-8b", "kto_lora", fixed=("micro_batch_size",), micro_batch_size=1)
+    small = asked("llama3-8b", "kto_lora", "L4", 1, fixed=("micro_batch_size",), micro_batch_size=8)
+    assert not any(way.startswith("micro_batch_size=1") for way in suggestions.suggestions(small))
 
 
 def test_every_file_of_the_search_exists_once():

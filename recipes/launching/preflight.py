@@ -218,12 +218,6 @@ def _check_options(recipe: Recipe) -> None:
         rewards.check_files(recipe.reward)
     text_files.weights(data)
     columns.fields(data.columns)
-    least = recipe.traits.least_micro_batch
-    if recipe.micro_batch_size < least:
-        raise UserError(
-            f"micro_batch_size={recipe.micro_batch_size}: {recipe.traits.title} compares the answers of a micro-batch; "
-            f"use micro_batch_size={least} or more."
-        )
     if not data.streaming:
         return
     if not recipe.traits.packs:  # TRL's trainer tokenizes before the first step

@@ -111,6 +111,7 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     Raises:
         UserError: names the layout's sizes, the first reason, and the nearest sizes that run; or the sequence length.
     """
+    check_micro_batch(recipe)
     _check_length(recipe)
     _check_head(recipe)
     combinations.check(recipe, file)
@@ -131,6 +132,20 @@ def check_tensor_block(recipe: Recipe, file: DeepSpeedFile) -> None:
     if file.tensor_size > 1 and recipe.layout.tensor == 1:
         raise UserError(
             f"deepspeed={file.name} splits layers over {file.tensor_size} ranks; add layout.tensor={file.tensor_size}."
+        )
+
+
+def check_micro_batch(recipe: Recipe) -> None:
+    """Refuse fewer sequences on a rank than the method compares.
+
+    Raises:
+        UserError: names the size and the least one.
+    """
+    least = recipe.traits.least_micro_batch
+    if recipe.micro_batch_size < least:
+        raise UserError(
+            f"micro_batch_size={recipe.micro_batch_size}: {recipe.traits.title} compares the answers of a micro-batch; "
+            f"use micro_batch_size={least} or more."
         )
 
 

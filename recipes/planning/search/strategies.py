@@ -47,10 +47,14 @@ def plan_request(
     """Return the request to plan a recipe on a cluster, with its model's profile.
 
     Raises:
-        UserError: not a decoder that transformers knows, or one that cannot have such adapters.
+        UserError: not a decoder that transformers knows, or one that cannot have such adapters; or a micro-batch that
+            the method refuses.
     """
+    keys = frozenset(fixed)
+    if "micro_batch_size" in keys:
+        limits.check_micro_batch(recipe)
     profile = profile_of(recipe.model.config, recipe.lora)
-    return PlanRequest(recipe, profile, cluster, frozenset(fixed), document_length)
+    return PlanRequest(recipe, profile, cluster, keys, document_length)
 
 
 def search(request: PlanRequest) -> SearchResult:
@@ -147,7 +151,8 @@ def _with_divisible_batch(request: PlanRequest) -> Recipe:
     recipe, gpus = request.recipe, request.cluster.gpus
     if "global_batch_size" in request.fixed or gpus > recipe.global_batch_size:
         return recipe
-    micro_batch = recipe.micro_batch_size if "micro_batch_size" in request.fixed else 1
+    fixed = "micro_batch_size" in request.fixed
+    micro_batch = recipe.micro_batch_size if fixed else recipe.traits.least_micro_batch
     sequences = math.ceil(recipe.global_batch_size / (gpus * micro_batch)) * gpus * micro_batch
     return replace(recipe, global_batch_size=sequences, micro_batch_size=micro_batch)
 
@@ -246,9 +251,10 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
     file = template(recipe.deepspeed, request.cluster)
     setup = _setup(request, recipe, file)
     sequences = recipe.global_batch_size // setup.data_parallel_size
+    sizes = _micro_batches(request, sequences)
     fixed = recipe.gradient_checkpointing if "gradient_checkpointing" in request.fixed else None
     for checkpointing in (True, False) if fixed is None else (fixed,):
-        for size in _micro_batches(request, sequences):
+        for size in sizes:
             sized = replace(recipe, micro_batch_size=size, gradient_checkpointing=checkpointing)
             sized_setup = replace(
                 setup,
@@ -257,7 +263,7 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
                 gradient_checkpointing=checkpointing,
             )
             plan = _plan(request, sized, file, sized_setup)
-            smallest = size == 1 or "micro_batch_size" in request.fixed
+            smallest = size == sizes[0]
             if not plan.shortfalls or smallest:
                 yield plan
             if plan.shortfalls:
@@ -267,9 +273,9 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
 
 
 def _micro_batches(request: PlanRequest, sequences: int) -> list[int]:
-    if "micro_batch_size" in request.fixed:
-        return [request.recipe.micro_batch_size] if sequences % request.recipe.micro_batch_size == 0 else []
-    return [size for size in range(1, min(sequences, MOST_SEQUENCES) + 1) if sequences % size == 0]
+    least, size = request.recipe.traits.least_micro_batch, request.recipe.micro_batch_size
+    sizes = [size] if "micro_batch_size" in request.fixed else range(1, min(sequences, MOST_SEQUENCES) + 1)
+    return [size for size in sizes if size >= least and sequences % size == 0]
 
 
 def _plan(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile, setup: TrainingSetup) -> Plan:
