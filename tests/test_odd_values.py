@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import random
 import sys
 from pathlib import Path
@@ -201,3 +202,49 @@ def test_a_system_prompt_may_be_empty_and_no_other_value(capsys):
         with pytest.raises(SystemExit):
             main.run("launch", ["tiny", "full", *words])
         assert f"{words[0].rstrip('=')}: the value is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_a_pipe_that_nobody_writes_to_is_refused_and_not_waited_for(command, capsys):
+    """A pipe would be opened by many readers, some of them other libraries."""
+    os.mkfifo("pipe")
+    for words in (["pipe"], ["tiny", "full", "data.path=a.jsonl,pipe"], ["x", "--model=pipe"], ["--adapter=x=pipe"]):
+        assert main.run(command, words) == 2
+        assert "pipe: a named pipe, not a file; name a file." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "resolve"])
+def test_a_models_config_is_a_file_that_ends_and_is_not_nested_without_end(command, capsys):
+    Path("deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    Path("model").mkdir()
+    os.mkfifo("model/config.json")
+    for value, said in (
+        ("/dev/zero", "/dev/zero: a device, not a file"),
+        ("model", "model/config.json: a named pipe"),
+        ("deep.json", "deep.json: not JSON (nested too deeply)"),
+        ("gone/config.json", "gone"),
+    ):
+        assert main.run(command, ["zero3.json", "--model", value]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_what_a_shell_writes_into_is_read(capsys):
+    """A shell's <(...) is a pipe, too, and /dev/null is an empty file."""
+    reader, writer = os.pipe()
+    os.write(writer, b'{"train_micro_batch_size_per_gpu": 1}')
+    os.close(writer)
+    assert main.run("check", [f"/dev/fd/{reader}", "--trainer", "plain"]) == 0
+    os.close(reader)
+    assert main.run("check", ["/dev/null"]) == 2
+    assert "the file is empty" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [("resolve", "{}"), ("plan", "llama3-8b", "--gpus", "{}"), ("check", "--format", "{}")]
+)
+def test_a_message_neither_steers_the_terminal_nor_fills_it(words, capsys):
+    for value in ("x" * 5000, "9" * 5000, "\x1b[31mred\x1b]0;title\x07", "\u202e", "caf\udce9"):
+        with contextlib.suppress(SystemExit):
+            assert main.run(words[0], [word.format(value) for word in words[1:]]) == 2
+        said = capsys.readouterr().err
+        assert 10 < len(said) < 1000 and all(one.isprintable() or one == "\n" for one in said), ascii(said)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..spec.errors import UserError, first_line, lasting, of_system, printable, redact
+from ..spec.files import check_ends
 from ..spec.project import INSTALLED, NAME, SCRIPTS, as_typed, command, program, python_path
 from ..training.model import remote_code
 
@@ -79,9 +80,12 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith(_NO_GPU))
     try:
+        for part in re.split("[=,\0]", "\0".join(sys.argv[1:] if words is None else words)):
+            if os.path.exists(part) and Path(part).is_fifo():  # before whatever opens it waits for a writer
+                check_ends(part)
         return importlib.import_module(f".{name}", __package__).main(words)
     except UserError as error:
-        print(f"{program(name)}: {printable(redact(as_typed(str(error))))}", file=sys.stderr)
+        print(f"{program(name)}: {_said(redact(as_typed(str(error))))}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -100,8 +104,16 @@ def run(name: str, words: Sequence[str] | None = None) -> int:
             refused = f"{first_line(error)}: remove the links that lead in a circle."
         if refused is None:
             raise
-        print(f"{program(name)}: {printable(redact(refused))}", file=sys.stderr)
+        print(f"{program(name)}: {_said(redact(refused))}", file=sys.stderr)
         return 2
+
+
+_LONG = re.compile(r"\S{300,}")
+
+
+def _said(text: str) -> str:
+    """Return text for a terminal: without control characters, and without the middle of a name that would fill it."""
+    return _LONG.sub(lambda found: f"{found[0][:150]}...{found[0][-100:]}", printable(text))
 
 
 def _is_users(error: OSError, words: Sequence[str] | None) -> bool:
@@ -162,6 +174,10 @@ class Parser(argparse.ArgumentParser):
         if options.trust_remote_code:
             remote_code.permit()
         return options
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End with a message that quotes whatever was typed."""
+        super().exit(status, message and f"{_said(message.rstrip())}\n")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         """Return what an option is given, but an empty value only of a prompt.

@@ -1,4 +1,7 @@
-"""Write files whole: a full disk, a kill or a power failure leaves the old file as it was. List folders whole."""
+"""Write files whole: a full disk, a kill or a power failure leaves the old file as it was. List folders whole.
+
+What is read has an end: a pipe without a writer and a device such as /dev/zero are refused.
+"""
 
 import contextlib
 import errno
@@ -7,6 +10,8 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from .errors import UserError
 
 
 @contextlib.contextmanager
@@ -59,6 +64,24 @@ def beside(path: Path) -> Iterator[Path]:
 def _discard(draft: Path) -> None:
     with contextlib.suppress(OSError):
         draft.unlink()
+
+
+def check_ends(path: str | os.PathLike[str]) -> None:
+    """Refuse a file whose content may never end or never come: a named pipe, or a device such as /dev/zero.
+
+    A shell's `<(...)`, /dev/stdin, a terminal and /dev/null are read.
+
+    Raises:
+        UserError: names the file.
+    """
+    try:
+        held = os.stat(path)
+    except (OSError, ValueError):  # whoever opens it says so
+        return
+    pipe = stat.S_ISFIFO(held.st_mode) and not os.path.realpath(path).startswith("/proc/")
+    device = stat.S_ISCHR(held.st_mode) and os.major(held.st_rdev) == 1 and Path(path).name != "null"
+    if pipe or device:
+        raise UserError(f"{path}: a {'named pipe' if pipe else 'device'}, not a file; name a file.")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -186,6 +186,7 @@ def read_json(path: Path) -> Any:
         FileUnusable: it cannot be read now.
         UserError: missing, or not JSON; names the line.
     """
+    files.check_ends(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..spec.errors import UserError
+from ..spec.run_folder import read_json
 from .model import text_model
 from .read import Document, Key, Problem
 
@@ -200,11 +201,7 @@ def model_config(path: str | Path) -> dict:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{file}: cannot be read as a model's config.json ({reason}).") from None
+    config = read_json(file)
     if not isinstance(config, dict):
         raise UserError(f"{file}: a model's config.json is a JSON object.")
     return config
