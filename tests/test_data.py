@@ -71,6 +71,10 @@ def test_the_report_counts_lengths_and_shows_what_is_in_the_loss(tmp_path, model
     assert sum(count for *_, count in report.lengths) == len(lengths) == 4
     assert all(sum(low <= n <= high for n in lengths) == count for low, high, count in report.lengths)
     assert report.lengths[0][0] == min(lengths) and report.lengths[-1][1] >= max(lengths) and len(report.bars()) == 6
+    assert [line.partition("#")[0] for line in replace(report, lengths=((8, 9, 1), (10, 250, 2))).bars()] == [
+        "    8-9   tokens  ",
+        "   10-250 tokens  ",
+    ]
     assert report.tokens == sum(lengths) and f"{100 * sum(lengths) / 128:.0f}% filled" in report.lines("a", 128)[0]
     first, second = (highlighted(pieces) for pieces in tokenize.first_documents(rows, tokenizer))
     assert first == "<|bos|><|user|>Hi?<|end|><|assistant|>«" + "Yes. " * 20 + "No.<|end|>»" and "«" in second

@@ -318,6 +318,12 @@ def test_a_restarted_node_forgets_the_lost_attempt(tmp_path):
     assert node.main([str(run.path), "--nodes", "2", "--gpus", "1", "--master-addr", "x", "--master-port", "1"]) == 0
 
 
+def test_a_node_asks_for_what_the_run_needs(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        node.main([str(tmp_path)])
+    assert "required: --nodes, --gpus, --master-addr, --master-port" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("variable", "value"), [("SLURM_NODEID", "1"), ("JOB_COMPLETION_INDEX", "3")])
 def test_a_node_knows_its_number(variable, value, monkeypatch):
     assert node.node_rank() == 0

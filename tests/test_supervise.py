@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from recipes.launching import causes, supervise
-from recipes.launching.ranks import RankMonitor
+from recipes.launching.ranks import RankMonitor, of_run
 from recipes.spec.run_folder import REWIND, RunFolder, write_json, write_recipe
 from recipes.training import run as training_run
 from recipes.training.callbacks import watchdog
@@ -38,6 +38,18 @@ while True:
 """
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 AFTER = "import time; time.sleep(3); "
+
+
+def test_the_processes_of_a_run_are_found_by_their_words_and_its_folder(tmp_path):
+    kind = ["-c", "input()", "rank"]
+    started = [
+        subprocess.Popen([sys.executable, *kind, folder], stdin=subprocess.PIPE) for folder in (str(tmp_path), "other")
+    ]
+    try:
+        assert [one.pid for one in of_run(str(tmp_path), ["-m", "another"], kind)] == [started[0].pid]
+    finally:
+        for one in started:
+            one.communicate(b"\n")
 
 
 @pytest.mark.parametrize("killed", [0, 1])

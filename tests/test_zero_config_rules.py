@@ -5,6 +5,7 @@ import difflib
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from recipes.zero_config.lint import ask_deepspeed, judge, lint
 from recipes.zero_config.pydantic_types import type_of
 from recipes.zero_config.read import parse
 from recipes.zero_config.rule import REJECTED, Facts
-from recipes.zero_config.rules import RULES, spelling
+from recipes.zero_config.rules import RULES, parallel, spelling
 from tests.versions import needs
 
 pytestmark = needs("deepspeed==0.19.8")  # what its schema and its engine say; another version says other things
@@ -372,6 +373,24 @@ def test_low_precision_master_weights_need_offload_at_the_stages_that_have_them(
     rules = {one.rule for one in judge(config, PLAIN)}
     assert ("master-weights-without-offload" in rules) == found
     assert ("master-weights" in rules) == (config["zero_optimization"]["stage"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("facts", "accumulation", "added"),
+    [(HF, {}, True), (HF, {"gradient_accumulation_steps": 2}, False), (PLAIN, {}, False)],
+)
+def test_an_accumulation_that_accelerate_adds_is_said_to_be_its(facts, accumulation, added):
+    config = {"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4, **accumulation}
+    (product,) = [one.what for one in judge(config, replace(facts, world_size=2)) if "micro batch 4 x" in one.what]
+    assert ("which accelerate adds" in product) == added
+
+
+@pytest.mark.parametrize(("version", "found"), [((5, 22), False), ((5, 23), True), ((6, 0), True)])
+def test_the_experts_of_a_newer_transformers_are_not_replaced(monkeypatch, version, found):
+    monkeypatch.setattr(parallel, "_version", lambda package: version)
+    monkeypatch.setattr(schema, "installed_version", lambda: parallel._TESTED_DEEPSPEED)
+    what = [one.what for one in judge({"expert_parallel": {"enabled": True}}, HF)]
+    assert any("cannot replace the experts" in one for one in what) == found
 
 
 def test_a_swap_buffer_has_room_for_the_embeddings_shard_and_a_hundredth_more():
