@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from recipes.launching.ray import cluster, submit
 from recipes.launching.ssh import pdsh_environment, remote
 from recipes.spec.project import CHECKOUT, IMPORT_ROOT, SCRIPTS, python_path
 from recipes.spec.run_folder import RunFolder
+from tests.tiers import tiered
 
 NAMES = ("argparse", "pathlib", "json", "logging", "runpy", "subprocess", "xxhash", "torch", "yaml", "recipes")
 PACKAGES = ("wandb", "datasets", "deepspeed", "transformers", "evaluate")
@@ -39,8 +41,10 @@ def ran(folder: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("path", [None, str(CHECKOUT)])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    ("name", "path"),
+    tiered(product(SCRIPTS, (None, str(CHECKOUT))), lambda case: case[1] is None or case[0] in ("launch", "plan")),
+)
 def test_a_script_runs_none(name, path, folder):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = [sys.executable, CHECKOUT / "scripts" / f"{SCRIPTS[name]}.py", "--help"]

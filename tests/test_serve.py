@@ -37,6 +37,7 @@ from recipes.training.model import draft
 from recipes.training.model.generate import generate
 from tests.ranks import free_port
 from tests.servers import NO_SERVING, eventually, serving
+from tests.tiers import tiered
 
 LENGTH = 48
 
@@ -106,7 +107,7 @@ def posted(url, body):
         return error.code
 
 
-@pytest.mark.parametrize("killed", [signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize("killed", tiered((signal.SIGKILL, signal.SIGHUP), (signal.SIGKILL,)))
 def test_a_killed_command_leaves_no_server_and_no_file(models, tmp_path, killed):
     port = free_port()
     words = [str(models / "one"), "--engine", "transformers", "--port", str(port)]  # an adapter is merged on the disk

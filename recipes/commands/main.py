@@ -166,7 +166,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {self._in_words(message)}\n")
 
     def parse_trusting(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Parse arguments, among them the option that permits models to run their own code, and do as it says."""
+        """Parse arguments, with an option that permits models to run their own Python code."""
         self.add_argument(
             "--trust-remote-code", action="store_true", help="run the model's own Python code: read it first"
         )
@@ -180,7 +180,7 @@ class Parser(argparse.ArgumentParser):
         super().exit(status, message and f"{_said(message.rstrip())}\n")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
-        """Return what an option is given, but an empty value only of a prompt.
+        """Return an option's values; only the system prompt may be empty.
 
         argparse reads defaults by `_get_value` too, and some are empty.
         """
@@ -189,7 +189,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> object:
-        """Return a value as its option reads it; no number is without end."""
+        """Return a value as its option reads it, and refuse infinite and huge numbers."""
         value = super()._get_value(action, arg_string)
         if action.type in (int, float) and not (abs(value) < 2**32):  # nan is not below either
             option = "/".join(action.option_strings) or action.dest

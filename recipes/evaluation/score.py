@@ -159,7 +159,7 @@ def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
 
 
 def questions(tokenizer: Any, held_out: HeldOut) -> list[Question]:
-    """Return what a model with this tokenizer is asked, and what training would have it write."""
+    """Return the held-out questions in the tokens of this tokenizer, with the answers that training teaches."""
     opening = generation_prompt(tokenizer)
     return [question(one, opening) for one in _sequences(tokenizer, held_out)]
 

@@ -150,14 +150,13 @@ def check_data(recipe: Recipe) -> int | None:
         labels: Counter[Any] = Counter()
         for name in names(path):
             count = None
-            kinds = (*text_files.SUFFIXES, *text_files.PLAIN)
-            if Path(name).is_dir() and not any(Path(file).suffix in kinds for file in spec_files.below(Path(name))):
-                raise UserError(f"{name}: no data files in this folder or below ({', '.join(kinds)}).")
-            if Path(name).is_file() and Path(name).suffix not in text_files.COLUMNAR:
+            place = Path(name)
+            if place.is_dir() and not any(Path(file).suffix in text_files.READ for file in spec_files.below(place)):
+                raise UserError(f"{name}: no data files in this folder or below ({', '.join(text_files.READ)}).")
+            if place.is_file() and place.suffix not in text_files.COLUMNAR:
                 most = STREAMED if recipe.data.streaming and trained else None
-                found = check_file(
-                    Path(name), recipe.method, recipe.data.form, most, recipe.data.columns, recipe.model.vision
-                )
+                data = recipe.data
+                found = check_file(place, recipe.method, data.form, most, data.columns, recipe.model.vision)
                 count = found.total()
                 labels += found
             else:

@@ -115,10 +115,10 @@ def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
     Raises:
         UserError: none can; gives the reason for the largest.
     """
-    file, reason = deepspeed_file.read(recipe.deepspeed), None
+    file, known, reason = deepspeed_file.read(recipe.deepspeed), preflight.with_dimensions(recipe), None
     for ranks in range(most, 0, -1):
         try:
-            limits.check(preflight.with_dimensions(recipe), ranks, file)
+            limits.check(known, ranks, file)
             universal_checkpoint.check(recipe, run, file, ranks)
         except FileUnusable:  # which fewer ranks would not change
             raise

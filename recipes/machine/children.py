@@ -41,8 +41,8 @@ def killed_with_this_process(group: int) -> contextlib.AbstractContextManager[No
 def running(command: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[Any]"]:
     """Start a command in a session of its own, and kill that session when the block ends or this process dies.
 
-    The child waits for a word from here before it becomes the command, so that there is no moment in which it runs and
-    nothing would end it. A command that does not exist ends with status 127.
+    The child waits for a line from this process before it becomes the command, so that it never runs without anything
+    to end it. A command that does not exist ends with status 127.
 
     Args:
         command: the program and its arguments.

@@ -36,7 +36,7 @@ class Lock:
     """A run folder's lock, as it was when this process began to write."""
 
     def __init__(self, folder: Path, holder: dict[str, Any] | None) -> None:
-        """`holder`: who holds it; None: nobody does, as where a test starts ranks by itself."""
+        """`holder`: the process that holds it, or None if the folder has no lock, as in tests that start ranks."""
         self.folder = folder
         self.holder = holder
 
@@ -44,7 +44,7 @@ class Lock:
         """End this process at once, and with it the ranks that it watches, if another writer holds the lock now."""
         try:
             now = _read(self.folder / NAME)
-        except OSError:  # nobody can write to a folder that cannot be read
+        except OSError:  # where nothing can be read, nothing can be written either
             return
         if self.holder and now and now != self.holder:
             _ENDING.acquire()  # the heartbeat and the main thread may both get here
@@ -141,7 +141,7 @@ def _link(file: Path, lock: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
-        # No hard links here, as in a mounted bucket: for a moment the lock is empty, which nobody takes for dead.
+        # No hard links here, as in a mounted bucket: the lock is empty for a moment, and an empty lock counts as alive.
         with lock.open("x", encoding="utf-8") as opened:
             opened.write(file.read_text(encoding="utf-8"))
 
@@ -166,7 +166,7 @@ def _started(pid: int) -> int | None:
 
 
 def _read(lock: Path) -> dict[str, Any] | None:
-    """Return what a lock says of its holder: nothing where it is empty or cut off; None: there is no lock."""
+    """Return the record of a lock's holder, empty if the lock is empty or cut off, or None if there is no lock."""
     try:
         held = json.loads(lock.read_bytes())
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def _read(lock: Path) -> dict[str, Any] | None:
 
 
 def _lives(lock: Path, holder: dict[str, Any]) -> bool:
-    """Return whether a lock's holder is alive; elsewhere, whether its heart has beaten lately, or does now."""
+    """Return whether a lock's holder is alive; on another host, whether it has touched the lock lately, or does now."""
     own = _self()
     if all(holder.get(key) == own[key] for key in ("host", "boot", "processes")) and "pid" in holder:
         return _started(holder["pid"]) == holder.get("started")

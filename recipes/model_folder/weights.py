@@ -1,4 +1,4 @@
-"""What the weight files in a model's folder hold, by their headers, and which of it no run can read.
+"""The tensors in a model folder's weight files, read from their headers, and folders that no run can train.
 
 Standard library only: the launcher reads the headers before it starts anything, which takes milliseconds.
 """
@@ -22,10 +22,10 @@ _PARTS = re.compile(
     r"[._:](scale_inv|weight_scale(_2|s)?|qweight|qzeros|absmax|SCB|quant_map|W_q|qdata)$|\.quant_state\."
     r"|\.weight(_packed|_zero_point|_g_idx|_format|\._data|\._scale)$|_proj_blocks$"
 )
-"""How quantised formats name what they store beside a weight, or in its place."""
+"""The names that quantised formats give to scales, tables and packed weights."""
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "consolidated*.pth")
 _ENGINE = ("global_step*", "mp_rank_*", "zero_pp_rank_*", "bf16_zero_pp_rank_*", "latest", "*.distcp")
-"""What DeepSpeed's, FSDP's and Megatron's checkpoints consist of."""
+"""File names in checkpoints of DeepSpeed, FSDP and Megatron."""
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings?)\.weight$")
 
 
@@ -85,7 +85,7 @@ def tensors(folder: Path, key: str = "model.path") -> dict[str, Tensor]:
     """Return every tensor in the files that transformers loads from a folder, by name.
 
     Raises:
-        UserError: there is none that is loaded, or a file is missing, cut off or not what the index says.
+        UserError: the folder has no weights that can be loaded, or a file is missing, cut off or contradicts the index.
     """
     found: dict[str, Tensor] = {}
     for file in files(folder, key):
@@ -175,5 +175,5 @@ def embedding_rows(folder: Path) -> int | None:
 
 
 def more(names: Sequence[str]) -> str:
-    """Return how many names follow the first one, for a message that shows that one only."""
+    """Return " and N more" for a message that shows only the first of these names."""
     return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -118,7 +118,7 @@ def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], environment:
 
 
 def _end_with_the_program() -> None:
-    """End this rank when the program that asked for it is gone; another one would wait for it in a collective."""
+    """End this rank when the program that started it has ended; it might wait in a collective forever."""
     program = multiprocessing.parent_process()
     assert program is not None
     program.join()

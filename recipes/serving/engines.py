@@ -101,7 +101,7 @@ def transformers(name: str, place: Path, host: str, port: int) -> Engine:
 
 
 def _variables(found: dict[str, str]) -> dict[str, str]:
-    """Return variables under which a server asks nobody for anything, and no request makes it load something else."""
+    """Return variables under which a server uses no network, and loads nothing on request."""
     closed = dict.fromkeys(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"), "0")
     return {**found, **closed, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 

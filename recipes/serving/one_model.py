@@ -1,8 +1,8 @@
-"""transformers' server of one model: what a request cannot do with it has no route here.
+"""transformers' server, limited to one model: it has only the routes that answer with that model.
 
     python -m recipes.serving.one_model NAME HOST PORT [--trust-remote-code]
 
-`transformers serve` beside it loads any folder of the machine that a request names to `/load_model` or
+`transformers serve` itself loads any folder of the machine that a request names to `/load_model` or
 `/v1/audio/transcriptions`, unloads its model at `/reset`, and opens image files by their path (transformers 5.22.2).
 NAME is a folder where this process is started.
 """
@@ -20,7 +20,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import X_REQUEST_ID, GenerationState, Modality
 
 REACHED = ("data:", "http://", "https://")
-"""How the address of an image begins that a request may name; anything else would be a file of this machine."""
+"""Prefixes of the image addresses that a request may name; anything else would be a file of this machine."""
 
 
 class OneModel(ModelManager):

@@ -1,4 +1,4 @@
-"""Which values a field may have: those of its type and, for a number, between the bounds that are declared with it."""
+"""Check that a field's value has its type and, if it is a number, lies within the bounds declared with the field."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ class Bounds:
     most: float | None = None
     below: float | None = None
     usual: float | None = None
-    """What a message suggests."""
+    """The value that a message suggests."""
 
     def broken_by(self, value: float) -> bool:
         """Return whether a number is outside."""
@@ -41,7 +41,7 @@ class Bounds:
 
 
 _LARGEST = {int: 2**31 - 1, float: 3e38}
-"""Of every number without an upper bound of its own: what 32 bits hold, in which torch and DeepSpeed compute."""
+"""Upper bounds of numbers that declare none: what 32 bits hold, in which torch and DeepSpeed compute."""
 
 
 def check(section: object, prefix: str = "") -> None:
@@ -91,7 +91,7 @@ def shown(value: object) -> str:
 
 
 def expected(kinds: tuple[type, ...], words: tuple[str, ...] = ()) -> str:
-    """Return what a value of these types or words has to be, in words."""
+    """Return a description of the allowed values: those of these types, and these words."""
     names = {int: "a whole number, e.g. 8", float: "a number, e.g. 5e-5", bool: "true or false", str: "text"}
     if kinds and all(kind is type(None) for kind in kinds):
         kinds = ()
@@ -121,7 +121,7 @@ class _Field(NamedTuple):
 
 @cache
 def _fields(kind: Any) -> list[_Field]:
-    """Return what each field of a dataclass may hold."""
+    """Return the types, words and bounds of each field of a dataclass."""
     found = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         declared: tuple[Any, ...] = ()

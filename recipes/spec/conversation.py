@@ -9,4 +9,4 @@ ROLES = {
 }
 """Names of roles in use, and the role that each means; `call`: an assistant's turn that holds a tool call as JSON."""
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
-"""Where a turn has its reasoning beside its content; chat templates read one or two of these."""
+"""The fields of a turn that may hold its reasoning; chat templates read one or two of them."""

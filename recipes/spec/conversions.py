@@ -4,11 +4,15 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from .bounds import shown
 from .errors import UserError
 from .recipe import Lora, Recipe, names
+
+hints_of = cache(typing.get_type_hints)
+"""Returns a dataclass's types by field; without the cache that is most of what an override costs."""
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
@@ -24,7 +28,7 @@ def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
     """
     if not isinstance(values, Mapping):
         raise UserError(f"recipe.json: {kind.__name__} is {shown(values)}; it has to be an object with keys.")
-    hints = typing.get_type_hints(kind)
+    hints = hints_of(kind)
     unknown = sorted(set(values) - set(hints))
     if unknown:
         raise UserError(f"recipe.json: unknown field {unknown[0]!r} in {kind.__name__}; written by another version?")

@@ -50,7 +50,7 @@ class UserError(Exception):
 
 
 class FileUnusable(UserError):
-    """A file or folder that the system refuses to read or write now, which says nothing about what it holds."""
+    """A file or folder that the system refuses to read or write now; its content may be intact."""
 
 
 @contextlib.contextmanager
@@ -95,7 +95,7 @@ _PASSING = {
     errno.ENFILE: "try again with fewer processes on this machine",
     errno.ENOMEM: "try again with more memory free",
 }
-"""What to do about errors that a file can have for a moment; another try may succeed."""
+"""Fixes for errors that may pass; another try may succeed."""
 _FULL_TEXTS = {
     "No space left on device": errno.ENOSPC,
     "Disk quota exceeded": errno.EDQUOT,

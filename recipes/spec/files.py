@@ -1,4 +1,4 @@
-"""Write files whole: a full disk, a kill or a power failure leaves the old file as it was. List folders whole.
+"""Replace files only once they are complete, whatever ends the process, and list folders without skipping any.
 
 What is read has an end: a pipe without a writer and a device such as /dev/zero are refused.
 """
@@ -53,7 +53,7 @@ def beside(path: Path) -> Iterator[Path]:
         draft.replace(target)
     except OSError as error:
         _discard(draft)
-        if error.filename in (None, str(draft)):  # the user knows only the file's own name
+        if error.filename in (None, str(draft)):  # the draft's name would mean nothing to the user
             error.filename, error.filename2 = str(path), None
         raise
     except BaseException:

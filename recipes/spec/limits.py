@@ -84,7 +84,7 @@ EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 (`tests/parity/test_expert.py`); for others `training/parallel/expert_check.py` makes one, or refuses the run."""
 
 ENDS = frozenset(("embed_tokens", "wte", "embed_in", "word_embeddings", "lm_head", "embed_out", "output"))
-"""What models call their embedding and their head, on which adapters do not train in a pipeline: DeepSpeed copies a
+"""Names of embeddings and heads, on which adapters do not train in a pipeline: DeepSpeed copies a
 tied weight between stages by its name, and the export joins only what every stage has."""
 
 NO_CLASSIFIER = (

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from .bounds import expected, shown
-from .conversions import dataclass_in, from_dict, to_dict
+from .conversions import dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
 from .methods.traits import TRAITS
 from .optimization.optimizers import impossible
@@ -131,7 +131,7 @@ _IDENTITY = {"family", "size", "variant", "page", "method", "model.config", "mod
 def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:
     """Return every override key with its type, in the order of the fields."""
     keys: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in hints_of(kind).items():
         nested = dataclass_in(hint)
         if nested:
             keys |= override_keys(nested, f"{prefix}{name}.")

@@ -71,7 +71,7 @@ def python_path(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which a child's Python finds this project, and no file of the folder that the user is in.
 
     `python -m` and `-c` look there first, and so does Python where PYTHONPATH has an empty or relative entry: an
-    `xxhash.py` or a `wandb/` beside somebody's data would run as code of every rank.
+    `xxhash.py` or a `wandb/` in a folder of downloaded data would run in every rank.
     """
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     kept = dict.fromkeys([str(IMPORT_ROOT), *filter(os.path.isabs, given)])

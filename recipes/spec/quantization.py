@@ -1,4 +1,4 @@
-"""Whether a model's configuration says that its weights are quantised, which no training starts from."""
+"""Detect models whose configuration declares quantised weights, from which training cannot start."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ READ: Mapping[str, tuple[str, ...]] = {"mxfp4": ("gpt_oss",)}
 
 
 def check(config: Mapping[str, Any], name: str) -> None:
-    """Refuse a model whose configuration says that its weights are quantised, unless they are read so.
+    """Refuse a model whose configuration declares quantised weights, unless loading turns them back into whole ones.
 
     Args:
         config: the content of config.json.

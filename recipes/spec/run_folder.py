@@ -285,7 +285,7 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
 
 
 def is_finished(run: RunFolder) -> bool:
-    """Return whether the run has come to its end, and was not just stopped.
+    """Return whether the run has finished, and was not merely stopped.
 
     Raises:
         UserError: its summary is there and cannot be read.
@@ -301,7 +301,7 @@ def is_finished(run: RunFolder) -> bool:
 
 @contextlib.contextmanager
 def explained(place: Path) -> Iterator[None]:
-    """Say what to do about an error of the system while a run's past is read or put in order.
+    """Add what to do to an error of the system while checkpoints and logs are read or put in order.
 
     A checkpoint that cannot be read now, because a server or a disk does not answer or the files are another user's, is
     as complete as it was: nothing may be skipped, removed or started again from step 0 for it.
@@ -327,7 +327,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
 def checkpoints(run: RunFolder) -> list[Path]:
     """Return the run's checkpoints, complete or not, the newest first: folders that are named `checkpoint-STEP`.
 
-    Whatever else lies beside them is the user's: `checkpoint-9-backup`, for instance.
+    Any other name belongs to the user: `checkpoint-9-backup`, for example.
 
     Raises:
         FileUnusable: they cannot be read now.
@@ -420,7 +420,7 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
 
     Args:
         run: the run.
-        checkpoint: what the run resumes from; None: it has no complete checkpoint, and starts again.
+        checkpoint: what the run resumes from, or None if it has no complete checkpoint and starts again.
 
     Raises:
         FileUnusable: something can be neither read nor removed; what is complete is still there.

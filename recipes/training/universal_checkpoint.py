@@ -15,6 +15,7 @@ from typing import Any
 from ..machine import children
 from ..machine.capacity import check_disk
 from ..spec import deepspeed_file
+from ..spec.bounds import shown
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
 from ..spec.limits import EXPERT_COUNTS, as_overrides
@@ -108,9 +109,8 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
     for key, (asked, held) in settings.items():
         if asked != held:
             raise UserError(
-                f"{key}={str(asked).lower() if isinstance(asked, bool) else asked}: {checkpoint} holds weights and "
-                f"states of a run with {str(held).lower() if isinstance(held, bool) else held}; leave it unchanged, "
-                "or start a new run without --resume."
+                f"{key}={shown(asked)}: {checkpoint} holds weights and states of a run with {shown(held)}; leave it "
+                "unchanged, or start a new run without --resume."
             )
     if recipe.deepspeed != saved.deepspeed and Path(saved.deepspeed).exists():
         new, old = deepspeed_file.read(recipe.deepspeed), deepspeed_file.read(saved.deepspeed)

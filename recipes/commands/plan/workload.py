@@ -134,8 +134,8 @@ def _files(recipe: Recipe) -> Iterator[Path]:
     for name in names(recipe.data.path):
         path = next((folder / name for folder in (Path(), IMPORT_ROOT) if (folder / name).exists()), None)
         files = sorted(each for each in path.iterdir() if each.is_file()) if path and path.is_dir() else [path]
-        readable = (*text_files.SUFFIXES, *text_files.PLAIN)
-        local = [file for file in files if file and file.suffix in readable and file.suffix not in text_files.COLUMNAR]
+        readable = [suffix for suffix in text_files.READ if suffix not in text_files.COLUMNAR]
+        local = [file for file in files if file and file.suffix in readable]
         if path is None and (name.startswith(("/", ".", "~")) or Path(name).suffix in readable):
             raise UserError(f"data.path={name}: no such file.")
         if not local:

@@ -115,7 +115,7 @@ def _check_plain(place: str, word: str) -> None:
     """Refuse a user's name, a port and an IPv6 address: DeepSpeed's filters split at `@` and `:`, pdsh at `:`.
 
     Raises:
-        UserError: says where they go.
+        UserError: names the lines for ~/.ssh/config.
     """
     if not re.fullmatch(rf"([\w.-]+@)?{HOST.pattern}(?<!:)", word) or not {"@", ":"} & {*word}:
         return

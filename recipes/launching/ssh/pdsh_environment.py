@@ -24,8 +24,8 @@ def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path
     """Write the variables that pdsh takes along, in DeepSpeed's format, print their names, and return the file.
 
     The user's own `~/.deepspeed_env` is included where it does not contradict ours: DeepSpeed reads only one file, and
-    `DS_ENV_FILE` makes it this one. As there, `$NAME` in it is a variable of the host. One in the current folder, which
-    DeepSpeed would prefer, may have come with somebody's data, and could load code into every rank.
+    `DS_ENV_FILE` makes it this one. As there, `$NAME` in it is a variable of the host. The file in the current folder,
+    which DeepSpeed would prefer, may have come with somebody's data, and could load code into every rank.
 
     Raises:
         UserError: a value that the file cannot hold.

@@ -81,7 +81,7 @@ class Checkpoints(TrainerCallback):
             self._remove_old()
 
     def _remove_old(self) -> None:
-        """Keep the newest complete checkpoints, and what lies beside them that the run has not written.
+        """Remove all but the newest complete checkpoints; leave everything that the run has not written.
 
         Not by the Trainer, which removes by age, links and `checkpoint-9-backup` too, before the new one is complete.
         """

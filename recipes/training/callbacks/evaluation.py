@@ -64,7 +64,7 @@ class Evaluation(TrainerCallback):
         return f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}{self._beside()}"
 
     def warning(self, after: float) -> str | None:
-        """Return what to change where no answer is right, or None."""
+        """Return a warning with the fix if no answer is right, or None."""
         if self.metric != "exact_match" or after > 0:
             return None
         cut_off = round(read_jsonl(self.run.evaluations)[-1].get("cut_off", 0.0) * len(self.judged))

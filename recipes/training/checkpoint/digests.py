@@ -61,7 +61,7 @@ def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
 
 
 def newest_intact(run: RunFolder) -> Path | None:
-    """Return the newest complete checkpoint whose files are as they were written; None: the run has written none.
+    """Return the newest complete checkpoint whose files are as they were written, or None if the run has written none.
 
     Damaged ones that are newer are named, and set aside under another name.
 

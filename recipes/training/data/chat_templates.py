@@ -50,7 +50,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(cannot_load("tokenizer", recipe, error)) from error
-    if tokenizer.pad_token is None:  # it is never looked at, so any token will do
+    if tokenizer.pad_token is None:  # attention masks it, so any token will do
         spare = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token, tokenizer.convert_ids_to_tokens(0))
         tokenizer.pad_token = next(token for token in spare if token is not None)
     _check_rows(recipe, tokenizer)
@@ -134,7 +134,7 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         if "default" not in named:
             raise UserError(
                 f"model.path={recipe.model.path}: its chat templates have names ({', '.join(sorted(named))}), and none "
-                "is the default; save the one you want to a file, and name that: model.chat_template=FILE."
+                "is the default; save the right one to a file, and name that file: model.chat_template=FILE."
             )
         tokenizer.chat_template = named["default"]
     elif asked == "chatml" or (asked == "auto" and tokenizer.chat_template is None and recipe.method != "pretrain"):
@@ -205,7 +205,7 @@ def renderer(
 
     It returns the text, in which control tokens that people wrote are marked (`ControlTokens.encode` reads that), and
     where the assistant speaks in turns that are learned. See `marker` for how that is found. `images` are the tokens in
-    whose place the model sees an image; such a token that somebody wrote is text.
+    whose place the model sees an image; in the text of an example such a token is text.
 
     Raises:
         UserError: see `marker`.

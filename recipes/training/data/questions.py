@@ -1,4 +1,4 @@
-"""What a model is asked and what it should write: the last answer of a conversation, in the tokens of training."""
+"""Questions and expected answers in the tokens of training: the last answer of a conversation and its prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class Question:
 
     prompt: list[int]
     answer: list[int]
-    """What training would have the model write, with the token that ends it; empty if nothing is in the loss."""
+    """The tokens that training teaches, with the one that ends the answer; empty if nothing is in the loss."""
     images: Sequence[dict[str, Any]] = ()
     where: str = ""
-    """Where the example with these images is."""
+    """The file and line of the example, for messages about its images."""
 
 
 def generation_prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -34,7 +34,7 @@ def question(sequence: Mapping[str, Any], opening: Sequence[int]) -> Question:
     """Return the last answer of a sequence that is in the loss, and everything before it as the prompt.
 
     Not what the template renders to ask for an answer: thinking templates render that differently from what they train
-    on (earlier turns without their empty think blocks), and the model would be judged on prompts that it never saw.
+    on (earlier turns without their empty think blocks), and those prompts are not the ones of training.
 
     Args:
         sequence: one document with `input_ids` and `labels`.

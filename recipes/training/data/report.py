@@ -76,6 +76,14 @@ def too_long(name: str, dropped: int, examples: int, longest: int, sequence_leng
     )
 
 
+def cut_off(cut: int, texts: int, sequence_length: int) -> str:
+    """Return the warning that texts are read only in part."""
+    return (
+        f"warning: training: {cut} of {texts} texts ({cut / texts:.0%}) are cut at sequence_length={sequence_length}; "
+        "raise it to read them to their ends"
+    )
+
+
 Pieces = list[tuple[str, bool]]
 """Text, and whether the loss is computed on it."""
 

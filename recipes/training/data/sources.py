@@ -1,5 +1,6 @@
 """The sources of a run's examples: read, converted to the method's one form, mixed by weight, and split."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -57,7 +58,7 @@ FEATURES = {
 }
 """The columns of each kind of examples; `formats.py` says what is in them."""
 PICTURES = {"images": List({"path": Value("string"), "bytes": Value("binary")}), "where": Value("string")}
-"""More columns of conversations with pictures; `vision/content.py` says what is in them."""
+"""More columns of conversations with images; `vision/content.py` describes them."""
 UNREAD = "unread"
 """A column with an example's keys that nothing reads, which is counted and then removed."""
 NAMED = 8
@@ -66,10 +67,10 @@ CONVERTED_BY = hashlib.blake2b(
     b"".join(Path(str(one.__file__)).read_bytes() for one in (text_files, columns, formats, keys, turns, content)),
     digest_size=8,
 ).hexdigest()
-"""Identifies this version of the conversions, so that what another one has cached is converted again."""
+"""Identifies this version of the conversions; examples that another version has cached are converted again."""
 
 NOTES = re.compile(r"(?i)(readme|licen[cs]e|notice)\b")
-"""Files of a folder that nobody expects to be trained on."""
+"""Files of a folder that are not data, and of which no warning is printed."""
 NAMED_FILES = 5
 """Files that a message names."""
 READ_AT_ONCE = 100
@@ -211,11 +212,17 @@ def _from_file(path: Path) -> Located:
         yield from text_files.read(path)
         return
     options = {"batch_size": READ_AT_ONCE} if kind == "parquet" else {}
-    try:
+    with _damage_named(path, kind):
         if kind == "parquet":
             _check_row_groups(path)
         examples = load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
         yield from _of_sane_size(path, _numbered(path, _as_files(examples)))
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
     except UserError:
         raise
     except Exception as error:  # pyarrow and datasets raise a dozen kinds for files that are damaged, or of others
@@ -293,7 +300,7 @@ def _files(folder: Path, split: str) -> list[Path]:
         file for file in files if file.suffix in text_files.PLAIN
     ]
     if not chosen:
-        kinds = ", ".join((*text_files.SUFFIXES, *text_files.PLAIN))
+        kinds = ", ".join(text_files.READ)
         others = f"; it has {', '.join(map(str, found))}" if found and split not in found else ""
         raise UserError(f"{folder}: no file of the split {split!r} in this folder ({kinds}){others}.")
     return chosen
@@ -318,20 +325,13 @@ def files_left(source: Source, split: str) -> str | None:
 
 
 def _from_disk(folder: Path, split: str) -> Located:
-    try:
+    with _damage_named(folder, "what save_to_disk writes"):
         saved = load_from_disk(folder)
         if isinstance(saved, DatasetDict):
             if split not in saved:
                 raise UserError(f"data.split={split}: {folder} has the splits {', '.join(saved)}.")
             saved = saved[split]
         yield from _numbered(folder, _as_files(saved))
-    except UserError:
-        raise
-    except Exception as error:  # see `_from_file`
-        raise UserError(
-            f"{folder}: cannot be read as what save_to_disk writes ({first_line(error)}); is the copy complete? Write "
-            "it again."
-        ) from error
 
 
 def _from_hub(name: str, split: str, streaming: bool) -> Examples:

@@ -22,6 +22,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", *SEPARATORS, *COLUMNAR)
 """Which files of a folder hold examples."""
 PLAIN = (".txt", ".md", ".rst")
 """Files of raw text; in a folder, where it has no other files."""
+READ = (*SUFFIXES, *PLAIN)
 BINARY = {
     b"\x1f\x8b": "compressed with gzip",
     b"BZh": "compressed with bzip2",

@@ -16,7 +16,7 @@ Turns = list[dict[str, Any]]
 BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
 """How a reasoning block begins and ends: in most templates, and in Gemma 4's."""
 CLOSED = (*(close for _, close in BLOCKS), "<|channel|>final<|message|>")
-"""What stands before the answer proper where there may be reasoning; the last in gpt-oss's form."""
+"""Texts that end the reasoning before an answer; the last is gpt-oss's."""
 AT_START = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 """A block that an example has in the content itself."""
 
@@ -48,7 +48,7 @@ def _without(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def final(text: str) -> str:
-    """Return what an answer says after its reasoning, without surrounding white space."""
+    """Return the part of an answer after its reasoning, without surrounding white space."""
     for close in CLOSED:
         text = text.rpartition(close)[2]
     return text.strip()

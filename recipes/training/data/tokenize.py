@@ -145,15 +145,15 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
     Raises:
         UserError: none does.
     """
-    kept = examples.filter(_answers_fit, fn_kwargs={"longest": recipe.sequence_length})
+    lengths = [_longest(example) for example in examples]
+    kept = examples.select([at for at, length in enumerate(lengths) if length <= recipe.sequence_length])
     if not len(kept):
         raise UserError(
             f"data.path: all {len(examples)} {recipe.traits.examples} have an answer that is longer, with its prompt, "
             f"than sequence_length={recipe.sequence_length}; raise it."
         )
     if dropped := len(examples) - len(kept):
-        longest = max(map(_longest, examples))
-        say(too_long("training", dropped, len(examples), longest, recipe.sequence_length))
+        say(too_long("training", dropped, len(examples), max(lengths), recipe.sequence_length))
     return kept
 
 
@@ -161,10 +161,6 @@ def _longest(example: dict[str, Any]) -> int:
     """Return the tokens of an example's prompt with its longest answer."""
     answers = [len(tokens) for name, tokens in example.items() if name.endswith("_ids") and name != "prompt_ids"]
     return len(example["prompt_ids"]) + max(answers)
-
-
-def _answers_fit(example: dict[str, Any], longest: int) -> bool:
-    return _longest(example) <= longest
 
 
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:

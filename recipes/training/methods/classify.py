@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from ...spec.recipe import Layout, Recipe
 from .. import distributed
 from ..console import say
-from ..data import classes, load, tokenize, updates
+from ..data import classes, load, report, tokenize, updates
 from ..data.collate import padded
 from ..model.load import load_config
 from ..parallel import scores
@@ -51,11 +51,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     load.show(shown)
     say(f"training: {len(kept)} texts; " + ", ".join(f"{counts[name]} {name}" for name in labels[: classes.SHOWN * 2]))
     if cut:
-        texts = len(found)
-        say(
-            f"warning: training: {cut} of {texts} texts ({cut / texts:.0%}) are cut at "
-            f"sequence_length={recipe.sequence_length}; raise it to read them to their ends"
-        )
+        say(report.cut_off(cut, len(found), recipe.sequence_length))
     size = updates.Size(len(found), len(kept), len(kept), sum(map(len, kept["input_ids"])))
     return load.Datasets(kept, held_out, None, kept[0]["input_ids"], size, {"shown": shown}, tuple(labels))
 

@@ -20,7 +20,7 @@ from ...spec.layout import data_parallel_size
 from ...spec.recipe import Layout, Recipe
 from .. import distributed
 from ..console import say
-from ..data import classes, load, tokenize, updates
+from ..data import classes, load, report, tokenize, updates
 from ..data.collate import padded
 from ..parallel import scores
 from ..trainer import RunContext
@@ -53,11 +53,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     each = together * (len(sides) - 1)
     say(f"training: {len(kept)} pairs, {len(found) - len(kept)} left over; each is told from {each - 1} other texts")
     if cut:
-        texts = len(found) * len(sides)
-        say(
-            f"warning: training: {cut} of {texts} texts ({cut / texts:.0%}) are cut at "
-            f"sequence_length={recipe.sequence_length}; raise it to read them to their ends"
-        )
+        say(report.cut_off(cut, len(found) * len(sides), recipe.sequence_length))
     size = updates.Size(len(found), len(kept), len(kept), None)
     return load.Datasets(kept, held_out, None, kept[0]["positive"], size, {"shown": shown})
 

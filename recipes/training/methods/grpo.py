@@ -7,7 +7,6 @@ device is the rollout, once per step.
 """
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -185,8 +184,13 @@ def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
         for (row, _), text in zip(answered, texts, strict=True)
     ]
     known = [total for total in totals if not math.isnan(total)]
-    stop = ends(trainer.model, tokenizer)
-    compared = [(row, _expected(row), _final(tokenizer, tokens, stop)) for row, tokens in answered if _has_answer(row)]
+    stop, compared = ends(trainer.model, tokenizer), []
+    for row, tokens in answered:
+        if _has_answer(row):
+            bare = tokens[:-1] if tokens and tokens[-1] in stop else tokens
+            # Special tokens stay, since they may separate reasoning from the rest.
+            answer = thinking.final(tokenizer.decode(bare, skip_special_tokens=False))
+            compared.append((row, thinking.final(row["messages"][row["given"]]["content"]), answer))
     right = sum(wanted == said for _, wanted, said in compared)
     summed, counted, matched, judged = distributed.total(sum(known), len(known), right, len(compared))
     if distributed.is_first():
@@ -198,16 +202,6 @@ def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
             append_jsonl(trainer.context.run.answers, {"step": trainer.state.global_step, **sample})
     measured = {"reward": summed / counted if counted else math.nan}
     return measured | ({"exact_match": matched / judged} if judged == len(examples) else {})
-
-
-def _expected(row: dict[str, Any]) -> str:
-    return thinking.final(row["messages"][row["given"]]["content"])
-
-
-def _final(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int]) -> str:
-    """Return an answer as it is compared; special tokens stay, since they may separate reasoning from the rest."""
-    bare = tokens[:-1] if tokens and tokens[-1] in stop else tokens
-    return thinking.final(tokenizer.decode(bare, skip_special_tokens=False))
 
 
 def _has_answer(row: dict[str, Any]) -> bool:

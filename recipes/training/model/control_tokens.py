@@ -41,7 +41,7 @@ Turns = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class ControlTokens:
-    """What counts as a control token in the text of a conversation."""
+    """The control tokens to look for in the text of a conversation."""
 
     control: re.Pattern[str]
     """In a description of tools, and in every turn but the assistant's: special tokens, and the others that the
@@ -101,7 +101,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str, images: Co
     Args:
         tokenizer: the model's.
         template: in Jinja.
-        images: the tokens in whose place the model sees an image, of a model that does.
+        images: the tokens in whose place a vision-language model sees an image.
     """
     added = tokenizer.added_tokens_decoder.values()
     if mark_control_tokens:

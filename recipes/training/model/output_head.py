@@ -15,18 +15,18 @@ from .load import load_config
 from .packing_check import LEAK, draft_of
 
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-"""What configurations call the factor of their logits: Cohere, Muse, Falcon-H1."""
+"""Names of the factor of logits in configurations: Cohere, Muse, Falcon-H1."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What turns a model's last hidden states into logits."""
+    """The output head, which turns a model's last hidden states into logits."""
 
     module: torch.nn.Module
     scale: float
     softcap: float | None
     vocabulary: int
-    """How many entries count; models of one tokenizer have heads of several sizes, padded for speed."""
+    """The number of entries that count; models of one tokenizer have heads of several sizes, padded for speed."""
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -57,7 +57,7 @@ def head_of(model: PreTrainedModel, vocabulary: int) -> Head:
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = print) -> Recipe:
-    """Return the recipe, with whole logits where the model's would differ in tiles and nobody has asked for tiles.
+    """Return the recipe, with whole logits if tiles would compute others and the recipe does not ask for tiles.
 
     Passes to `say` that it has changed the recipe, and why.
 

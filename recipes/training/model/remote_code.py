@@ -1,4 +1,4 @@
-"""Whether a model's own Python code may run when its folder is loaded again: only where the user has permitted it."""
+"""The permission to run a model's own Python code when its folder is loaded again."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ _PERMITTED = {"here": False}
 
 
 def permit() -> None:
-    """Let the code of every model that this process loads run: its recipe, or its command line, says so."""
+    """Permit the code of every model that this process loads, as its recipe or command line asks."""
     _PERMITTED["here"] = True
 
 
 def here() -> bool:
-    """Return whether this process has the permission. transformers asks on the terminal where it is told neither."""
+    """Return whether this process has the permission; without an explicit answer transformers asks on the terminal."""
     return _PERMITTED["here"]
 
 

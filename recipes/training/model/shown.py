@@ -1,4 +1,4 @@
-"""What a chat template shows of a conversation: text that it would drop is given in another form, or refused.
+"""Give a chat template a conversation in a form of which it renders every text, or refuse the conversation.
 
 Some templates read content only as a list of parts, reasoning only under one of its names, or leave out the text beside
 a tool call, all without a word. So each text of a conversation is replaced by a word of its own, and the words are
@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -102,7 +102,7 @@ def shown(
     form, missing, forgotten = _best(tokenizer, template, shape, tuple(words.meant.items()), prompt)
     if missing:
         raise UserError(_dropped(turns, *missing))
-    found = [FORMS[form](turn) for turn in turns]
+    found = [_in_form(form, turn) for turn in turns]
     if not has_generation_markers(template):  # each beginning is rendered too, and has to be as in the whole
         for number in forgotten:
             found[number] = {key: value for key, value in found[number].items() if key not in REASONING}
@@ -178,35 +178,25 @@ def _probe_tool(tool: dict[str, Any], words: _Words) -> dict[str, Any]:
     return {**tool, "function": named} if "function" in tool else named
 
 
-def _as_is(turn: dict[str, Any]) -> dict[str, Any]:
+Form = tuple[str | None, bool]
+FORMS: tuple[Form, ...] = (
+    *((None, False), (None, True)),
+    *((name, False) for name in REASONING),
+    *((name, True) for name in REASONING),
+)
+"""The forms in which a turn may be given to a template: a name for its reasoning or None, and its content as parts."""
+
+
+def _in_form(form: Form, turn: dict[str, Any]) -> dict[str, Any]:
+    name, parts = form
+    reasoning = next((turn[other] for other in REASONING if other in turn), None)
+    if name and reasoning is not None:
+        turn = {**{key: value for key, value in turn.items() if key not in REASONING}, name: reasoning}
+    content = turn.get("content")
+    if parts and isinstance(content, str):
+        turn = {**turn, "content": [{"type": "text", "text": content}] if content else []}
     return turn
 
-
-def _as_parts(turn: dict[str, Any]) -> dict[str, Any]:
-    content = turn.get("content")
-    if not isinstance(content, str):
-        return turn
-    return {**turn, "content": [{"type": "text", "text": content}] if content else []}
-
-
-def _reasoning_as(name: str, turn: dict[str, Any]) -> dict[str, Any]:
-    found = next((turn[other] for other in REASONING if other in turn), None)
-    if found is None:
-        return turn
-    return {**{key: value for key, value in turn.items() if key not in REASONING}, name: found}
-
-
-def _reasoning_as_parts(name: str, turn: dict[str, Any]) -> dict[str, Any]:
-    return _as_parts(_reasoning_as(name, turn))
-
-
-FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "as it is": _as_is,
-    "parts": _as_parts,
-    **{name: partial(_reasoning_as, name) for name in REASONING},
-    **{f"{name}, parts": partial(_reasoning_as_parts, name) for name in REASONING},
-}
-"""The forms in which a turn may be given to a template."""
 
 Missing = tuple[int, str] | None
 
@@ -218,14 +208,14 @@ def _best(
     shape: str,
     told: tuple[tuple[str, tuple[int, str]], ...],
     prompt: bool,
-) -> tuple[str, Missing, frozenset[int]]:
+) -> tuple[Form, Missing, frozenset[int]]:
     """Return the first form that shows all, or else what the first form drops; and the turns that are forgotten."""
     probe, tools, options = json.loads(shape)
     meant = dict(told)
     reasons = any("reasoning" in what for _, what in meant.values())
     first: Missing = None
-    for name in FORMS if reasons else ("as it is", "parts"):
-        turns = [FORMS[name](turn) for turn in probe]
+    for form in FORMS if reasons else FORMS[:2]:
+        turns = [_in_form(form, turn) for turn in probe]
         dropped = _missing(tokenizer, template, turns, tools, options, meant)
         if dropped is None:  # the template refuses this form; it gives its reason where it is used
             continue
@@ -237,15 +227,15 @@ def _best(
             )
         ]
         if not kept:
-            return name, None, frozenset(number for number, _ in dropped)
+            return form, None, frozenset(number for number, _ in dropped)
         first = first or kept[0]
-    return "as it is", first, frozenset()
+    return FORMS[0], first, frozenset()
 
 
 def _missing(
     tokenizer: PreTrainedTokenizerBase, template: str, turns: Turns, tools: Any, options: Any, meant: dict[str, Any]
 ) -> list[tuple[int, str]] | None:
-    """Return what the template does not show, or None if it refuses the turns."""
+    """Return the texts that the template drops, or None if it refuses the turns."""
     try:
         text = tokenizer.apply_chat_template(
             turns, tools, chat_template=template, tokenize=False, **(options or {})

@@ -1,4 +1,4 @@
-"""Whether every tensor in a model's files becomes a weight of the model that is loaded from them."""
+"""Check that every tensor in a model's files becomes a weight of the model that is loaded from them."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from ...model_folder import weights
 from ...spec.errors import UserError
 
 RECOMPUTED = ("rotary_emb.inv_freq", "position_ids", "attention.bias", "attn.bias", "masked_bias")
-"""What older files store although it follows from the configuration: frequencies, positions, causal masks."""
+"""Buffers in older files that follow from the configuration: frequencies, positions, causal masks."""
 
 
 def folder_of(path: str) -> Path | None:

@@ -30,7 +30,7 @@ LENGTH = 48
 
 
 JITTER = ("router_jitter_noise", "input_jitter_noise")
-"""What configurations call noise that a model in training multiplies into what its routers read."""
+"""Names of the noise in configurations by which a model multiplies its routers' input in training."""
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,13 @@ def loss_per_token(
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model has answered to a question."""
+    """A model's answer to a question, and whether it is right."""
 
     prompt: str
     expected: str
-    """What training would have it write, without the token that ends it and surrounding white space."""
+    """The answer that training teaches, without the token that ends it and surrounding white space."""
     text: str
-    """What it has written, likewise; special tokens are shown."""
+    """The model's answer, likewise; special tokens are shown."""
     right: bool
     cut_off: bool
     """The model had not ended it within the tokens that it may write; a wrong answer."""
@@ -135,7 +135,7 @@ def closing(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -
 
 
 def compared(asked: Question, tokens: list[int], stop: Collection[int], tokenizer: PreTrainedTokenizerBase) -> Answer:
-    """Return how an answer compares with the one of training, by their text: a text has several tokenizations.
+    """Compare an answer with the one that training teaches, as text, since a text has several tokenizations.
 
     Where training teaches no token that ends the answer, it is compared only as far as training goes.
 

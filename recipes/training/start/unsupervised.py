@@ -74,7 +74,7 @@ def prepare(run: RunFolder, world_size: int) -> None:
     """Prepare the folder for the first start, or for a restart after steps were lost; before any rank reads it.
 
     Raises:
-        UserError: the newest checkpoint cannot be read now, or not be converted for so many ranks.
+        UserError: the newest checkpoint cannot be read now, or cannot be converted for `world_size` ranks.
     """
     checkpoint = digests.newest_intact(run)
     if checkpoint:

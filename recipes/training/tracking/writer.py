@@ -45,7 +45,7 @@ def opened(name: str, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[
 
 
 def settings(recipe: Recipe, deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a tracker shows of a run's settings: all of them, without credentials."""
+    """Return a run's settings for a tracker, without credentials."""
     return redacted({"recipe": to_dict(recipe), "deepspeed": dict(deepspeed_config)})
 
 

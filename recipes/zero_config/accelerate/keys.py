@@ -45,14 +45,14 @@ FP8 = (
     *("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_override_linear_precision", "fp8_opt_level"),
     *("fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim"),
 )
-"""Of `fp8_config`, where the prefix may be missing; it ignores any other."""
+"""Keys of `fp8_config`, whose prefix is optional; accelerate ignores any other."""
 DYNAMO = (
     *("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic"),
     "dynamo_use_regional_compilation",
 )
-"""Of `dynamo_config`, where the prefix may be missing; it ignores any other."""
+"""Keys of `dynamo_config`, whose prefix is optional; accelerate ignores any other."""
 MPIRUN = ("mpirun_hostfile",)
-"""Of `mpirun_config`; it ignores any other."""
+"""Keys of `mpirun_config`; accelerate ignores any other."""
 SECTIONS = {
     "deepspeed_config": DEEPSPEED,
     "fsdp_config": FSDP,
@@ -62,7 +62,7 @@ SECTIONS = {
     "mpirun_config": MPIRUN,
 }
 PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
-"""What accelerate adds to a section's keys where it is missing."""
+"""The prefix that accelerate adds to a section's keys that lack it."""
 SAGEMAKER = (
     *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "ec2_instance_type"),
     *("iam_role_name", "image_uri", "profile", "region", "num_machines", "gpu_ids", "base_job_name"),

@@ -1,4 +1,4 @@
-"""Which keys of accelerate's YAML `accelerate launch` reads with which type of run (1.15.0, utils/launch.py).
+"""Keys of accelerate's YAML that `accelerate launch` does not read with the file's type (1.15.0, utils/launch.py).
 
 `same_network` is left out: `accelerate config` writes it always, nothing reads it, and nothing depends on it.
 """
@@ -11,7 +11,7 @@ from . import keys
 
 DEEPSPEED = "deepspeed_config"
 _UNSET: tuple[object, ...] = (None, False, "", "no", "NO", [], {})
-"""What says nothing. accelerate's own questionnaire writes some of these for every type."""
+"""Values that count as unset. accelerate's own questionnaire writes some of these for every type."""
 _TPU = ("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
 
 
@@ -93,7 +93,7 @@ def _options(config: Config, kind: str) -> dict[str, tuple[str, str]]:
 
 
 def _launcher(config: Config) -> str:
-    """Return what starts the ranks of several machines."""
+    """Return the name of the launcher for several machines."""
     return str(config.get(DEEPSPEED, "deepspeed_multinode_launcher") or "pdsh")
 
 

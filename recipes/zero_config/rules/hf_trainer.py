@@ -87,7 +87,7 @@ _COMPARED = {
 ARGUMENTS = tuple(sorted({word for told in _COMPARED.values() for word in re.findall(r"\w+_\w+|[bf][pf]?16", told)}))
 """The TrainingArguments that are compared."""
 _WARNED_ELSEWHERE = (("train_batch_size",), ("fp16", "enabled"), ("bf16", "enabled"))
-"""Keys about which nothing is said where the arguments are not known: precision is fixed more often than not."""
+"""Keys without a warning where the arguments are unknown: precision is fixed more often than not."""
 
 
 def _told(facts: Facts) -> dict[Key, object]:

@@ -62,7 +62,7 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
 """Each form's kind of examples, and the fields by which it is recognised."""
 
 PASSAGES = ("input", "context")
-"""What a question given as text is about: Alpaca's and Dolly's names. It follows the question."""
+"""Fields with a passage that a question is about, which follows the question: Alpaca's and Dolly's names."""
 ASKING = ("prompt", "instruction")
 """The fields with a question, to which passages and an earlier `history` belong."""
 

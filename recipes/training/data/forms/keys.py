@@ -1,4 +1,4 @@
-"""The keys of public datasets beside the text: other names of fields, flags, template arguments, media.
+"""Keys of public datasets other than text: aliases of fields, flags, template arguments, media.
 
 Standard library only, as `formats.py`.
 """
@@ -10,7 +10,7 @@ from ....spec.errors import UserError
 from ..text_files import from_json
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""What tables put where an example has nothing."""
+"""Values that count as missing: tables fill empty cells with them."""
 ALIASES = {"kto_tag": "label", "functions": "tools"}
 """LLaMA-Factory's and OpenAI's older names of fields."""
 FLAGS = {
@@ -18,10 +18,10 @@ FLAGS = {
     **dict.fromkeys(("loss", "weight", "loss_weight", "loss_scale", "loss_mask"), True),
     **dict.fromkeys(("masked", "is_masked"), False),
 }
-"""What says whether the assistant's turn is learned, and the value that means yes: axolotl's, ms-swift's, OpenAI's and
+"""Flags that put an assistant's turn into the loss, and the value that means yes: axolotl's, ms-swift's, OpenAI's and
 torchtune's. Turns of others are never learned, whatever these say."""
 OF_EXAMPLES = ("train", "training", "trainable", "loss", "weight")
-"""Flags that may stand beside the turns, for the whole conversation; there `loss` may also be a number, a measurement
+"""Flags that an example may have for the whole conversation; there `loss` may also be a number, a measurement
 that nothing reads."""
 DETAIL = "train_detail"
 """axolotl's flags of parts of a turn."""
@@ -48,7 +48,7 @@ JUDGEMENTS = {
 
 
 def yes_or_no(value: Any, words: Mapping[str, bool]) -> bool | None:
-    """Return what a value means, which may be a bool, a number or a word of `words`, or None if it is neither."""
+    """Return the meaning of a bool, a number or a word of `words`, or None if the value has none."""
     return words.get(str(value).strip().lower()) if isinstance(value, bool | int | float | str) else None
 
 
@@ -118,7 +118,7 @@ def is_learned(where: str, turn: Mapping[str, Any]) -> bool:
 
 
 def is_example_learned(where: str, example: Mapping[str, Any]) -> bool:
-    """Return whether the flags beside a conversation's turns leave it in the loss.
+    """Return whether the flags of a whole conversation leave it in the loss.
 
     Raises:
         UserError: see `is_learned`.
@@ -163,7 +163,7 @@ def options(where: str, example: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return what an object holds without its keys that are null.
+    """Return an object without its keys that are null.
 
     Arrow gives every object of a column the keys of all others, so that Parquet cannot tell a null from a key that is
     not there; JSON Lines are read alike. Arguments that are written as JSON text keep theirs.
@@ -174,7 +174,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def parsed(where: str, text: str) -> Any:
-    """Return what a JSON text says.
+    """Return the value of a JSON text.
 
     Raises:
         UserError: it is not JSON.

@@ -18,7 +18,7 @@ Turn = dict[str, Any]
 NOT_LEARNED = {"train": False}
 """Marks an assistant's turn that stays in the context and not in the loss."""
 READ = ("role", "content", "tool_calls", "tool_call_id", "name", *NOT_LEARNED, *REASONING)
-"""Keys of a turn that are read here, or that templates know; a template may read others too."""
+"""Keys of a turn that are read here, or by most templates; a template may read others too."""
 
 
 def as_conversation(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> Example:
@@ -101,7 +101,7 @@ def _turn(where: str, turn: Any) -> Turn:
 
 
 def _check_reasoning(where: str, role: str, turn: Turn) -> bool:
-    """Return whether a turn has reasoning beside its content; an empty one is removed."""
+    """Return whether a turn has reasoning outside its content; empty reasoning is removed."""
     for name in REASONING:
         if turn.get(name) in ("", False):
             del turn[name]
@@ -132,7 +132,7 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def read_arguments(where: str, example: Example) -> Example:
-    """Return what the chat template gets beside the turns: the tools, or None, and options, where there are some."""
+    """Return the chat template's other arguments: the tools, or None, and options if the example has any."""
     options = keys.options(where, example)
     return {"tools": read_tools(where, example), **({"options": options} if options else {})}
 
