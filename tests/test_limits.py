@@ -336,7 +336,7 @@ def test_a_pipeline_bubble_is_reported(capsys):
     assert "stages idle" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("targets", ["q_proj,lm_head", "embed_tokens"])
+@pytest.mark.parametrize("targets", ["q_proj,lm_head", "embed_tokens", "model.embed_tokens"])
 def test_adapters_on_the_embedding_or_the_head_are_refused_in_a_pipeline(targets):
     recipe = replace(pages.find("qwen3-0.6b", "lora"), layout=Layout(pipeline=2))
     assert limits.limit(recipe, 2, DeepSpeedFile(stage=1)) is None

@@ -162,6 +162,7 @@ CHANGES = {
     "precision=fp16": r"precision=fp16: .*of a run with fp32",
     "layer_decay=0.9": r"layer_decay=0\.9: .*of a run with 1\.0",
     "optimizer=adamw_8bit": r"optimizer=adamw_8bit: .*holds the states of adamw",
+    "lora.alpha=16": r"lora\.alpha=16: .*holds adapters with 8",
     "lora.rank=8": r"lora\.rank=8: .*holds adapters with 4",
     "lora.target_modules=q_proj": r"lora\.target_modules=q_proj: .*holds adapters with all-linear",
     "lora.plus_ratio=16": r"lora\.plus_ratio=16\.0: .*holds adapters with 1\.0",

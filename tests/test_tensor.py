@@ -7,10 +7,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
 from recipes.commands.main import run as run_command
-from recipes.spec import deepspeed_file
+from recipes.spec import deepspeed_file, limits
 from recipes.spec.errors import UserError
 from recipes.spec.limits import TENSOR_PARALLEL_TYPES
-from recipes.spec.project import CHECKOUT as ROOT
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import read_json
 from recipes.spec.samples import TINY_MODEL
@@ -92,12 +91,41 @@ def test_a_wrong_split_is_not_taken(without_plan):
     assert without_plan["qwen3, wrongly"] == [GATED, sorted(ATTENTION)]
 
 
-def test_a_file_with_tensor_parallelism_needs_the_layout_too():
-    file = deepspeed_file.read(ROOT / "configs" / "tensor_parallel.json")
-    with pytest.raises(UserError, match=r"tensor_parallel\.json splits layers over 2 ranks; add layout\.tensor=2"):
-        deepspeed_config(small("", "", "tensor_parallel.json"), file)
-    asked = deepspeed_config(small("", "", "tensor_parallel.json", layout=Layout(tensor=4)), file)
-    assert asked["tensor_parallel"]["autotp_size"] == 4
+BLOCKS = {
+    "tensor": ({"tensor_parallel": {"autotp_size": 2}}, "layers", "tensor_parallel.autotp_size"),
+    "expert": ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "experts", "expert_parallel.autoep_size"),
+    "sequence": ({"sequence_parallel_size": 2, "data_parallel_size": 1}, "sequences", "sequence_parallel_size"),
+}
+
+
+@pytest.mark.parametrize("field", BLOCKS)
+def test_a_file_that_splits_a_model_needs_the_layout_too(field):
+    content, what, key = BLOCKS[field]
+    file = deepspeed_file.parse(content, "mine.json")
+    said = rf"deepspeed=mine\.json splits {what} over 2 ranks; add layout\.{field}=2, or use another file"
+    with pytest.raises(UserError, match=said):
+        deepspeed_config(small("", ""), file)
+    for size, expected in ((2, []), (4, [f"layout.{field}=4: the run uses this, and not {key}=2 of mine.json."])):
+        recipe = small("", "", layout=Layout(**{field: size}))
+        limits.check_blocks(recipe, file)
+        assert list(limits.other_sizes(recipe, file)) == expected
+
+
+def test_the_layout_decides_on_how_many_ranks_a_file_splits():
+    for layout in (Layout(tensor=4), Layout(tensor=2)):
+        file = deepspeed_file.parse(BLOCKS["tensor"][0])
+        assert deepspeed_config(small("", "", layout=layout), file)["tensor_parallel"]["autotp_size"] == layout.tensor
+    config = deepspeed_config(small("", "", layout=Layout(sequence=4)), deepspeed_file.parse(BLOCKS["sequence"][0]))
+    assert not {"sequence_parallel_size", "data_parallel_size"} & config.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("partition_config", {}), ("preset_model", "llama"), ("vocab_parallel_lm_head", True)]
+)
+def test_settings_of_autotp_are_refused(key, value):
+    file = deepspeed_file.parse({"tensor_parallel": {"autotp_size": 2, key: value}}, "mine.json")
+    with pytest.raises(UserError, match=rf"mine\.json: tensor_parallel\.{key} is for DeepSpeed's AutoTP"):
+        limits.check_blocks(small("", "", layout=Layout(tensor=2)), file)
 
 
 def test_a_number_of_heads_is_divided_by_the_number_of_ranks():

@@ -75,8 +75,10 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
     Raises:
         UserError: names the sizes, the reason and the nearest sizes that can run.
     """
-    limits.check_tensor_block(recipe, file)
+    limits.check_blocks(recipe, file)
     limits.check(with_dimensions(recipe), ranks, file)
+    for line in limits.other_sizes(recipe, file):
+        print(line, flush=True)
     if recipe.traits.teacher:
         _check_teacher(recipe)
     stages, micro_batches = recipe.layout.pipeline, gradient_accumulation_steps(recipe, ranks)

@@ -40,6 +40,10 @@ class DeepSpeedFile:
     """Stage 3."""
     tensor_size: int = 1
     """`tensor_parallel.autotp_size`."""
+    sequence_size: int = 1
+    """`sequence_parallel_size`."""
+    expert_size: int = 1
+    """`expert_parallel.autoep_size`, where the block is enabled."""
     has_tensor_block: bool = False
     has_expert_block: bool = False
     """It has an `expert_parallel` block, in which the layout's size is filled."""
@@ -63,6 +67,7 @@ class DeepSpeedFile:
 def parse(content: Mapping[str, Any], name: str = "") -> DeepSpeedFile:
     """Return what a DeepSpeed configuration says."""
     zero, tensor = _block(content, "zero_optimization"), _block(content, "tensor_parallel")
+    expert = _block(content, "expert_parallel")
     switch = content.get("zero_optimization")  # true and false are the old spelling of stages 1 and 0
     stage = int(switch) if isinstance(switch, bool) else _number(zero.get("stage"), 0)
     return DeepSpeedFile(
@@ -74,6 +79,8 @@ def parse(content: Mapping[str, Any], name: str = "") -> DeepSpeedFile:
         offload_optimizer=_device(zero, "offload_optimizer") if stage >= 2 else "none",
         offload_parameters=_device(zero, "offload_param") if stage == 3 else "none",
         tensor_size=_number(tensor.get("autotp_size"), 1),
+        sequence_size=_number(content.get("sequence_parallel_size"), 1),
+        expert_size=_number(expert.get("autoep_size"), 1) if expert.get("enabled") else 1,
         has_tensor_block="tensor_parallel" in content,
         has_expert_block="expert_parallel" in content,
         optimizer=_block(content, "optimizer").get("type"),

@@ -123,15 +123,25 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     gradient_accumulation_steps(recipe, world_size)
 
 
-def check_tensor_block(recipe: Recipe, file: DeepSpeedFile) -> None:
-    """Refuse a file that splits layers over ranks where the layout does not.
+def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> None:
+    """Refuse a file that splits a model over ranks where the layout does not, or as no run does.
 
     Raises:
-        UserError: names the file and the key to add.
+        UserError: names the file, the key and the fix.
     """
-    if file.tensor_size > 1 and recipe.layout.tensor == 1:
+    for field, what in (("tensor", "layers"), ("expert", "experts"), ("sequence", "sequences")):
+        size = getattr(file, f"{field}_size")
+        if size > 1 and getattr(recipe.layout, field) == 1:
+            raise UserError(
+                f"deepspeed={file.name} splits {what} over {size} ranks; add layout.{field}={size}, or use another "
+                "file."
+            )
+    for key, value in file.content.get("tensor_parallel", {}).items():
+        if key == "autotp_size" or (key, value) == ("vocab_parallel_lm_head", False):  # which a run's own file has
+            continue
         raise UserError(
-            f"deepspeed={file.name} splits layers over {file.tensor_size} ranks; add layout.tensor={file.tensor_size}."
+            f"deepspeed={file.name}: tensor_parallel.{key} is for DeepSpeed's AutoTP, and a run splits layers by the "
+            "model's own plan; remove it."
         )
 
 
@@ -147,6 +157,18 @@ def check_micro_batch(recipe: Recipe) -> None:
             f"micro_batch_size={recipe.micro_batch_size}: {recipe.traits.title} compares the answers of a micro-batch; "
             f"use micro_batch_size={least} or more."
         )
+
+
+def other_sizes(recipe: Recipe, file: DeepSpeedFile) -> Iterator[str]:
+    """Yield what to print of sizes in a file that the layout replaces."""
+    for field, key in (
+        ("tensor", "tensor_parallel.autotp_size"),
+        ("expert", "expert_parallel.autoep_size"),
+        ("sequence", "sequence_parallel_size"),
+    ):
+        size, asked = getattr(file, f"{field}_size"), getattr(recipe.layout, field)
+        if 1 < size != asked:
+            yield f"layout.{field}={asked}: the run uses this, and not {key}={size} of {file.name}."
 
 
 def _check_length(recipe: Recipe) -> None:
@@ -360,7 +382,8 @@ def _pipeline(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     yield from _method(recipe, "pipeline")
     if recipe.model.quantization != "none":
         yield "4-bit weights are packed on a rank that holds the whole model, and a stage holds only a part"
-    if recipe.lora is not None and (outside := ENDS.intersection(names(recipe.lora.target_modules))):
+    ends = {name.rpartition(".")[2]: name for name in names(recipe.lora.target_modules)} if recipe.lora else {}
+    if outside := [ends[name] for name in ENDS.intersection(ends)]:
         yield f"its first and its last stage would each have other adapters ({', '.join(sorted(outside))})"
     if recipe.router_aux_loss_coef:
         yield "the load-balancing loss covers all routers, and a stage has only those of its own layers"

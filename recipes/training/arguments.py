@@ -95,12 +95,14 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
 
     Raises:
         UserError: the layout asks for expert parallelism, but the file has no block for it or the wrong stage, or
-            AutoEP cannot do it; or the file asks for tensor parallelism, but the layout does not.
+            AutoEP cannot do it; or the file splits the model over ranks, but the layout does not.
     """
-    limits.check_tensor_block(recipe, file)
+    limits.check_blocks(recipe, file)
     if recipe.optimizer == "muon" and file.stage == 3:
         file = with_zero(file, reduce_scatter=False)  # Muon needs whole gradients
     config, layout = copy.deepcopy(dict(file.content)), recipe.layout
+    for key in ("sequence_parallel_size", "data_parallel_size"):  # `sequence.attend_over_ranks` makes the groups
+        config.pop(key, None)
     if layout.pipeline > 1:
         config.pop("tensor_parallel", None)  # stages are split by `tensor.shard`
     elif layout.tensor > 1:

@@ -126,7 +126,7 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
                 f"deepspeed={new.name}: its optimizer is {kind}, and {checkpoint} holds the states of {before}; use "
                 f"{old.name}, or start a new run without --resume."
             )
-    for name in ("rank", "target_modules", "target_parameters", "dora", "rslora", "init", "plus_ratio"):
+    for name in ("rank", "alpha", "target_modules", "target_parameters", "dora", "rslora", "init", "plus_ratio"):
         now, then = (getattr(one.lora, name, None) for one in (recipe, saved))
         if now != then:
             raise UserError(f"lora.{name}={now}: {checkpoint} holds adapters with {then}; leave it unchanged.")

@@ -125,6 +125,8 @@ def check(
     preflight.check_layout(recipe, file, machines.ranks)
     if folder:
         universal_checkpoint.check(recipe, folder, file, machines.ranks)
+        if changed := overrides.differences(page, recipe):
+            print(f"resuming with other settings than before: {' '.join(changed)}", flush=True)
     restarts.check(recipe, options.max_restarts)
     if not machines.allocation:  # a cluster's nodes have an environment of their own
         preflight.check_trackers(recipe)
