@@ -180,7 +180,7 @@ def test_bitsandbytes_repacks_on_the_cpu():
 
 @pytest.mark.every
 def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, model_folder, conversations):
-    """`restore_parameter_groups` in training/upstream.py can go when a loaded group is what was saved."""
+    """`separate_step_counters` in training/upstream.py can go when every loaded state has a counter of its own."""
     run = RunFolder(tmp_path / "run")
     recipe = small(model_folder, conversations, "zero3.json", max_steps=1, save_steps=1)
     write_recipe(run, recipe)

@@ -50,6 +50,8 @@ class DeepSpeedFile:
     optimizer: str | None = None
     """The type of its `optimizer` block; None: the Trainer makes the optimizer."""
     has_zenflow: bool = False
+    super_offload: bool = False
+    """`offload_optimizer.super_offload`, which DeepSpeed reads at stage 3."""
     deepcompile: bool = False
     """`compile.deepcompile`, which does nothing until the engine compiles the model (the Trainer's `torch_compile`)."""
     compiled_passes: tuple[str, ...] = ()
@@ -85,6 +87,7 @@ def parse(content: Mapping[str, Any], name: str = "") -> DeepSpeedFile:
         has_expert_block="expert_parallel" in content,
         optimizer=_block(content, "optimizer").get("type"),
         has_zenflow="zenflow" in zero,
+        super_offload=stage == 3 and _block(zero, "offload_optimizer").get("super_offload") is True,
         deepcompile=_block(content, "compile").get("deepcompile") is True,
         compiled_passes=tuple(map(str, _list(_block(content, "compile").get("passes")))),
         gathers_weights=stage < 3 or bool(zero.get("stage3_gather_16bit_weights_on_model_save", True)),

@@ -109,6 +109,8 @@ class RunHooks(Hooked):
         self.micro_batches: list[dict[str, Any]] = []  # those that a pipeline collects until its step is complete
         self.start: movement.Sample = {}
         """Some of the trained weights before the first step."""
+        self.asked: list[dict[str, Any]] = []
+        """What each group of parameters is updated with, as the recipe says."""
         super().__init__(**options)
         self.noise: Noise | None = None
         if context.recipe.neftune_alpha:
@@ -209,7 +211,11 @@ class RunHooks(Hooked):
             longer = super().create_scheduler(num_training_steps + 1, optimizer)
             rates = [lambda step, rate=rate: rate(step + 1) for rate in longer.lr_lambdas]
             self.lr_scheduler = LambdaLR(longer.optimizer, rates)
-        return super().create_scheduler(num_training_steps, optimizer)
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        # The engine exists, and no checkpoint has been loaded into it.
+        groups = (optimizer or self.optimizer).param_groups
+        self.asked = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        return scheduler
 
     def on_engine_ready(self) -> None:
         """Work around the engine's defects, and record its configuration and environment."""
@@ -219,7 +225,8 @@ class RunHooks(Hooked):
         upstream.forget_kept_weights(engine)
         if context.checkpoint:
             upstream.take_intervals(self.state, self.args)
-            upstream.restore_parameter_groups(engine, context.checkpoint)
+            upstream.take_update_settings(self.optimizer, self.lr_scheduler, self.asked)
+            upstream.separate_step_counters(engine)
             upstream.reshard_small_parameters(engine)
         if expert.layers(self.model):
             upstream.route_as_transformers(self.model, expert_check.mixture(context.recipe).routes_in_fp32)

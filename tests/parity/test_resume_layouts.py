@@ -141,7 +141,8 @@ def agree(run, whole):
 
 def forgetful(folder):
     """Run without the workarounds for DeepSpeed's loading; executed on every rank."""
-    upstream.restore_parameter_groups = lambda engine, checkpoint: None
+    upstream.take_update_settings = lambda optimizer, scheduler, asked: None
+    upstream.separate_step_counters = lambda engine: None
     training_run.main(folder)
 
 

@@ -7,20 +7,22 @@ from recipes.training import run, upstream
 
 def main(folder: str) -> None:
     """Run `folder`; executed on every rank."""
-    mend = upstream.restore_parameter_groups
+    take, separate = upstream.take_update_settings, upstream.separate_step_counters
 
-    def watched(engine, checkpoint):
-        print("loaded:", groups(engine), flush=True)
-        mend(engine, checkpoint)
-        print("mended:", groups(engine), flush=True)
+    def watched(optimizer, scheduler, asked):
+        print("loaded:", groups(optimizer), flush=True)
+        take(optimizer, scheduler, asked)
 
-    upstream.restore_parameter_groups = watched
+    def separated(engine):
+        separate(engine)
+        print("mended:", groups(engine.optimizer.optimizer), flush=True)
+
+    upstream.take_update_settings, upstream.separate_step_counters = watched, separated
     run.main(folder)
 
 
-def groups(engine) -> str:
+def groups(optimizer) -> str:
     """Return the groups' weight decays, and how many tensors count the steps of how many states."""
-    optimizer = engine.optimizer.optimizer
     steps = [state["step"] for state in optimizer.state.values()]
     assert all(torch.is_tensor(step) for step in steps)
     decays = [group["weight_decay"] for group in optimizer.param_groups]

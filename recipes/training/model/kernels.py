@@ -78,6 +78,11 @@ def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
             f"deepspeed={file.name}: DeepCompile's kernels are CUDA's, and these ranks are on CPUs; use "
             f"zero{file.stage}.json."
         )
+    if file.super_offload and not on_gpu:
+        raise UserError(
+            f"deepspeed={file.name}: DeepSpeed's SuperOffload is for CUDA, and these ranks are on CPUs; use "
+            "zero3_offload.json."
+        )
     split = sorted({"autosp", "autotp"} & set(file.compiled_passes))
     if split:
         key = {"autosp": "sequence", "autotp": "tensor"}[split[0]]
