@@ -267,8 +267,33 @@ def test_arguments_of_the_template_are_read(more, options):
     assert read.get("options") == options
 
 
+PROMPTS_OF_PAIRS = {
+    "conversations": ({"conversations": [{"from": "human", "value": "May I?"}]}, "May I?"),
+    "messages": ({"messages": [user("May I?")]}, "May I?"),
+    "instruction": ({"instruction": "May I?", "input": "Tea."}, "May I?\n\nTea."),
+    "empty input": ({"instruction": "May I?", "input": ""}, "May I?"),
+    "prompt before others": ({"prompt": "May I?", "messages": [user("no")], "conversations": None}, "May I?"),
+    "null prompt": ({"prompt": None, "instruction": "May I?"}, "May I?"),
+}
+
+
+@pytest.mark.parametrize("case", PROMPTS_OF_PAIRS)
+def test_pairs_of_llama_factory_are_read(case):
+    fields, asked = PROMPTS_OF_PAIRS[case]
+    row = {**fields, "chosen": {"from": "gpt", "value": "Yes."}, "rejected": {"from": "gpt", "value": "No."}}
+    assert formats.form_of("here", row, "dpo") == "preference"
+    (read,) = formats.converted([("here", row)], "dpo")
+    assert [turn["content"] for side in ("prompt", "chosen", "rejected") for turn in read[side]] == [
+        asked,
+        "Yes.",
+        "No.",
+    ]
+
+
 UNREAD = [
     ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}, "preference", "dpo", ["margin"]),
+    ({"instruction": "a", "input": "b", "chosen": "b", "rejected": "c", "output": 1}, "preference", "dpo", ["output"]),
+    ({"prompt": "a", "messages": SHORT, "chosen": "b", "rejected": "c"}, "preference", "dpo", ["messages"]),
     ({"text": "a", "url": "b", "system": "c"}, "text", "pretrain", ["url", "system"]),
     ({"prompt": "a", "answer": "b"}, "prompt", "grpo", []),  # the reward function gets it
     (
@@ -343,6 +368,7 @@ MISTAKES = {
     "second row": (line(instruction="a", output="b") + "\n" + line(prompt="a"), "sft", ":2: the field 'instruction'"),
     "equal": (line(prompt="a", chosen="b", rejected="b"), "dpo", "'chosen' and 'rejected' are equal"),
     "no prompt": (line(chosen="a", rejected="b"), "dpo", "the field 'prompt' must be"),
+    "another name": (line(question="q", chosen="a", rejected="b"), "dpo", "'rejected'; data.columns=NAME:prompt says"),
     "nothing shared": (line(chosen=SHORT, rejected=[user("c"), assistant("d")]), "dpo", "must continue the prompt"),
     "unknown fields": (line(question="a", answer="b"), "sft", "('question', 'answer') belong to no known form"),
     "other method": (line(text="a"), "sft", "form text, for the method pretrain; the method sft reads messages"),

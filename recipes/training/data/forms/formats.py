@@ -65,6 +65,8 @@ PASSAGES = ("input", "context")
 """Fields with a passage that a question is about, which follows the question: Alpaca's and Dolly's names."""
 ASKING = ("prompt", "instruction")
 """The fields with a question, to which passages and an earlier `history` belong."""
+PROMPTS = ("prompt", "conversations", "messages", "instruction")
+"""The fields with a pair's prompt, LLaMA-Factory's too; the first of them that an example has is read."""
 
 FIELDS = (
     *dict.fromkeys(field for _, fields in FORMS.values() for field in fields),
@@ -179,7 +181,7 @@ def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Exa
 def unread(where: str, example: Example, form: str, method: Method) -> list[str]:
     """Return the keys of an example that no conversion reads, and after a dot those that only a template may read."""
     example = keys.with_usual_names(where, example)
-    read = read_by(form, method)
+    read = read_by(form, method) | ({_prompt_field(example)} if form == "preference" else set())
     found = [name for name, value in example.items() if name not in read and value not in keys.EMPTY]
     found = [] if TRAITS[method].examples == "prompts" else found
     lists = [value for name, value in example.items() if name in read and isinstance(value, list)]
@@ -240,12 +242,16 @@ def _prompt_completion(where: str, example: Example) -> Example:
     return as_conversation(where, example, "completion", prompt + completion, given=len(prompt))
 
 
+def _prompt_field(pair: Example) -> str:
+    return next((name for name in PROMPTS if pair.get(name) not in keys.EMPTY), PROMPTS[0])
+
+
 def _preference(where: str, example: Example) -> Example:
     chosen, rejected = (read_side(where, example, field, "assistant") for field in ("chosen", "rejected"))
     if chosen == rejected:
         raise UserError(f"{where}: 'chosen' and 'rejected' are equal, so there is no preference; remove the example.")
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        prompt = _asked(where, example)
+        prompt = _asked(where, example, _prompt_field(example))
     else:  # whole conversations: their common start is the prompt, whatever `prompt` says
         pairs = zip(chosen, rejected, strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))

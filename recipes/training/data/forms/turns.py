@@ -166,7 +166,9 @@ def said(role: str, content: str) -> Turn:
 
 def wrong(where: str, example: Example, field: str, expected: str) -> UserError:
     """Return what is wrong with a field that is missing, or of another type than expected."""
-    found = f"it is {_kind(example[field])}" if field in example else f"this example has {fields_of(example)}"
+    found = f"this example has {fields_of(example)}; data.columns=NAME:{field} says which of them it is"
+    if field in example:
+        found = f"it is {_kind(example[field])}"
     return UserError(f"{where}: the field {field!r} must be {expected}; {found}.")
 
 
