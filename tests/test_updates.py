@@ -31,8 +31,8 @@ def size(documents, sequences):
 def test_too_few_updates_are_said_with_what_mends_them():
     recipe = pages.find("llama3-1b", "lora")
     assert updates.advice(recipe, size(60, 1), world_size=1) == (
-        "warning: 60 examples in 1 sequence: 1 update per epoch, 1 in all; a global batch is 64 sequences. The model "
-        "will learn little; use packing=false global_batch_size=5, or epochs=12."
+        "warning: 60 examples in 1 sequence: 1 update per epoch, 1 in all; a global batch is 64 sequences. So few "
+        "teach a model little; use packing=false global_batch_size=5, or epochs=12."
     )
     names, numbers = updates.table(recipe, size(60, 1))
     assert re.split(r"\s\s+", names) == [
@@ -48,6 +48,29 @@ def test_too_few_updates_are_said_with_what_mends_them():
     asked = replace(recipe, max_steps=3)
     assert updates.advice(asked, size(5000, 64), 1) is None, "three steps is what the user asked for"
     assert "use global_batch_size=60" in updates.advice(asked, size(60, 60), 1)
+
+
+def test_data_that_a_run_does_not_reach_is_named():
+    recipe = replace(pages.find("tiny", "full"), epochs=0.7, max_steps=None, global_batch_size=8)
+    (line,) = updates.left_out(recipe, size(380, 127))
+    assert line == (
+        "epochs=0.7: 12 of an epoch's 16 updates, so about 25% of the training data is not used; "
+        "epochs=1 uses all of it"
+    )
+    (line,) = updates.left_out(replace(recipe, max_steps=4), size(380, 127))
+    assert line.startswith("max_steps=4: 4 of an epoch's 16 updates, so about 75%") and "max_steps=16 uses" in line
+    for enough in ({"epochs": 1.0}, {"epochs": 3.0}, {"max_steps": 16}, {"max_steps": 40}):
+        assert updates.left_out(replace(recipe, **enough), size(380, 127)) == [], enough
+
+
+def test_a_warm_up_longer_than_the_run_is_named():
+    recipe = replace(pages.find("tiny", "full"), epochs=1.0, global_batch_size=8, learning_rate=2e-3)
+    for kind in ("linear", "cosine", "constant_with_warmup"):
+        (line,) = updates.left_out(replace(recipe, schedule=Schedule(kind, 500)), size(380, 127))
+        assert "schedule.warmup=500: the learning rate rises for 500 updates and the run has 16, so it never" in line
+        assert "gets to 0.002" in line
+    for enough in (Schedule("constant", 500), Schedule("cosine", 16), Schedule("cosine", 0.5), Schedule("cosine", 0)):
+        assert updates.left_out(replace(recipe, schedule=enough), size(380, 127)) == [], enough
 
 
 @given(
@@ -168,7 +191,8 @@ def test_a_run_of_one_step_learns_and_was_warned_of(ranks, tmp_path, model_folde
     assert statuses == [0, 0], screen
     (only,) = read_jsonl(run.metrics)
     assert only["step"] == 1 and only["grad_norm"] > 0
-    assert "steps per epoch" in screen and "warning: 60 examples in " in screen and "epochs=12" in screen
+    assert "steps per epoch" in screen and "epochs=12" in screen
+    assert screen.count("warning: 60 examples in ") == 2 and "warning: 60 examples in " in screen.split("\ntrained ")[1]
 
 
 UNMOVED = {

@@ -287,7 +287,9 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
     results = {"after": after, "logit_difference": difference}
     export.describe(run, results | (evaluation.described() if evaluation else {}))
     export.publish(run.unverified, run.export)
-    summary.finished(recipe, run, context.trackers, evaluation, results)
+    size = datasets.size
+    few = updates.advice(recipe, size, dist.get_world_size()) if size else None
+    summary.finished(recipe, run, context.trackers, evaluation, results, few)
 
 
 def beside_tokens(inputs: dict[str, Any], dtype: Any) -> dict[str, Any]:

@@ -23,7 +23,12 @@ def stopped(run: RunFolder, step: int, trackers: Trackers) -> None:
 
 
 def finished(
-    recipe: Recipe, run: RunFolder, trackers: Trackers, evaluation: Evaluation | None, results: dict[str, Any]
+    recipe: Recipe,
+    run: RunFolder,
+    trackers: Trackers,
+    evaluation: Evaluation | None,
+    results: dict[str, Any],
+    few: str | None,
 ) -> None:
     """Write summary and report, and print the last screen; on rank 0.
 
@@ -33,6 +38,7 @@ def finished(
         trackers: closed here.
         evaluation: None where there is no held-out data.
         results: `after`, the metric at the end, and `logit_difference`, of the export.
+        few: a warning that the run had too few updates.
     """
     if not distributed.is_first():
         return
@@ -66,6 +72,7 @@ def finished(
         if recipe.traits.headless
         else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',
         f"export it    {command('export')} {shlex.quote(display(run.path))} --output my-model{merge}",
+        few,
         evaluation.warning(summary["after"]) if evaluation else None,
         evaluation.last_line(summary["after"])
         if evaluation

@@ -127,7 +127,7 @@ def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> N
     if size is None:
         say(f"{recipe.max_steps} steps in all, from a stream")
         return
-    say("\n".join(updates.table(recipe, size)))
+    say("\n".join([*updates.table(recipe, size), *updates.left_out(recipe, size)]))
     if advice := updates.advice(recipe, size, world_size):
         say(advice)
 

@@ -65,6 +65,25 @@ def table(recipe: Recipe, size: Size) -> list[str]:
     return ["  ".join(row) for row in rows]
 
 
+def left_out(recipe: Recipe, size: Size) -> list[str]:
+    """Return a line for what a run does not reach: the rest of the data, the rate that its warm-up rises to."""
+    epoch, steps = per_epoch(size.sequences, recipe.global_batch_size), in_all(recipe, size.sequences)
+    lines = []
+    if steps < epoch:
+        key = f"epochs={recipe.epochs:g}" if recipe.max_steps is None else f"max_steps={recipe.max_steps}"
+        all_of_it = "epochs=1" if recipe.max_steps is None else f"max_steps={epoch}"
+        lines.append(
+            f"{key}: {steps} of an epoch's {epoch} updates, so about {1 - steps / epoch:.0%} of the training data is "
+            f"not used; {all_of_it} uses all of it"
+        )
+    if (rising := warmup(recipe, steps)) > steps:
+        lines.append(
+            f"warning: schedule.warmup={recipe.schedule.warmup:g}: the learning rate rises for {rising} updates and "
+            f"the run has {steps}, so it never gets to {recipe.learning_rate:g}; use schedule.warmup=0.1."
+        )
+    return lines
+
+
 def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
     """Return what is wrong with the number of updates, with settings that mend it; None: nothing.
 
@@ -80,7 +99,7 @@ def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
     ways = [
         " ".join(f"{key}={str(value).lower()}" for key, value in way.items()) for way in _ways(recipe, size, world_size)
     ]
-    return f"warning: {what}. The model will learn little; use {', or '.join(ways)}." if ways else f"warning: {what}."
+    return f"warning: {what}. So few teach a model little; use {', or '.join(ways)}." if ways else f"warning: {what}."
 
 
 def _enough(recipe: Recipe, sequences: int) -> bool:
