@@ -96,7 +96,12 @@ def test_examples_without_a_token_in_the_loss_are_dropped_and_counted(tmp_path, 
     assert (len(rows), report.dropped, report.unlearnable) == (1, 0, 1)
     assert "1 of 2 examples (50%) are dropped, without a token in the loss" in "\n".join(report.lines("training", 128))
     path = write(tmp_path / "void.jsonl", [conversation("Hi", "No.")])
-    with pytest.raises(UserError, match="without a token in the loss"):
+    with pytest.raises(
+        UserError, match=r"data\.path: all 1 examples are without a token in the loss; are the answers empty"
+    ):
+        tokenize.prepare(path, small(model_folder, path), tokenizer)
+    path = write(tmp_path / "both.jsonl", [conversation("Hi", "No."), conversation("Hi", "Yes." * 100)])
+    with pytest.raises(UserError, match=r"1 of 2 examples are longer than .*, and the others without a"):
         tokenize.prepare(path, small(model_folder, path), tokenizer)
 
 

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerState
 
 from recipes.machine import capacity
+from recipes.spec import pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Layout
 from recipes.spec.run_folder import (
@@ -60,6 +62,20 @@ def train(ranks, run, recipe, log):
     write_recipe(run, recipe)
     statuses = ranks.run(training_run.main, str(run.path), log=log)
     return statuses, read_logs(log)[0]
+
+
+@pytest.mark.parametrize(
+    "method, hint", [("sft", "no trained weight takes part"), ("grpo", "did the rewards of the ans")]
+)
+def test_updates_without_a_gradient_are_named_once(tmp_path, capsys, method, hint):
+    recipe = pages.find("tiny", "full" if method == "sft" else method)
+    guard = loss_guard.LossGuard(recipe, RunFolder(tmp_path))
+    state = TrainerState()
+    for step, norm in enumerate((0.5, None, 0.0, 0.0, 0.1), start=1):
+        state.global_step = step
+        guard.on_log(None, state, None, logs={"loss": 0.0, "grad_norm": norm})
+        said = capsys.readouterr().out
+        assert (f"warning: step {step}: the gradient norm is 0" in said and hint in said) == (step == 3), (step, said)
 
 
 @pytest.mark.parametrize("case", tiered(CASES, CORE))

@@ -244,6 +244,11 @@ def test_a_config_that_would_fail_or_mislead_is_named_before_the_launch(tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_the_projects_own_config_is_not_warned_of_for_a_vision_model(tmp_path):
+    done = launch("tiny_vision", "full", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0 and "warning" not in done.stdout + done.stderr, done.stdout[-2000:]
+
+
 def test_another_recipes_folder_is_left_alone(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -299,6 +299,40 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     assert "0.docx, 1.docx, 2.docx, 3.docx, 4.docx and 7 more" in sources.files_left(source, "train")
 
 
+@pytest.mark.parametrize(
+    "name, content", [("z.jsonl", ""), ("z.jsonl", "\n \n"), ("z.json", "[]"), ("z.csv", "text\n")]
+)
+def test_files_of_a_folder_without_an_example_are_named(tmp_path, name, content):
+    folder = write_folder(tmp_path)
+    (source,) = sources.read(str(folder), small(tmp_path, folder))
+    assert sources.empty_files(source, "train") is None
+    (folder / name).write_text(content)
+    warning = sources.empty_files(source, "train")
+    assert f"1 of 3 files hold no example: {name}; are" in warning
+    (one,) = sources.read(str(folder / "a.jsonl"), small(tmp_path, folder))
+    assert sources.empty_files(one, "train") is None
+
+
+def test_copies_are_counted_and_held_out_ones_named(tmp_path):
+    def read(name, rows):
+        (tmp_path / name).write_text(lines(rows))
+        return sources.read(str(tmp_path / name), small(tmp_path, tmp_path / name))
+
+    once, thrice, other = read("a.jsonl", CHATS[:3]), read("b.jsonl", CHATS[:3] * 3), read("c.jsonl", CHATS[2:5])
+    assert sources.repeated(once, [], 1) == sources.repeated(once, read("d.jsonl", CHATS[3:5]), 1) == []
+    assert sources.repeated(thrice, [], 1) == ["training: 6 of 9 examples are copies of others (67%)"]
+    assert sources.repeated([*once, *other], [], 1) == ["training: 1 of 6 examples are copies of others (17%)"]
+    (line,) = sources.repeated(once, other, 1)
+    assert line.startswith("warning: held out: 1 of 3 examples are in the training data too")
+
+
+def test_examples_with_the_bytes_of_images_can_be_split():
+    rows = [{"images": [{"path": None, "bytes": bytes([number])}], "text": "Same."} for number in range(40)]
+    source = sources.Source("images", "messages", Dataset.from_list(rows), {})
+    training, held_out = sources.split_few([source], 1)
+    assert (sources.count(training), sources.count(held_out)) == (38, 2)
+
+
 def test_a_folder_of_texts_is_read_with_its_markdown(tmp_path):
     for name in ("a.md", "b.rst", "c.txt"):
         (tmp_path / name).write_text(f"Text of {name}.")

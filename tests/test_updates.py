@@ -192,6 +192,7 @@ def test_a_run_of_one_step_learns_and_was_warned_of(ranks, tmp_path, model_folde
     (only,) = read_jsonl(run.metrics)
     assert only["step"] == 1 and only["grad_norm"] > 0
     assert "steps per epoch" in screen and "epochs=12" in screen
+    assert f"training loss: {only['loss']:.4f}, before the only update" in screen
     assert screen.count("warning: 60 examples in ") == 2 and "warning: 60 examples in " in screen.split("\ntrained ")[1]
 
 

@@ -76,6 +76,8 @@ def finished(
         evaluation.warning(summary["after"]) if evaluation else None,
         evaluation.last_line(summary["after"])
         if evaluation
-        else f"training loss: {records[0]['loss']:.4f} -> {last['loss']:.4f}",
+        else f"training loss: {records[0]['loss']:.4f} -> {last['loss']:.4f}"
+        if len(records) > 1
+        else f"training loss: {last['loss']:.4f}, before the only update",
     ]
     say("\n".join(line for line in lines if line is not None))

@@ -57,6 +57,7 @@ class LossGuard(TrainerCallback):
         self.last_finite: torch.Tensor | None = None
         self.skipped = 0
         self.groups: list[str] = []
+        self.said_no_gradient = False
         self.losses = deque((record["loss"] for record in read_jsonl(run.metrics)), maxlen=WINDOW)
 
     def watch(self, engine: Any) -> None:
@@ -103,6 +104,9 @@ class LossGuard(TrainerCallback):
                 self._bad_number(state.global_step, "gradient norm", skippable=False)
         if not math.isfinite(logs["loss"]):
             self._bad_number(state.global_step, "loss", skippable=False)
+        if norm == 0 and not self.said_no_gradient:
+            self.said_no_gradient = True
+            say(no_gradient(state.global_step, self.recipe))
         if is_spike(logs["loss"], self.losses):
             self._spike(state.global_step, logs["loss"])
         self.losses.append(logs["loss"])
@@ -157,6 +161,17 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
     if len(before) < WINDOW // 2:
         return False
     return loss > statistics.fmean(before) + DEVIATIONS * statistics.stdev(before)
+
+
+def no_gradient(step: int, recipe: Recipe) -> str:
+    """Return the warning about an update whose gradient is zero; it is printed once."""
+    why = "every example of it is answered with certainty, or no trained weight takes part in the loss"
+    if recipe.traits.rollouts:
+        why = (
+            "in no group did the rewards of the answers differ. If that stays so, look for a reward function that "
+            "always returns the same number, raise grpo.temperature or grpo.group_size, or use other prompts"
+        )
+    return f"warning: step {step}: the gradient norm is 0, so this update teaches the model nothing: {why}."
 
 
 def gather(mine: Sequence[Any]) -> list[Any]:

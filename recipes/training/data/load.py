@@ -51,6 +51,10 @@ def read_examples(
                 say(f"{name}: {unread}")
             if not recipe.model.vision and (warning := sources.files_left(source, recipe.data.split)):
                 say(warning)
+            if warning := sources.empty_files(source, recipe.data.split):
+                say(warning)
+    for line in sources.repeated(training, held_out, recipe.seed):
+        say(line)
     if recipe.data.validation_share and not held_out:
         training, held_out = _split(training, recipe)
     mixed = sources.mix(training, text_files.weights(recipe.data), recipe.seed)
@@ -72,7 +76,7 @@ def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.So
     if not held_out:
         count = sources.count(found)
         few = f", and {sources.FEW[0]:.0%} of {count} is less than one" if count * sources.FEW[0] < 1 else ""
-        fifth = ", and data.validation_share=0.2 holds out a fifth" if len(found) == 1 and count >= 5 else ""
+        fifth = ", and data.validation_share=0.2 holds out a fifth" if few and len(found) == 1 and count >= 5 else ""
         say(
             f"held out: none{few}, so nothing will show what the model does with examples that it has not seen; "
             f"data.validation=FILE names some{fifth}"
@@ -139,7 +143,8 @@ def _tokenized(
     if not isinstance(examples, Dataset):
         say(f"{name}: tokenized during training, so its size and lengths are unknown")
         return tokenize.stream(examples, recipe, tokenizer), None
-    sequences, report = tokenize.tokenized(examples, recipe, tokenizer)
+    key = "data.path" if name == "training" else "held-out examples (data.validation names others, or none)"
+    sequences, report = tokenize.tokenized(examples, recipe, tokenizer, key)
     say("\n".join(report.lines(name, recipe.sequence_length)))
     if name == "training":
         say("\n".join(report.bars()))

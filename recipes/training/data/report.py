@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 BARS = 6
 WIDEST = 30
+NOT_IN_LOSS = "without a token in the loss; are the answers empty, or all marked as not learned (`train`: false)?"
 LONGEST_SHOWN = 400
 """Characters shown of each turn."""
 
@@ -48,7 +49,7 @@ class Report:
             notes.append(too_long(name, self.dropped, self.examples, self.longest, sequence_length))
         if self.unlearnable:
             few = f"{self.unlearnable} of {self.examples} examples ({self.unlearnable / self.examples:.0%})"
-            notes.append(f"warning: {name}: {few} are dropped, without a token in the loss; are their answers empty?")
+            notes.append(f"warning: {name}: {few} are dropped, {NOT_IN_LOSS}")
         if self.extra_pieces:
             cut = f"cut into {self.examples + self.extra_pieces} pieces"
             notes.append(f"{name}: texts longer than sequence_length={sequence_length} were {cut}")

@@ -73,6 +73,8 @@ NOTES = re.compile(r"(?i)(readme|licen[cs]e|notice)\b")
 """Files of a folder that are not data, and of which no warning is printed."""
 NAMED_FILES = 5
 """Files that a message names."""
+EMPTY_BYTES = 2**16
+"""No file without an example has so many: a header or a schema is all that is in it."""
 READ_AT_ONCE = 100
 """Rows that are unpacked at a time: a group of rows can be a whole file."""
 UNPACKED_BYTES, PACKED_TIMES = 2**28, 1000
@@ -309,7 +311,7 @@ def _files(folder: Path, split: str) -> list[Path]:
 def files_left(source: Source, split: str) -> str | None:
     """Return a warning that names the files of a folder which are not read, or None if all are."""
     folder = Path(source.name)
-    if not folder.is_dir() or any((folder / state).exists() for state in ("state.json", "dataset_dict.json")):
+    if not _is_of_files(folder):
         return None
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]
     others = set(files) - {file.resolve() for file in _files(folder, split)} - set(_files(folder, split))
@@ -322,6 +324,26 @@ def files_left(source: Source, split: str) -> str | None:
         f"{', '.join(text_files.SUFFIXES)} of the split {split!r}, and raw text from {', '.join(text_files.PLAIN)} "
         "where there is none of these; name single files with commas in data.path."
     )
+
+
+def empty_files(source: Source, split: str) -> str | None:
+    """Return a warning that names the files of a folder which hold no example, or None if all hold some."""
+    folder = Path(source.name)
+    if not _is_of_files(folder):
+        return None
+    files = _files(folder, split)
+    empty = [file.name for file in files if file.stat().st_size < EMPTY_BYTES and next(_from_file(file), None) is None]
+    if not empty:
+        return None
+    more = f" and {len(empty) - NAMED_FILES} more" if len(empty) > NAMED_FILES else ""
+    return (
+        f"warning: {source.name}: {len(empty)} of {len(files)} files hold no example: "
+        f"{', '.join(empty[:NAMED_FILES])}{more}; are the copies complete?"
+    )
+
+
+def _is_of_files(folder: Path) -> bool:
+    return folder.is_dir() and not any((folder / state).exists() for state in ("state.json", "dataset_dict.json"))
 
 
 def _from_disk(folder: Path, split: str) -> Located:
@@ -412,6 +434,26 @@ def _divide(
     return training, [source for source in held_out if len(source.examples)]
 
 
+def repeated(training: Sequence[Source], held_out: Sequence[Source], seed: int) -> list[str]:
+    """Return lines that count equal examples: those trained on more than once, and held-out ones trained on at all."""
+    if not all(isinstance(source.examples, Dataset) for source in training):
+        return []
+    trained = np.concatenate([_ranks(source.examples, seed) for source in training])
+    lines = []
+    if copies := len(trained) - len(np.unique(trained)):
+        lines.append(
+            f"training: {copies} of {len(trained)} examples are copies of others ({copies / len(trained):.0%})"
+        )
+    if held_out:
+        measured = np.concatenate([_ranks(source.examples, seed) for source in held_out])
+        if known := int(np.isin(measured, trained).sum()):
+            lines.append(
+                f"warning: held out: {known} of {len(measured)} examples are in the training data too, so their score "
+                "does not show what the model does with new ones; remove them from data.validation"
+            )
+    return lines
+
+
 def count(sources: Sequence[Source]) -> int:
     """Return the examples of all sources."""
     return sum(len(source.examples) for source in sources)
@@ -425,7 +467,7 @@ def _ranks(found: Dataset, seed: int) -> np.ndarray:
 
 
 def _rank(row: dict[str, Any], seed: int) -> dict[str, int]:
-    said = json.dumps([seed, dict(row)], sort_keys=True).encode()
+    said = json.dumps([seed, dict(row)], sort_keys=True, default=bytes.hex).encode()  # an image is bytes
     return {"rank": int.from_bytes(hashlib.blake2b(said, digest_size=7).digest())}
 
 

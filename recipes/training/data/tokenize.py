@@ -19,7 +19,7 @@ from ..model.shown import shown
 from ..vision.tokenize import conversation
 from . import chat_templates, sources, thinking
 from .collate import IGNORED
-from .report import Pieces, Report, histogram, pieces, too_long
+from .report import NOT_IN_LOSS, Pieces, Report, histogram, pieces, too_long
 from .stream import Stream
 
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "forgets": Value("bool")})
@@ -35,10 +35,13 @@ def prepare(path: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tu
     return tokenized(sources.mix(sources.read(path, recipe), None, recipe.seed), recipe, tokenizer)
 
 
-def tokenized(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Report]:
+def tokenized(
+    raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str = "data.path"
+) -> tuple[Dataset, Report]:
     """Return sequences with `input_ids`, `labels` and `seq_lengths`, ready for `Collator`.
 
-    The first token of every document has no label, so no document is asked to predict the next one's start.
+    The first token of every document has no label, so no document is asked to predict the next one's start. `name` is
+    what an error calls the examples.
 
     Raises:
         UserError: the tokenizer cannot mark the assistant's tokens, or nothing is left to train on.
@@ -50,7 +53,7 @@ def tokenized(raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
     lengths = _lengths(documents)
     dropped = int((lengths > recipe.sequence_length).sum())
     if not len(kept):
-        raise UserError(_nothing_left(recipe, len(raw), dropped))
+        raise UserError(f"{name}: {_nothing_left(recipe, len(raw), dropped)}")
     packed = pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone)
     return packed, Report(
         examples=len(raw),
@@ -73,7 +76,7 @@ def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerB
     kept = tokens.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
     return Stream(
         pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone),
-        _nothing_left(recipe, None, 0),
+        f"data.path: {_nothing_left(recipe, None, 0)}",
     )
 
 
@@ -250,7 +253,11 @@ def _learned(documents: Dataset) -> int:
 
 
 def _nothing_left(recipe: Recipe, examples: int | None, dropped: int) -> str:
-    every = "every example is" if examples is None else f"all {examples} examples are"
-    if examples is not None and not dropped:
-        return f"data.path: {every} without a token in the loss; are the answers empty?"
-    return f"data.path: {every} longer than sequence_length={recipe.sequence_length}; raise it."
+    longer = f"longer than sequence_length={recipe.sequence_length}"
+    if examples is None:
+        return f"every example is {longer} or {NOT_IN_LOSS}"
+    if dropped == examples:
+        return f"all {examples} examples are {longer}; raise it."
+    if not dropped:
+        return f"all {examples} examples are {NOT_IN_LOSS}"
+    return f"{dropped} of {examples} examples are {longer}, and the others {NOT_IN_LOSS}"
