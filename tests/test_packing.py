@@ -46,9 +46,9 @@ def test_a_cache_lets_documents_attend_to_each_other_and_the_check_notices(token
     assert packing_check.leak(model) > 0.1
 
 
-def lowered(tokenizer, kind, **changes):
+def lowered(tokenizer, kind):
     """Return the integers of a configuration that bound attention, as found by trying."""
-    small = draft.shrink(AutoConfig.for_model(kind, **changes), Draft(layers=4), tokenizer)
+    small = draft.shrink(AutoConfig.for_model(kind), Draft(layers=4), tokenizer)
     bounded = attention_bounds.within(small, draft.WINDOW)
     before, after = small.to_dict(), bounded.to_dict()
     return {name: after[name] for name in before if before[name] != after[name]}
@@ -57,8 +57,13 @@ def lowered(tokenizer, kind, **changes):
 def test_what_bounds_attention_is_found_under_any_name(tokenizer):
     assert lowered(tokenizer, "llama4_text") == {"attention_chunk_size": draft.WINDOW, "floor_scale": draft.WINDOW}
     assert lowered(tokenizer, "gpt_neo") == {"window_size": draft.WINDOW}
-    assert lowered(tokenizer, "gpt_neo", initializer_range=0.5) == {"window_size": draft.WINDOW}, "with logits of 90"
     assert lowered(tokenizer, "llama") == lowered(tokenizer, "phi3") == {}, "positions and widths bound nothing"
+
+
+def test_what_bounds_attention_is_found_in_logits_of_any_size(tokenizer, monkeypatch):
+    logits = attention_bounds._logits
+    monkeypatch.setattr(attention_bounds, "_logits", lambda config, tokens: logits(config, tokens) / 1000)
+    assert lowered(tokenizer, "gpt_neo") == {"window_size": draft.WINDOW}
 
 
 def test_packing_is_refused_where_chunks_begin_elsewhere_than_documents(tmp_path, tokenizer, conversations):

@@ -137,6 +137,12 @@ def test_auto_is_added_to_templates_only():
     }
 
 
+def test_a_missing_batch_size_is_left_to_the_trainer_and_to_nobody_else():
+    text = '{"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 1}}'
+    assert json.loads(fixed(text, trainer="hf")[0])["train_micro_batch_size_per_gpu"] == "auto"
+    assert "train_micro_batch_size_per_gpu" not in json.loads(fixed(text)[0])
+
+
 def test_the_command_shows_the_diff_and_writes_the_file(tmp_path: Path):
     file = tmp_path / "old.json"
     file.write_bytes(b'{"train_batch_size": "auto",\r\n "amp": {"enabled": false}, "gradient_cliping": "auto"}')
