@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -84,6 +85,22 @@ def attempt(tmp_path, monkeypatch):
         return outcome, time.monotonic() - begun
 
     return of
+
+
+@pytest.mark.parametrize(
+    ("how", "codes", "status"),
+    [
+        ("os.kill(os.getpid(), 9)", [], 128 + 9),
+        ("os.kill(os.getpid(), 9)", [-11], 128 + 11),  # it was killed here, after its rank had failed
+        ("os.kill(os.getpid(), 9)", [None], 128 + 9),
+        ("sys.exit(3)", [-11], 3),
+    ],
+)
+def test_the_status_is_the_launchers_unless_it_was_killed_for_a_rank(how, codes, status):
+    failed = [causes.FailedRank(0, code, "here") for code in codes]
+    with subprocess.Popen([sys.executable, "-c", f"import os, sys; {how}"]) as launcher:
+        launcher.wait()
+        assert supervise.wait(launcher, SimpleNamespace(failed=lambda seconds: failed)) == (failed, status)
 
 
 @pytest.mark.parametrize(
