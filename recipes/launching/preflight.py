@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..model_folder import weights
+from ..model_folder.base_model import config_of
 from ..spec import files as spec_files
 from ..spec import limits
 from ..spec.deepspeed_file import DeepSpeedFile
@@ -122,7 +123,6 @@ def with_dimensions(recipe: Recipe) -> Recipe:
     Raises:
         UserError: the config.json in the model's folder is not JSON.
     """
-    local = Path(recipe.model.path, "config.json")
     config = dict(recipe.model.config)
     if recipe.draft.enabled:
         heads, shared = config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1)
@@ -130,8 +130,8 @@ def with_dimensions(recipe: Recipe) -> Recipe:
         sizes |= dict.fromkeys(limits.EXPERT_COUNTS, EXPERTS)
         sizes["num_hidden_layers"] = recipe.draft.layers
         config |= {name: size for name, size in sizes.items() if name in config}
-    elif local.exists():
-        config = read_json(local)
+    else:
+        config = config_of(Path(recipe.model.path)) or config
     return replace(recipe, model=replace(recipe.model, config=config))
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path, PurePath
+from typing import Any
 
 from ..spec.errors import UserError
 from ..spec.run_folder import read_json, write_json
@@ -13,6 +14,19 @@ QUANTIZATION = "base_quantization.json"
 """Beside an adapter that was trained on a quantised base model: how to quantise it again."""
 KEY = "base_model_name_or_path"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json, or an empty one if it has none.
+
+    Raises:
+        UserError: it is not one JSON object.
+    """
+    file = folder / "config.json"
+    config = read_json(file) if file.exists() else {}
+    if not (isinstance(config, dict) and isinstance(config.get("text_config") or {}, dict)):
+        raise UserError(f"{file}: not a Hugging Face config.json, which is one JSON object.")
+    return config
 
 
 def is_hub_id(name: str) -> bool:

@@ -26,6 +26,22 @@ def check(source: Path, output: Path) -> None:
         raise UserError(f"{source}: this export failed its check: it computes other logits than the trained model.")
 
 
+def check_smaller(source: Path, output: Path, option: str) -> None:
+    """Refuse what `option` cannot make a smaller copy of.
+
+    Raises:
+        UserError: as `check`, or `source` is no model, gives scores or is quantised already.
+    """
+    check(source, output)
+    adapter = (source / base_model.ADAPTER).exists()
+    if not adapter and not (source / "config.json").exists():
+        raise UserError(f"{source}: not a model folder (it holds neither config.json nor {base_model.ADAPTER}).")
+    if card.look(source).scores:
+        raise UserError(f"{source}: {option} is for models that write text, and this one gives scores.")
+    if not adapter and "quantization_config" in base_model.config_of(source):
+        raise UserError(f"{source}: is quantised already; use {option} on the model that it was made from.")
+
+
 def of_run(folder: Path, run: RunFolder, place: Path, results: Mapping[str, Any], step: int | None = None) -> None:
     """Add the card, `training/` and the response template to weights of a run, and take out absolute paths.
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..spec.run_folder import read_json
-from .base_model import ADAPTER
+from .base_model import ADAPTER, config_of
 
 Head = Literal["vocabulary", "vision", "scores", "none"]
 """Logits over the vocabulary; the same of a model with a vision tower; scores of a sequence, a reward or its classes;
@@ -23,9 +23,7 @@ def of_folder(folder: Path) -> Head:
         if sees(folder):
             return "vision"
         return TASKS.get(str(read_json(folder / ADAPTER).get("task_type")), "vocabulary")
-    names = (
-        read_json(folder / "config.json").get("architectures") if (folder / "config.json").exists() else None
-    ) or ()
+    names = config_of(folder).get("architectures") or ()
     if any(name.endswith("ForSequenceClassification") for name in names):
         return "scores"
     if sees(folder) and any(name.endswith("ForConditionalGeneration") for name in names):
@@ -43,7 +41,5 @@ def labels_of(folder: Path) -> list[str]:
     """Return the names of a classifier's classes in the order of its outputs; none of a reward model or another one."""
     if (folder / LABELS).exists():
         return [str(name) for name in read_json(folder / LABELS)]
-    if of_folder(folder) != "scores" or not (folder / "config.json").exists():
-        return []
-    names = read_json(folder / "config.json").get("id2label") or {}
+    names = (config_of(folder).get("id2label") if of_folder(folder) == "scores" else None) or {}
     return [str(names[key]) for key in sorted(names, key=int)] if len(names) > 1 else []

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..spec import quantization
 from ..spec.errors import UserError
 from ..spec.run_folder import read_json
-from .base_model import ADAPTER, KEY
+from .base_model import ADAPTER, KEY, config_of
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -59,9 +59,7 @@ def check(folder: Path, key: str = "model.path") -> None:
             f"{name}: an adapter, not a whole model; merge it first (python scripts/export.py {folder} --merge "
             f"--output DIR) and name DIR, or name its base model ({base})."
         )
-    config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
-    if not isinstance(config, dict):
-        raise UserError(f"{folder / 'config.json'}: not a Hugging Face config.json, which is one JSON object.")
+    config = config_of(folder)
     quantization.check(config, name)
     found = tensors(folder, key)
     parts = [part for part in found if _PARTS.search(part)]

@@ -7,11 +7,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from ..model_folder.base_model import config_of
 from ..spec.errors import UserError
 from ..spec.project import NAME, python_path
-from ..spec.run_folder import read_json
 from . import environment
 from .served import Served
 
@@ -111,7 +110,7 @@ def _dtype(model: Path) -> str | None:
 
     No kernel for 4 bits has fp32, and for 8 bits none on GPUs and on processors with AMX (vLLM 0.32).
     """
-    config = _config(model)
+    config = config_of(model)
     dtype = config.get("dtype") or config.get("torch_dtype")
     return "bfloat16" if dtype == "float32" and _weight_bits(model) else dtype
 
@@ -123,12 +122,8 @@ def is_packed(model: Path) -> bool:
 
 def _weight_bits(model: Path) -> set[int]:
     """Return how many bits a model's quantised weights have, in compressed-tensors' format."""
-    groups = (_config(model).get("quantization_config") or {}).get("config_groups") or {}
+    groups = (config_of(model).get("quantization_config") or {}).get("config_groups") or {}
     return {bits for group in groups.values() if (bits := (group.get("weights") or {}).get("num_bits"))}
-
-
-def _config(model: Path) -> dict[str, Any]:
-    return read_json(model / "config.json") if (model / "config.json").exists() else {}
 
 
 def has_packed_kernels() -> bool:

@@ -29,6 +29,7 @@ from ...launching.ray.attempts import RayAttempts
 from ...launching.ssh import hostfile
 from ...launching.supervise import Outcome
 from ...machine import run_lock
+from ...model_folder import base_model
 from ...page_checks import auto, borrowed
 from ...planning.cost.time import zero_traffic
 from ...planning.hardware.cluster import Cluster
@@ -261,11 +262,8 @@ def check_sizes(recipe: Recipe) -> None:
     """
     file = Path(recipe.model.path, "config.json")
     if file.exists():
-        config = run_folder.read_json(file)
-        inner = config.get("text_config") or config if isinstance(config, dict) else None
-        if not isinstance(inner, dict):
-            raise UserError(f"{file}: not a Hugging Face config.json, which is one JSON object.")
-        model_recipe.check_sizes(inner, str(file))
+        config = base_model.config_of(file.parent)
+        model_recipe.check_sizes(config.get("text_config") or config, str(file))
 
 
 def with_best_plan(

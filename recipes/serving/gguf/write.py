@@ -11,7 +11,7 @@ from typing import Any
 from ...evaluation import score
 from ...evaluation.held_out import HeldOut
 from ...machine import children
-from ...model_folder import base_model, card, complete, record
+from ...model_folder import base_model, complete, record
 from ...spec.errors import UserError
 from ...spec.run_folder import read_json
 from ...training import export
@@ -67,14 +67,7 @@ def check(source: Path, output: Path, kind: str) -> None:
     """
     if kind not in KINDS:
         raise UserError(f"--gguf {kind}: choose {', '.join(KINDS)}.")
-    complete.check(source, output)
-    adapter = (source / base_model.ADAPTER).exists()
-    if not adapter and not (source / "config.json").exists():
-        raise UserError(f"{source}: not a model folder (it holds neither config.json nor {base_model.ADAPTER}).")
-    if card.look(source).scores:
-        raise UserError(f"{source}: --gguf is for models that write text, and this one gives scores.")
-    if not adapter and "quantization_config" in read_json(source / "config.json"):
-        raise UserError(f"{source}: is quantised already; convert the model that it was made from.")
+    complete.check_smaller(source, output, "--gguf")
     environment.require_llama_cpp(f"--gguf {kind}")
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...machine import children
-from ...model_folder import base_model, card, complete, record
+from ...model_folder import base_model, complete, record
 from ...spec.errors import UserError
-from ...spec.run_folder import read_json
 from .. import environment
 from .compared import Comparison, Original, lost
 from .kinds import KINDS, Kind
@@ -50,14 +49,7 @@ def check(source: Path, output: Path, kind: Kind) -> None:
     Raises:
         UserError: no model, one without a language model's head, an output in use, or no environment that quantises.
     """
-    complete.check(source, output)
-    adapter = (source / base_model.ADAPTER).exists()
-    if not adapter and not (source / "config.json").exists():
-        raise UserError(f"{source}: not a model folder (it holds neither config.json nor {base_model.ADAPTER}).")
-    if card.look(source).scores:
-        raise UserError(f"{source}: --quantize is for models that write text, and this one gives scores.")
-    if not adapter and "quantization_config" in read_json(source / "config.json"):
-        raise UserError(f"{source}: is quantised already; quantise the model that it was made from.")
+    complete.check_smaller(source, output, "--quantize")
     if kind.quantizer == "llm-compressor":
         environment.require("llmcompressor", f"--quantize {kind.name}")
 

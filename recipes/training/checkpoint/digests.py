@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ...spec.errors import FileUnusable, UserError
+from ...spec.errors import UserError
 from ...spec.run_folder import COMPLETE, RunFolder, checkpoints, explained, is_marked, read_json, truncated
 
 BLOCK = 2**18
@@ -48,13 +48,11 @@ def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
     digests = read_json(checkpoint / record).get("digests", {})
 
     def differs(name: str) -> bool:
-        try:
-            with explained(checkpoint / name):
+        with explained(checkpoint / name):
+            try:
                 return of_file(checkpoint / name) != digests[name]
-        except FileUnusable as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            except FileNotFoundError:
                 return True
-            raise
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return next((name for name, bad in zip(digests, pool.map(differs, digests), strict=True) if bad), None)
