@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from bitsandbytes.nn import Linear4bit
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -11,11 +12,12 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
 from recipes.commands import export as export_script
 from recipes.launching.paths import locate
-from recipes.spec import overrides, pages
+from recipes.spec import conversions, overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import RunFolder, read_json, write_recipe
 from recipes.training import export
 from recipes.training.adapters import add as adapters
+from recipes.training.model import load
 from tests.small import language_families
 from tests.test_catalogue import short_run
 from tests.tiers import tiered
@@ -139,3 +141,45 @@ def test_missing_targets_are_named(model_folder):
     with pytest.raises(UserError, match=r"lora.target_modules=query_key_value"):
         adapters.add(model, overrides.apply(pages.find("tiny", "lora"), ["lora.target_modules=query_key_value"]).lora)
     assert lora.target_parameters
+
+
+HYBRID = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 64,
+}
+
+
+def test_the_kinds_whose_kernels_read_a_weight_by_themselves_are_known():
+    models = Path(transformers.__file__).parent / "models"
+    found = {
+        file.parent.name
+        for file in models.glob("*/modeling_*.py")
+        if "self.out_proj.weight" in (text := file.read_text(encoding="utf-8")) and "mamba" in text
+    }
+    assert found == set(conversions.MAMBA)
+
+
+def test_a_weight_that_kernels_read_by_themselves_has_no_adapter_and_no_4_bits(tmp_path):
+    config = AutoConfig.for_model("granitemoehybrid", **HYBRID)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    recipe = overrides.apply(pages.find("tiny", "lora"), ["model.quantization=nf4", "precision=bf16"])
+    stored = load.quantization(recipe, config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=stored)
+    mixer = model.model.layers[0].mamba
+    assert isinstance(mixer.in_proj, Linear4bit) and not isinstance(mixer.out_proj, Linear4bit)
+    assert not isinstance(model.lm_head, Linear4bit)
+    adapters.add(model, recipe.lora)
+    assert hasattr(mixer.in_proj, "lora_A") and not hasattr(mixer.out_proj, "lora_A")
+    named = overrides.apply(recipe, ["lora.target_modules=in_proj,out_proj"]).lora
+    with pytest.raises(UserError, match=r"target_modules=in_proj,out_proj: granitemoehybrid's kernels read out_proj"):
+        conversions.lora_options(named, kind="granitemoehybrid")

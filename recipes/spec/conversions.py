@@ -49,9 +49,10 @@ def dataclass_in(hint: Any) -> type | None:
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
 
-MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Model types of which PEFT refuses to adapt the modules below (peft, tuners_utils.py,
-`_check_lora_target_modules_mamba`): their fused kernels read these weights past the adapters."""
+MAMBA = ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "zamba2")
+"""Model types whose fused kernels read the weights of the modules below by themselves: adapters there would not be
+trained on a GPU, and a weight in 4 bits is not a matrix. PEFT refuses some of them (tuners_utils.py,
+`_check_lora_target_modules_mamba`)."""
 NOT_IN_MAMBA = ("out_proj", "conv1d")
 
 
@@ -63,8 +64,16 @@ def lora_options(lora: Lora, scores: bool = False, embeds: bool = False, kind: s
         scores: the model scores sequences.
         embeds: the model has no head.
         kind: the model's `model_type`; of some, all linear layers are those that can be adapted.
+
+    Raises:
+        UserError: a target that the model's kernels would read without its adapter.
     """
     modules = names(lora.target_modules)
+    if kind in MAMBA and (past := [name for name in modules if name.rpartition(".")[2] in NOT_IN_MAMBA]):
+        raise UserError(
+            f"lora.target_modules={lora.target_modules}: {kind}'s kernels read {past[0]} without its adapter; leave it "
+            "out."
+        )
     return {
         "exclude_modules": list(NOT_IN_MAMBA) if modules == ["all-linear"] and kind in MAMBA else None,
         "r": lora.rank,

@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...model_folder import weights
 from ...spec import quantization as stored_quantization
+from ...spec.conversions import MAMBA, NOT_IN_MAMBA
 from ...spec.errors import UserError, errors_only, first_line
 from ...spec.loss_tiles import tiles_loss
 from ...spec.recipe import Recipe
@@ -216,7 +217,10 @@ def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfig
     transformers dequantises MXFP4 by itself only where its kernels are not installed.
     """
     if recipe.model.quantization == "nf4":
-        return adapters.nf4(DTYPES[recipe.precision], adapters.HEAD_AND_TOWER if recipe.model.vision else None)
+        kept = adapters.HEAD_AND_TOWER if recipe.model.vision else None
+        if config.get_text_config().model_type in MAMBA:
+            kept = (*(kept or ("lm_head",)), *NOT_IN_MAMBA)
+        return adapters.nf4(DTYPES[recipe.precision], kept)
     stored = getattr(config, "quantization_config", None) or {}
     return Mxfp4Config(dequantize=True) if stored.get("quant_method") == "mxfp4" else None
 
