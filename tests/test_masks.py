@@ -203,7 +203,7 @@ def test_the_template_can_be_chosen(tmp_path):
 def test_of_templates_with_names_the_default_is_used(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     own = tokenizer.chat_template
-    tokenizer.chat_template = {"default": own, "tool_use": "{{ tools }}"}
+    tokenizer.chat_template = {"default": own, "rag": "{{ documents }}"}
     tokenizer.save_pretrained(tmp_path)
     assert load_tokenizer(small(tmp_path, "unread")).chat_template == own
     tokenizer.chat_template = {"rag": own, "tool_use": own}
@@ -211,6 +211,23 @@ def test_of_templates_with_names_the_default_is_used(tmp_path):
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(UserError, match=r"have names \(rag, tool_use\), and none is the default; .*chat_template=FILE"):
         load_tokenizer(small(tmp_path, "unread"))
+
+
+def test_examples_with_tools_are_written_by_the_template_named_for_them(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    named = {"default": tokenizer.chat_template + "\n", "tool_use": "{{- 'With tools. ' }}" + chat_templates.CHATML}
+    tokenizer.chat_template = named
+    tokenizer.save_pretrained(tmp_path)
+    recipe = small(tmp_path, "unread")
+    loaded = load_tokenizer(recipe)
+    for turns, tools in ((TURNS, None), (TOOL_TURNS, TOOLS)):
+        found = tokenize.of_conversation(recipe, loaded)({"messages": turns, "tools": tools, "given": 0})
+        text = tokenizer.apply_chat_template(turns, tools=tools, tokenize=False)
+        assert loaded.decode(found["input_ids"]) == text and ("With tools." in text) == (tools is not None)
+        said = loaded.decode([label for label in found["labels"] if label != tokenize.IGNORED])
+        assert "Yes." in said and ('"first": 19' in said) == (tools is not None)
+    with pytest.raises(UserError, match="role must be"):  # without tools it is the other template, as in transformers
+        tokenize.of_conversation(recipe, loaded)({"messages": TOOL_TURNS, "tools": None, "given": 0})
 
 
 def test_a_tokenizer_without_an_end_can_pad(tmp_path):

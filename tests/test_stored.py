@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -16,7 +17,7 @@ from recipes.proof.small import small
 from recipes.spec import quantization
 from recipes.spec.errors import UserError
 from recipes.spec.run_folder import read_json, write_json
-from recipes.training.data import chat_templates
+from recipes.training.data import chat_templates, tokenize
 from recipes.training.model import load, stored
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -118,11 +119,21 @@ def test_what_lies_beside_quantised_weights_is_refused_without_a_configuration(n
 
 
 def test_a_tensor_without_a_place_in_a_layer_is_refused(model):
-    for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.1.extra.weight", "model.norm.offset"):
+    left = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"  # of a merge
+    for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.1.extra.weight", "model.norm.offset", left):
         rewrite(model, lambda tensors, name=name: tensors.update({name: torch.ones(64)}))
         with pytest.raises(UserError, match=name):
             load.load_model(small(model, "unread"))
         rewrite(model, lambda tensors, name=name: tensors.pop(name))
+    assert load.load_model(small(model, "unread"))
+
+
+def test_a_head_beside_a_tied_embedding_is_refused_unless_it_is_the_same(model):
+    config = read_json(model / "config.json")
+    write_json(model / "config.json", config | {"tie_word_embeddings": True})
+    with pytest.raises(UserError, match=r"tie_word_embeddings=true, and the files hold a lm_head\.weight"):
+        load.load_model(small(model, "unread"))
+    rewrite(model, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     assert load.load_model(small(model, "unread"))
 
 
@@ -132,6 +143,7 @@ def test_parts_that_are_not_loaded_are_named_and_what_follows_from_the_configura
     rewrite(model, lambda tensors: tensors.update({name: torch.ones(2) for name in (*others, old)}))
     loaded = load.load_model(small(model, "unread"))
     assert set(stored.check(str(model), loaded)) == {"mtp", "model.visual", "model.layers.2"}
+    assert stored.NOT_LOADED[str(model)] == stored.check(str(model), loaded), "for summary.json and the report"
 
 
 @pytest.mark.parametrize("metadata", [{}, {"metadata": None}], ids=["absent", "null"])
@@ -155,10 +167,28 @@ def test_an_index_that_does_not_fit_its_files_is_refused(model):
     ):
         write_json(model / weights.INDEX, {"metadata": {}, "weight_map": wrong})
         refused(model, words)
+    held = load_file(model / second)
+    save_file({**held, DOWN: torch.zeros(1), "model.norm.weight": torch.ones(1)}, model / second)
+    write_json(model / weights.INDEX, {"weight_map": found})
+    refused(model, second, "as another file of the folder does")
+    save_file(held, model / second)
     write_json(model / weights.INDEX, {"metadata": {}, "weight_map": {name: second for name in list(found)[:1]}})
     refused(model)
     write_json(model / weights.INDEX, {"weight_map": dict(list(found.items())[:-1])})
     assert load.load_model(small(model, "unread")), "the headers count, and both files are named"
+
+
+def test_two_models_in_a_folder_and_a_pointer_instead_of_one_are_refused(model, made):
+    shard(model)
+    shutil.copy(made / weights.WHOLE, model / weights.WHOLE)
+    refused(model, "two models", weights.INDEX)
+    (model / weights.INDEX).unlink()
+    (model / weights.WHOLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refused(model, "git lfs pull")
+    (model / "tokenizer.json").write_text('{"model": []}')
+    shutil.copy(made / weights.WHOLE, model / weights.WHOLE)
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer"):
+        preflight.check_model(small(model, "unread"))
 
 
 def test_what_is_no_whole_model_is_refused_by_what_it_is(model, tmp_path):
@@ -182,10 +212,35 @@ def test_pickles_beside_safetensors_are_left_alone(model):
 def test_more_tokens_than_rows_are_refused_with_both_numbers(model):
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = read_json(model / "config.json")["vocab_size"]
+    preflight.check_model(small(model, "unread"))
     assert chat_templates.load_tokenizer(small(model, "unread"))
     tokenizer.add_tokens(["<one_more>"])
     tokenizer.save_pretrained(model)
-    with pytest.raises(UserError, match=rf"{rows + 1:,} tokens .* {rows:,} rows"):
+    for attempt in (preflight.check_model, chat_templates.load_tokenizer):
+        with pytest.raises(UserError, match=rf"{rows + 1:,} tokens .* {rows:,} rows"):
+            attempt(small(model, "unread"))
+
+
+def test_a_special_token_without_a_row_matters_only_where_something_writes_it(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<one_more>"]}, replace_extra_special_tokens=False)
+    tokenizer.save_pretrained(model)  # as Gemma 3's smallest model has it, for images
+    turns = [{"role": "user", "content": "A <one_more>?"}, {"role": "assistant", "content": "B"}]
+    for method, example in (
+        ("sft", {"messages": turns, "tools": None, "given": 0}),
+        ("pretrain", {"text": "A <one_more>"}),
+    ):
+        recipe = small(model, "unread", method=method)
+        preflight.check_model(recipe)
+        loaded = chat_templates.load_tokenizer(recipe)
+        if method == "sft":  # text that looks like a control token stays text
+            assert len(tokenize.tokenized(Dataset.from_list([example]), recipe, loaded)[0]) == 1
+        else:
+            with pytest.raises(UserError, match=r"'<one_more>' is token .* rows"):
+                tokenize.tokenized(Dataset.from_list([example]), recipe, loaded)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text("<one_more>" + template)
+    with pytest.raises(UserError, match="rows"):
         chat_templates.load_tokenizer(small(model, "unread"))
 
 

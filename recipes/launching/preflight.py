@@ -66,6 +66,9 @@ def check_model(recipe: Recipe) -> None:
     """
     if not recipe.draft.enabled:
         weights.check(Path(recipe.model.path))
+        # The ranks look at special tokens, too, and at the data.
+        if known := vocabulary.tokens(Path(recipe.model.path), special=False):
+            weights.check_tokens(Path(recipe.model.path), known, (), f"model.path={recipe.model.path}")
         if (settings := Path(recipe.model.path, "generation_config.json")).exists():
             read_json(settings)
     if recipe.traits.teacher and not recipe.distill.served:

@@ -5,7 +5,7 @@ Standard library only: the launcher reads the headers before it starts anything,
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ _PARTS = re.compile(
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "consolidated*.pth")
 _ENGINE = ("global_step*", "mp_rank_*", "zero_pp_rank_*", "bf16_zero_pp_rank_*", "latest", "*.distcp")
 """File names in checkpoints of DeepSpeed, FSDP and Megatron."""
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings?)\.weight$")
+EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings?)\.weight$")
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,15 @@ def tensors(folder: Path, key: str = "model.path") -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for file in files(folder, key):
-        found |= header(file)
+        held = header(file)
+        if twice := sorted(found.keys() & held.keys()):
+            raise UserError(
+                f"{file}: holds {twice[0]}{more(twice)}, as another file of the folder does, and they may differ; copy "
+                "or download the folder again."
+            )
+        found |= held
     index = folder / INDEX
-    if not (folder / WHOLE).exists() and index.exists():
+    if index.exists():
         absent = [name for name in _weight_map(index) if name not in found]
         if absent:
             raise UserError(
@@ -106,6 +112,11 @@ def files(folder: Path, key: str = "model.path") -> list[Path]:
         UserError: as `tensors`.
     """
     if (folder / WHOLE).exists():
+        if (folder / INDEX).exists():
+            raise UserError(
+                f"{key}={folder}: holds two models, {WHOLE}, which transformers would load, and the files of {INDEX}; "
+                "remove the one that is not meant."
+            )
         return [folder / WHOLE]
     if not (folder / INDEX).exists():
         raise UserError(f"{key}={folder}: {_why_none(folder)}")
@@ -151,7 +162,10 @@ def header(file: Path) -> dict[str, Tensor]:
     damaged = UserError(f"{file}: a .safetensors file is damaged or cut off; copy or download it again.")
     size = file.stat().st_size
     with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
+        start = opened.read(8)
+        if start == b"version ":
+            raise UserError(f"{file}: Git LFS's pointer to the weights, not the weights; run `git lfs pull` there.")
+        length = int.from_bytes(start, "little")
         if not 2 <= length <= size - 8:
             raise damaged
         try:
@@ -168,8 +182,30 @@ def header(file: Path) -> dict[str, Tensor]:
 
 def embedding_rows(folder: Path) -> int | None:
     """Return how many tokens the embeddings in a folder's files have rows for, or None if that is not known."""
-    rows = [one.shape[0] for name, one in tensors(folder).items() if len(one.shape) == 2 and _EMBEDDING.search(name)]
+    rows = [one.shape[0] for name, one in tensors(folder).items() if len(one.shape) == 2 and EMBEDDING.search(name)]
     return max(rows, default=None)
+
+
+def check_tokens(folder: Path, tokens: Mapping[str, int], unwritten: Collection[str], name: str) -> None:
+    """Refuse tokens that the embeddings have no rows for: an IndexError in the first step, on GPUs an assertion.
+
+    Args:
+        folder: the model's.
+        tokens: the numbers of its tokenizer's tokens.
+        unwritten: those that no text and no template becomes. Gemma 3's text models have no row for the token that
+            stands for an image.
+        name: the key and the folder or Hub id.
+
+    Raises:
+        UserError: names both numbers.
+    """
+    rows = embedding_rows(folder)
+    count = max((number for token, number in tokens.items() if token not in unwritten), default=-1) + 1
+    if rows is not None and count > rows:
+        raise UserError(
+            f"{name}: its tokenizer has {count:,} tokens and its embeddings {rows:,} rows; call the model's "
+            "resize_token_embeddings and save it, or use the tokenizer that belongs to it."
+        )
 
 
 def more(names: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from . import curves, distributed
 from .callbacks.evaluation import Evaluation
 from .callbacks.metrics import memory
 from .console import duration, say
+from .model import stored
 from .tracking.trackers import Trackers
 
 
@@ -57,6 +58,8 @@ def finished(
         **results,
         **memory(),
     }
+    if not_loaded := stored.NOT_LOADED.get(recipe.model.path):
+        summary["not_loaded"] = not_loaded
     write_json(run.summary, summary)
     curves.draw(run, recipe.name, recipe.traits.loss)
     tracked = trackers.end(summary)

@@ -76,6 +76,8 @@ def _all_rows(run: RunData) -> Iterator[tuple[str, Cell, Cell]]:
     yield "Peak host memory, rank 0", host, None
     difference = number(run.summary.get("logit_difference"), ".1e", "summary.json:logit_difference")
     yield "Largest difference of the reloaded export's logits", difference, None
+    if parts := run.summary.get("not_loaded"):
+        yield "In the model's files, but not in the export", ", ".join(map(str, parts)), None
     yield "Restarts", number(len(run.restarts) or None, "d", "restarts.jsonl:count"), None
 
 

@@ -38,6 +38,8 @@ RENDER_BYTES = 2**31
 """How much memory it may take beside what the process has; those in use take kilobytes."""
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 """The project's own, for base models."""
+_TOOL_USE, _OTHERWISE = "{% if tools %}", "{# without tools #}{% else %}"
+"""Before and between two templates that become one."""
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -53,26 +55,25 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:  # attention masks it, so any token will do
         spare = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token, tokenizer.convert_ids_to_tokens(0))
         tokenizer.pad_token = next(token for token in spare if token is not None)
-    _check_rows(recipe, tokenizer)
     choose(recipe, tokenizer)
+    _check_rows(recipe, tokenizer)
     _probe(recipe, tokenizer)
     return tokenizer
 
 
 def _check_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse tokens that the embeddings have no rows for: an IndexError in the first step, on GPUs an assertion.
+    """Refuse tokens without rows in the embeddings; special ones only where the template or the tokenizer adds them.
 
     Raises:
         UserError: names both numbers.
     """
     folder = stored.folder_of(recipe.model.path)
-    rows = weights.embedding_rows(folder) if folder else None
-    tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
-    if rows is not None and tokens > rows:
-        raise UserError(
-            f"model.path={recipe.model.path}: its tokenizer has {tokens:,} tokens and its embeddings {rows:,} rows; "
-            "call the model's resize_token_embeddings and save it, or use the tokenizer that belongs to it."
-        )
+    if folder is None:
+        return
+    adds = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - adds
+    unwritten = {token for token in special if token not in str(tokenizer.chat_template)}
+    weights.check_tokens(folder, tokenizer.get_vocab(), unwritten, f"model.path={recipe.model.path}")
 
 
 def _probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -137,6 +138,10 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
                 "is the default; save the right one to a file, and name that file: model.chat_template=FILE."
             )
         tokenizer.chat_template = named["default"]
+        if "tool_use" in named:  # transformers takes it where an example has tools
+            both = [named[name].removesuffix("\n") for name in ("tool_use", "default")]
+            if len({*map(has_generation_markers, both)}) == 1:  # else one of them would have nothing to learn
+                tokenizer.chat_template = _TOOL_USE + _OTHERWISE.join(both) + "{% endif %}"
     elif asked == "chatml" or (asked == "auto" and tokenizer.chat_template is None and recipe.method != "pretrain"):
         tokenizer.chat_template = CHATML
     elif asked != "auto":
@@ -291,4 +296,6 @@ def renders_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Return whether `template` writes out tool calls and their results; some drop them silently."""
     probe = copy.copy(tokenizer)
     probe.chat_template = template
+    if template.startswith(_TOOL_USE):  # TRL asks without tools
+        probe.chat_template = template.removeprefix(_TOOL_USE).partition(_OTHERWISE)[0]
     return supports_tool_calling(probe)

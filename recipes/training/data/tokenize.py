@@ -11,9 +11,11 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
+from ...model_folder import weights
 from ...spec.errors import UserError, first_line
 from ...spec.recipe import Recipe
 from ..console import say
+from ..model import stored
 from ..model.control_tokens import Turns, conversation_tokens
 from ..model.shown import shown
 from ..vision.tokenize import conversation
@@ -169,10 +171,30 @@ def _longest(example: dict[str, Any]) -> int:
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:
     progress = {"desc": "tokenizing"} if isinstance(raw, Dataset) else {}
     batched = recipe.method == "pretrain"
-    tokenize = _texts(recipe, tokenizer) if batched else of_conversation(recipe, tokenizer)
+    tokenize = _checked(_texts(recipe, tokenizer) if batched else of_conversation(recipe, tokenizer), recipe, tokenizer)
     features = SEEN if recipe.model.vision else TOKENS
     unread = [name for name in raw.column_names if name not in features]
     return raw.map(tokenize, batched=batched, remove_columns=unread, features=features, **progress)
+
+
+def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return the function with a look at its tokens: special ones may have no rows in the embeddings."""
+    folder = stored.folder_of(recipe.model.path)
+    rows = weights.embedding_rows(folder) if folder else None
+    if rows is None or max(tokenizer.get_vocab().values(), default=-1) < rows:
+        return tokenize
+
+    def look(given: Any) -> dict[str, Any]:
+        found = tokenize(given)
+        documents = found["input_ids"] if recipe.method == "pretrain" else [found["input_ids"]]
+        if beyond := [token for document in documents for token in document if token >= rows]:
+            raise UserError(
+                f"data.path: {tokenizer.decode(beyond[:1])!r} is token {beyond[0]:,} of the tokenizer, and the "
+                f"embeddings of model.path={recipe.model.path} have {rows:,} rows; remove it from the data."
+            )
+        return found
+
+    return look
 
 
 def of_conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:

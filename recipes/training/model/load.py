@@ -141,6 +141,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
     config = load_config(recipe)
     stored_quantization.check(config.to_dict(), f"model.path={recipe.model.path}")
     weights.check(Path(recipe.model.path))
+    stored.check_tied(recipe.model.path, config)
     generation.check(recipe.model.path)
     part = {} if recipe.model.vision else text_part(config)
     options = heads.options(labels) if recipe.traits.scores else {}

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import PreTrainedModel
+from safetensors import safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -15,6 +17,12 @@ from ...spec.errors import UserError
 RECOMPUTED = ("rotary_emb.inv_freq", "position_ids", "attention.bias", "attn.bias", "masked_bias")
 """Buffers in older files that follow from the configuration: frequencies, positions, causal masks."""
 
+_ADAPTER = re.compile(r"\.lora_|\.base_layer\.|\.modules_to_save\.")
+"""How PEFT names what it adds to a layer."""
+
+NOT_LOADED: dict[str, list[str]] = {}
+"""By the path of a model: what `check` has returned, for the run's summary."""
+
 
 def folder_of(path: str) -> Path | None:
     """Return where a model's files are on this machine, or None if a Hub id has not been downloaded."""
@@ -23,6 +31,33 @@ def folder_of(path: str) -> Path | None:
         cached = try_to_load_from_cache(path, "config.json")
         folder = Path(cached).parent if isinstance(cached, str) else folder
     return folder if any((folder / name).exists() for name in (weights.WHOLE, weights.INDEX)) else None
+
+
+def check_tied(path: str, config: PreTrainedConfig) -> None:
+    """Refuse a head of its own where config.json says that it is the embedding: some programs would not read it.
+
+    transformers reads it on one rank, with a warning, and writes the wrong configuration again; vLLM leaves it out.
+
+    Raises:
+        UserError: names both.
+    """
+    folder = folder_of(path)
+    if folder is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
+        return
+    held = {name: file for file in weights.files(folder) for name in weights.header(file)}
+    head = next((name for name in held if re.fullmatch(r"(.*\.)?(lm_head|embed_out)\.weight", name)), None)
+    embedding = next(filter(weights.EMBEDDING.search, held), None)
+    if head is None or embedding is None:
+        return
+    found = []
+    for name in (head, embedding):
+        with safe_open(held[name], "pt") as opened:
+            found.append(opened.get_tensor(name))
+    if not torch.equal(*found):
+        raise UserError(
+            f"model.path={path}: config.json says tie_word_embeddings=true, and the files hold a {head} that is not "
+            f"{embedding}; set it to false, or remove the one that is not the model's."
+        )
 
 
 def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None = None) -> list[str]:
@@ -66,8 +101,9 @@ def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None 
         elif not renamed.endswith(RECOMPUTED):
             steps = renamed.split(".")
             parents = [".".join(steps[:count]) for count in range(1, len(steps))]
-            if not parents or parents[-1] in modules or any(one[-1].isdigit() and one in modules for one in parents):
-                # Of a module that exists, or of a numbered layer that does.
+            of_layers = any(one in modules and (one == parents[-1] or one[-1].isdigit()) for one in parents)
+            if not parents or of_layers or _ADAPTER.search(renamed):
+                # Of a module or a numbered layer that exists, or of an adapter that a merge has left.
                 if not any(re.search(pattern, renamed) for pattern in unneeded):
                     inside.append(name)
             else:
@@ -77,4 +113,5 @@ def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None 
             f"model.path={path}: its files hold {inside[0]}{weights.more(inside)}, for which {type(model).__name__} "
             "has no place in its layers; correct its config.json, or name the model that belongs to it."
         )
+    NOT_LOADED[path] = list(parts)
     return list(parts)

@@ -10,16 +10,29 @@ from ....spec.errors import UserError
 from ....spec.run_folder import read_json
 
 
-def tokens(folder: Path) -> dict[str, int]:
-    """Return the numbers of all tokens that a folder's tokenizer.json names; none where there is no such file."""
+def tokens(folder: Path, special: bool = True) -> dict[str, int]:
+    """Return the numbers of the tokens that a folder's tokenizer.json names; none where there is no such file.
+
+    Args:
+        folder: a model's.
+        special: with those that only templates write, as which a text is not read.
+
+    Raises:
+        UserError: not a tokenizer.json.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         return {}
     content = read_json(file)
-    known = content["model"].get("vocab", {})
-    if isinstance(known, list):  # Unigram's: pieces with their scores, in the order of their numbers
-        known = {piece: number for number, (piece, _) in enumerate(known)}
-    return {**known, **{added["content"]: added["id"] for added in content.get("added_tokens", [])}}
+    try:
+        known = content["model"].get("vocab", {})
+        if isinstance(known, list):  # Unigram's: pieces with their scores, in the order of their numbers
+            known = {piece: number for number, (piece, _) in enumerate(known)}
+        added = {one["content"]: (one["id"], one.get("special")) for one in content.get("added_tokens") or ()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{file}: not a tokenizer of Hugging Face's; download it again.") from error
+    numbers = {**known, **{token: number for token, (number, _) in added.items()}}
+    return numbers if special else {token: numbers[token] for token in numbers if not added.get(token, (0, 0))[1]}
 
 
 def check(teacher: str, ours: Mapping[str, int], theirs: Mapping[str, int]) -> None:
