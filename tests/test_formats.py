@@ -326,6 +326,55 @@ MISTAKES = {
     "no role": (line(messages=[{"content": "a"}]), "sft", "turn 1 of 'messages' needs a 'role'"),
     "turn": (line(messages=["a"]), "sft", "turn 1 of 'messages' must be an object"),
     "image": (line(messages=[user([{"type": "image"}]), assistant("b")]), "sft", "parts that are not text (image)"),
+    "text of an image": (line(messages=[user([{"type": "image", "text": "c"}]), assistant("b")]), "sft", "(image)"),
+    "text of a reasoning": (
+        line(messages=[user("a"), assistant([{"type": "reasoning", "text": "c"}, {"type": "text", "text": "b"}])]),
+        "sft",
+        "parts that are not text (reasoning)",
+    ),
+    "flag of a part": (
+        line(messages=[user("a"), assistant([{"type": "text", "text": "b", "train": False}])]),
+        "sft",
+        "parts that are not text (text, train, type)",
+    ),
+    "images of a turn": (line(messages=[user("a") | {"images": ["b"]}, assistant("b")]), "sft", "the example's own"),
+    "sound of a turn": (
+        line(messages=[user("a"), assistant("b", audio={"id": "c"})]),
+        "sft",
+        "turn 2 of 'messages' has",
+    ),
+    "two contents": (
+        line(messages=[user("a") | {"value": "b"}, assistant("c")]),
+        "sft",
+        "'content' and 'value', which",
+    ),
+    "two roles": (line(messages=[user("a") | {"from": "gpt"}, assistant("c")]), "sft", "'role' and 'from', which mean"),
+    "two kinds of calls": (
+        line(messages=[user("a"), assistant("", tool_calls=[CALL], function_call=CALL)]),
+        "sft",
+        "'tool_calls' and 'function_call', which mean the same",
+    ),
+    "arguments by another name": (
+        line(messages=[user("a"), assistant("", tool_calls=[{"name": "f", "parameters": {"b": 1}}])]),
+        "sft",
+        "a tool call with 'parameters', which nothing reads",
+    ),
+    "result of a call": (
+        line(messages=[user("a"), assistant("", tool_calls=[{"function": {"name": "f"}, "result": "b"}])]),
+        "sft",
+        "a tool call with 'result', which nothing reads",
+    ),
+    "two system prompts": (
+        line(messages=[{"role": "system", "content": "a"}, *SHORT], system="b"),
+        "sft",
+        "two system prompts that differ",
+    ),
+    "system prompts to classify": (
+        line(messages=[{"role": "system", "content": "a"}, *SHORT], system="b", label="c"),
+        "classify",
+        "two system prompts that differ",
+    ),
+    "passage of turns": (line(prompt=[user("a")], context="b", completion="c"), "sft", "'context' follows a question"),
     "weight": (line(messages=[user("a"), assistant("b", weight=0.5)]), "sft", "'weight' 0.5; every token in the loss"),
     "part of a turn": (
         line(messages=[user("a"), assistant("b", train_detail=[{"begin_offset": 0, "end_offset": 0, "train": True}])]),

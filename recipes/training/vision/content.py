@@ -13,7 +13,7 @@ from typing import Any
 
 from ...spec.errors import UserError
 from ...spec.methods.traits import Method
-from ..data.forms import formats
+from ..data.forms import formats, keys
 
 Picture = dict[str, Any]
 """`path` of a file, or None, and `bytes` of one, or None: as `datasets` stores an image."""
@@ -103,7 +103,7 @@ class _Taker:
         if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
             return content
         parts = [{key: value for key, value in part.items() if value is not None} for part in content]
-        if not all("text" in part or _is_picture(part) for part in parts):
+        if not all(keys.is_text(part) or _is_picture(part) for part in parts):
             return content  # `formats` says what is wrong with it
         return "".join(self._part(part) for part in parts)
 

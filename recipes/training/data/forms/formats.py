@@ -38,6 +38,7 @@ from .turns import (
     read_tools,
     read_turns,
     said,
+    with_system,
     wrong,
 )
 
@@ -219,10 +220,14 @@ def _alpaca(where: str, example: Example) -> Example:
 def _asked(where: str, example: Example, field: str = "prompt") -> list[Turn]:
     """Return the turns of a question: earlier ones, then the field with what it is about."""
     asked = read_side(where, example, field, "user")
-    if isinstance(example[field], str):
-        for name in PASSAGES:
-            if example.get(name) and (passage := read_string(where, example, name)) not in example[field]:
-                asked = [said("user", f"{asked[0]['content']}\n\n{passage}")]
+    for name in PASSAGES:
+        passage = read_string(where, example, name) if example.get(name) not in keys.EMPTY else ""
+        if not any(passage in turn["content"] for turn in asked):
+            if not isinstance(example[field], str):
+                raise UserError(
+                    f"{where}: {name!r} follows a question that is text; put it into the turns of {field!r}."
+                )
+            asked = [said("user", f"{asked[0]['content']}\n\n{passage}")]
     history = example.get("history") or []
     if isinstance(history, str):
         history = keys.parsed(f"{where}: 'history'", history)
@@ -325,8 +330,7 @@ def _labelled_messages(where: str, example: Example) -> Example:
 
 
 def _labelled(where: str, example: Example, turns: list[Turn]) -> Example:
-    if example.get("system"):
-        turns = [said("system", read_string(where, example, "system")), *turns]
+    turns = with_system(where, example, turns)
     turns = [{name: value for name, value in turn.items() if name not in NOT_LEARNED} for turn in turns]
     return {"text": None, "messages": turns, "label": _class(where, example), **read_arguments(where, example)}
 

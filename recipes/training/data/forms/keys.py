@@ -35,6 +35,8 @@ NOT_OPTIONS = {
 """Arguments of `apply_chat_template` that a template does not get, or that belong elsewhere."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Fields with what a model would see or hear."""
+TEXTS = (None, "text", "input_text", "output_text")
+"""The types of content parts whose `text` is what is said; a `reasoning` or an `image` may have a text, too."""
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")
 WORDS = {
     **dict.fromkeys(("true", "yes", "1", "1.0"), True),
@@ -91,11 +93,20 @@ def _unseen(name: str) -> str:
     return f"holds {'sound' if name.startswith('audio') else 'video'}, which no recipe reads"
 
 
+def is_text(part: Any) -> bool:
+    """Return whether a content part is text and nothing else."""
+    if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
+        return False
+    return all(value in EMPTY for key, value in part.items() if key not in ("type", "text"))
+
+
 def refuse_parts(where: str, parts: Iterable[Any]) -> None:
-    """Refuse content parts that are not text."""
+    """Refuse content parts that are not text, or have more than that."""
     for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        if not is_text(part):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if isinstance(part, dict) and kind in TEXTS:
+                kind = ", ".join(sorted(part))
             raise UserError(
                 f"{where} has 'content' parts that are not text ({kind}), which is all that this recipe reads; recipes "
                 "with model.vision=true, such as tiny_vision's, read images too."

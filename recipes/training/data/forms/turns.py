@@ -20,6 +20,9 @@ NOT_LEARNED = {"train": False}
 READ = ("role", "content", "tool_calls", "tool_call_id", "name", *NOT_LEARNED, *REASONING)
 """Keys of a turn that are read here, or by most templates; a template may read others too."""
 
+CALL = ("id", "type", "index", "function", "name", "arguments")
+"""Keys of a tool call."""
+
 
 def as_conversation(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> Example:
     """Return the turns with the example's system prompt and tools, once their order has been checked."""
@@ -31,9 +34,9 @@ def as_conversation(where: str, example: Example, field: str, turns: list[Turn],
 
 def in_order(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> tuple[list[Turn], int]:
     """Return the turns with the example's system prompt, and how many are given, once their order has been checked."""
-    if example.get("system") and turns[0] != (system := said("system", read_string(where, example, "system"))):
-        turns = [system, *turns]
-        given += given > 0
+    count = len(turns)
+    turns = with_system(where, example, turns)
+    given += (len(turns) - count) * (given > 0)
     for number, (before, turn) in enumerate(pairwise(turns), start=2):
         if before["role"] == turn["role"] == "user":
             raise UserError(
@@ -41,6 +44,18 @@ def in_order(where: str, example: Example, field: str, turns: list[Turn], given:
                 "answer between them."
             )
     return turns, given
+
+
+def with_system(where: str, example: Example, turns: list[Turn]) -> list[Turn]:
+    """Return the turns with the system prompt that stands beside them."""
+    if not example.get("system"):
+        return turns
+    system = said("system", read_string(where, example, "system"))
+    if turns[0]["role"] != "system":
+        return [system, *turns]
+    if turns[0]["content"].strip() != system["content"].strip():
+        raise UserError(f"{where}: 'system' and the first turn are two system prompts that differ; remove one of them.")
+    return turns
 
 
 def read_side(where: str, example: Example, field: str, role: str) -> list[Turn]:
@@ -70,6 +85,14 @@ def _turn(where: str, turn: Any) -> Turn:
         raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}.")
     # Tables give a turn the keys of all others, empty, and templates would print or count them.
     turn = {key: value for key, value in turn.items() if value is not None and value != []}
+    for one, other in (("role", "from"), ("content", "value"), ("tool_calls", "function_call")):
+        if one in turn and other in turn:
+            raise UserError(f"{where} has {one!r} and {other!r}, which mean the same; remove one of them.")
+    if shown := [name for name in keys.MEDIA if turn.get(name) not in keys.EMPTY]:
+        raise UserError(
+            f"{where} has {shown[0]!r}, which no turn has: name images in the example's own 'images', which recipes "
+            "with model.vision=true read, or remove the field to train on the text alone."
+        )
     said = turn.pop("from", None) if "role" not in turn else turn.pop("role")
     content = turn.pop("value", "") if "content" not in turn else turn.pop("content")
     if not isinstance(said, str):
@@ -118,6 +141,11 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
     for call in calls if isinstance(calls, list) else [calls]:
         function = (call.get("function") or call) if isinstance(call, dict) else {}
         arguments = function.get("arguments") if isinstance(function, dict) else 0
+        held = {**call, **function} if isinstance(call, dict) and isinstance(function, dict) else {}
+        if other := [key for key, value in held.items() if key not in CALL and value not in keys.EMPTY]:
+            raise UserError(
+                f"{where} has a tool call with {other[0]!r}, which nothing reads; a call has a 'name' and 'arguments'."
+            )
         if isinstance(arguments, str):
             arguments = parsed(where, arguments) if arguments.strip() else {}
         elif arguments is None:
