@@ -18,6 +18,7 @@ _SECRET_VALUE = re.compile(
     r"|wandb_v\d_\w{16,}|\b[0-9a-f]{40}\b"  # W&B: prefixed, or 40 hexadecimal digits
     r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt|ptt|cbt)-[\w-]{16,}"  # GitHub, GitLab
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}"  # AWS, Google
+    r"|\bgsk_[A-Za-z0-9]{20,}|\bnvapi-[\w-]{20,}|\br8_[A-Za-z0-9]{20,}|\bdapi[0-9a-f]{32}\b|\bya29\.[\w-]{20,}"
     r"|\bsk-(?=[\w-]*\d)[\w-]{16,}|\bxox[a-z]-[\w-]{10,}|\bnpm_[A-Za-z0-9]{30,}|\bpypi-[\w-]{30,}"
     r"|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"  # JSON web tokens
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
@@ -25,14 +26,21 @@ _SECRET_VALUE = re.compile(
     # user:password@host, but neither DeepSpeed's host:0,2@host nor image:tag@sha256:digest.
     r"|(?<![\w./@:-])[\w.+%-]+:(?!//)(?!(?:\d{1,2},)*\d{0,2}@)[^\s:@/'\"]+(?=@(?!sha256:)\w)"
 )
+_NAMED = (
+    r"\b(?:[\w-]{0,40}[_-])?(?:password|passwd|passphrase|secret|credentials?|(?:api|access|private|secret|account)[_-]?key"
+    r"|(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)[_-]?token)"
+)
 _SECRET_PART = re.compile(
-    r"([?&](?:X-Amz-(?:Signature|Credential|Security-Token)|X-Goog-(?:Signature|Credential)|AWSAccessKeyId|sig|signature"
+    r"([?&#](?:X-Amz-(?:Signature|Credential|Security-Token)|X-Goog-(?:Signature|Credential)|AWSAccessKeyId|sig|signature"
     r"|(?:access_|auth_)?token|(?:api_?)?key|password|secret)=)[^&\s'\"]+"
     r"|((?:authorization|x-api-key|cookie)['\"]?\s*[:=]\s*['\"]?(?:\w+(?:\s|%20)+)?)[^\s,'\"]+"
-    r"|(\bBearer(?:\s|%20)+)[\w.~+/=-]{8,}",
+    r"|(\bBearer(?:\s|%20)+)[\w.~+/=-]{8,}"
+    rf"|({_NAMED}['\"]\s*[:=]\s*['\"])[^'\"]+"
+    rf"|({_NAMED}\s*[:=]\s*)(?!\w+://)(?=\S*\d)[^\s'\",;&]{{8,}}"
+    rf"|(--(?:{_NAMED}|token)(?:=|\s+)['\"]?)[^\s'\"-][^\s'\"]*",
     re.IGNORECASE,
 )
-"""What follows a name that marks it as a secret: in a signed URL, or in the header of a request."""
+"""What follows a name that marks it as a secret: in a signed URL, the header of a request, JSON, YAML or an option."""
 _SECRET_KEY = re.compile(
     r"(?:.*_)?(?:password|passwd|passphrase|secret|credentials?|cookie|(?:api|access|private|secret|account)_?key)"
     r"|key|token|(?:.*_)?(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)_?token|authorization",
@@ -90,6 +98,7 @@ _PASSING = {
     errno.EIO: _AGAIN,
     errno.ESTALE: _AGAIN,
     errno.ETIMEDOUT: _AGAIN,
+    errno.ENOTCONN: _AGAIN,  # of a file system in user space whose process has ended
     errno.EREMOTEIO: _AGAIN,
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "try again with fewer processes on this machine",
@@ -171,7 +180,7 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     for name, value in environ.items():
         if _SECRET_NAME.search(name) and len(value) >= 8:
             text = text.replace(value, "***")
-    text = _SECRET_PART.sub(lambda found: f"{found[1] or found[2] or found[3]}***", text)
+    text = _SECRET_PART.sub(lambda found: f"{next(filter(None, found.groups()))}***", text)
     return _ASSIGNMENT.sub(_assigned, _SECRET_VALUE.sub("***", text))
 
 
