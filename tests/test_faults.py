@@ -321,3 +321,32 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_only_one_stays(original, tmp_
         ):
             resume(run)
     assert tree(run.path) == before
+
+
+def test_a_run_that_has_saved_does_not_start_again_without_its_disk(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    write_recipe(run, replace(pages.find("tiny", "full"), save_steps=2))
+    rows = [{"step": step, "loss": 1.0} for step in range(1, 4)]
+    write_jsonl(run.metrics, rows[:2])
+    run_folder.forget_after(run, None)
+    assert not run.metrics.exists(), "it died before its first checkpoint was complete"
+    write_jsonl(run.metrics, rows)
+    for there in (False, True):
+        if there:
+            run.checkpoints.mkdir()  # an empty mount point
+        with pytest.raises(UserError, match=r"no checkpoint, though the run has trained 3 steps .* mounted\?"):
+            run_folder.forget_after(run, None)
+    assert read_jsonl(run.metrics) == rows
+
+
+@pytest.mark.parametrize("cut", [b'{"step": 9, "lo', b'{"step": 9, "at": {"lo', b"\0\0\0", b"{"])
+def test_a_log_that_was_cut_off_is_read_around_the_cut(cut, tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    rows = [{"step": 1, "at": {"loss": 1.0}}, {"step": 2}]
+    write_jsonl(log, rows)
+    before = log.read_bytes()
+    log.write_bytes(before + cut)
+    assert read_jsonl(log) == rows
+    log.write_bytes(before + cut + before)
+    assert read_jsonl(log) == rows * 2

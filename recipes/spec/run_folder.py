@@ -424,8 +424,11 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
 
     Raises:
         FileUnusable: something can be neither read nor removed; what is complete is still there.
+        UserError: no checkpoint is there, and the run has written one.
     """
     last = step_of(checkpoint) if checkpoint else -1
+    if checkpoint is None:
+        _check_never_saved(run)
     for folder in checkpoints(run):
         if step_of(folder) > last or not is_marked(folder):
             with explained(folder):
@@ -439,6 +442,18 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
         run.summary.unlink(missing_ok=True)
 
 
+def _check_never_saved(run: RunFolder) -> None:
+    """Refuse to start again from step 0 because a disk with the checkpoints is not mounted."""
+    with explained(run.path):
+        trained = max((row["step"] for row in read_jsonl(run.metrics)), default=0)
+    every = read_recipe(run).save_steps if trained else 0
+    if every and trained > every:
+        raise UserError(
+            f"{run.checkpoints} has no checkpoint, though the run has trained {trained} steps and saves every {every}; "
+            f"is its disk mounted? To start again from step 0, remove {run.metrics}."
+        )
+
+
 def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint, which does not count as complete from the first moment; of a link, only the link."""
     if folder.is_symlink():
@@ -450,9 +465,22 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL log; a last line that is cut off is left out."""
+    """Return the objects of a JSONL log, without those that a kill or a power failure has cut off.
+
+    What is cut off ends the file, or has the next start's first object behind it.
+    """
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+    return [_row(line) for line in lines if line.endswith("}\n")]
+
+
+def _row(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        for start in re.finditer(r'(?<!^)\{"', line):
+            with contextlib.suppress(ValueError):
+                return json.loads(line[start.start() :])
+        raise
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
