@@ -133,6 +133,10 @@ BAD = {
     "a place and no list": ({"messages": turns([part(), TEXT])}, "0 pictures in 'images' and 1 places"),
     "a URL": ({"messages": turns([part(url="https://a.example/b.png"), TEXT])}, "is a URL (https://a.example/b.png)"),
     "a number": ({"messages": turns([part(image=3), TEXT])}, "of type int; give the path of a file"),
+    "text of a picture": (
+        {"messages": turns([{"type": "image", "image": "a.png", "text": "A dial."}, TEXT])},
+        "parts that are not text (image)",
+    ),
     "other parts": ({"messages": turns([{"type": "video", "video": "a.mp4"}, TEXT])}, "parts that are not text"),
 }
 

@@ -103,7 +103,7 @@ class _Taker:
         if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
             return content
         parts = [{key: value for key, value in part.items() if value is not None} for part in content]
-        if not all(keys.is_text(part) or _is_picture(part) for part in parts):
+        if not all(keys.is_text(part) or (_is_picture(part) and not part.get("text")) for part in parts):
             return content  # `formats` says what is wrong with it
         return "".join(self._part(part) for part in parts)
 
