@@ -1,6 +1,9 @@
 """An export appears whole and checked, or not at all."""
 
+import os
 import shutil
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -85,13 +88,35 @@ def test_a_merged_model_is_reloaded_before_it_appears(checkpoint, tmp_path, monk
     tokenizer = export.load_tokenizer
 
     def load_and_damage(folder):
-        double(tmp_path / "wrong.part" / WEIGHTS)
+        (draft,) = tmp_path.glob("wrong.*/part")
+        double(draft / WEIGHTS)
         return tokenizer(folder)
 
     monkeypatch.setattr(export, "load_tokenizer", load_and_damage)
     with pytest.raises(RuntimeError, match="reloaded logits differ"):
         export.write(checkpoint, tmp_path / "wrong", merge=True)
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_kill_leaves_neither_an_export_nor_what_was_written_of_it(checkpoint, tmp_path, monkeypatch):
+    """The user's own folders beside it stay, whatever they are called."""
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "notes.txt").write_text("mine")
+    (tmp_path / "out.old").mkdir()
+    before = set(tmp_path.iterdir())
+    monkeypatch.setattr(export, "_check_copies", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    process = os.fork()
+    if not process:
+        export.write(checkpoint, tmp_path / "out", merge=False)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+    monkeypatch.undo()
+    until = time.monotonic() + 30
+    while set(tmp_path.iterdir()) != before and time.monotonic() < until:
+        time.sleep(0.1)
+    assert set(tmp_path.iterdir()) == before
+    export.write(checkpoint, tmp_path / "out", merge=False)
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "out"}
+    assert (tmp_path / "out.part" / "notes.txt").read_text() == "mine" and (tmp_path / "out.old").is_dir()
 
 
 def test_a_run_whose_export_failed_is_not_exported_from_a_checkpoint_unasked(checkpoint, tmp_path, capsys):

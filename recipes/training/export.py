@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from ..machine import children
 from ..machine.capacity import check_disk
 from ..model_folder import base_model, complete, head, sentence_transformers, weights
 from ..model_folder.base_model import ADAPTER, QUANTIZATION
@@ -108,11 +109,13 @@ def publish(verified: Path, folder: Path) -> None:
 def move(part: Path, folder: Path) -> None:
     """Rename `part` to `folder`, which is replaced, once every file is on the disk."""
     digests.flush([*(path for path in part.rglob("*")), part])
-    old = folder.with_name(f"{folder.name}.old")
     if folder.exists():
+        old = Path(tempfile.mkdtemp(prefix=f"{folder.name[:100]}.", dir=folder.parent))
         folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        part.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        part.rename(folder)
     digests.flush([folder.parent])
 
 
@@ -382,26 +385,30 @@ def write(source: Path, output: Path, merge: bool) -> str:
             f"{source}: no .safetensors file. A ZeRO-3 checkpoint has one if the DeepSpeed config sets\n"
             '"stage3_gather_16bit_weights_on_model_save": true.'
         )
-    part = output.with_name(output.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    if is_adapter and merge:
-        merged = load_merged(source)
-        expected = _sample_logits(merged)
-        merged.save_pretrained(part)
-        del merged  # before it is loaded again
-        load_processor(source).save_pretrained(part)
-        _check_merged(part, expected)
-        kind = "a whole model with the adapter merged into it"
-    else:
-        part.mkdir(parents=True)
-        for file in sorted(source.iterdir()):
-            if file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt") and file.name not in _OF_THE_RUN:
-                shutil.copy2(file, part)
-        _check_copies(source, part)
-        kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
-    sentence_transformers.copy(source, part)
-    complete.of_copy(part, source, output)
-    move(part, output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with children.scratch(f"{output.name[:100]}.", inside=output.parent) as place:
+        part = place / "part"
+        if is_adapter and merge:
+            merged = load_merged(source)
+            expected = _sample_logits(merged)
+            merged.save_pretrained(part)
+            del merged  # before it is loaded again
+            load_processor(source).save_pretrained(part)
+            _check_merged(part, expected)
+            kind = "a whole model with the adapter merged into it"
+        else:
+            part.mkdir()
+            for file in sorted(source.iterdir()):
+                if (
+                    file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")
+                    and file.name not in _OF_THE_RUN
+                ):
+                    shutil.copy2(file, part)
+            _check_copies(source, part)
+            kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
+        sentence_transformers.copy(source, part)
+        complete.of_copy(part, source, output)
+        move(part, output)
     return kind
 
 
@@ -427,4 +434,5 @@ def _check_copies(source: Path, copy: Path) -> None:
             raise UserError(f"{source / file.name} is not as it was written (a disk or memory error); export another.")
 
 
+_COPIED = (".json", ".safetensors", ".jinja", ".model", ".txt")
 _OF_THE_RUN = {"trainer_state.json", "complete.json"}

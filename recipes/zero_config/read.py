@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..spec.errors import UserError
+from ..spec.errors import UserError, of_system
 from ..spec.project import CONFIGS
 
 MAX_DEPTH = 64  # the deepest real config has six levels
@@ -97,8 +97,10 @@ def read(path: str | Path) -> Document:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
         return parse(data)
-    except (OSError, ValueError) as error:
-        raise Unreadable(getattr(error, "strerror", None) or str(error), file=str(path)) from None
+    except OSError as error:
+        raise Unreadable(of_system(error, path).removeprefix(f"{path}: ").removesuffix("."), file=str(path)) from None
+    except ValueError as error:  # a name with a NUL in it
+        raise Unreadable(str(error), file=str(path)) from None
     except Unreadable as error:
         raise Unreadable(error.what, error.line, error.column, str(path)) from None
 
