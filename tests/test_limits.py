@@ -109,6 +109,26 @@ def test_a_refusal_suggests_what_is_accepted(run):
         assert limits.limit(*changed(run, suggestion)) is None, (message, suggestion)
 
 
+def test_a_file_and_a_layout_that_disagree_are_told_what_runs():
+    """A block of the file goes with its key of the layout, or not at all where the recipe cannot have that key."""
+    tensor, expert = (deepspeed_file.read(ROOT / "configs" / f"{name}_parallel.json") for name in ("tensor", "expert"))
+    llama, mixture = pages.find("llama3-8b", "lora"), pages.find("mixtral-8x7b", "full")
+    quantised = pages.find("llama3-8b", "qlora")
+    for recipe, file, said in (
+        (llama, tensor, "splits layers over 2 ranks; add layout.tensor=2."),
+        (quantised, tensor, "packed 4-bit weights cannot be split by rows or columns; use deepspeed=zero1.json."),
+        (mixture, tensor, "its experts, most of its weights, are not split; use deepspeed=zero1.json."),
+        (mixture, expert, "splits experts over 2 ranks; add layout.expert=2."),
+        (llama, expert, "llama has no experts; use deepspeed=zero1.json."),
+        (replace(mixture, layout=Layout(expert=2)), zero(1), "use deepspeed=expert_parallel.json."),
+    ):
+        with pytest.raises(UserError) as refused:
+            limits.check_blocks(recipe, file)
+        assert str(refused.value).endswith(said)
+    with pytest.raises(UserError, match=r"layout\.tensor=1 .*deepspeed=zero1\.json or --gpus 2 or --gpus 4\.$"):
+        limits.check(replace(llama, layout=Layout(tensor=2)), 3, tensor)
+
+
 @settings(max_examples=100, deadline=None)
 @given(runs())
 def test_no_nearer_layout_is_possible(run):

@@ -40,11 +40,11 @@ def changed(*words, variant="full"):
         (["layer_decay=0"], "must be above 0"),
         (["neftune_alpha=-1"], "must be at least 0"),
         (["lora.plus_ratio=0"], "must be above 0, for instance 16"),
-        (["lora.init=pissa", "model.quantization=nf4"], "4-bit weights cannot give up a part; leave lora.init out"),
+        (["lora.init=pissa", "model.quantization=nf4"], "4-bit weights cannot give up a part; use lora.init=zero"),
         (["lora.init=pissa", "lora.dora=true"], "DoRA's magnitudes"),
         (["lora.init=olora"], "must be one of zero, pissa"),
-        (["lora.fused=true", "lora.dora=true"], "DoRA rescales the sum of both outputs.*; leave lora.fused out"),
-        (["lora.fused=true", "gradient_checkpointing=selective"], "add to them in place; leave lora.fused out"),
+        (["lora.fused=true", "lora.dora=true"], "DoRA rescales the sum of both outputs.*; use lora.fused=false"),
+        (["lora.fused=true", "gradient_checkpointing=selective"], "add to them in place; use lora.fused=false"),
         (["lora.fused=true", "compile=regional"], "compiled layers fuse scaling and addition themselves"),
     ],
 )
@@ -54,7 +54,7 @@ def test_what_cannot_be_is_refused(words, expected):
 
 
 def test_noise_and_pissa_are_refused_where_the_loss_compares_with_the_model_without_them():
-    with pytest.raises(UserError, match="NEFTune is for sft and pretrain; leave it out"):
+    with pytest.raises(UserError, match="NEFTune is for sft and pretrain; use neftune_alpha=0"):
         changed("neftune_alpha=5", variant="dpo_lora")
     with pytest.raises(UserError, match="without its adapters the model is not dpo's reference"):
         changed("lora.init=pissa", variant="dpo_lora")

@@ -59,6 +59,7 @@ def test_every_plan_can_be_launched_and_fits(wanted):
     for plan in found.plans:
         recipe, setup = plan.recipe, plan.setup
         limits.check(recipe, setup.world_size, plan.file)
+        limits.check_micro_batch(recipe)
         assert plan.fits and not plan.tight and plan.share <= 0.95 and plan.gpu_gib_range[1] <= gpu
         assert recipe.layout.tensor <= question.cluster.gpus_per_node
         assert (

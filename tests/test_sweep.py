@@ -119,7 +119,10 @@ def test_a_failed_trial_is_a_row_and_a_finished_one_is_not_run_again(
     run = RunFolder(folder / "trial-001")
     assert rows[0]["score"] == read_json(run.summary)["after"] == read_jsonl(run.evaluations)[-1]["loss"]
     assert read_json(run.recipe)["wandb"]["group"] == "sweep" and read_json(run.recipe)["micro_batch_size"] == 2
-    assert rows[1]["reason"] == "global_batch_size=4 is not a multiple of micro_batch_size=3."
+    assert (
+        rows[1]["reason"]
+        == "global_batch_size=4 is not a multiple of micro_batch_size=3; use global_batch_size=6 or micro_batch_size=1."
+    )
     assert f"{rows[0]['score']:.4f}" in shown and "status 2: global_batch_size=4 is not a multiple" in shown
     assert (folder / "sweep.png").stat().st_size > 5_000
     written = run.metrics.stat().st_mtime_ns

@@ -101,8 +101,8 @@ BLOCKS = {
 @pytest.mark.parametrize("field", BLOCKS)
 def test_a_file_that_splits_a_model_needs_the_layout_too(field):
     content, what, key = BLOCKS[field]
-    file = deepspeed_file.parse(content, "mine.json")
-    said = rf"deepspeed=mine\.json splits {what} over 2 ranks; add layout\.{field}=2, or use another file"
+    file = deepspeed_file.parse(content | {"zero_optimization": {"stage": 1}}, "mine.json")
+    said = rf"deepspeed=mine\.json splits {what} over 2 ranks; add layout\.{field}=2\.$"
     with pytest.raises(UserError, match=said):
         deepspeed_config(small("", ""), file)
     for size, expected in ((2, []), (4, [f"layout.{field}=4: the run uses this, and not {key}=2 of mine.json."])):

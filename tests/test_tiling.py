@@ -191,5 +191,5 @@ def test_a_tile_is_about_as_long_as_the_model_is_wide():
     "changes", [{"method": "dpo"}, {"layout": Layout(pipeline=2)}, {"router_aux_loss_coef": 0.01}], ids=str
 )
 def test_models_without_layers_to_tile_are_refused(changes):
-    with pytest.raises(UserError, match="leave tiled_loss out"):
+    with pytest.raises(UserError, match="use tiled_loss=false"):
         replace(pages.find("llama3-8b", "full"), tiled_loss=True, **changes)

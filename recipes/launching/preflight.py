@@ -13,8 +13,8 @@ from typing import Any
 
 from ..model_folder import weights
 from ..model_folder.base_model import config_of
+from ..spec import deepspeed_file, limits
 from ..spec import files as spec_files
-from ..spec import limits
 from ..spec.deepspeed_file import DeepSpeedFile
 from ..spec.errors import UserError
 from ..spec.layout import bubble, gradient_accumulation_steps
@@ -50,6 +50,8 @@ def check_config(recipe: Recipe, ranks: int) -> None:
         lora=recipe.lora is not None and recipe.layout.tensor == 1,  # `layout.tensor` also splits adapters
     )
     if error := lint.first_error(findings, recipe.deepspeed):
+        # The linter sees the file only, and would advise another one where a key of the recipe is the mistake.
+        check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks)
         raise UserError(error)
     for finding in findings:
         # A run leaves the step of zeros out (`upstream.leave_out_step_of_zeros`), and its Trainer finds the hidden size
@@ -81,8 +83,10 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
     Raises:
         UserError: names the sizes, the reason and the nearest sizes that can run.
     """
-    limits.check_blocks(recipe, file)
-    limits.check(with_dimensions(recipe), ranks, file)
+    known = with_dimensions(recipe)
+    limits.check(known, ranks, file)
+    limits.check_micro_batch(recipe)
+    limits.check_blocks(known, file)
     for line in limits.other_sizes(recipe, file):
         print(line, flush=True)
     if recipe.traits.teacher:

@@ -6,7 +6,7 @@ is generated from the answers. `FAMILIES` lists the architectures that a techniq
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from .deepspeed_file import DeepSpeedFile
@@ -111,7 +111,6 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     Raises:
         UserError: names the layout's sizes, the first reason, and the nearest sizes that run; or the sequence length.
     """
-    check_micro_batch(recipe)
     _check_length(recipe)
     _check_head(recipe)
     combinations.check(recipe, file)
@@ -124,18 +123,28 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
 
 
 def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> None:
-    """Refuse a file that splits a model over ranks where the layout does not, or as no run does.
+    """Refuse a file that splits a model over ranks where the layout does not or as no run does, or has no experts.
 
     Raises:
-        UserError: names the file, the key and the fix.
+        UserError: names the file and the key to add; or another file, where the recipe cannot run with that key.
     """
-    for field, what in (("tensor", "layers"), ("expert", "experts"), ("sequence", "sequences")):
+    layout = recipe.layout
+    if layout.expert > 1 and not file.has_expert_block:
+        raise UserError(
+            f"layout.expert={layout.expert}: {file.name} has no expert_parallel block; use "
+            "deepspeed=expert_parallel.json."
+        )
+    for field, what, rule in (
+        ("tensor", "layers", _tensor),
+        ("expert", "experts", _expert),
+        ("sequence", "sequences", _sequence),
+    ):
         size = getattr(file, f"{field}_size")
-        if size > 1 and getattr(recipe.layout, field) == 1:
-            raise UserError(
-                f"deepspeed={file.name} splits {what} over {size} ranks; add layout.{field}={size}, or use another "
-                "file."
-            )
+        if size > 1 and getattr(layout, field) == 1:
+            added = changed(recipe, layout=replace(layout, **{field: size}))
+            why = "this recipe cannot" if added is None else next(rule(added, size, file), None)
+            use = f"add layout.{field}={size}" if why is None else f"{why}; use deepspeed=zero{file.stage}.json"
+            raise UserError(f"deepspeed={file.name} splits {what} over {size} ranks; {use}.")
     for key, value in file.content.get("tensor_parallel", {}).items():
         if key == "autotp_size" or (key, value) == ("vocab_parallel_lm_head", False):  # which a run's own file has
             continue
@@ -213,7 +222,11 @@ def suggestions(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> list[st
 
     The first changes the layout; another number of ranks and the pipeline's DeepSpeed file follow where they help.
     """
-    found = [as_overrides(nearest(recipe, world_size, file), recipe.layout)]
+    near = nearest(recipe, world_size, file)
+    found = [as_overrides(near, recipe.layout)]
+    sizes = ((near.tensor, file.tensor_size), (near.expert, file.expert_size), (near.sequence, file.sequence_size))
+    if any(size == 1 < asked for size, asked in sizes):  # `check_blocks` would refuse it
+        found[0] += f" deepspeed=zero{file.stage}.json"
     multiple = math.lcm(_model_parallel_size(recipe.layout), recipe.layout.expert)
     below = max(1, world_size // multiple) * multiple
     world_sizes = {below, (world_size // multiple + 1) * multiple} - {world_size}

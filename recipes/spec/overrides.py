@@ -184,7 +184,8 @@ def _check_methods(method: str, given: set[str]) -> None:
     for key in sorted(given):
         wanted = "grpo" if key == "reward" else key.partition(".")[0]
         if wanted in TRAITS and wanted != method:
-            how = "add distill.teacher=MODEL" if wanted == "distill" else "launch.py --list has its variants"
+            taught = wanted == "distill" and method == "sft"  # of no other method a teacher makes distillation
+            how = "add distill.teacher=MODEL" if taught else "launch.py --list has its variants"
             raise UserError(f"{key}: a setting of the method {wanted}, and this recipe's method is {method}; {how}.")
 
 

@@ -4,6 +4,7 @@ A variant is another one with a few fields changed: `replace(full(size), deepspe
 The field names are the override keys of the command line (`learning_rate=5e-5 lora.rank=32`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Annotated, Any, Literal
@@ -316,7 +317,7 @@ class Recipe:
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.traits.title} trains without the "
-                "load-balancing loss of a mixture; leave router_aux_loss_coef out."
+                "load-balancing loss of a mixture; use router_aux_loss_coef=0."
             )
         if self.model.quantization != "none" and self.lora is None:
             raise UserError(
@@ -330,15 +331,18 @@ class Recipe:
                 ("router_aux_loss_coef", self.router_aux_loss_coef, "TRL's tiles use the model's own"),
             ):
                 if used:
-                    raise UserError(f"tiled_loss=true with {key}={_get(self, key)}: {why}; leave tiled_loss out.")
+                    raise UserError(f"tiled_loss=true with {key}={_get(self, key)}: {why}; use tiled_loss=false.")
         for key in ("on_nan", "on_spike"):
             if _get(self, key) == "rewind" and (not self.save_steps or self.data.streaming):
                 missing = "numbered examples, so not data.streaming=true" if self.save_steps else "save_steps above 0"
                 raise UserError(f"{key}=rewind: needs {missing}; or use {key}=stop.")
-        if self.global_batch_size % self.micro_batch_size:
+        if rest := self.global_batch_size % self.micro_batch_size:
+            batch, micro = self.global_batch_size, self.micro_batch_size
+            fitting = math.gcd(batch, micro)
+            smaller = f" or micro_batch_size={fitting}" if fitting >= self.traits.least_micro_batch else ""
             raise UserError(
-                f"global_batch_size={self.global_batch_size} is not a multiple of "
-                f"micro_batch_size={self.micro_batch_size}."
+                f"global_batch_size={batch} is not a multiple of micro_batch_size={micro}; use "
+                f"global_batch_size={batch - rest + micro}{smaller}."
             )
 
     @property
@@ -400,7 +404,7 @@ def _check_adapters(recipe: Recipe) -> None:
             ("method", recipe.traits.reference, f"without its adapters the model is not {recipe.method}'s reference"),
         ):
             if used:
-                raise UserError(f"lora.init=pissa with {key}={_get(recipe, key)}: {why}; leave lora.init out.")
+                raise UserError(f"lora.init=pissa with {key}={_get(recipe, key)}: {why}; use lora.init=zero.")
     if lora.fused:
         selective = recipe.gradient_checkpointing == "selective"
         for key, used, why in (
@@ -409,12 +413,12 @@ def _check_adapters(recipe: Recipe) -> None:
             ("compile", recipe.compile != "off", "compiled layers fuse scaling and addition themselves"),
         ):
             if used:
-                raise UserError(f"lora.fused=true with {key}={_get(recipe, key)}: {why}; leave lora.fused out.")
+                raise UserError(f"lora.fused=true with {key}={_get(recipe, key)}: {why}; use lora.fused=false.")
 
 
 def _check_optimizer(recipe: Recipe) -> None:
     if recipe.neftune_alpha and not recipe.traits.packs:
-        raise UserError(f"neftune_alpha={recipe.neftune_alpha}: NEFTune is for sft and pretrain; leave it out.")
+        raise UserError(f"neftune_alpha={recipe.neftune_alpha}: NEFTune is for sft and pretrain; use neftune_alpha=0.")
     if recipe.optimizer != "muon":
         return
     if recipe.lora is not None:
@@ -450,9 +454,9 @@ def _check_offloading(recipe: Recipe) -> None:
     if not recipe.activation_offloading:
         return
     cases = (
+        ("model.vision", recipe.model.vision, "activation_offloading=false"),
         ("gradient_checkpointing", recipe.gradient_checkpointing is not True, "gradient_checkpointing=true"),
         ("compile", recipe.compile != "off", "compile=off"),
-        ("model.vision", recipe.model.vision, "activation_offloading=false"),
         ("layout.pipeline", recipe.layout.pipeline > 1, "layout.pipeline=1: stages keep their inputs themselves"),
     )
     _refuse(recipe, "activation_offloading=true", cases)
@@ -464,9 +468,9 @@ def _check_fp8(recipe: Recipe) -> None:
         return
     layout = recipe.layout
     cases = (
-        ("precision", recipe.precision != "bf16", "precision=bf16"),
         ("lora", recipe.lora is not None, "fp8=false: adapters' products are too small to gain"),
         ("model.vision", recipe.model.vision, "fp8=false"),
+        ("precision", recipe.precision != "bf16", "precision=bf16"),
         ("layout.tensor", layout.tensor > 1, "layout.tensor=1: DeepSpeed replaces the layers that it splits"),
         ("layout.pipeline", layout.pipeline > 1, "layout.pipeline=1"),
         ("layout.expert", layout.expert > 1, "layout.expert=1"),
@@ -475,7 +479,10 @@ def _check_fp8(recipe: Recipe) -> None:
 
 
 def _refuse(recipe: Recipe, setting: str, cases: Sequence[tuple[str, bool, str]]) -> None:
-    """Refuse a setting beside the first key that is `used`, of cases with a key, whether it is, and what to use."""
+    """Refuse a setting beside the first key that is `used`, of cases with a key, whether it is, and what to use.
+
+    Cases in which the setting itself has to go come first: whoever has mended another key would be refused again.
+    """
     for key, used, fix in cases:
         if used:
             value = _get(recipe, key)
@@ -491,9 +498,13 @@ def _check_vision(recipe: Recipe) -> None:
                 "model.train_vision=true: without its tower a model has nothing to train; add model.vision=true."
             )
         return
+    if recipe.method != "sft":
+        how = "leave out distill.teacher" if recipe.method == "distill" else "train the variant full or lora"
+        raise UserError(
+            f"method={recipe.method} with model.vision=true: only supervised fine-tuning reads images; {how}."
+        )
     layout = recipe.layout
     for key, used, fix in (
-        ("method", recipe.method != "sft", "method=sft, the only one that reads pictures"),
         ("packing", recipe.packing, "packing=false: sequences with pictures are not packed"),
         ("data.streaming", recipe.data.streaming, "data.streaming=false"),
         ("layout.tensor", layout.tensor > 1, "layout.tensor=1: the tower is not split"),

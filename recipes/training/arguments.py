@@ -94,8 +94,8 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
     """Return the recipe's DeepSpeed configuration, with the layout's tensor- and expert-parallel sizes.
 
     Raises:
-        UserError: the layout asks for expert parallelism, but the file has no block for it or the wrong stage, or
-            AutoEP cannot do it; or the file splits the model over ranks, but the layout does not.
+        UserError: of the layout and the file only one splits the model over ranks; or the file has the wrong
+            stage for experts, or AutoEP cannot do it.
     """
     limits.check_blocks(recipe, file)
     if recipe.optimizer == "muon" and file.stage == 3:
@@ -114,11 +114,6 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
         # The Trainer and DeepSpeed count tensor-parallel ranks differently; each works it out from the rest.
         config.pop("train_batch_size", None)
     if layout.expert > 1:
-        if not file.has_expert_block:
-            raise UserError(
-                f"layout.expert={layout.expert}: {file.name} has no expert_parallel block; use "
-                "deepspeed=expert_parallel.json."
-            )
         if file.stage == 0:
             # DeepSpeed clips at the mean of the ranks' norms: `test_deepspeed_averages_the_norms_of_different_experts`.
             raise UserError(

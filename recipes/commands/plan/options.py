@@ -174,6 +174,7 @@ def check_layout(recipe: Recipe, hardware: Cluster, keys: Collection[str]) -> No
     """
     given = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in keys}
     file = strategies.template(recipe.deepspeed if "deepspeed" in keys else "zero1.json", hardware)
-    batch = math.lcm(hardware.gpus, recipe.global_batch_size)  # of whole groups of answers, too
-    alone = replace(recipe, layout=Layout(**given), micro_batch_size=1, global_batch_size=batch)
+    micro = recipe.traits.least_micro_batch
+    batch = math.lcm(hardware.gpus * micro, recipe.global_batch_size)  # of whole groups of answers, too
+    alone = replace(recipe, layout=Layout(**given), micro_batch_size=micro, global_batch_size=batch)
     limits.check(alone, hardware.gpus, file)

@@ -69,8 +69,8 @@ def check(recipe: Recipe, file: DeepSpeedFile) -> None:
         )
     if file.deepcompile and recipe.lora is not None and recipe.lora.fused:
         raise UserError(
-            f"lora.fused=true with deepspeed={file.name}: DeepCompile fuses scaling and addition itself; leave "
-            "lora.fused out."
+            f"lora.fused=true with deepspeed={file.name}: DeepCompile fuses scaling and addition itself; use "
+            "lora.fused=false."
         )
     if found := next(refused(recipe, file), None):
         why, use = found

@@ -69,7 +69,7 @@ def _installed_flash(major: int) -> list[str]:
 
 def not_installed(name: str, error: ImportError) -> str:
     """Return that a named implementation's package is missing, with the fix."""
-    return f"model.attention={name}: {first_line(error)}\nInstall it, or leave model.attention out."
+    return f"model.attention={name}: {first_line(error)}\nInstall it, or use model.attention=auto."
 
 
 def is_flash(name: str) -> bool:

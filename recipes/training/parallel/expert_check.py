@@ -53,7 +53,7 @@ def mixture(recipe: Recipe) -> Mixture:
     if found.keys and recipe.router_aux_loss_coef:
         raise UserError(
             f"router_aux_loss_coef={recipe.router_aux_loss_coef}: AutoEP returns router logits for "
-            f"{', '.join(EXPERT_PARALLEL_TYPES)} only; set it to 0, or leave layout.expert out."
+            f"{', '.join(EXPERT_PARALLEL_TYPES)} only; set it to 0, or use layout.expert=1."
         )
     return found
 
@@ -65,7 +65,7 @@ def _mixture(path: str, trust_remote_code: bool) -> Mixture:
         if value := getattr(config, name, 0):
             raise UserError(
                 f"layout.expert: {name}={value} in {path}/config.json adds noise to the routers' inputs, and "
-                "DeepSpeed's AutoEP adds none; set it to 0 there, or leave layout.expert out."
+                "DeepSpeed's AutoEP adds none; set it to 0 there, or use layout.expert=1."
             )
     return Mixture() if config.model_type in EXPERT_PARALLEL_TYPES else find(config)
 

@@ -41,7 +41,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     if error is not None:
         raise UserError(
             f"layout.sequence={size}: {config.model_type} with model.attention={recipe.model.attention} trains "
-            f"differently over several ranks ({error}); leave layout.sequence out."
+            f"differently over several ranks ({error}); use layout.sequence=1."
         )
 
 

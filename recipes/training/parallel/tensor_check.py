@@ -61,7 +61,7 @@ def _find(config: PreTrainedConfig, attention: str) -> dict[str, str]:
     if not found:
         raise UserError(
             f"layout.tensor: none of the layers of {config.model_type} can be split "
-            f"({reason or ', '.join(rest)}); leave layout.tensor out."
+            f"({reason or ', '.join(rest)}); use layout.tensor=1."
         )
     whole = f"; whole on every rank: {', '.join(rest)}" if rest else ""
     layers = [name for name, style in found.items() if style not in (tensor.WHOLE, tensor.SHARE)]
