@@ -11,6 +11,8 @@ from recipes.spec.errors import UserError
 from recipes.training.console import highlighted
 from recipes.training.data import tokenize
 from recipes.training.data.collate import IGNORED, Collator
+from recipes.training.data.report import pieces
+from recipes.training.methods.preferences import pairs
 from recipes.training.model.load import load_model
 from tests.conftest import conversation
 from tests.small import small
@@ -76,7 +78,7 @@ def test_the_report_counts_lengths_and_shows_what_is_in_the_loss(tmp_path, model
         "   10-250 tokens  ",
     ]
     assert report.tokens == sum(lengths) and f"{100 * sum(lengths) / 128:.0f}% filled" in report.lines("a", 128)[0]
-    first, second = (highlighted(pieces) for pieces in tokenize.first_documents(rows, tokenizer))
+    first, second = (highlighted(shown) for shown in tokenize.first_documents(rows, tokenizer))
     assert first == "<|bos|><|user|>Hi?<|end|><|assistant|>«" + "Yes. " * 20 + "No.<|end|>»" and "«" in second
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -103,6 +105,25 @@ def test_examples_without_a_token_in_the_loss_are_dropped_and_counted(tmp_path, 
     path = write(tmp_path / "both.jsonl", [conversation("Hi", "No."), conversation("Hi", "Yes." * 100)])
     with pytest.raises(UserError, match=r"1 of 2 examples are longer than .*, and the others without a"):
         tokenize.prepare(path, small(model_folder, path), tokenizer)
+
+
+def test_pairs_whose_answers_are_rendered_alike_are_dropped_or_refused(tmp_path, model_folder, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.chat_template = tokenizer.chat_template.replace("+ eos_token", "| trim + eos_token")
+    pair = {"prompt": "Hi?", "chosen": "Yes.", "rejected": "Yes. "}
+    path = write(tmp_path / "some.jsonl", [pair, pair | {"rejected": "No."}])
+    recipe = small(model_folder, path, method="dpo", packing=False)
+    assert len(pairs.datasets(recipe, tokenizer).training) == 1
+    assert "warning: training: 1 of 2 pairs have two answers of the same tokens" in capsys.readouterr().out
+    path = write(tmp_path / "all.jsonl", [pair] * 2)
+    with pytest.raises(UserError, match="2 of 2 pairs have two answers of the same tokens"):
+        pairs.datasets(small(model_folder, path, method="dpo", packing=False), tokenizer)
+
+
+def test_the_placeholders_of_an_image_are_shown_as_their_number(model_folder):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokens = tokenizer("<|user|>" * 300 + "Hi? " + "<|end|>" * 3, add_special_tokens=False)["input_ids"]
+    assert pieces(tokens, [False] * len(tokens), tokenizer) == [("<|user|> x 300 Hi? " + "<|end|>" * 3, False)]
 
 
 def test_examples_that_are_too_long_are_dropped_and_counted(tmp_path, model_folder, tokenizer):

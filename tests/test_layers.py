@@ -122,6 +122,18 @@ def test_the_report_shows_layers_and_hardware(run, capsys):
     assert "LAYERS" in shown and re.search(r"model\.layers\.2\s+\S+\s+3 -> 1\n", shown), shown
 
 
+def test_updates_without_any_gradient_are_in_the_report(run):
+    rows = read_jsonl(run.metrics)
+    run.metrics.unlink()
+    for row in rows:
+        zero = {"grad_norm": 0.0, "update_ratio": 0.0, "dead": 1.0}
+        layers = {name: zero if row["step"] > 1 else one for name, one in row["layers"].items()}
+        append_jsonl(run.metrics, row | {"layers": layers})
+    page = html.render(write.document(run_data.read(run.path)))
+    assert "The gradient of every layer is zero in 2 of 3 logs, first at step 2: these updates" in page
+    assert "has vanished or exploded" not in page
+
+
 def test_darker_is_larger_and_an_empty_cell_has_no_number(run):
     block = next(
         one

@@ -317,6 +317,15 @@ def test_unfinished_stopped_and_numberless_runs_are_shown(tmp_path):
     assert verdict.sentence(run_data.read(run.path)).startswith("Stopped after 2 steps")
 
 
+def test_a_run_of_one_update_shows_its_loss_once_and_its_warning(tmp_path):
+    run = a_run(tmp_path / "run", steps=1)
+    summary = read_json(run.summary) | {"before": None, "after": None, "warning": "warning: 1 update in all."}
+    write_json(run.summary, summary)
+    sentence = verdict.sentence(run_data.read(run.path))
+    assert re.fullmatch(r"Training loss \d+\.\d{4} before the only update, in 1 step, .* of training\.", sentence)
+    assert "warning: 1 update in all." in html.render(write.document(run_data.read(run.path)))
+
+
 def test_the_index_lists_all_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(index, "runs", lambda: tmp_path)
     first = a_run(tmp_path / "tiny-3m-full" / "20260101-000000")

@@ -15,7 +15,7 @@ from recipes.launching import preflight
 from recipes.spec import overrides, pages
 from recipes.spec.layout import gradient_accumulation_steps
 from recipes.spec.recipe import Layout, Lora, Schedule
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from recipes.training import run as training_run
 from recipes.training.data import updates
 from recipes.training.trainer import RunTrainer
@@ -193,6 +193,7 @@ def test_a_run_of_one_step_learns_and_was_warned_of(ranks, tmp_path, model_folde
     assert only["step"] == 1 and only["grad_norm"] > 0
     assert "steps per epoch" in screen and "epochs=12" in screen
     assert f"training loss: {only['loss']:.4f}, before the only update" in screen
+    assert read_json(run.summary)["warning"].startswith("warning: 60 examples in ")
     assert screen.count("warning: 60 examples in ") == 2 and "warning: 60 examples in " in screen.split("\ntrained ")[1]
 
 

@@ -56,6 +56,7 @@ def finished(
         "metric": evaluation.metric if evaluation else recipe.data.metric,
         "before": evaluation.before() if evaluation else None,
         **results,
+        **({"warning": few} if few else {}),
         **memory(),
     }
     if not_loaded := stored.NOT_LOADED.get(recipe.model.path):

@@ -43,6 +43,12 @@ def _blocks(logged: list[tuple[int, Row]]) -> Iterator[Block]:
 
 def _verdicts(logged: list[tuple[int, Row]]) -> Iterator[str]:
     """Yield a sentence for each layer and what was wrong with its gradient: how often, and from which step on."""
+    still = [row["step"] for _, row in logged if all(one.get("grad_norm") == 0 for one in _layers(row).values())]
+    if still:
+        yield (
+            f"The gradient of every layer is zero in {len(still)} of {len(logged)} logs, first at step {still[0]}: "
+            "these updates taught the model nothing."
+        )
     found: dict[tuple[str, str], list[int]] = {}
     for _, row in logged:
         for name, one in _layers(row).items():

@@ -17,7 +17,8 @@ def section(run: RunData) -> Section:
     found = tuple(rows(run))
     shown = 3 if any(predicted is not None for _, _, predicted in found) else 2  # nothing is predicted for CPUs
     table = Table(("", "measured", "predicted")[:shown], tuple(row[:shown] for row in found))
-    return Section("Verdict", (Note(sentence(run)), table))
+    warning = run.summary.get("warning")
+    return Section("Verdict", (Note(sentence(run)), *((Note(str(warning)),) if warning else ()), table))
 
 
 def sentence(run: RunData) -> str:
@@ -25,7 +26,7 @@ def sentence(run: RunData) -> str:
     name, before, after = score(run)
     last = run.metrics[-1]
     spent = number(last.get("seconds"), "duration", "")
-    how = f"{last['step']} steps" + (f", {spent.text} of training" if spent else "")
+    how = f"{last['step']} step{'' if last['step'] == 1 else 's'}" + (f", {spent.text} of training" if spent else "")
     if run.summary.get("stopped"):
         return f"Stopped after {how}; the same command with --resume continues it."
     if not run.summary:
@@ -33,6 +34,8 @@ def sentence(run: RunData) -> str:
     if before is None or after is None:
         first = number(run.metrics[0].get("loss"), ".4f", "")
         end = number(last.get("loss"), ".4f", "")
+        if len(run.metrics) == 1:
+            return f"Training loss {end.text if end else '-'} before the only update, in {how}."
         return f"Training loss {first.text if first else '-'} -> {end.text if end else '-'} in {how}."
     return f"{name} on held-out examples: {before.text} -> {after.text}, in {how}."
 

@@ -1,5 +1,6 @@
 """The report on a tokenized dataset, shown before training: counts, lengths, what was dropped, masked examples."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 BARS = 6
 WIDEST = 30
 NOT_IN_LOSS = "without a token in the loss; are the answers empty, or all marked as not learned (`train`: false)?"
+RUNS = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
+"""A special token several times, as an image's placeholders are: hundreds of them."""
 LONGEST_SHOWN = 400
 """Characters shown of each turn."""
 
@@ -106,6 +109,7 @@ def pieces(tokens: Sequence[int], learned: Sequence[bool], tokenizer: PreTrained
 
 
 def _clipped(text: str) -> str:
+    text = RUNS.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1])} ", text)
     half = LONGEST_SHOWN // 2
     text = text if len(text) <= LONGEST_SHOWN else f"{text[:half]} ... {text[-half:]}"
     return text.replace("\n", "\\n")

@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from ....spec.errors import UserError
 from ....spec.recipe import Recipe
 from ...console import say
 from ...data import load, tokenize, updates
@@ -22,13 +23,19 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     """Return pairs as the tokens of a prompt and its two answers.
 
     Raises:
-        UserError: every pair has an answer that is too long.
+        UserError: every pair has an answer that is too long, or two that are equal.
     """
     pairs, held_out = load.read_examples(recipe, tokenizer)
     shown = tokenize.first_pair(pairs, tokenizer)
     load.show(shown)
     tokens = pairs.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=pairs.column_names)
-    kept = tokenize.fitting(tokens, recipe)
+    differing = tokens.filter(lambda pair: pair["chosen_ids"] != pair["rejected_ids"])
+    if equal := len(tokens) - len(differing):
+        alike = f"{equal} of {len(tokens)} pairs have two answers of the same tokens, as the chat template renders them"
+        if not len(differing):
+            raise UserError(f"data.path: {alike}, so there is no preference to learn.")
+        say(f"warning: training: {alike}; they are dropped")
+    kept = tokenize.fitting(differing, recipe)
     say(f"training: {len(kept)} pairs")
     size = updates.Size(len(pairs), len(kept), len(kept), None)
     sample = kept[0]["prompt_ids"] + kept[0]["chosen_ids"]
