@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerState
 from recipes.spec.gpus import BF16_TFLOPS, peak_flops
 from recipes.spec.recipe import Lora
 from recipes.spec.run_folder import RunFolder, read_jsonl
+from recipes.training import holdings
 from recipes.training.adapters.add import add as add_adapters
 from recipes.training.callbacks.metrics import Metrics
 from recipes.training.model.flops import TrainingFlops, training_flops
@@ -86,4 +87,14 @@ def test_every_log_counts_the_tokens_since_the_one_before(alone, tmp_path, count
         metrics.count([{"tokens": 7, "squared_lengths": 25}, dict(padded)])
         metrics.on_log(None, TrainerState(global_step=step, max_steps=2), None, {"loss": 1.0, "learning_rate": 0.1})
     assert [record["tokens"] for record in read_jsonl(run.metrics)] == [12 * counts, 24 * counts]
+    assert (metrics.new_tokens, metrics.new_squares, metrics.waited) == (0, 0, 0.0)
     assert TrainingFlops(3.0, 2.0).of(10, 50) == 130
+
+
+@pytest.mark.parametrize(("place", "held"), [(None, [4]), ("cpu", [4]), ("nvme", [])])
+def test_a_rank_holds_its_part_of_a_weight_unless_that_is_on_nvme(place, held):
+    weight = torch.nn.Parameter(torch.zeros(0))
+    assert [part.numel() for part in holdings._parts(weight)] == [0]
+    weight.ds_numel, weight.ds_tensor = 8, torch.zeros(4)  # as ZeRO-3 leaves it between steps
+    weight.ds_tensor.final_location = place
+    assert [part.numel() for part in holdings._parts(weight)] == held

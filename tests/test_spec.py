@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from trl import DPOTrainer
 
 from recipes.spec import overrides, pages
-from recipes.spec.conversions import from_dict, to_dict
+from recipes.spec.conversions import from_dict, lora_options, to_dict
 from recipes.spec.errors import UserError, redact
 from recipes.spec.layout import gradient_accumulation_steps
 from recipes.spec.methods.settings import DpoLoss
 from recipes.spec.overrides import FOREIGN_NAMES, override_keys
 from recipes.spec.project import CHECKOUT as ROOT
+from recipes.spec.recipe import Lora
 
 RELIED_ON = {
     "": "deepspeed learning_rate max_steps epochs global_batch_size micro_batch_size sequence_length precision "
@@ -231,3 +232,15 @@ def test_the_losses_of_dpo_that_are_offered_are_trls():
         assert f'loss_type == "{loss}"' in source
     recipe = overrides.apply(pages.find("tiny", "dpo_lora"), ["dpo.loss=robust", "dpo.label_smoothing=0.1"])
     assert (recipe.dpo.loss, recipe.dpo.label_smoothing) == ("robust", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules", "left_out"),
+    [
+        ("mamba2", "all-linear", ["out_proj", "conv1d"]),
+        ("mamba2", "in_proj", None),
+        ("opt", "all-linear", None),  # whose attention has an out_proj too
+    ],
+)
+def test_only_mambas_fused_weights_get_no_adapters(kind, modules, left_out):
+    assert lora_options(Lora(target_modules=modules), kind=kind)["exclude_modules"] == left_out
