@@ -517,11 +517,6 @@ OPTIONS = {
     ),
     "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "DPO reads all pairs"),
     "stream for rewards": (Data("a.jsonl", streaming=True), {"method": "reward"}, "reward modelling reads all pairs"),
-    "single answers": (
-        Data("a.jsonl"),
-        {"method": "kto", "micro_batch_size": 1},
-        "KTO compares the answers of a micro",
-    ),
     "form": (Data("a.jsonl", form="text"), {}, "data.form=text: is for the method pretrain"),
 }
 

@@ -390,3 +390,10 @@ def test_numbers_of_gpus_that_do_not_divide_the_batch_are_not_suggested():
     recipe = replace(pages.find("llama3-8b", "full"), global_batch_size=16, micro_batch_size=1)
     recipe = replace(recipe, layout=Layout(tensor=2))
     assert limits.suggestions(recipe, 7, zero(1))[1:] == ["--gpus 8"], "6 GPUs are three copies"
+
+
+def test_answers_of_a_micro_batch_that_are_compared_are_several():
+    recipe = replace(pages.find("tiny", "kto_lora"), micro_batch_size=1)
+    with pytest.raises(UserError, match="KTO compares the answers of a micro-batch; use micro_batch_size=2 or more"):
+        limits.check_micro_batch(recipe)
+    limits.check_micro_batch(replace(recipe, micro_batch_size=2))
