@@ -62,3 +62,12 @@ def test_ranks_on_gpus_share_the_cores_that_this_process_may_use(monkeypatch, as
     if asked:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert command.rank_environment(8, gpus=8)["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_ranks_run_on_the_cpu_only_where_there_are_no_gpus(gpus, monkeypatch):
+    for name in ("DS_ACCELERATOR", "MALLOC_ARENA_MAX"):
+        monkeypatch.delenv(name, raising=False)
+    environment = command.rank_environment(2, gpus)
+    assert environment.get("DS_ACCELERATOR") == (None if gpus else "cpu")
+    assert environment.get("MALLOC_ARENA_MAX") == (None if gpus else "1")
