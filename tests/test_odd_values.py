@@ -248,3 +248,11 @@ def test_a_message_neither_steers_the_terminal_nor_fills_it(words, capsys):
             assert main.run(words[0], [word.format(value) for word in words[1:]]) == 2
         said = capsys.readouterr().err
         assert 10 < len(said) < 1000 and all(one.isprintable() or one == "\n" for one in said), ascii(said)
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "a\nb", "\x1b[31m"])
+def test_a_sweeps_folder_has_a_name_that_its_trials_can_have(name, capsys):
+    words = ["tiny", "full", "learning_rate=1e-3,2e-3", "--output-dir", name]
+    assert main.run("sweep", words) == 2
+    assert "control characters, or not UTF-8; choose another name." in capsys.readouterr().err
+    assert not list(Path().iterdir())

@@ -214,8 +214,8 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
         UserError: the folder has content that a new run would overwrite.
     """
     if output_dir is None:
-        return _at(runs() / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
-    run = _at(output_dir.resolve())
+        return at(runs() / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
+    run = at(output_dir.resolve())
     try:
         taken = run.recipe.exists()
         used = output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir()))
@@ -231,8 +231,12 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     return run
 
 
-def _at(path: Path) -> RunFolder:
-    """Return the run folder; a line break in its name would be a line of scripts, logs and printed commands."""
+def at(path: Path) -> RunFolder:
+    """Return the run folder; a line break in its name would be a line of scripts, logs and printed commands.
+
+    Raises:
+        UserError: names the folder.
+    """
     if not str(path).isprintable():
         raise UserError(f"--output-dir {str(path)!r}: control characters, or not UTF-8; choose another name.")
     return RunFolder(path)
@@ -271,7 +275,7 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
         if run is None:
             raise UserError(f"nothing to resume: no run of {recipe.name} in {runs()}; add --output-dir.")
     else:
-        run = _at(output_dir.resolve())
+        run = at(output_dir.resolve())
         if not run.recipe.exists():
             raise UserError(f"nothing to resume: {output_dir} has no recipe.json, so it is not a run folder.")
     held = read_recipe(run).name

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...spec import overrides, pages
+from ...spec import overrides, pages, run_folder
 from ...spec.errors import UserError
 from ...spec.methods import metrics
 from ...spec.project import command, display, runs
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else space.at_random(found, options.random, options.seed or 0, options.most)
     )
     name = f"{page.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = (options.output_dir or runs() / "sweeps" / name).resolve()
+    folder = run_folder.at((options.output_dir or runs() / "sweeps" / name).resolve()).path
     group = [f"wandb.group={folder.name}", "wandb.job_type=sweep"]
     set_there = overrides.keys_of(options.overrides)
     fixed = (*found.fixed, *(word for word in group if word.partition("=")[0] not in set_there))
