@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from recipes.commands import launch
 from recipes.launching import paths
-from recipes.spec import deepspeed_file, overrides
+from recipes.spec import deepspeed_file, overrides, pages
 from recipes.spec.errors import UserError
 from recipes.spec.recipe import Lora, Schedule, Wandb
 from recipes.spec.run_folder import (
@@ -192,3 +193,15 @@ def test_a_resume_with_settings_that_the_checkpoint_does_not_fit_is_refused(tmp_
         assert "\n" not in str(refused.value) and ("leave" in str(refused.value) or "use " in str(refused.value))
     for change in ACCEPTED:
         check(change)
+
+
+def test_the_launcher_prints_what_a_resumed_run_changes(tmp_path, capsys):
+    run = RunFolder(tmp_path)
+    write_recipe(run, paths.locate(pages.find("tiny", "full")))
+    write_json(run.deepspeed, {"zero_optimization": {"stage": 3}})
+    write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {"step": 5, "world_size": 2, "layout": {}, "files": {}})
+    command = ["tiny", "full", "--resume", "--output-dir", str(tmp_path), "--gpus", "2", "--dry-run"]
+    for changes in (["learning_rate=1e-05", "weight_decay=0.5"], []):
+        assert launch.main([*command, *changes]) == 0
+        said = f"resuming with other settings than before: {' '.join(changes)}\n" in capsys.readouterr().out
+        assert said == bool(changes)
