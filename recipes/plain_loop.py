@@ -5,6 +5,7 @@
 
 MODEL is a Hugging Face model with a chat template that marks the assistant's tokens; every line of data.jsonl is
 {"messages": [{"role": ..., "content": ...}, ...]}. OUTPUT becomes a folder that `from_pretrained` loads.
+A run whose loss is not finite, or that leaves the weights as they were, ends with exit status 1 and writes no OUTPUT.
 What it leaves out, and `scripts/launch.py` has: evaluation, resume, adapters, tracking, checks.
 """
 
@@ -41,27 +42,41 @@ def options():
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--no-pack", action="store_true")
-    return parser.parse_args()
+    parsed = parser.parse_args()
+    for name in ("steps", "micro_batch", "accumulation", "length", "lr", "log_every"):
+        if not 0 < getattr(parsed, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {getattr(parsed, name)}: must be above 0 and finite")
+    return parsed
 
 
 def documents(path, tokenizer, length):
     """Return (tokens, labels) per conversation; -100 keeps a token out of the loss."""
-    kept, lines = [], Path(path).read_text(encoding="utf-8").splitlines()
+    # Not splitlines(): it also divides at U+2028, which JSON leaves as it is inside strings.
+    lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+    kept, long, unmarked = [], 0, 0
     for line in lines:
         messages = json.loads(line)["messages"]
         chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         tokens, mask = chat["input_ids"], chat["assistant_masks"]
-        if len(tokens) <= length:
-            # The first token has no label: nothing before it could have predicted it.
-            kept.append((tokens, [-100] + [t if m else -100 for t, m in zip(tokens[1:], mask[1:], strict=True)]))
-    if dist.get_rank() == 0 and len(kept) < len(lines):
-        print(f"warning: {len(lines) - len(kept)} of {len(lines)} conversations are longer than --length {length}")
-    if not any(label != -100 for _, labels in kept for label in labels):
+        # The first token has no label: nothing before it could have predicted it.
+        labels = [-100] + [t if m else -100 for t, m in zip(tokens[1:], mask[1:], strict=True)]
+        if len(tokens) > length:
+            long += 1
+        elif not any(mask[1:]):
+            unmarked += 1
+        else:
+            kept.append((tokens, labels))
+    if not kept:
         raise SystemExit(
-            f"{path}: nothing to learn: all conversations are longer than --length {length}."
-            if not kept
-            else "MODEL's chat template marks no assistant's tokens: put {% generation %} ... {% endgeneration %} "
-            "around the assistant's turn in its chat_template.jinja, or use scripts/launch.py, which finds them."
+            f"{path}: nothing to learn: {long} of {len(lines)} conversations are longer than --length {length}, and in "
+            f"{unmarked} the chat template of MODEL marks no assistant's tokens. If it never does, put "
+            "{% generation %} ... {% endgeneration %} around the assistant's turn in its chat_template.jinja, or use "
+            "scripts/launch.py, which finds them."
+        )
+    if dist.get_rank() == 0 and (long or unmarked):
+        print(
+            f"warning: {long + unmarked} of {len(lines)} conversations are dropped: {long} are longer than --length "
+            f"{length}, and {unmarked} have no assistant's tokens"
         )
     return kept
 
@@ -138,7 +153,15 @@ def main():
     sequences = [[document] for document in kept] if o.no_pack else packed(kept, o.length)
     batch = o.micro_batch * o.accumulation * world
     if len(sequences) < batch:
-        raise SystemExit(f"{o.data}: {len(sequences)} sequences, and a step takes {batch}: lower --micro-batch.")
+        raise SystemExit(
+            f"{o.data}: {len(sequences)} sequences, and a step takes {batch}: lower --micro-batch or --length."
+        )
+
+    def sample():
+        """Return some of the weights: of those that ZeRO-3 shards, this rank's part."""
+        return [getattr(p, "ds_tensor", p).detach().flatten()[:1024].clone() for p in model.parameters()]
+
+    before = sample()
     order = torch.Generator().manual_seed(0)
     queue: list[int] = []
     seen, start = 0, time.perf_counter()
@@ -147,7 +170,7 @@ def main():
             queue = torch.randperm(len(sequences), generator=order).tolist()
         chosen, queue = [sequences[i] for i in queue[:batch]], queue[batch:]
         mine = chosen[rank::world]
-        micro = [collate(mine[i :: o.accumulation], tokenizer.pad_token_id, device) for i in range(o.accumulation)]
+        micro = [collate(mine[i :: o.accumulation], tokenizer.pad_token_id or 0, device) for i in range(o.accumulation)]
         # Every labelled token of the global batch has the same weight, on whichever rank; DeepSpeed averages over
         # ranks and accumulation steps, so both are multiplied back in.
         labelled = sum((m["labels"] != -100).sum() for m in micro)
@@ -161,6 +184,8 @@ def main():
         seen += sum(len(tokens) for documents in chosen for tokens, _ in documents)
         if step % o.log_every == 0 or step == o.steps:
             dist.all_reduce(total)
+            if not total.isfinite():
+                raise SystemExit(f"step {step}: the loss is {total.item()}: lower --lr {o.lr}, or look at {o.data}.")
             if rank == 0:
                 norm = engine.get_global_grad_norm()
                 print(json.dumps({
@@ -171,6 +196,11 @@ def main():
                     "seconds": time.perf_counter() - start,
                     "host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
                 }), flush=True)  # fmt: skip
+
+    moved = torch.tensor(float(any(not a.equal(b) for a, b in zip(sample(), before, strict=True))), device=device)
+    dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+    if not moved:
+        raise SystemExit(f"after {o.steps} steps the weights are what they were before: --lr {o.lr} is too small.")
 
     # Under ZeRO-3 every rank takes part in gathering the weights; rank 0 gets them.
     state = engine._zero3_consolidated_16bit_state_dict() if o.zero_stage == 3 else engine.module.state_dict()

@@ -1,0 +1,64 @@
+"""recipes/plain_loop.py: it trains as its docstring says, and writes nothing where nothing was trained."""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes import plain_loop
+from recipes.proof.samples import conversation
+from recipes.spec.samples import TINY_MODEL
+from tests.conftest import write_rows
+from tests.launching import BIN, ROOT, run
+from tests.ranks import free_port
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """Write sixteen conversations, a blank line and a conversation without an answer."""
+    rows = [conversation(f"Count to {n}.", " ".join(map(str, range(n)))) for n in range(1, 17)]
+    path = write_rows(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
+    path.write_text(path.read_text() + "\n" + json.dumps({"messages": rows[0]["messages"][:1]}) + "\n")
+    return path
+
+
+@pytest.mark.engine
+def test_docstring_command(chats, tmp_path):
+    words = plain_loop.__doc__.split("DS_ACCELERATOR=cpu ")[1].split(" ...")[0].split()
+    assert words[0] == "deepspeed" and words[-1] == "recipes/plain_loop.py"
+    command = [str(BIN / "deepspeed"), "--master_port", str(free_port()), *words[1:]]
+    options = ["--steps", "6", "--micro-batch", "2", "--length", "64", "--log-every", "2", "--dtype", "fp32"]
+    output = run([*command, str(TINY_MODEL), str(chats), str(tmp_path / "model"), *options], ROOT)
+    records = [json.loads(line[line.index("{") :]) for line in output.splitlines() if '{"step"' in line]
+    assert [record["step"] for record in records] == [2, 4, 6]
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5 and all(record["grad_norm"] > 0 for record in records)
+    assert "1 of 17 conversations are dropped: 0 are longer than --length 64, and 1 have no assistant's" in output
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (TINY_MODEL, tmp_path / "model")
+    )
+    assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_data_without_anything_to_learn_is_refused(chats, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    with pytest.raises(
+        SystemExit, match="17 of 17 conversations are longer than --length 8, and in 0 the chat template"
+    ):
+        plain_loop.documents(chats, tokenizer, 8)
+    asked = write_rows(tmp_path / "asked.jsonl", [{"messages": [{"role": "user", "content": "Why?"}]}] * 2)
+    with pytest.raises(
+        SystemExit, match="0 of 2 conversations are longer than --length 64, and in 2 the chat template"
+    ):
+        plain_loop.documents(asked, tokenizer, 64)
+
+
+@pytest.mark.parametrize("option", ["--steps 0", "--lr 0", "--lr nan", "--lr -1", "--micro-batch 0", "--log-every 0"])
+def test_impossible_options(monkeypatch, capsys, option):
+    monkeypatch.setattr(sys, "argv", ["plain_loop.py", "model", "data", "output", *option.split()])
+    with pytest.raises(SystemExit) as ended:
+        plain_loop.options()
+    assert ended.value.code == 2
+    name, value = option.split()
+    assert f"{name} {float(value) if name == '--lr' else value}: must be above 0 and finite" in capsys.readouterr().err
