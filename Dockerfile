@@ -14,6 +14,6 @@ USER 1000:1000
 COPY --chown=1000:1000 requirements.lock .
 # constraints.txt with hashes, and with torch's CUDA libraries; `make lock` writes it.
 RUN python3 -m venv .venv && .venv/bin/python -m pip install --no-cache-dir --require-hashes -r requirements.lock
-ENV PATH=/workspace/.venv/bin:$PATH PYTHONPATH=/workspace TORCH_EXTENSIONS_DIR=/workspace/.venv/torch_extensions
+ENV PATH=/workspace/.venv/bin:$PATH PYTHONPATH=/workspace/src TORCH_EXTENSIONS_DIR=/workspace/.venv/torch_extensions
 
 COPY --chown=1000:1000 . .

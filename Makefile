@@ -38,10 +38,11 @@ help:
 
 install: $(PREPARE)
 
-$(ROOT).venv/.installed: constraints.txt
+$(ROOT).venv/.installed: constraints.txt pyproject.toml
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	@echo "installing constraints.txt: about a minute plus the download"
 	$(PIP) -r constraints.txt
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
 # Without --no-deps pip would refuse the list: each of the three asks for another version of what the others share.
@@ -74,7 +75,7 @@ $(SERVING)/llama.cpp/.installed: | $(SERVING)/.installed
 	rm $(@D)/*.tar.gz
 	touch $@
 
-TWO = from recipes.launching.command import visible_gpus as found; print(min(2, found() or 2))
+TWO = from deepspeed_recipes.launching.command import visible_gpus as found; print(min(2, found() or 2))
 demo: install
 	@$(PYTHON) scripts/launch.py tiny full --gpus $$($(PYTHON) -c "$(TWO)")
 
@@ -83,7 +84,7 @@ quick: install
 
 # What DeepSpeed by itself loads on a CPU, in tests without this project's training.
 ops: install
-	@$(PYTHON) -m recipes.machine.ops deepspeed_shm_comm
+	@$(PYTHON) -m deepspeed_recipes.machine.ops deepspeed_shm_comm
 
 test: ops
 	$(PYTEST) $(ARGS)
@@ -95,7 +96,7 @@ durations: ops
 	$(PYTEST) -p tests.durations $(ARGS)
 
 docs: $(PREPARE)
-	$(PYTHON) -m recipes.docs
+	$(PYTHON) -m scripts.maintain.documents
 
 # What to run first on a machine with GPUs; on one without it is rehearsed on CPU ranks. `benchmark.py all` measures.
 gpu-check: install

@@ -16,9 +16,8 @@ TODO where the learning rates come from, and what whoever fine-tunes this family
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SIZES = {
     # The name people type. A family has all its sizes on one page.
@@ -67,3 +66,7 @@ def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     # spec/variants.py says what such variants are on every page: qlora, dora, full_offload, long_context and dpo too.
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

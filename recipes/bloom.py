@@ -31,9 +31,8 @@ documents would attend to each other, so nothing is packed. The logits of 2,048 
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
 COMMON = {
     "model_type": "bloom",
@@ -154,3 +153,7 @@ def pipeline(size: str) -> Recipe:
         layout=Layout(pipeline=36 if large else 2),
         global_batch_size=1152 if large else full(size).global_batch_size,
     )
+
+
+if __name__ == "__main__":
+    launch(__file__)

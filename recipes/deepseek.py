@@ -33,9 +33,8 @@ copy. TRL cannot mark its chat template: SFT needs one with {% generation %} mar
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
 SIZES = {
     "v2-lite": Model(
@@ -194,3 +193,7 @@ def expert(size: str) -> Recipe:
     """
     spread = Layout(expert=8 if size == "v2-lite" else 256)
     return replace(full(size), deepspeed="expert_parallel.json", layout=spread)
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -32,9 +32,8 @@ without them it is slow.
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SHARED = {
     "model_type": "falcon_h1",
@@ -177,3 +176,7 @@ grpo = variants.grpo_of(full)
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -35,9 +35,8 @@ length. Where flash-attn is installed, add model.attention=flash_attention_2. Th
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SHARED = {
     "model_type": "gemma2",
@@ -158,3 +157,7 @@ grpo = variants.grpo_of(full)
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

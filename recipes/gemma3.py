@@ -36,9 +36,8 @@ from text); the vocabulary of 262,208 makes the logits, not the layers, the larg
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LONG_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
@@ -205,3 +204,7 @@ grpo = variants.grpo_of(full)
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

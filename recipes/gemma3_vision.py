@@ -20,9 +20,8 @@ whatever its size, so data.max_pixels bounds only what is read from the disk.
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import SIGHT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule, variants
 
 TOWER = {
     "model_type": "siglip_vision_model",
@@ -141,3 +140,7 @@ def lora(size: str) -> Recipe:
 def qlora(size: str) -> Recipe:
     """Adapters on a frozen language part in 4 bits: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
     return variants.qlora(lora(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

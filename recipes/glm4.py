@@ -36,9 +36,8 @@ gate and up are one matrix, `gate_up_proj`; only 9b has biases in q, k and v.
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SIZES = {
     "9b": Model(
@@ -147,3 +146,7 @@ grpo = variants.grpo_of(full)
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size), learning_rate=2 * FULL_RATE[size], adam_beta2=0.95, global_batch_size=128)
+
+
+if __name__ == "__main__":
+    launch(__file__)

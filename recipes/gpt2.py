@@ -50,9 +50,8 @@ Dropout (0.1) is on during training.
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 # Hugging Face's config.json calls these n_embd, n_layer, n_head and n_positions; transformers takes both names.
 COMMON = {
@@ -132,3 +131,7 @@ def pretrain(size: str) -> Recipe:
     return variants.pretrain(
         full(size), learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.95, schedule=Schedule("constant")
     )
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -26,9 +26,8 @@ adapts all three; attention and feed-forward run in parallel on the same residua
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SIZES = {
     "20b": Model(
@@ -107,3 +106,7 @@ def dpo_lora(size: str) -> Recipe:
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size), learning_rate=9.7e-6)
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -35,9 +35,8 @@ Its answers are `<think>...</think><answer>...</answer>`, with an empty think bl
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SHARED = {
     "model_type": "hunyuan_v1_dense",
@@ -162,3 +161,7 @@ def pretrain(size: str) -> Recipe:
     Usually from base weights: model.path=tencent/Hunyuan-7B-Pretrain.
     """
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -32,9 +32,8 @@ No variant packs documents: convolutions read the two tokens before each, across
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SMALL = [("full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv") for layer in range(16)]
 LARGE = [("full_attention" if layer in (2, 5, 9, 13, 17, 21, 24, 27) else "conv") for layer in range(30)]
@@ -167,3 +166,7 @@ grpo = variants.grpo_of(full)
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

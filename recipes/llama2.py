@@ -34,9 +34,8 @@ Its chat template has no control token around the user's turns but `[INST]` in p
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SHARED = {
     "model_type": "llama",
@@ -147,3 +146,7 @@ def pretrain(size: str) -> Recipe:
     Usually from base weights: model.path=meta-llama/Llama-2-7b-hf.
     """
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

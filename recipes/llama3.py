@@ -46,9 +46,8 @@ block that holds a date; for 1b and 3b it is the day of the run, so the same dat
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
 COMMON = {
     "model_type": "llama",
@@ -254,3 +253,7 @@ def three_d(size: str) -> Recipe:
     time of 3 micro-batches in 35 (9 %).
     """
     return replace(full(size), deepspeed="pipeline.json", layout=Layout(tensor=8, pipeline=4))
+
+
+if __name__ == "__main__":
+    launch(__file__)

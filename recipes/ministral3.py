@@ -35,9 +35,8 @@ published in FP8, which cannot be trained; this is Mistral's bf16 copy. Beyond 1
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 YARN = {
     "rope_type": "yarn",
@@ -167,3 +166,7 @@ def pretrain(size: str) -> Recipe:
     Usually from base weights: model.path=mistralai/Ministral-3-8B-Base-2512.
     """
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -28,9 +28,8 @@ The licence's full name is NVIDIA Nemotron Open Model License (`nvidia-nemotron-
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
@@ -115,3 +114,7 @@ grpo = variants.grpo_of(full)
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

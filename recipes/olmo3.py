@@ -38,9 +38,8 @@ writes the same turns without it. YaRN stretches the full-attention layers only.
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SHARED = {
     "model_type": "olmo3",
@@ -162,3 +161,7 @@ def pretrain(size: str) -> Recipe:
     Usually from base weights: model.path=allenai/Olmo-3-1025-7B, or allenai/Olmo-3-1125-32B.
     """
     return variants.pretrain(full(size), weight_decay=0.1)
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -28,9 +28,8 @@ checks it on a draft before a run. The loss that balances them is off; router_au
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
 SIZES = {
     "1b-7b": Model(
@@ -116,3 +115,7 @@ def expert(size: str) -> Recipe:
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
     """
     return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
+
+
+if __name__ == "__main__":
+    launch(__file__)

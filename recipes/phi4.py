@@ -37,9 +37,8 @@ mini (LongRoPE): a document over 4,096 tokens changes the rotary factors of its 
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LONG_FACTORS = """
 1 1.118320672 1.250641126 1.398617824 1.564103225 1.74916897 1.956131817 2.187582649 2.446418898 2.735880826 3.059592084
@@ -163,3 +162,7 @@ grpo = variants.grpo_of(full)
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size), learning_rate=2e-5, adam_beta2=0.95, global_batch_size=128)
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -41,9 +41,8 @@ embedding are one weight.
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SHARED = {
     "model_type": "qwen2",
@@ -221,3 +220,7 @@ def pretrain(size: str) -> Recipe:
     Usually from base weights: model.path=Qwen/Qwen2.5-7B (there is one for each size).
     """
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -27,9 +27,8 @@ knows.
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import SIGHT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule, variants
 
 TOWER = {
     "model_type": "qwen2_5_vl_vision",
@@ -164,3 +163,7 @@ def lora(size: str) -> Recipe:
 def qlora(size: str) -> Recipe:
     """Adapters on a frozen language part in 4 bits: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
     return variants.qlora(lora(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -42,9 +42,8 @@ in examples with reasoning if the model should keep it. Up to 4b the output laye
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
 SHARED = {
     "model_type": "qwen3",
@@ -217,3 +216,7 @@ def sequence(size: str) -> Recipe:
     The 32b on one node of 8 H200: 32.8B parameters at 16/8 bytes are 66 GB, and 5,120 tokens of activations.
     """
     return replace(long_context(size), layout=Layout(sequence=8), sequence_length=40960)
+
+
+if __name__ == "__main__":
+    launch(__file__)

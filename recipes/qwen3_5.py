@@ -40,9 +40,8 @@ exported. No variant packs documents. Install flash-linear-attention and causal-
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SHARED = {
     "model_type": "qwen3_5_text",
@@ -209,3 +208,7 @@ def pretrain(size: str) -> Recipe:
     Usually from base weights: model.path=Qwen/Qwen3.5-9B-Base (there is one for each size up to 9b).
     """
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -31,9 +31,8 @@ exported. No variant packs documents. Install flash-linear-attention and causal-
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Layout, Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
 SHARED = {
     "model_type": "qwen3_5_moe_text",
@@ -174,3 +173,7 @@ def expert(size: str) -> Recipe:
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
     """
     return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -33,9 +33,8 @@ Its configuration trains with dropout of 0.1 in attention and after each block, 
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SIZES = {
     "36b": Model(
@@ -122,3 +121,7 @@ grpo = variants.grpo_of(full)
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size))
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -34,9 +34,8 @@ belong under /no_think in the system message: then it puts an empty think block 
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SIZES = {
     "3b": Model(
@@ -122,3 +121,7 @@ def pretrain(size: str) -> Recipe:
     From the base model: add model.path=HuggingFaceTB/SmolLM3-3B-Base.
     """
     return variants.pretrain(full(size), weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0)
+
+
+if __name__ == "__main__":
+    launch(__file__)

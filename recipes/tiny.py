@@ -1,10 +1,10 @@
 """tiny: the model that ships with the project; every variant runs anywhere, offline, on CPU, in minutes.
 
-A Qwen3 made and pre-trained by `recipes/samples/pretrain.py`, so that what follows is fine-tuning and not training
-from noise. The task: turn a sentence into one JSON object, scored by exact match.
+A Qwen3 made and pre-trained by `scripts/maintain/samples/pretrain.py`, so that what follows is fine-tuning and not
+training from noise. The task: turn a sentence into one JSON object, scored by exact match.
 
     size  layers  hidden  heads  parameters  context  licence     weights
-    3m    4       256     8      3.05M       1,024    Apache-2.0  recipes/samples/tiny_model (ships with the project)
+    3m    4       256     8      3.05M       1,024    Apache-2.0  samples/tiny_model (ships with the project)
 
     variant     method    trains         DeepSpeed  needs
     full        SFT       all weights    ZeRO-3     1 GPU of any kind, or 2 CPU cores
@@ -27,10 +27,9 @@ from noise. The task: turn a sentence into one JSON object, scored by exact matc
 
 from dataclasses import replace
 
-from .spec import variants
-from .spec.methods.settings import Distill, Grpo
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import CHAT, HALF_TRAINED, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import CHAT, Distill, Grpo, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe.samples import HALF_TRAINED, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
 
 SIZES = {
     "3m": Model(
@@ -168,3 +167,7 @@ def distill(size: str) -> Recipe:
     few = replace(full(size).data, max_examples=250)
     student = replace(full(size), model=STUDENT, data=few, learning_rate=3e-3, max_steps=560)
     return variants.distill(student, Distill(teacher=TINY_TEACHER, temperature=2.0), deepspeed="zero2.json")
+
+
+if __name__ == "__main__":
+    launch(__file__)

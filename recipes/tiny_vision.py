@@ -1,11 +1,11 @@
 """tiny_vision: the model that ships with the project and sees; trains anywhere, offline, on CPU.
 
-A LLaVA, a SigLIP tower before a Qwen3, made and pre-trained by `recipes/samples/sight/pretrain.py`
-(recipes/samples/README.md says what it can do). The task: answer a question about small pictures of dials, bar charts
-and receipts in a word or a number, scored by exact match.
+A LLaVA, a SigLIP tower before a Qwen3, made and pre-trained by `scripts/maintain/samples/sight/pretrain.py`
+(samples/README.md says what it can do). The task: answer a question about small pictures of dials, bar charts and
+receipts in a word or a number, scored by exact match.
 
     size  layers  hidden  heads  parameters  context  licence     weights
-    500k  3       96      4      0.49M       512      Apache-2.0  recipes/samples/sight/model (ships with the project)
+    500k  3       96      4      0.49M       512      Apache-2.0  samples/sight/model (ships with the project)
 
     variant  method  trains       DeepSpeed  needs
     full     SFT     all weights  ZeRO-3     1 GPU of any kind, or 2 CPU cores
@@ -19,8 +19,9 @@ Your own data is conversations whose turns hold pictures: recipes/README.md has 
 
 from dataclasses import replace
 
-from .spec.recipe import Lora, Model, Recipe, Schedule
-from .spec.samples import SIGHT, TINY_VISION
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule
+from deepspeed_recipes.recipe.samples import TINY_VISION
 
 SIZES = {
     "500k": Model(
@@ -85,3 +86,7 @@ def full(size: str) -> Recipe:
 def lora(size: str) -> Recipe:
     """Adapters on the language part, ZeRO-2: the same task with a fraction of the trained weights."""
     return replace(full(size), deepspeed="zero2.json", lora=Lora(rank=32, alpha=64), learning_rate=4e-3)
+
+
+if __name__ == "__main__":
+    launch(__file__)

@@ -1,4 +1,4 @@
-"""The command `benchmark` of this checkout; recipes/commands/benchmark.py says what it does."""
+"""The command `benchmark` of this checkout; src/deepspeed_recipes/commands/benchmark.py says what it does."""
 
 import sys
 

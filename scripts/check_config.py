@@ -1,4 +1,4 @@
-"""The command `check` of this checkout; recipes/commands/check.py says what it does."""
+"""The command `check` of this checkout; src/deepspeed_recipes/commands/check.py says what it does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `evaluate` of this checkout; recipes/commands/evaluate says what it does."""
+"""The command `evaluate` of this checkout; src/deepspeed_recipes/commands/evaluate says what it does."""
 
 import sys
 

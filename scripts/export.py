@@ -1,4 +1,4 @@
-"""The command `export` of this checkout; recipes/commands/export.py says what it does."""
+"""The command `export` of this checkout; src/deepspeed_recipes/commands/export.py says what it does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `generate` of this checkout; recipes/commands/generate.py says what it does."""
+"""The command `generate` of this checkout; src/deepspeed_recipes/commands/generate.py says what it does."""
 
 import sys
 

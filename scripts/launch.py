@@ -1,4 +1,4 @@
-"""The command `launch` of this checkout; recipes/commands/launch/ says what it does."""
+"""The command `launch` of this checkout; src/deepspeed_recipes/commands/launch/ says what it does."""
 
 import sys
 

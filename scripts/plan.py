@@ -1,4 +1,4 @@
-"""The command `plan` of this checkout; recipes/commands/plan/ says what it does."""
+"""The command `plan` of this checkout; src/deepspeed_recipes/commands/plan/ says what it does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `publish` of this checkout; recipes/commands/publish.py says what it does."""
+"""The command `publish` of this checkout; src/deepspeed_recipes/commands/publish.py says what it does."""
 
 import sys
 

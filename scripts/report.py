@@ -1,4 +1,4 @@
-"""The command `report` of this checkout; recipes/commands/report.py says what it does."""
+"""The command `report` of this checkout; src/deepspeed_recipes/commands/report.py says what it does."""
 
 import sys
 

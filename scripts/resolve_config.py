@@ -1,4 +1,4 @@
-"""The command `resolve` of this checkout; recipes/commands/resolve.py says what it does."""
+"""The command `resolve` of this checkout; src/deepspeed_recipes/commands/resolve.py says what it does."""
 
 import sys
 

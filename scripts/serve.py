@@ -1,4 +1,4 @@
-"""The command `serve` of this checkout; recipes/commands/serve says what it does."""
+"""The command `serve` of this checkout; src/deepspeed_recipes/commands/serve says what it does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `shrink` of this checkout; recipes/commands/shrink says what it does."""
+"""The command `shrink` of this checkout; src/deepspeed_recipes/commands/shrink says what it does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `sweep` of this checkout; recipes/commands/sweep says what it does."""
+"""The command `sweep` of this checkout; src/deepspeed_recipes/commands/sweep says what it does."""
 
 import sys
 

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from recipes.report import html as render
-from recipes.report import run_data, write
+from deepspeed_recipes.report import html as render
+from deepspeed_recipes.report import run_data, write
 
 PROGRAMS = ("chromium", "google-chrome", "chromium-browser")
 PHONE, DESK = 390, 1000

@@ -10,12 +10,13 @@ os.environ |= {
     "CUDA_VISIBLE_DEVICES": "",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(Path(__file__).parents[1]),
+    "PYTHONPATH": f"{Path(__file__).parents[1] / 'src'}:{Path(__file__).parents[1]}",
+    "DS_RECIPES_SCRIPTS": str(Path(__file__).parents[1]),
     "PYTHONWARNINGS": "ignore::FutureWarning:torch.distributed.c10d_logger",
 }
 os.environ.pop("WANDB_API_KEY", None)
 
-from recipes.machine import ops
+from deepspeed_recipes.machine import ops
 
 os.environ |= ops.environment()
 
@@ -31,8 +32,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from recipes.proof import samples
-from recipes.proof.samples import conversation, random_qwen3
+from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove.samples import conversation, random_qwen3
 from tests import durations, versions
 from tests.launching import LAUNCH, train_with
 from tests.ranks import PRELOADED, Ranks
@@ -88,7 +89,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say what was left out because it needs the serving environment."""
-    from recipes.serving import environment
+    from deepspeed_recipes.export.serve import environment
 
     missing = [] if environment.python("vllm") else ["make serving"]
     missing += [] if environment.has_llama_cpp() else ["make gguf"]
@@ -221,7 +222,7 @@ def alone():
 @pytest.fixture
 def answer(capsys):
     """Return a function that gives the planner's JSON for a command line."""
-    from recipes.commands import plan
+    from deepspeed_recipes.commands import plan
 
     def ask(*words):
         assert plan.main([*words, "--json"]) in (0, 1)

@@ -18,7 +18,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from recipes.spec.project import CHECKOUT as ROOT
+from tests import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 HIDDEN = ("PYTEST_CURRENT_TEST", "PYTHONPATH", "MPLBACKEND")

@@ -14,11 +14,11 @@ from pathlib import Path
 from deepspeed.ops.op_builder.builder import OpBuilder
 from transformers import conversion_mapping
 
-from recipes.machine import ops
-from recipes.training import upstream
+from deepspeed_recipes.machine import ops
+from deepspeed_recipes.training import upstream
 
 MODULES = (
-    "recipes.training.run",
+    "deepspeed_recipes.training.run",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.original_muon",  # torch.compile at its head: imports dynamo and inductor
     "transformers.models.qwen3.modeling_qwen3",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from recipes.planning.model_profile.profile import LayerProfile, ModelProfile
+from deepspeed_recipes.planning.model_profile.profile import LayerProfile, ModelProfile
 
 
 def llama(hidden=4096, wide=14336, layers=32, heads=32, shared=8, vocabulary=128256, window=None) -> ModelProfile:

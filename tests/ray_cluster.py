@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from recipes.launching.ray.cluster import environment
+from deepspeed_recipes.launching.ray.cluster import environment
 from tests.network_hosts import answers
 from tests.ranks import free_port
 

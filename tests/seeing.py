@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from recipes.proof import plain
-from recipes.proof.settings import Settings
-from recipes.proof.small import of_settings
-from recipes.spec.recipe import Model, Recipe
-from recipes.training.model import draft
-from recipes.training.vision import processor as vision
+from deepspeed_recipes.prove import plain
+from deepspeed_recipes.prove.settings import Settings
+from deepspeed_recipes.prove.small import of_settings
+from deepspeed_recipes.recipe.recipe import Model, Recipe
+from deepspeed_recipes.training.model import draft
+from deepspeed_recipes.training.vision import processor as vision
 
 DEFAULT = Settings()
 TEXT = {

@@ -1,4 +1,4 @@
-"""serve.py as a user starts it, and what needs the second environment."""
+"""ds-recipes serve as a user starts it, and what needs the second environment."""
 
 import contextlib
 import signal
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.serving import environment
-from recipes.spec.project import CHECKOUT
+from deepspeed_recipes.export.serve import environment
+from tests import ROOT
 from tests.ranks import free_port
 
 NO_SERVING = pytest.mark.skipif(environment.python("vllm") is None, reason="needs the environment of `make serving`")
@@ -20,9 +20,9 @@ NO_SERVING = pytest.mark.skipif(environment.python("vllm") is None, reason="need
 
 @contextlib.contextmanager
 def serving(*words: object, folder: Path | None = None) -> Iterator[str]:
-    """Start serve.py in `folder`, yield its address once it is ready, and end it as Ctrl-C does."""
+    """Start ds-recipes serve in `folder`, yield its address once it is ready, and end it as Ctrl-C does."""
     port = free_port()
-    command = [sys.executable, str(CHECKOUT / "scripts" / "serve.py"), *map(str, words), "--port", str(port)]
+    command = [sys.executable, str(ROOT / "scripts" / "serve.py"), *map(str, words), "--port", str(port)]
     running = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said: list[str] = []
     try:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.planning.model_profile import decoders
-from recipes.proof.small import small
-from recipes.spec import pages
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import read_json, write_json
+from deepspeed_recipes.planning.model_profile import decoders
+from deepspeed_recipes.prove.small import small
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from tests import ROOT
 
 __all__ = ["in_sub_groups", "language_families", "small", "with_zero"]
 

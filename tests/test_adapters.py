@@ -10,14 +10,14 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
-from recipes.commands import export as export_script
-from recipes.launching.paths import locate
-from recipes.spec import conversions, overrides, pages
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import RunFolder, read_json, write_recipe
-from recipes.training import export
-from recipes.training.adapters import add as adapters
-from recipes.training.model import load
+from deepspeed_recipes.commands import export as export_script
+from deepspeed_recipes.launching.paths import locate
+from deepspeed_recipes.recipe import conversions, overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.model import load
 from tests.small import language_families
 from tests.test_catalogue import short_run
 from tests.tiers import tiered

@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from recipes.launching import paths, preflight
-from recipes.spec import deepspeed_file, overrides, pages
-from recipes.spec.errors import UserError
+from deepspeed_recipes.launching import paths, preflight
+from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
 from tests.tiers import tiered
 
 FAULTS = (

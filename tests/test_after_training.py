@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands.main import run as run_command
-from recipes.evaluation import server
-from recipes.model_folder import card, record
-from recipes.serving import engines, environment
-from recipes.serving.gguf import write
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import RunFolder, read_json
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.export.evaluate import server
+from deepspeed_recipes.export.gguf import write
+from deepspeed_recipes.export.serve import engines, environment
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json
+from deepspeed_recipes.training.model_folder import card, record
+from tests import ROOT
 from tests.launching import run
 from tests.servers import NO_SERVING, serving
 
@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.every, pytest.mark.timeout(7200)]
 SECTION = "From data to endpoint"
 PROMPTS = 50
 NO_PACKED_KERNELS = pytest.mark.skipif(
-    not engines.has_packed_kernels(), reason="vLLM's 4-bit kernels need AVX-512; serve.py says so (test_serve.py)"
+    not engines.has_packed_kernels(),
+    reason="vLLM's 4-bit kernels need AVX-512; ds-recipes serve says so (test_serve.py)",
 )
 RUN, SMALL, ADDRESS = "runs/first", "my-int8", "http://localhost:8000"
 """What the page calls them."""

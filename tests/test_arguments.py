@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from recipes.spec import deepspeed_file
-from recipes.spec.recipe import Dpo, Schedule
-from recipes.spec.run_folder import RunFolder
-from recipes.training.arguments import common_arguments
-from recipes.training.methods import dpo, sft
+from deepspeed_recipes.recipe import deepspeed_file
+from deepspeed_recipes.recipe.recipe import Dpo, Schedule
+from deepspeed_recipes.recipe.run_folder import RunFolder
+from deepspeed_recipes.training.arguments import common_arguments
+from deepspeed_recipes.training.methods import dpo, sft
 from tests.small import small
 
 CHANGED = {

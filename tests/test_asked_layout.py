@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.commands import main
+from deepspeed_recipes.commands import main
 
 ON_64 = ("--gpu", "H100", "--gpus", "8", "--nodes", "8", "--sequence-length", "32768")
 ON_512 = ("--gpu", "H100", "--gpus", "8", "--nodes", "64", "--sequence-length", "32768")

@@ -4,14 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning.cost.constants import constants
-from recipes.planning.cost.time import attention_time
-from recipes.planning.cost.time.attention_time import attended_tokens, attention_seconds, implementation, kernel
-from recipes.planning.cost.time.step_time import step_time
-from recipes.planning.cost.training_setup import TrainingSetup
-from recipes.planning.hardware.cluster import Cluster
-from recipes.planning.hardware.gpus import find
-from recipes.spec.recipe import Layout
+from deepspeed_recipes.planning.cost.constants import constants
+from deepspeed_recipes.planning.cost.time import attention_time
+from deepspeed_recipes.planning.cost.time.attention_time import (
+    attended_tokens,
+    attention_seconds,
+    implementation,
+    kernel,
+)
+from deepspeed_recipes.planning.cost.time.step_time import step_time
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.hardware.cluster import Cluster
+from deepspeed_recipes.planning.hardware.gpus import find
+from deepspeed_recipes.recipe.recipe import Layout
 from tests.profiles import llama
 
 KIND = llama().layer_kinds[0]

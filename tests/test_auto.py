@@ -1,4 +1,4 @@
-"""`launch.py auto MODEL`: a model without a page borrows the nearest one's recipe, says so, and trains with it."""
+"""`ds-recipes launch auto MODEL`: a model without a page borrows the nearest one's recipe and says so."""
 
 import json
 from dataclasses import replace
@@ -7,18 +7,18 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from recipes.commands import launch, plan
-from recipes.commands.main import run as run_command
-from recipes.page_checks import auto
-from recipes.planning.model_profile.lookup import profile_of
-from recipes.planning.search import nearest as nearest_module
-from recipes.planning.search.nearest import nearest
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.project import SAMPLES
-from recipes.spec.recipe import Draft
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl
-from recipes.training.model import draft
+from deepspeed_recipes.commands import launch, plan
+from deepspeed_recipes.commands.launch import auto
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.planning.model_profile.lookup import profile_of
+from deepspeed_recipes.planning.search import nearest as nearest_module
+from deepspeed_recipes.planning.search.nearest import nearest
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.project import SAMPLES
+from deepspeed_recipes.recipe.recipe import Draft
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl
+from deepspeed_recipes.training.model import draft
 from tests import launching
 
 WIDTHS = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -152,7 +152,7 @@ def test_a_run_of_another_model_is_not_resumed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "auto: name a model, a folder or a Hub id; launch.py auto MODEL"),
+        ([], "auto: name a model, a folder or a Hub id; ds-recipes launch auto MODEL"),
         (["learning_rate=1e-5"], "auto: name a model"),
         (["somewhere/model", "lora", "full"], "auto: too many words: full"),
         (["no/such/folder"], "no/such/folder: no such file or folder"),

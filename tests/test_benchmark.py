@@ -3,21 +3,24 @@
 import argparse
 import json
 import os
+import shutil
 from collections import defaultdict
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
-from recipes.benchmarks import measure, own_process, tables
-from recipes.benchmarks.cases import ALL, BENCHMARKS, CASE, LIMIT, STEPS, WARM_UP, Benchmark, Case, recipe_of
-from recipes.commands import benchmark
-from recipes.docs import documents, index
-from recipes.planning.calibration import benchmark_results, calibrate, measured_runs
-from recipes.planning.cost.constants import FILE
-from recipes.planning.hardware.cluster import Cluster
-from recipes.planning.hardware.gpus import find
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import read_json, write_json
+from deepspeed_recipes.benchmarks import measure, own_process, tables
+from deepspeed_recipes.benchmarks import results as benchmark_results
+from deepspeed_recipes.benchmarks.cases import ALL, BENCHMARKS, CASE, LIMIT, STEPS, WARM_UP, Benchmark, Case, recipe_of
+from deepspeed_recipes.commands import benchmark
+from deepspeed_recipes.planning.cost.constants import FILE
+from deepspeed_recipes.planning.hardware.cluster import Cluster
+from deepspeed_recipes.planning.hardware.gpus import find
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from scripts.maintain.calibration import MEASUREMENTS, calibrate, measured_runs
+from scripts.maintain.documents import documents, index
+from tests import ROOT
 from tests.ranks import read_logs
 
 DRAFT = argparse.Namespace(draft=True, quick=True, output=None)
@@ -169,7 +172,7 @@ def test_contenders_run_in_processes_of_their_own(tmp_path):
 
 
 def test_a_draft_is_never_kept_among_the_measurements(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "MEASUREMENTS", tmp_path)
+    monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
     start, _ = of([FOUND] * 4)
     benchmark.run(TWO, DRAFT, start)
     assert not list(tmp_path.iterdir())
@@ -241,8 +244,15 @@ def on_a_gpu() -> dict:
     return {**told, **MACHINE, "environment": environment, "cases": cases, "runs": runs}
 
 
+def measured(folder: Path) -> Path:
+    """Return the folder with the measurements on a CPU, beside which a test puts others."""
+    for file in MEASUREMENTS.glob("*_cpu.*"):
+        shutil.copy(file, folder)
+    return folder
+
+
 def test_a_table_of_dashes_is_not_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark_results.results, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(documents, "MEASUREMENTS", measured(tmp_path))
     assert documents.measurements()["speed"] == "Nothing has been measured on a GPU yet.\n"
     write_json(tmp_path / "packing_gpu.json", on_a_gpu())
     assert "| packing | packed | 200 |" in documents.measurements()["speed"]
@@ -252,16 +262,18 @@ def test_pages_and_index_show_what_was_measured(tmp_path, monkeypatch):
     write_json(tmp_path / "packing_gpu.json", on_a_gpu())
     write_json(tmp_path / "lora_8b_gpu.json", on_a_gpu() | {"benchmark": "lora_8b", "draft": True})
     page = (ROOT / "recipes" / "llama3.py").read_text(encoding="utf-8")
-    if not benchmark_results.measured_recipes():
+    if not benchmark_results.measured_recipes(MEASUREMENTS):
         assert index.with_measured(page, "llama3") == page
-    monkeypatch.setattr(benchmark_results.measured_recipes, "__defaults__", (tmp_path,))
-    monkeypatch.setattr(benchmark_results.results, "__defaults__", (tmp_path,))
-    assert list(benchmark_results.results()) == ["packing"], "drafts are none"
-    assert str(benchmark_results.measured_recipes()["llama3-1b-full"]) == "12.3 GiB, 200 tokens/s (H200, 2027-01-01)"
+    monkeypatch.setattr(index, "MEASUREMENTS", tmp_path)
+    assert list(benchmark_results.results(tmp_path)) == ["packing"], "drafts are none"
+    assert (
+        str(benchmark_results.measured_recipes(tmp_path)["llama3-1b-full"])
+        == "12.3 GiB, 200 tokens/s (H200, 2027-01-01)"
+    )
     changed = index.with_measured(page, "llama3")
     assert changed.count("1b 12.3 GiB") == 1 and index.with_measured(changed, "llama3") == changed
     assert changed.count(index.COLUMN) == 1 and index.COLUMN not in page
     assert "| measured per GPU |" in index.families()
-    summary = tables.summary(COMPARED, benchmark_results.results())
+    summary = tables.summary(COMPARED, benchmark_results.results(tmp_path))
     assert "| packing | packed | 200 | 1.000 |" in summary
     assert "full_1b" not in summary and "padded" not in summary, "what was not measured is left out"

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from recipes.commands import launch
-from recipes.page_checks import borrowed
-from recipes.spec import overrides, pages
-from recipes.spec.project import SAMPLES
+from deepspeed_recipes.commands import launch
+from deepspeed_recipes.commands.launch import borrowed
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.project import SAMPLES
 
 
 def said(recipe, variant, *words):
@@ -19,7 +19,7 @@ def test_a_recipe_of_a_tiny_model_is_not_lent_to_a_large_one():
     text = said("tiny", "lora", "model.path=Qwen/Qwen2.5-7B-Instruct")
     assert "learning_rate=0.004 precision=fp32 sequence_length=256 are those of tiny-3m" in text
     assert "qwen3 with 3.05M parameters; Qwen/Qwen2.5-7B-Instruct is qwen2 with 7.62B parameters" in text
-    assert text.endswith("\nWhat fits: launch.py qwen2_5-7b lora model.path=Qwen/Qwen2.5-7B-Instruct")
+    assert text.endswith("\nWhat fits: ds-recipes launch qwen2_5-7b lora model.path=Qwen/Qwen2.5-7B-Instruct")
     assert "; Qwen/Qwen1.5-7B is about 7.00B parameters" in said("tiny", "lora", "model.path=Qwen/Qwen1.5-7B")
 
 
@@ -60,6 +60,6 @@ def test_a_folder_is_counted_and_a_damaged_one_is_left_to_the_ranks(tmp_path):
 
 def test_the_launcher_says_it(capsys):
     assert launch.main(["tiny", "lora", "model.path=Qwen/Qwen2.5-7B-Instruct", "--dry-run"]) == 0
-    assert "What fits: launch.py qwen2_5-7b lora" in capsys.readouterr().out
+    assert "What fits: ds-recipes launch qwen2_5-7b lora" in capsys.readouterr().out
     assert launch.main(["tiny", "lora", "--draft", "model.path=Qwen/Qwen2.5-7B-Instruct", "--dry-run"]) == 0
     assert "borrowed" not in capsys.readouterr().out

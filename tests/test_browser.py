@@ -3,9 +3,9 @@
 import pytest
 from matplotlib import image
 
-from recipes.report import write
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
-from recipes.training import run as training_run
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.report import write
+from deepspeed_recipes.training import run as training_run
 from tests import browser
 from tests.small import small
 from tests.test_report import a_run, at, check_numbers

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning.calibration import calibrate, measured_runs, ranges
-from recipes.planning.calibration.measured_runs import runs
-from recipes.planning.calibration.published_errors import Comparison
-from recipes.planning.calibration.published_rows import published_rows
-from recipes.planning.cost.constants import FILE, constants, resolve
-from recipes.planning.cost.ranges import kinds_of, memory_range
-from recipes.planning.cost.time.step_time import step_time
-from recipes.planning.cost.training_setup import TrainingSetup
-from recipes.planning.hardware.cluster import cluster
-from recipes.spec.recipe import Layout, Lora
+from deepspeed_recipes.planning.cost.constants import FILE, constants, resolve
+from deepspeed_recipes.planning.cost.ranges import kinds_of, memory_range
+from deepspeed_recipes.planning.cost.time.step_time import step_time
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.hardware.cluster import cluster
+from deepspeed_recipes.recipe.recipe import Layout, Lora
+from scripts.maintain.calibration import calibrate, measured_runs, ranges
+from scripts.maintain.calibration.measured_runs import runs
+from scripts.maintain.calibration.published_errors import Comparison
+from scripts.maintain.calibration.published_rows import published_rows
 from tests.profiles import llama
 
 ERROR, RANK = 0.12, 0.95
@@ -162,7 +162,7 @@ def test_ranges_reach_a_publisher_that_was_left_out(monkeypatch):
 
 def test_the_ranges_in_use_are_those_of_the_rows():
     fitted = ranges.fit(published_rows())
-    assert json.loads(FILE.read_text())["ranges"] == fitted, "run python -m recipes.planning.calibration.calibrate"
+    assert json.loads(FILE.read_text())["ranges"] == fitted, "run python -m scripts.maintain.calibration.calibrate"
 
 
 def test_ranges_are_taken_from_the_fitted_share_alone():

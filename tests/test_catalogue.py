@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.launching.paths import locate
-from recipes.spec import pages
-from recipes.spec.recipe import Data, Draft, Layout, Recipe, Schedule, Wandb
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.spec.samples import REWARDS
-from recipes.training import run as training_run
+from deepspeed_recipes.launching.paths import locate
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.recipe import Data, Draft, Layout, Recipe, Schedule, Wandb
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.samples import REWARDS
+from deepspeed_recipes.training import run as training_run
 from tests.conftest import conversation
 
 QUESTION, ANSWER = "Felix Vandland paid 51 euros on 14 March 2028.", '{"name": "Felix Vandland", "amount": 51}'

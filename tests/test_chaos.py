@@ -19,14 +19,14 @@ from typing import Any
 import psutil
 import pytest
 
-from recipes.commands.main import run as run_command
-from recipes.launching import paths, restarts
-from recipes.launching.command import rank_environment
-from recipes.launching.supervise import session_alive, supervise
-from recipes.spec import overrides, pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Recipe
-from recipes.spec.run_folder import (
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.launching import paths, restarts
+from deepspeed_recipes.launching.command import rank_environment
+from deepspeed_recipes.launching.supervise import session_alive, supervise
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Recipe
+from deepspeed_recipes.recipe.run_folder import (
     COMPLETE,
     RunFolder,
     newest_checkpoint,
@@ -37,7 +37,7 @@ from recipes.spec.run_folder import (
     write_json,
     write_recipe,
 )
-from recipes.training import run as training_run
+from deepspeed_recipes.training import run as training_run
 from tests.conftest import shared_buffers
 from tests.launching import LAUNCH
 from tests.nan_data import leave_out, write_nan_data, write_nan_model

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from recipes.machine import children
+from deepspeed_recipes.machine import children
 from tests.servers import eventually
 from tests.tiers import tiered
 
@@ -20,7 +20,7 @@ subprocess.run([sys.executable, "-c", "while True: open('y', 'w').close()"])
 """
 PARENT = f"""
 import os, signal, sys
-from recipes.machine import children
+from deepspeed_recipes.machine import children
 
 with children.scratch() as place, children.running([sys.executable, "-c", {CHILD!r}], cwd=place):
     while not (place / "y").exists():
@@ -97,7 +97,7 @@ def test_a_command_is_given_what_it_was_given():
 RANKS = """
 import os, signal, sys, time
 from pathlib import Path
-from recipes.proof.ranks import Ranks
+from deepspeed_recipes.prove.ranks import Ranks
 
 if __name__ == "__main__":
     with Ranks(("json",)) as ranks:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.launching import node
-from recipes.launching.cloud import jobs, sagemaker_node
-from recipes.spec.conversions import from_dict
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import RunFolder
+from deepspeed_recipes.launching import node
+from deepspeed_recipes.launching.cloud import jobs, sagemaker_node
+from deepspeed_recipes.recipe.conversions import from_dict
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import RunFolder
 from tests.test_launch import launch
 
 

@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning.calibration import calibrate
-from recipes.planning.calibration.published_rows import published_rows
-from recipes.planning.cost.constants import constants
-from recipes.planning.cost.time.host_time import (
+from deepspeed_recipes.planning.cost.constants import constants
+from deepspeed_recipes.planning.cost.time.host_time import (
     ADAPTER,
     BACKWARD_HOOKS,
     EXPERT,
@@ -20,18 +18,20 @@ from recipes.planning.cost.time.host_time import (
     trained_weights,
     waiting_seconds,
 )
-from recipes.planning.cost.time.roofline import (
+from deepspeed_recipes.planning.cost.time.roofline import (
     adapted_share,
     experts_on_rank,
     feed_forward_share,
     head_seconds,
     layer_seconds,
 )
-from recipes.planning.cost.time.step_time import step_time
-from recipes.planning.cost.training_setup import TrainingSetup
-from recipes.planning.hardware.cluster import Cluster
-from recipes.planning.hardware.gpus import find
-from recipes.spec.recipe import Layout, Lora
+from deepspeed_recipes.planning.cost.time.step_time import step_time
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.hardware.cluster import Cluster
+from deepspeed_recipes.planning.hardware.gpus import find
+from deepspeed_recipes.recipe.recipe import Layout, Lora
+from scripts.maintain.calibration import calibrate
+from scripts.maintain.calibration.published_rows import published_rows
 from tests.profiles import llama, mixture
 
 ROWS = [row for row in published_rows() if row.share == "fitted"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.docs.blocks import block
+from scripts.maintain.documents.blocks import block
 from tests.test_configs_run import CONFIGS, CUDA
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.machine import ops
-from recipes.spec.deepspeed_file import read
+from deepspeed_recipes.machine import ops
+from deepspeed_recipes.recipe.deepspeed_file import read
 from tests.launching import BIN, ROOT, WORKERS, accelerate_launch, gpus, run
 from tests.ranks import free_port
 from tests.tiers import tiered
@@ -145,8 +145,8 @@ def test_every_accelerate_file_starts_its_ranks_with_its_template(accelerate, tm
 
 @pytest.mark.parametrize("name", CUDA)
 def test_template_for_cuda_loads(name: str):
-    from recipes.zero_config.lint import ask_deepspeed
-    from recipes.zero_config.resolve import Numbers, resolve
+    from deepspeed_recipes.config.lint import ask_deepspeed
+    from deepspeed_recipes.config.resolve import Numbers, resolve
 
     numbers = Numbers(world_size=8, hidden_size=4096, precision="fp16" if name == "fp16" else "bf16")
     assert ask_deepspeed(resolve(json.loads(template(name).read_text()), numbers), world_size=8) is None
@@ -168,7 +168,7 @@ def test_template_for_cuda_trains_where_there_is_a_gpu(tmp_path: Path, name: str
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_template_is_strict_json(path: Path):
-    from recipes.zero_config.read import read
+    from deepspeed_recipes.config.read import read
 
     document = read(path)
     assert not document.problems
@@ -178,7 +178,7 @@ def test_template_is_strict_json(path: Path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_template_has_no_finding(path: Path):
     """But for what DeepSpeed does without ZeRO in 16 bits, whatever else a file says."""
-    from recipes.zero_config.lint import lint
+    from deepspeed_recipes.config.lint import lint
 
     found = [finding.rule for finding in lint(path, gpu_memory_gib=24)]
     assert found == (["step-of-zeros"] if path.stem == "zero0" else [])

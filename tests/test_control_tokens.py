@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from recipes.spec.errors import UserError
-from recipes.training.data import chat_templates, tokenize
-from recipes.training.methods.preferences import pairs
-from recipes.training.model.control_tokens import control_tokens, conversation_tokens
-from recipes.training.model.draft import TINY_MODEL
-from recipes.training.model.generate import generate
-from recipes.training.parallel import scores
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.training.data import chat_templates, tokenize
+from deepspeed_recipes.training.methods.preferences import pairs
+from deepspeed_recipes.training.model.control_tokens import control_tokens, conversation_tokens
+from deepspeed_recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.training.model.generate import generate
+from deepspeed_recipes.training.parallel import scores
 from tests.small import small
 from tests.test_masks import (
     MARKED,

@@ -17,11 +17,11 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 from trl.chat_template_utils import has_generation_markers
 
-from recipes.spec.conversation import REASONING
-from recipes.spec.errors import UserError
-from recipes.training.data import chat_templates, sources, tokenize
-from recipes.training.data.forms import formats, keys
-from recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.recipe.conversation import REASONING
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.training.data import chat_templates, sources, tokenize
+from deepspeed_recipes.training.data.forms import formats, keys
+from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.small import small
 from tests.test_masks import FOLDER, SYSTEM, TOOL_TURNS, TOOLS, TURNS, tokenizer_with
 from tests.tiers import tiered

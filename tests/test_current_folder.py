@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.launching import command, other_launchers, variables
-from recipes.launching.ray import cluster, submit
-from recipes.launching.ssh import pdsh_environment, remote
-from recipes.spec.project import CHECKOUT, IMPORT_ROOT, SCRIPTS, python_path
-from recipes.spec.run_folder import RunFolder
+from deepspeed_recipes.launching import command, other_launchers, variables
+from deepspeed_recipes.launching.ray import cluster, submit
+from deepspeed_recipes.launching.ssh import pdsh_environment, remote
+from deepspeed_recipes.recipe.project import IMPORT_ROOT, SCRIPTS, python_path
+from deepspeed_recipes.recipe.run_folder import RunFolder
+from tests import ROOT
 from tests.tiers import tiered
 
 NAMES = ("argparse", "pathlib", "json", "logging", "runpy", "subprocess", "xxhash", "torch", "yaml", "recipes")
@@ -43,11 +44,11 @@ def ran(folder: Path) -> str:
 
 @pytest.mark.parametrize(
     ("name", "path"),
-    tiered(product(SCRIPTS, (None, str(CHECKOUT))), lambda case: case[1] is None or case[0] in ("launch", "plan")),
+    tiered(product(SCRIPTS, (None, str(ROOT))), lambda case: case[1] is None or case[0] in ("launch", "plan")),
 )
 def test_a_script_runs_none(name, path, folder):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    words = [sys.executable, CHECKOUT / "scripts" / f"{SCRIPTS[name]}.py", "--help"]
+    words = [sys.executable, ROOT / "scripts" / f"{SCRIPTS[name]}.py", "--help"]
     done = subprocess.run(
         words, cwd=folder, env=environment | ({"PYTHONPATH": path} if path else {}), capture_output=True, text=True
     )
@@ -55,10 +56,10 @@ def test_a_script_runs_none(name, path, folder):
     assert ran(folder) == ""
 
 
-@pytest.mark.parametrize("path", [":", ".", f":{CHECKOUT}", f"{CHECKOUT}::", "../{}"])
+@pytest.mark.parametrize("path", [":", ".", f":{ROOT}", f"{ROOT}::", "../{}"])
 def test_a_relative_entry_of_pythonpath_counts_for_nothing(path, folder):
     """But for what Python itself imports before the first line of a program."""
-    words = [sys.executable, CHECKOUT / "scripts" / "plan.py", "--help"]
+    words = [sys.executable, ROOT / "scripts" / "plan.py", "--help"]
     path = path.format(folder.name)
     done = subprocess.run(words, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -76,7 +77,7 @@ def test_ranks_run_none(folder, launcher):
     words = ["tiny", "full", "data.path=train.jsonl", "data.validation=none", "max_steps=1", "wandb.mode=offline"]
     done = subprocess.run(
         [*launcher, *words, "--gpus", "1", "--output-dir", folder / "run"], cwd=folder, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": f":{CHECKOUT}", "PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"PYTHONPATH": f":{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert ran(folder).splitlines() in ([], [str(folder / "sitecustomize.py")])  # Python's own start, of launch.py

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from recipes.spec.errors import UserError
-from recipes.training.console import highlighted
-from recipes.training.data import tokenize
-from recipes.training.data.collate import IGNORED, Collator
-from recipes.training.data.report import pieces
-from recipes.training.methods.preferences import pairs
-from recipes.training.model.load import load_model
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.training.console import highlighted
+from deepspeed_recipes.training.data import tokenize
+from deepspeed_recipes.training.data.collate import IGNORED, Collator
+from deepspeed_recipes.training.data.report import pieces
+from deepspeed_recipes.training.methods.preferences import pairs
+from deepspeed_recipes.training.model.load import load_model
 from tests.conftest import conversation
 from tests.small import small
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from recipes.commands import main
-from recipes.planning.model_profile import decoders, lookup
-from recipes.planning.search import model_recipe
-from recipes.spec.errors import UserError
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.planning.model_profile import decoders, lookup
+from deepspeed_recipes.planning.search import model_recipe
+from deepspeed_recipes.recipe.errors import UserError
 from tests.tiers import tiered
 
 LLAMA_LIKE = {

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from recipes.launching import restarts
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, sizes, step_of, write_json
-from recipes.training.checkpoint import digests
+from deepspeed_recipes.launching import restarts
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, newest_checkpoint, sizes, step_of, write_json
+from deepspeed_recipes.training.checkpoint import digests
 
 FILES = ("model.safetensors", "rng_state_0.pth", "global_step/zero_pp_rank_0_mp_rank_00_optim_states.pt")
 

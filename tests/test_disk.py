@@ -12,13 +12,13 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 
-from recipes.commands.main import run as run_command
-from recipes.spec import pages
-from recipes.spec.errors import cannot_write
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import RunFolder, append_jsonl, write_json, write_recipe
-from recipes.training import run as training_run
-from recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import cannot_write
+from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, write_json, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.model.draft import TINY_MODEL
+from tests import ROOT
 from tests.ranks import read_logs
 from tests.small import small
 
@@ -121,7 +121,7 @@ def test_ranks_whose_disk_fills_up(ranks, tmp_path, request, model_folder, conve
 
 def test_the_node_of_a_cluster_says_it_too(read_only):
     options = ["--nodes", "1", "--gpus", "1", "--master-addr", "localhost", "--master-port", "1"]
-    command = [sys.executable, "-m", "recipes.launching.node", str(read_only / "run"), *options]
+    command = [sys.executable, "-m", "deepspeed_recipes.launching.node", str(read_only / "run"), *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "this disk is read-only" in done.stderr and "Traceback" not in done.stderr
 
@@ -179,7 +179,7 @@ PERMISSIONS = {
 }
 UNPRIVILEGED = """
 import contextlib, io, json, os, sys
-from recipes.commands.main import run
+from deepspeed_recipes.commands.main import run
 found = {}
 for name, (place, words) in json.loads(sys.argv[1]).items():
     mode = os.stat(place).st_mode

@@ -13,27 +13,27 @@ from datasets import Dataset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes.launching import paths, preflight
-from recipes.planning.cost.memory import weights
-from recipes.planning.cost.training_setup import training_setup
-from recipes.report.document import Chart
-from recipes.report.run_data import read
-from recipes.report.sections import curves
-from recipes.spec import limits, overrides, pages
-from recipes.spec.deepspeed_file import DeepSpeedFile
-from recipes.spec.errors import UserError
-from recipes.spec.methods.settings import Distill
-from recipes.spec.recipe import Lora, Schedule
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
-from recipes.spec.samples import TINY_MODEL, TINY_TEACHER
-from recipes.training import run as training_run
-from recipes.training.data import updates
-from recipes.training.data.collate import Collator
-from recipes.training.data.load import Datasets
-from recipes.training.methods.distill import RunDistillTrainer
-from recipes.training.methods.distillation import divergence, likeliest, on_policy, tiles
-from recipes.training.methods.distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
-from recipes.training.model import output_head
+from deepspeed_recipes.launching import paths, preflight
+from deepspeed_recipes.planning.cost.memory import weights
+from deepspeed_recipes.planning.cost.training_setup import training_setup
+from deepspeed_recipes.recipe import limits, overrides, pages
+from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.methods.settings import Distill
+from deepspeed_recipes.recipe.recipe import Lora, Schedule
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
+from deepspeed_recipes.recipe.samples import TINY_MODEL, TINY_TEACHER
+from deepspeed_recipes.report.document import Chart
+from deepspeed_recipes.report.run_data import read
+from deepspeed_recipes.report.sections import curves
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.data import updates
+from deepspeed_recipes.training.data.collate import Collator
+from deepspeed_recipes.training.data.load import Datasets
+from deepspeed_recipes.training.methods.distill import RunDistillTrainer
+from deepspeed_recipes.training.methods.distillation import divergence, likeliest, on_policy, tiles
+from deepspeed_recipes.training.methods.distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
+from deepspeed_recipes.training.model import output_head
 from tests.parity import gate
 from tests.small import small
 
@@ -329,7 +329,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(ren
 def test_the_ranks_compare_tokenizers_before_they_load_weights(renumbered):
     from transformers import AutoTokenizer
 
-    from recipes.training.methods.distillation import teacher
+    from deepspeed_recipes.training.methods.distillation import teacher
 
     recipe, tokenizer = pages.find("tiny", "distill"), AutoTokenizer.from_pretrained(TINY_MODEL)
     assert teacher.check(recipe, tokenizer) == 1152

@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.methods.settings import Distill
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.spec.samples import TINY_MODEL, TINY_TEACHER
-from recipes.training import run as training_run
-from recipes.training.data.collate import Collator
-from recipes.training.methods.distillation import divergence, likeliest
-from recipes.training.methods.distillation.places import PLACES, PlacesCollator
-from recipes.training.methods.distillation.served import Served
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.methods.settings import Distill
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.samples import TINY_MODEL, TINY_TEACHER
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.data.collate import Collator
+from deepspeed_recipes.training.methods.distillation import divergence, likeliest
+from deepspeed_recipes.training.methods.distillation.places import PLACES, PlacesCollator
+from deepspeed_recipes.training.methods.distillation.served import Served
 from tests.conftest import random_qwen3
 from tests.ranks import free_port
 from tests.small import small

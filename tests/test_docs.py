@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands import (
+from deepspeed_recipes.commands import (
     benchmark,
     check,
     doctor,
@@ -27,9 +27,10 @@ from recipes.commands import (
     shrink,
     sweep,
 )
-from recipes.docs import documents
-from recipes.spec import pages
-from recipes.spec.project import CHECKOUT as ROOT
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.project import PACKAGE, SCRIPTS
+from scripts.maintain.documents import documents
+from tests import ROOT
 
 PAGES = sorted(
     path
@@ -55,11 +56,11 @@ PARSERS = {
 }
 
 EXAMPLES = {
-    "MODEL": "recipes/samples/tiny_model",
-    "BF16_FOLDER": "recipes/samples/tiny_model",
-    "FILE": "recipes/samples/extract/train.jsonl",
-    "FILE.jsonl": "recipes/samples/extract/train.jsonl",
-    "HELD_OUT.jsonl": "recipes/samples/extract/held_out.jsonl",
+    "MODEL": "src/deepspeed_recipes/samples/tiny_model",
+    "BF16_FOLDER": "src/deepspeed_recipes/samples/tiny_model",
+    "FILE": "src/deepspeed_recipes/samples/extract/train.jsonl",
+    "FILE.jsonl": "src/deepspeed_recipes/samples/extract/train.jsonl",
+    "HELD_OUT.jsonl": "src/deepspeed_recipes/samples/extract/held_out.jsonl",
 }
 """What the tests put in place of the words in capitals that the documents use."""
 READERS_FILES = {
@@ -72,9 +73,15 @@ OWN = re.compile(r"(?<=[=,])[A-Z_]+\w*(\.jsonl)?(?=,|$)")
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return every `python scripts/...` command of a text, comments and shell variables left out."""
-    found = re.findall(r"python (scripts/\w+\.py[^\n`|]*)", text)
-    return [shlex.split(command.partition("  ")[0]) for command in found]
+    """Return every `python scripts/...` and `ds-recipes` command of a text, comments and shell variables left out."""
+    typed = re.sub(r"^(    )ds-recipes (\w+)", lambda found: f"{found[1]}{command(found[2])}", text, flags=re.MULTILINE)
+    found = re.findall(r"python (scripts/\w+\.py[^\n`|]*)", typed)
+    return [shlex.split(one.partition("  ")[0]) for one in found]
+
+
+def command(name: str) -> str:
+    """Return a command of `ds-recipes` as its script, or as it is where it has none."""
+    return f"python scripts/{SCRIPTS[name]}.py" if name in SCRIPTS else f"ds-recipes {name}"
 
 
 def documentation(path: Path) -> str:
@@ -89,7 +96,7 @@ def documentation(path: Path) -> str:
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 DOCUMENTED = [
     (path.name, command)
-    for path in [*PAGES, *NOTEBOOKS, *(ROOT / "recipes").glob("*.py"), *(ROOT / "recipes" / "commands").rglob("*.py")]
+    for path in [*PAGES, *NOTEBOOKS, *(ROOT / "recipes").glob("*.py"), *PACKAGE.glob("commands/**/*.py")]
     for command in commands(documentation(path))
 ]
 
@@ -167,7 +174,7 @@ def test_help_teaches_without_importing_torch(script):
     code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "python scripts/" in done.stdout and len(done.stdout.splitlines()) > 10
+    assert "    ds-recipes " in done.stdout and len(done.stdout.splitlines()) > 10
 
 
 def test_no_forbidden_name_occurs():

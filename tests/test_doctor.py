@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipes.machine import software, system
+from deepspeed_recipes.machine import software, system
 
 ROOT = Path(__file__).resolve().parents[1]
 

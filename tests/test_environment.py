@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from recipes.training import distributed, environment
-from recipes.training.callbacks import metrics
+from deepspeed_recipes.training import distributed, environment
+from deepspeed_recipes.training.callbacks import metrics
 
 
 def test_versions_of_what_is_not_installed_are_left_out():

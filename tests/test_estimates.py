@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.benchmarks import estimates
-from recipes.benchmarks.cases import BENCHMARKS, recipe_of
-from recipes.planning.calibration import benchmark_results
-from recipes.planning.hardware.cluster import Cluster
-from recipes.planning.hardware.gpus import find
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import write_json
+from deepspeed_recipes.benchmarks import estimates
+from deepspeed_recipes.benchmarks import results as benchmark_results
+from deepspeed_recipes.benchmarks.cases import BENCHMARKS, recipe_of
+from deepspeed_recipes.planning.hardware.cluster import Cluster
+from deepspeed_recipes.planning.hardware.gpus import find
+from deepspeed_recipes.recipe.run_folder import write_json
+from tests import ROOT
 
 CASES = [case for one in BENCHMARKS.values() if one.estimates for case in one.cases]
 GPU = {"environment": {"gpus": ["NVIDIA H100 80GB HBM3"]}, "limits": {}, "draft": False}

@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.commands import evaluate
-from recipes.commands.main import run as run_command
-from recipes.evaluation import comparison, harness, intervals, score
-from recipes.evaluation.held_out import alone, read
-from recipes.evaluation.server import Server
-from recipes.report import run_data, text, write
-from recipes.serving import environment
-from recipes.spec import overrides, pages
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import RunFolder, append_jsonl, read_json, write_json, write_recipe
-from recipes.spec.samples import PREFERENCES, TINY_MODEL
-from recipes.training import export
-from recipes.training.data import tokenize
-from recipes.training.data.collate import Collator
-from recipes.training.parallel import scores
-from recipes.training.parallel.scores import Layout
+from deepspeed_recipes.commands import evaluate
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.export.evaluate import comparison, harness, intervals, score
+from deepspeed_recipes.export.evaluate.held_out import alone, read
+from deepspeed_recipes.export.evaluate.server import Server
+from deepspeed_recipes.export.serve import environment
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, write_json, write_recipe
+from deepspeed_recipes.recipe.samples import PREFERENCES, TINY_MODEL
+from deepspeed_recipes.report import run_data, text, write
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training.data import tokenize
+from deepspeed_recipes.training.data.collate import Collator
+from deepspeed_recipes.training.parallel import scores
+from deepspeed_recipes.training.parallel.scores import Layout
+from tests import ROOT
 
 SHORT = overrides.apply(pages.find("tiny", "full"), ["data.max_new_tokens=96"])
 
@@ -36,7 +36,7 @@ SHORT = overrides.apply(pages.find("tiny", "full"), ["data.max_new_tokens=96"])
 def data(tmp_path_factory):
     """Write six conversations: what the model answers to the first three, and something else for the others."""
     folder = tmp_path_factory.mktemp("data")
-    lines = (ROOT / "recipes/samples/extract/held_out.jsonl").read_text(encoding="utf-8").splitlines()[:6]
+    lines = (ROOT / "src/deepspeed_recipes/samples/extract/held_out.jsonl").read_text(encoding="utf-8").splitlines()[:6]
     rows = [json.loads(line) for line in lines]
     file = folder / "held_out.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

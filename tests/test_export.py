@@ -11,13 +11,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from recipes.commands.main import run as run_command
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import CHECK_FAILED, COMPLETE, RunFolder, sizes, write_json, write_recipe
-from recipes.training import distributed, export
-from recipes.training import run as training_run
-from recipes.training.checkpoint import digests
-from recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, sizes, write_json, write_recipe
+from deepspeed_recipes.training import distributed, export
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.checkpoint import digests
+from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.ranks import read_logs
 from tests.small import small
 

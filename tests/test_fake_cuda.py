@@ -21,11 +21,11 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
-from recipes.spec import pages
-from recipes.spec.recipe import Draft
-from recipes.training import upstream
-from recipes.training.adapters import fused
-from recipes.training.model import attention, draft, tiling
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.recipe import Draft
+from deepspeed_recipes.training import upstream
+from deepspeed_recipes.training.adapters import fused
+from deepspeed_recipes.training.model import attention, draft, tiling
 from tests.versions import has
 
 if not torch.backends.cuda.is_built() or not has("torch>=2.11"):
@@ -171,7 +171,7 @@ asked = []
 torch.cuda._device_count_nvml = lambda: 1  # a driver with one GPU
 torch._C._cuda_getDeviceCount = lambda: asked.append("devices") or 1
 torch.cuda._lazy_init = lambda: asked.append("CUDA")
-import recipes.benchmarks.measure
+import deepspeed_recipes.benchmarks.measure
 torch.cuda.is_available()
 print(asked)
 torch.cuda._raw_device_count_nvml = torch.cuda._device_count_nvml = lambda: -1

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands.sweep import trials
-from recipes.launching import paths, restarts
-from recipes.launching.supervise import Outcome
-from recipes.machine import run_lock
-from recipes.spec import pages, run_folder
-from recipes.spec.errors import FileUnusable, UserError
-from recipes.spec.run_folder import (
+from deepspeed_recipes.commands.sweep import trials
+from deepspeed_recipes.launching import paths, restarts
+from deepspeed_recipes.launching.supervise import Outcome
+from deepspeed_recipes.machine import run_lock
+from deepspeed_recipes.recipe import pages, run_folder
+from deepspeed_recipes.recipe.errors import FileUnusable, UserError
+from deepspeed_recipes.recipe.run_folder import (
     COMPLETE,
     REWIND,
     RunFolder,
@@ -27,9 +27,9 @@ from recipes.spec.run_folder import (
     write_jsonl,
     write_recipe,
 )
-from recipes.training.callbacks.checkpoints import Checkpoints
-from recipes.training.checkpoint import digests
-from recipes.training.start import unsupervised
+from deepspeed_recipes.training.callbacks.checkpoints import Checkpoints
+from deepspeed_recipes.training.checkpoint import digests
+from deepspeed_recipes.training.start import unsupervised
 
 CALLS = (
     "stat",
@@ -134,7 +134,7 @@ def original(tmp_path_factory):
 
 
 def launched(run):
-    """Do what launch.py --resume does before it starts ranks."""
+    """Do what ds-recipes launch --resume does before it starts ranks."""
     recipe = run_folder.to_resume(pages.find("tiny", "full"), run.path) and run_folder.read_recipe(run)
     run_lock.check(run.path)
     with run_lock.hold(run.path):

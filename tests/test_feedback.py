@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.report.document import Chart
-from recipes.report.run_data import read
-from recipes.report.sections import curves
-from recipes.spec.recipe import Lora, Schedule
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
-from recipes.training import run as training_run
+from deepspeed_recipes.recipe.recipe import Lora, Schedule
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.report.document import Chart
+from deepspeed_recipes.report.run_data import read
+from deepspeed_recipes.report.sections import curves
+from deepspeed_recipes.training import run as training_run
 from tests.parity import gate
 from tests.small import small
 from tests.tiers import tiered

@@ -10,10 +10,11 @@ import threading
 
 import pytest
 
-from recipes.commands.main import run as run_command
-from recipes.spec import files
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import write_json, write_jsonl
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.recipe import files
+from deepspeed_recipes.recipe.project import PACKAGE
+from deepspeed_recipes.recipe.run_folder import write_json, write_jsonl
+from tests import ROOT
 from tests.test_disk import full as full
 
 ELSEWHERE = {
@@ -26,16 +27,16 @@ ELSEWHERE = {
     "launching/node.py": "a hostfile in a temporary folder",
     "machine/ops.py": "a stamp that is renamed, and an empty file to lock",
     "machine/run_lock.py": "the lock, which is linked",
-    "model_folder/shrink.py": "a new folder",
-    "proof/samples.py": "data in a temporary folder",
-    "proof/show.py": "a new folder for each report",
-    "samples/make_data.py": "imports nothing of the project; git has the old file",
-    "samples/pretrain.py": "imports nothing of the project; git has the old file",
-    "serving/gguf/answer.py": "answers in a temporary folder",
-    "serving/gguf/write.py": "a new folder, which is renamed",
-    "serving/process.py": "a process's output",
-    "serving/quantize/write.py": "a temporary folder",
-    "spec/files.py": "the draft itself",
+    "export/shrink.py": "a new folder",
+    "prove/samples.py": "data in a temporary folder",
+    "prove/show.py": "a new folder for each report",
+    "scripts/maintain/samples/make_data.py": "imports nothing of the project; git has the old file",
+    "scripts/maintain/samples/pretrain.py": "imports nothing of the project; git has the old file",
+    "export/gguf/answer.py": "answers in a temporary folder",
+    "export/gguf/write.py": "a new folder, which is renamed",
+    "export/serve/process.py": "a process's output",
+    "export/quantize/write.py": "a temporary folder",
+    "recipe/files.py": "the draft itself",
     "training/callbacks/profiler.py": "a trace that is renamed",
     "training/callbacks/watchdog.py": "a stack, written by a native thread",
     "training/methods/rollouts/worker.py": "a pipe",
@@ -63,9 +64,11 @@ def writes_in_place(text):
 
 
 def test_nothing_else_is_written_in_place():
-    known = {str(file.relative_to(ROOT / "recipes")): file for file in (ROOT / "recipes").rglob("*.py")}
-    known |= {str(file.relative_to(ROOT)): file for file in (ROOT / "scripts").rglob("*.py")}
-    known = {name: file for name, file in known.items() if not name.startswith("proof/defects/")}  # they run alone
+    known = {str(file.relative_to(PACKAGE)): file for file in PACKAGE.rglob("*.py")}
+    known |= {
+        str(file.relative_to(ROOT)): file for place in ("recipes", "scripts") for file in (ROOT / place).rglob("*.py")
+    }
+    known = {name: file for name, file in known.items() if not name.startswith("prove/defects/")}  # they run alone
     assert {name for name, file in known.items() if writes_in_place(file.read_text(encoding="utf-8"))} == set(ELSEWHERE)
 
 
@@ -127,7 +130,7 @@ def test_an_error_at_any_call_leaves_the_old_file(tmp_path, monkeypatch, call):
 KILLED = """
 import os, sys
 from pathlib import Path
-from recipes.spec import files
+from deepspeed_recipes.recipe import files
 with files.beside(Path(sys.argv[1])) as draft:
     draft.write_text("half")
     os.kill(os.getpid(), 9)

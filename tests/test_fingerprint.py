@@ -6,11 +6,11 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import COMPLETE, write_json
-from recipes.training.checkpoint import fingerprint
-from recipes.training.data import sources, tokenize
-from recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import COMPLETE, write_json
+from deepspeed_recipes.training.checkpoint import fingerprint
+from deepspeed_recipes.training.data import sources, tokenize
+from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.small import small
 
 MARK = {

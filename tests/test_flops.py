@@ -5,13 +5,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerState
 
-from recipes.spec.gpus import BF16_TFLOPS, peak_flops
-from recipes.spec.recipe import Lora
-from recipes.spec.run_folder import RunFolder, read_jsonl
-from recipes.training import holdings
-from recipes.training.adapters.add import add as add_adapters
-from recipes.training.callbacks.metrics import Metrics
-from recipes.training.model.flops import TrainingFlops, training_flops
+from deepspeed_recipes.recipe.gpus import BF16_TFLOPS, peak_flops
+from deepspeed_recipes.recipe.recipe import Lora
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl
+from deepspeed_recipes.training import holdings
+from deepspeed_recipes.training.adapters.add import add as add_adapters
+from deepspeed_recipes.training.callbacks.metrics import Metrics
+from deepspeed_recipes.training.model.flops import TrainingFlops, training_flops
 
 SIZES = {
     "vocab_size": 512,

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.launching import paths, preflight
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Data
-from recipes.training.data import sources, text_files
-from recipes.training.data.forms import columns, formats
+from deepspeed_recipes.launching import paths, preflight
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Data
+from deepspeed_recipes.training.data import sources, text_files
+from deepspeed_recipes.training.data.forms import columns, formats
 from tests.small import small
 
 

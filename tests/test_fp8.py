@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes.spec import deepspeed_file, overrides, pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Layout
-from recipes.training.model import kernels
+from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.training.model import kernels
 from tests.small import small
 from tests.test_levers import trained
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from recipes.commands import export as export_script
-from recipes.spec.recipe import Layout, Lora, Model
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.adapters import add as adapters
-from recipes.training.adapters import fused, fused_4bit
+from deepspeed_recipes.commands import export as export_script
+from deepspeed_recipes.recipe.recipe import Layout, Lora, Model
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.adapters import fused, fused_4bit
 from tests.parity import gate, plain
 from tests.small import with_zero
 from tests.tiers import tiered

@@ -10,13 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from recipes.commands import generate
-from recipes.commands.main import run as run_command
-from recipes.spec.project import CHECKOUT
-from recipes.spec.samples import TINY_MODEL
-from recipes.training import export
-from recipes.training.model.generate import generate as greedy
-from recipes.training.model.generate import stream
+from deepspeed_recipes.commands import generate
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.recipe.samples import TINY_MODEL
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training.model.generate import generate as greedy
+from deepspeed_recipes.training.model.generate import stream
+from tests import ROOT
 
 FIRST, SECOND = "Ada Brandt paid 51 euros.", "Tore Vandal paid 12 euros."
 
@@ -133,7 +133,7 @@ def test_nothing_but_the_answer_is_on_stdout():
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     command = [
         sys.executable,
-        str(CHECKOUT / "scripts" / "generate.py"),
+        str(ROOT / "scripts" / "generate.py"),
         str(TINY_MODEL),
         "Hi",
         "--max-new-tokens",

@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import GenerationConfig
 
-from recipes.spec.errors import UserError
-from recipes.training.model import generation
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.training.model import generation
 
 
 class Model:

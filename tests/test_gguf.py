@@ -1,4 +1,4 @@
-"""export.py --gguf: the tokens that llama.cpp reads, Ollama's Modelfile, and what is refused before anything runs."""
+"""ds-recipes export --gguf: the tokens that llama.cpp reads, Ollama's Modelfile, and what is refused."""
 
 import random
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
-from recipes.commands.main import run as run_command
-from recipes.serving import environment
-from recipes.serving.gguf import modelfile, pre_tokenizer
-from recipes.spec.run_folder import read_json, write_json
-from recipes.spec.samples import TINY_MODEL
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.export.gguf import modelfile, pre_tokenizer
+from deepspeed_recipes.export.serve import environment
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from deepspeed_recipes.recipe.samples import TINY_MODEL
 
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + pre_tokenizer.COARSER_SPLIT
 """Cuts contractions off, inside what is one piece of ours."""

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerState
 
-from recipes.machine import capacity
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Layout
-from recipes.spec.run_folder import (
+from deepspeed_recipes.machine import capacity
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.recipe.run_folder import (
     REWIND,
     RunFolder,
     append_jsonl,
@@ -22,9 +22,9 @@ from recipes.spec.run_folder import (
     step_of,
     write_recipe,
 )
-from recipes.training import run as training_run
-from recipes.training.callbacks import loss_guard
-from recipes.training.data import example_numbers
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.callbacks import loss_guard
+from deepspeed_recipes.training.data import example_numbers
 from tests.nan_data import leave_out, write_nan_data, write_nan_model
 from tests.ranks import read_logs
 from tests.small import in_sub_groups, small

@@ -5,13 +5,13 @@ import types
 
 import pytest
 
-from recipes.planning.hardware import cluster as hardware
-from recipes.planning.hardware import gpus
-from recipes.planning.hardware.cluster import Cluster, cluster, this_machine
-from recipes.planning.hardware.gpus import GPUS, find
-from recipes.planning.hardware.instances import INSTANCES
-from recipes.spec.errors import UserError
-from recipes.spec.gpus import BF16_TFLOPS, peak_flops
+from deepspeed_recipes.planning.hardware import cluster as hardware
+from deepspeed_recipes.planning.hardware import gpus
+from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster, this_machine
+from deepspeed_recipes.planning.hardware.gpus import GPUS, find
+from deepspeed_recipes.planning.hardware.instances import INSTANCES
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.gpus import BF16_TFLOPS, peak_flops
 
 
 @pytest.mark.parametrize(

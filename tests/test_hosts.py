@@ -10,11 +10,11 @@ from deepspeed.launcher import runner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.launching import variables
-from recipes.launching.ssh import host_checks, host_info, hostfile
-from recipes.launching.ssh.pdsh_environment import write_environment
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import RunFolder
+from deepspeed_recipes.launching import variables
+from deepspeed_recipes.launching.ssh import host_checks, host_info, hostfile
+from deepspeed_recipes.launching.ssh.pdsh_environment import write_environment
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import RunFolder
 from tests.launching import LAUNCH
 
 MISTAKES = {

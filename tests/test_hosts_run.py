@@ -12,11 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipes.launching.ranks import SILENCE
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from tests import test_launch
+from deepspeed_recipes.launching.ranks import SILENCE
+from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from tests import ROOT, test_launch
 from tests.launching import LAUNCH
 from tests.network_hosts import Hosts, without_hosts
 from tests.small import small

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from transformers import AutoConfig
 
-from recipes.commands import main
-from recipes.page_checks import hub
-from recipes.spec import pages
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.commands.page import hub
+from deepspeed_recipes.recipe import pages
 
 
 def test_a_page_that_matches_the_model_has_no_differences(tmp_path):

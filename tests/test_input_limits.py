@@ -13,12 +13,12 @@ import pytest
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
-from recipes.planning.search import model_recipe
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import read_json
-from recipes.training.data import chat_templates, sources, text_files, tokenize
-from recipes.training.model import load
-from recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.planning.search import model_recipe
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import read_json
+from deepspeed_recipes.training.data import chat_templates, sources, text_files, tokenize
+from deepspeed_recipes.training.model import load
+from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.launching import LAUNCH
 from tests.small import small
 

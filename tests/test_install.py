@@ -1,4 +1,4 @@
-"""The package that pip installs: what is in it, that the planner and the linter need no torch, that `dsr` trains."""
+"""The package that pip installs: what is in it, that the planner and the linter need no torch, that it trains."""
 
 import json
 import re
@@ -13,15 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands.main import COMMANDS
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.project import SCRIPTS
-from recipes.spec.run_folder import RunFolder, read_json
+from deepspeed_recipes.commands.main import COMMANDS
+from deepspeed_recipes.recipe.project import SAMPLES, SCRIPTS
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json
+from tests import ROOT
 
 STACK = {"torch", "transformers", "deepspeed", "numpy", "datasets", "peft", "trl", "accelerate"}
-NEEDS_STACK = 'this needs the training stack: pip install "deepspeed-recipes[train]"'
-
-
 PINS = ("constraints.txt", "constraints-serving.txt")
 
 
@@ -29,20 +26,15 @@ def tracked() -> list[str]:
     """Return the names of the checkout's files, those that are not committed yet included."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    return [name for name in names if name and (ROOT / name).is_file()]
-
-
-MEASUREMENTS = "recipes/planning/calibration/measurements"
-OTHERS = tuple(f"{MEASUREMENTS}/{name}" for name in ("published", "questions"))
-"""What others published, by which the planner is judged."""
+    return [name for name in names if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink())]
 
 
 def installed_name(name: str) -> str | None:
     """Return where a file of the checkout is installed, or None where it is not."""
-    if name.startswith(OTHERS):
-        return None
     if name.startswith("recipes/"):
-        return f"deepspeed_{name}"
+        return f"deepspeed_recipes/pages/{name.removeprefix('recipes/')}"
+    if name.startswith("src/") and not (ROOT / name).is_symlink():
+        return name.removeprefix("src/")
     return f"deepspeed_recipes/{name}" if name.startswith("configs/") or name in PINS else None
 
 
@@ -52,7 +44,7 @@ def source(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     for name in tracked():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, folder / name)
+        shutil.copyfile(ROOT / name, folder / name, follow_symlinks=False)
     return folder
 
 
@@ -135,37 +127,39 @@ def test_the_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
 def test_only_its_own_names_are_installed(bare):
     names = {path.name for path in bare.parents[0].glob("lib/python*/site-packages/*")}
     assert "deepspeed_recipes" in names and not {"recipes", "configs", "scripts", "tests"} & names
-    assert {"dsr", "deepspeed-recipes"} <= {path.name for path in bare.iterdir()}
+    assert "ds-recipes" in {path.name for path in bare.iterdir()}
 
 
 def test_the_planner_works_without_torch(bare, tmp_path):
-    done = run([bare / "dsr", "plan", "llama3-8b", "--gpu", "H100", "--gpus", "8"], tmp_path)
+    done = run([bare / "ds-recipes", "plan", "llama3-8b", "--gpu", "H100", "--gpus", "8"], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "dsr launch llama3-8b full --gpus 8" in done.stdout and "scripts/" not in done.stdout
-    written = run([bare / "dsr", "plan", "llama3-8b", "--gpu", "H100", "--gpus", "8", "--write", "plan"], tmp_path)
-    assert written.returncode == 0 and "\ndsr launch " in (tmp_path / "plan" / "launch.sh").read_text()
+    assert "ds-recipes launch llama3-8b full --gpus 8" in done.stdout and "scripts/" not in done.stdout
+    written = run(
+        [bare / "ds-recipes", "plan", "llama3-8b", "--gpu", "H100", "--gpus", "8", "--write", "plan"], tmp_path
+    )
+    assert written.returncode == 0 and "\nds-recipes launch " in (tmp_path / "plan" / "launch.sh").read_text()
 
 
 def test_the_linter_and_the_configs_work_without_torch(bare, tmp_path):
-    done = run([bare / "dsr", "configs", "copy", "zero3"], tmp_path)
+    done = run([bare / "ds-recipes", "configs", "copy", "zero3"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "zero3.json").read_bytes() == (ROOT / "configs" / "zero3.json").read_bytes()
-    assert run([bare / "dsr", "check", "zero3.json"], tmp_path).returncode == 0
-    again = run([bare / "dsr", "configs", "copy", "zero3"], tmp_path)
+    assert run([bare / "ds-recipes", "check", "zero3.json"], tmp_path).returncode == 0
+    again = run([bare / "ds-recipes", "configs", "copy", "zero3"], tmp_path)
     assert again.returncode == 2 and "exists already" in again.stderr
-    typo = run([bare / "dsr", "configs", "copy", "zreo3", "conf"], tmp_path)
+    typo = run([bare / "ds-recipes", "configs", "copy", "zreo3", "conf"], tmp_path)
     assert typo.returncode == 2 and "did you mean zero3?" in typo.stderr and not (tmp_path / "conf").exists()
-    resolved = run([bare / "dsr", "resolve", "zero1", "--world-size", "8"], tmp_path)
+    resolved = run([bare / "ds-recipes", "resolve", "zero1", "--world-size", "8"], tmp_path)
     assert json.loads(resolved.stdout)["train_batch_size"] == 8
 
 
 def test_recipes_are_listed_and_a_run_is_shown_without_torch(bare, tmp_path):
-    listed = run([bare / "dsr", "list", "--json"], tmp_path)
+    listed = run([bare / "ds-recipes", "list", "--json"], tmp_path)
     assert "llama3-8b" in {entry["recipe"] for entry in json.loads(listed.stdout)}
-    shown = run([bare / "dsr", "launch", "tiny", "full", "--dry-run"], tmp_path)
+    shown = run([bare / "ds-recipes", "launch", "tiny", "full", "--dry-run"], tmp_path)
     assert shown.returncode == 0 and f"{tmp_path}/runs/tiny-3m-full/" in shown.stdout, shown.stderr
-    wrong = run([bare / "dsr", "launch", "tinny", "full"], tmp_path)
-    assert wrong.stderr.startswith("dsr launch: ") and "dsr launch --list" in wrong.stderr
+    wrong = run([bare / "ds-recipes", "launch", "tinny", "full"], tmp_path)
+    assert wrong.stderr.startswith("ds-recipes launch: ") and "ds-recipes launch --list" in wrong.stderr
 
 
 @pytest.mark.parametrize("command", ["plan llama3-8b --gpu H100 --gpus 8", "check zero3", "list", "resolve zero1"])
@@ -173,7 +167,7 @@ def test_no_package_of_the_stack_is_imported(bare, tmp_path, command):
     """Were a package of the stack there, it would not be imported either: each is made to fail."""
     for name in STACK:
         (tmp_path / f"{name}.py").write_text(f"raise AssertionError('{name} was imported')\n")
-    done = run([bare / "dsr", *command.split()], tmp_path, PYTHONPATH=str(tmp_path))
+    done = run([bare / "ds-recipes", *command.split()], tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 
@@ -192,58 +186,38 @@ def test_no_package_of_the_stack_is_imported(bare, tmp_path, command):
 def test_what_needs_the_stack_says_so_in_a_line(bare, tmp_path, command):
     (tmp_path / "RUN").mkdir()
     (tmp_path / "RUN" / "config.json").write_text("{}")
-    done = run([bare / "dsr", *command.split()], tmp_path)
+    done = run([bare / "ds-recipes", *command.split()], tmp_path)
     name = command.split()[0]
-    assert done.returncode == 2 and done.stderr.startswith(f"dsr {name}: {NEEDS_STACK}"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith(f"ds-recipes {name}: "), done.stderr
+    assert 'pip install "deepspeed-recipes[train]"' in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_the_commands_as_they_are_typed(bare, tmp_path, command):
-    done = run([bare / "dsr", command, "--help"], tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith(f"usage: dsr {command} "), done.stderr
-    assert f"dsr {command}" in done.stdout.partition("\n\n")[2] and len(done.stdout.splitlines()) > 10
+    done = run([bare / "ds-recipes", command, "--help"], tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: ds-recipes {command} "), done.stderr
+    assert f"ds-recipes {command}" in done.stdout.partition("\n\n")[2] and len(done.stdout.splitlines()) > 10
     assert not re.findall(rf"scripts/\w+\.py|(?<![\w/])(?:{'|'.join(SCRIPTS.values())})\.py", done.stdout)
 
 
 def test_the_overview_names_every_command(bare, tmp_path):
-    done = run([bare / "dsr"], tmp_path)
+    done = run([bare / "ds-recipes"], tmp_path)
     assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in COMMANDS)
-    unknown = run([bare / "deepspeed-recipes", "lunch"], tmp_path)
+    unknown = run([bare / "ds-recipes", "lunch"], tmp_path)
     assert unknown.returncode == 2 and "unknown command 'lunch'" in unknown.stderr
 
 
-def test_the_doctor_says_when_deepspeed_has_taken_the_command(bare, tmp_path):
-    """DeepSpeed installs a `dsr` of its own; whichever of the two is installed last is there."""
-    assert not [check for check in doctor(bare, tmp_path) if check["name"] == "dsr"]
-    ours = (bare / "dsr").read_text()
-    try:
-        (bare / "dsr").write_text("#!/usr/bin/python\nfrom deepspeed.env_report import cli_main\n")
-        (found,) = [check for check in doctor(bare, tmp_path) if check["name"] == "dsr"]
-        assert found["state"] == "warning" and "ds_report" in found["found"]
-    finally:
-        (bare / "dsr").write_text(ours)
-
-
-def doctor(bare: Path, folder: Path) -> list[dict]:
-    return json.loads(run([bare / "deepspeed-recipes", "doctor", "--json"], folder).stdout)
-
-
-def test_a_new_page_imports_under_the_packages_name(bare, tmp_path):
-    done = run([bare / "dsr", "page", "new", "heron"], tmp_path)
-    assert done.returncode == 0 and "dsr launch ./heron.py full --draft" in done.stdout, done.stderr
+def test_a_new_page_is_a_script(bare, tmp_path):
+    done = run([bare / "ds-recipes", "page", "new", "heron"], tmp_path)
+    assert done.returncode == 0 and "ds-recipes launch ./heron.py full --draft" in done.stdout, done.stderr
     text = (tmp_path / "heron.py").read_text()
-    assert "_template" not in text and "copy" not in text.splitlines()[0] and "dsr launch ./heron.py" in text
-    load = """
-from importlib.util import module_from_spec, spec_from_file_location
-found = spec_from_file_location("deepspeed_recipes.heron", "heron.py")
-heron = module_from_spec(found)
-found.loader.exec_module(heron)
-print(heron.full(*heron.SIZES).deepspeed, heron.lora(*heron.SIZES).lora.rank)"""
-    assert run([bare / "python", "-c", load], tmp_path).stdout == "zero2.json 16\n"
-    assert run([bare / "dsr", "page", "new", "heron"], tmp_path).returncode == 2
-    assert run([bare / "dsr", "page", "new", "llama3"], tmp_path).returncode == 2
-    assert run([bare / "dsr", "page", "new", "two-words"], tmp_path).returncode == 2
+    assert "_template" not in text and "copy" not in text.splitlines()[0] and "ds-recipes launch ./heron.py" in text
+    shown = run([bare / "python", "heron.py", "lora", "--dry-run"], tmp_path)
+    assert shown.returncode == 0 and '"rank": 16' in shown.stdout, shown.stderr
+    assert run([bare / "ds-recipes", "page", "new", "heron"], tmp_path).returncode == 2
+    assert run([bare / "ds-recipes", "page", "new", "llama3"], tmp_path).returncode == 2
+    assert run([bare / "ds-recipes", "page", "new", "two-words"], tmp_path).returncode == 2
 
 
 def test_a_checkout_in_the_wrong_python_says_what_to_do(tmp_path):
@@ -261,16 +235,16 @@ def test_a_checkout_in_the_wrong_python_says_what_to_do(tmp_path):
 NEEDS_PACKAGES = {
     "benchmark": ["--help"],
     "check_config": [ROOT / "configs" / "zero3.json", "--deepspeed"],
-    "evaluate": [ROOT / "recipes" / "samples" / "tiny_model"],
-    "export": [ROOT / "recipes" / "samples" / "tiny_model", "--output", "out"],
-    "generate": [ROOT / "recipes" / "samples" / "tiny_model", "Ada?"],
+    "evaluate": [SAMPLES / "tiny_model"],
+    "export": [SAMPLES / "tiny_model", "--output", "out"],
+    "generate": [SAMPLES / "tiny_model", "Ada?"],
     "launch": ["tiny", "full"],
     "plan": ["llama3-8b"],
-    "publish": [ROOT / "recipes" / "samples" / "tiny_model", "OWNER/NAME"],
+    "publish": [SAMPLES / "tiny_model", "OWNER/NAME"],
     "report": ["runs"],
     "sweep": ["tiny", "full", "learning_rate=1e-4,2e-4"],
-    "serve": [ROOT / "recipes" / "samples" / "tiny_model"],
-    "shrink": [ROOT / "recipes" / "samples" / "tiny_model", "--layers", "2", "--output", "out"],
+    "serve": [SAMPLES / "tiny_model"],
+    "shrink": [SAMPLES / "tiny_model", "--layers", "2", "--output", "out"],
 }
 """Each script with arguments for which it needs a package; the others need none."""
 WITHOUT = {"doctor": ["--json"], "resolve_config": [ROOT / "configs" / "zero3.json", "--model", "llama3-8b"]}
@@ -308,7 +282,7 @@ def test_a_run_from_the_wheel_trains_in_any_folder(wheel, ranks, tmp_path):
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
     }
     options = ["max_steps=4", "wandb.mode=disabled", "data.validation=none", "data.metric=loss", "save_steps=2"]
-    done = run([site / "bin" / "dsr", "launch", "tiny", "full", "--gpus", "2", *options], folder, **variables)
+    done = run([site / "bin" / "ds-recipes", "launch", "tiny", "full", "--gpus", "2", *options], folder, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (folder / "runs" / "tiny-3m-full").iterdir()
     assert read_json(RunFolder(path).summary)["steps"] == 4 and (path / "export" / "model.safetensors").exists()

@@ -12,13 +12,13 @@ import pytest
 import yaml
 from packaging.utils import canonicalize_name
 
-from recipes.launching import node, paths
-from recipes.launching.kubernetes import manifests
-from recipes.spec import overrides, pages, run_folder
-from recipes.spec.conversions import from_dict, to_dict
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import COMPLETE, RunFolder, read_jsonl, write_json
+from deepspeed_recipes.launching import node, paths
+from deepspeed_recipes.launching.kubernetes import manifests
+from deepspeed_recipes.recipe import overrides, pages, run_folder
+from deepspeed_recipes.recipe.conversions import from_dict, to_dict
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, read_jsonl, write_json
+from tests import ROOT
 from tests.launching import LAUNCH
 from tests.test_launch import launch
 
@@ -236,7 +236,7 @@ def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path):
 
 def test_the_image_has_the_checkout_where_the_manifests_say():
     text = (ROOT / "Dockerfile").read_text()
-    assert f"WORKDIR {manifests.PROJECT}\n" in text and f"PYTHONPATH={manifests.PROJECT} " in text
+    assert f"WORKDIR {manifests.PROJECT}\n" in text and f"PYTHONPATH={manifests.PROJECT}/src " in text
     # It is set up as any machine is, by what `make install` does, with the same pins.
     assert "-m venv" in text and "-m venv" in (ROOT / "Makefile").read_text()
 
@@ -273,7 +273,12 @@ CREDENTIALS = (
     *("id_rsa", "home/id_ecdsa.pub", ".aws/credentials", "gcp-credentials.json", ".kube/config", "secrets.yaml"),
     *("hf_token.txt", ".pypirc", ".git/config"),
 )
-WANTED = ("recipes/tiny.py", "recipes/samples/tiny_model/tokenizer.json", "configs/zero3.json", "constraints.txt")
+WANTED = (
+    "recipes/tiny.py",
+    "src/deepspeed_recipes/samples/tiny_model/tokenizer.json",
+    "configs/zero3.json",
+    "constraints.txt",
+)
 
 
 def ignored(path, patterns):

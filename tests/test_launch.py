@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_jsonl, step_of
+from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_jsonl, step_of
+from tests import ROOT
 from tests.conftest import shared_buffers
 from tests.launching import LAUNCH
 
@@ -40,7 +40,7 @@ def small_run(launcher, model_folder, conversations, tmp_path):
 
 
 def launch(*arguments, **options):
-    """Run launch.py to its end."""
+    """Run ds-recipes launch to its end."""
     return subprocess.run([*LAUNCH, *map(str, arguments)], capture_output=True, text=True, timeout=240, **options)
 
 
@@ -72,7 +72,7 @@ def processes_of(run):
 def ranks_of(run):
     """Return the rank processes: those that run the module themselves, and not as a launcher's argument."""
     # `info`, since a process may end between the search and a second look.
-    return [one for one in processes_of(run) if one.info["cmdline"][2:4] == ["-m", "recipes.training.run"]]
+    return [one for one in processes_of(run) if one.info["cmdline"][2:4] == ["-m", "deepspeed_recipes.training.run"]]
 
 
 @pytest.mark.every
@@ -159,7 +159,7 @@ def test_dry_run_writes_nothing(tmp_path):
     text, _, command = done.stdout.rpartition("}\n")
     recipe = json.loads(text + "}")
     assert (recipe["lora"]["rank"], recipe["learning_rate"]) == (8, 2e-3)
-    assert re.search(r"deepspeed .*--num_gpus 2 .*--module recipes.training.run", command)
+    assert re.search(r"deepspeed .*--num_gpus 2 .*--module deepspeed_recipes.training.run", command)
     assert not (tmp_path / "run").exists()
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.report import html, run_data, text, write
-from recipes.spec.run_folder import RunFolder, append_jsonl, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.callbacks import layer_stats
-from recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_jsonl, write_recipe
+from deepspeed_recipes.report import html, run_data, text, write
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.callbacks import layer_stats
+from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.ranks import read_logs
 from tests.small import small
 from tests.test_report import Page, a_run

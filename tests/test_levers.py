@@ -17,18 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, masking_utils
 from trl.trainer import utils as trl_utils
 
-from recipes.benchmarks.device_reads import Reads
-from recipes.spec import deepspeed_file, limits, overrides, pages
-from recipes.spec.errors import UserError
-from recipes.spec.loss_tiles import LARGE, PER_ENTRY, are_large, tiles_loss
-from recipes.spec.recipe import Draft, Layout, Lora, Model
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
-from recipes.training import checkpointing
-from recipes.training import run as training_run
-from recipes.training.adapters import add as adapters
-from recipes.training.arguments import loader_processes
-from recipes.training.data.collate import Collator
-from recipes.training.model import attention, draft, kernels, packing_check, tiling
+from deepspeed_recipes.benchmarks.device_reads import Reads
+from deepspeed_recipes.recipe import deepspeed_file, limits, overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.loss_tiles import LARGE, PER_ENTRY, are_large, tiles_loss
+from deepspeed_recipes.recipe.recipe import Draft, Layout, Lora, Model
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.training import checkpointing
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.arguments import loader_processes
+from deepspeed_recipes.training.data.collate import Collator
+from deepspeed_recipes.training.model import attention, draft, kernels, packing_check, tiling
 from tests.small import language_families, small
 from tests.tiers import tiered
 from tests.versions import needs

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.commands import launch
-from recipes.commands.main import run as run_command
-from recipes.spec import deepspeed_file, limits, overrides, pages
-from recipes.spec.deepspeed_file import DeepSpeedFile
-from recipes.spec.errors import UserError
-from recipes.spec.layout import bubble, data_parallel_size, rank_position
-from recipes.spec.methods.settings import Distill, Grpo
-from recipes.spec.methods.traits import TRAITS
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Layout, Lora
-from recipes.spec.recipe import changed as changed_recipe
+from deepspeed_recipes.commands import launch
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.recipe import deepspeed_file, limits, overrides, pages
+from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.layout import bubble, data_parallel_size, rank_position
+from deepspeed_recipes.recipe.methods.settings import Distill, Grpo
+from deepspeed_recipes.recipe.methods.traits import TRAITS
+from deepspeed_recipes.recipe.recipe import Layout, Lora
+from deepspeed_recipes.recipe.recipe import changed as changed_recipe
+from tests import ROOT
 
 
 def zero(stage, partition_size=1):

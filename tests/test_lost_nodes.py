@@ -8,9 +8,9 @@ import time
 import psutil
 import pytest
 
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.start.unsupervised import lost_peer
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.start.unsupervised import lost_peer
 from tests.launching import LAUNCH
 from tests.network_hosts import Hosts, without_hosts
 from tests.ray_cluster import RayNodes, variables, without_ray
@@ -73,7 +73,7 @@ def torchrun(hosts, run):
     """Start torchrun on both hosts, as a person would."""
     meet = ["--nnodes", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{hosts.addresses[0]}:29400"]
     command = [LAUNCH[0], "-m", "torch.distributed.run", *meet]
-    rank = ["--nproc_per_node", "1", "-m", "recipes.training.run", str(run.path)]
+    rank = ["--nproc_per_node", "1", "-m", "deepspeed_recipes.training.run", str(run.path)]
     # These hosts share a name, by which torchrun would find out whose address the endpoint has.
     own = ["--rdzv_conf", "is_host=true"], ["--rdzv_conf", "is_host=false"]
     return [
@@ -90,7 +90,7 @@ def mpirun(hosts, run):
         word for name in ("PYTHONPATH", "PATH", "GLOO_SOCKET_IFNAME", "DS_ACCELERATOR") for word in ("-x", name)
     ]
     exported += ["-x", f"MASTER_ADDR={hosts.addresses[0]}", "-x", "OMP_NUM_THREADS", "-x", "TORCH_EXTENSIONS_DIR"]
-    rank = [LAUNCH[0], "-m", "recipes.training.run", str(run.path)]
+    rank = [LAUNCH[0], "-m", "deepspeed_recipes.training.run", str(run.path)]
     path = {"PATH": hosts.environment()["PATH"]}
     return [start([*inside(hosts, 0), shutil.which("mpirun"), *where, *network, *exported, *rank], path)]
 

@@ -9,13 +9,13 @@ import pytest
 import trl
 from transformers import AutoTokenizer
 
-from recipes.commands import main
-from recipes.page_checks import chat_template
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Model
-from recipes.training.data import chat_templates, tokenize
-from recipes.training.data.chat_templates import load_tokenizer
-from recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.commands.page import chat_template
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Model
+from deepspeed_recipes.training.data import chat_templates, tokenize
+from deepspeed_recipes.training.data.chat_templates import load_tokenizer
+from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.small import small
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"

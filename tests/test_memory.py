@@ -9,9 +9,9 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.planning.cost.memory import activations, host_memory, weights
-from recipes.planning.cost.memory.activations import layer_bytes
-from recipes.planning.cost.memory.peak_memory import (
+from deepspeed_recipes.planning.cost.memory import activations, host_memory, weights
+from deepspeed_recipes.planning.cost.memory.activations import layer_bytes
+from deepspeed_recipes.planning.cost.memory.peak_memory import (
     FRAGMENTATION,
     FRAGMENTATION_SHARDED,
     NCCL,
@@ -19,15 +19,15 @@ from recipes.planning.cost.memory.peak_memory import (
     peak_memory,
     states,
 )
-from recipes.planning.cost.memory.stage_shards import stage_shards
-from recipes.planning.cost.memory.states import state_bytes
-from recipes.planning.cost.training_setup import TrainingSetup, training_setup
-from recipes.planning.hardware.cluster import Cluster
-from recipes.planning.hardware.gpus import find
-from recipes.planning.model_profile import lookup
-from recipes.spec import deepspeed_file, pages
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Layout, Lora
+from deepspeed_recipes.planning.cost.memory.stage_shards import stage_shards
+from deepspeed_recipes.planning.cost.memory.states import state_bytes
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup, training_setup
+from deepspeed_recipes.planning.hardware.cluster import Cluster
+from deepspeed_recipes.planning.hardware.gpus import find
+from deepspeed_recipes.planning.model_profile import lookup
+from deepspeed_recipes.recipe import deepspeed_file, pages
+from deepspeed_recipes.recipe.recipe import Layout, Lora
+from tests import ROOT
 
 GIB = 2**30
 NODE = Cluster(find("H100"), gpus_per_node=8)
@@ -284,8 +284,9 @@ def test_the_setup_follows_from_the_deepspeed_file():
 def test_memory_is_computed_without_torch():
     code = (
         "import sys, time; start = time.perf_counter()\n"
-        "from recipes.planning.cost.memory import peak_memory\nfrom recipes.planning.model_profile import lookup\n"
-        "from recipes.spec import pages\n"
+        "from deepspeed_recipes.planning.cost.memory import peak_memory\n"
+        "from deepspeed_recipes.planning.model_profile import lookup\n"
+        "from deepspeed_recipes.recipe import pages\n"
         "lookup.profile_of(pages.page('llama3').SIZES['8b'].config)\n"
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)\n"
         "print(time.perf_counter() - start)"

@@ -5,9 +5,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.proof import samples
-from recipes.spec.run_folder import read_json
-from recipes.training import export
+from deepspeed_recipes.prove import samples
+from deepspeed_recipes.recipe.run_folder import read_json
+from deepspeed_recipes.training import export
 
 IDS = torch.arange(5, 25)[None]
 ADAPTERS = {

@@ -13,17 +13,17 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.commands import export as export_script
-from recipes.launching.paths import locate
-from recipes.model_folder import base_model, card, licences, record, reproduce, response_template
-from recipes.model_folder.portable import portable, portable_recipe
-from recipes.spec import overrides, pages
-from recipes.spec.conversions import from_dict
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import RunFolder, append_jsonl, read_json, write_json, write_recipe
-from recipes.spec.samples import TINY_MODEL
-from recipes.training.data.chat_templates import CHATML
+from deepspeed_recipes.commands import export as export_script
+from deepspeed_recipes.launching.paths import locate
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.conversions import from_dict
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, write_json, write_recipe
+from deepspeed_recipes.recipe.samples import TINY_MODEL
+from deepspeed_recipes.training.data.chat_templates import CHATML
+from deepspeed_recipes.training.model_folder import base_model, card, licences, record, reproduce, response_template
+from deepspeed_recipes.training.model_folder.portable import portable, portable_recipe
+from tests import ROOT
 from tests.test_install import tracked
 from tests.versions import needs
 
@@ -141,7 +141,7 @@ def test_the_reproduce_command_gives_the_same_recipe_in_a_clone(exports, tmp_pat
     for name in tracked():
         if not name.startswith("tests/"):
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, clone / name)
+            shutil.copyfile(ROOT / name, clone / name, follow_symlinks=False)
     (clone / "mine.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 40)
     example = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (clone / "mine.jsonl").write_text((json.dumps(example) + "\n") * 40)
@@ -162,7 +162,7 @@ def test_what_a_page_has_is_not_typed_and_what_it_settles_is():
             recipe = pages.build(module, next(iter(module.SIZES)), variant)
             assert reproduce.changes(portable_recipe(locate(recipe))) == []
     own = portable_recipe(
-        overrides.apply(pages.find("tiny", "full"), ["data.path=recipes/samples/extract/train.jsonl"])
+        overrides.apply(pages.find("tiny", "full"), ["data.path=src/deepspeed_recipes/samples/extract/train.jsonl"])
     )
     assert own.data.validation is None and "data.validation=none" in reproduce.changes(own)
 

@@ -10,19 +10,19 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from recipes.planning.cost.memory import activations
-from recipes.planning.cost.memory.weights import NF4
-from recipes.planning.cost.training_setup import TrainingSetup
-from recipes.planning.model_profile import lookup
-from recipes.planning.model_profile.allocations import LiveBytes
-from recipes.planning.model_profile.meta_device import profile_model
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Draft, Lora
-from recipes.training import checkpointing, upstream
-from recipes.training.adapters import add as adapters
-from recipes.training.model.draft import TINY_MODEL, shrink
+from deepspeed_recipes.planning.cost.memory import activations
+from deepspeed_recipes.planning.cost.memory.weights import NF4
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.model_profile import lookup
+from deepspeed_recipes.planning.model_profile.allocations import LiveBytes
+from deepspeed_recipes.planning.model_profile.meta_device import profile_model
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Draft, Lora
+from deepspeed_recipes.training import checkpointing, upstream
+from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.model.draft import TINY_MODEL, shrink
+from tests import ROOT
 from tests.small import language_families
 from tests.tiers import tiered
 
@@ -195,7 +195,7 @@ def test_every_size_of_the_catalogue_is_committed_for_this_version_of_transforme
     stored = {name: one for file in lookup.PROFILES.glob("*.json") for name, one in lookup.read(file).items()}
     names = {lookup.key(config): (name, config) for name, config, _ in lookup.catalogue()}
     assert set(stored) == set(names) and len(names) > 40, (
-        "python -m recipes.planning.model_profile.lookup writes them again"
+        "python -m deepspeed_recipes.planning.model_profile.lookup writes them again"
     )
     for family in pages.families():
         for model in pages.page(family).SIZES.values():
@@ -222,7 +222,7 @@ def test_another_model_is_profiled_once_and_cached(tmp_path, monkeypatch):
     config = dict(pages.page("qwen3").SIZES["0.6b"].config) | {"num_hidden_layers": 5}
     lookup.profile_of(config)
     code = (
-        "import json, sys\nfrom recipes.planning.model_profile import lookup\n"
+        "import json, sys\nfrom deepspeed_recipes.planning.model_profile import lookup\n"
         "lookup.profile_of(json.loads(sys.argv[1]))\nprint('torch' in sys.modules)"
     )
     again = subprocess.run([sys.executable, "-c", code, json.dumps(config)], cwd=ROOT, capture_output=True, text=True)

@@ -8,11 +8,11 @@ import nbformat
 import psutil
 import pytest
 
-from recipes.spec.project import CHECKOUT as ROOT
-from tests import notebooks
+from deepspeed_recipes.recipe.project import SAMPLES
+from tests import ROOT, notebooks
 from tests.notebooks import NOTEBOOKS, kinds
 
-EXTRACT = ROOT / "recipes" / "samples" / "extract"
+EXTRACT = SAMPLES / "extract"
 ONE_RANK = '["--gpus", "1", "data.max_new_tokens=4", "deepspeed=zero1.json"]'
 SMALLER = {
     "first_finetune": {"EPOCHS": "1", "OPTIONS": ONE_RANK},

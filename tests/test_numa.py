@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.machine import numa
+from deepspeed_recipes.machine import numa
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -67,7 +67,7 @@ def test_threads_that_exist_and_threads_to_come_are_kept(tmp_path):
     program = """
 import json, os, sys, threading
 import torch
-from recipes.machine import numa
+from deepspeed_recipes.machine import numa
 torch.ones(2000, 2000) @ torch.ones(2000, 2000)
 numa.bind(frozenset([int(sys.argv[1])]))
 later = []

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands import main
-from recipes.spec import bounds, overrides, pages
-from recipes.spec.conversions import from_dict, to_dict
-from recipes.spec.errors import UserError
-from recipes.spec.project import program
-from recipes.spec.recipe import Recipe
-from recipes.spec.samples import TINY_MODEL
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.recipe import bounds, overrides, pages
+from deepspeed_recipes.recipe.conversions import from_dict, to_dict
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.project import program
+from deepspeed_recipes.recipe.recipe import Recipe
+from deepspeed_recipes.recipe.samples import TINY_MODEL
 from tests.tiers import tiered
 
 ODD = (

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.machine import ops
-from recipes.spec.deepspeed_file import parse, read
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
+from deepspeed_recipes.machine import ops
+from deepspeed_recipes.recipe.deepspeed_file import parse, read
+from deepspeed_recipes.recipe.errors import UserError
+from tests import ROOT
 
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}
@@ -135,7 +135,7 @@ def test_a_build_that_does_not_end_is_given_up(tmp_path, monkeypatch):
 @pytest.mark.parametrize("seconds", [3, 5, 8, 11, 14])
 def test_a_build_that_was_killed_at_any_moment_is_in_nobodys_way(tmp_path, seconds):
     variables = compiler(tmp_path, 'exec g++ "$@"')
-    command = [sys.executable, "-m", "recipes.machine.ops", "pin_memory"]
+    command = [sys.executable, "-m", "deepspeed_recipes.machine.ops", "pin_memory"]
     with subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True) as first:
         time.sleep(seconds)
         os.killpg(first.pid, signal.SIGKILL)

@@ -7,16 +7,16 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM
 
-from recipes.spec import deepspeed_file, limits, overrides, pages
-from recipes.spec.errors import UserError
-from recipes.spec.optimization.optimizers import IMPOSSIBLE
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Layout, Lora
-from recipes.training import universal_checkpoint
-from recipes.training.adapters import add as adapters
-from recipes.training.arguments import deepspeed_config
-from recipes.training.data.collate import Collator
-from recipes.training.optimization import muon, noise, rates
+from deepspeed_recipes.recipe import deepspeed_file, limits, overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.optimization.optimizers import IMPOSSIBLE
+from deepspeed_recipes.recipe.recipe import Layout, Lora
+from deepspeed_recipes.training import universal_checkpoint
+from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.arguments import deepspeed_config
+from deepspeed_recipes.training.data.collate import Collator
+from deepspeed_recipes.training.optimization import muon, noise, rates
+from tests import ROOT
 
 
 def changed(*words, variant="full"):

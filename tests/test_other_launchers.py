@@ -10,10 +10,10 @@ import time
 import psutil
 import pytest
 
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.start import rendezvous, unsupervised
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.start import rendezvous, unsupervised
 from tests.launching import LAUNCH, environment
 from tests.small import small
 
@@ -123,7 +123,7 @@ def expected(ranks, prepared):
 
 def start(words, run):
     """Start ranks by a launcher that knows nothing of the project."""
-    command = [*words, "-m", "recipes.training.run", str(run.path)]
+    command = [*words, "-m", "deepspeed_recipes.training.run", str(run.path)]
     hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK"}
     own = {name: value for name, value in environment().items() if name not in hidden}
     return subprocess.Popen(
@@ -227,7 +227,7 @@ def test_launch_prints_the_commands_of_other_launchers(tmp_path):
 
 
 def test_the_commands_for_several_nodes_say_what_to_fill_in(tmp_path, capsys):
-    from recipes.launching import other_launchers
+    from deepspeed_recipes.launching import other_launchers
 
     found = other_launchers.commands(RunFolder(tmp_path), 8, 4)
     assert "--nnodes 4 --rdzv_backend c10d --rdzv_endpoint HOST --nproc_per_node 8" in found["torchrun"]

@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Draft, Lora
-from recipes.training.model import draft, output_head, packing_check, tiling
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Draft, Lora
+from deepspeed_recipes.training.model import draft, output_head, packing_check, tiling
 from tests.small import language_families, small
 from tests.tiers import tiered
 

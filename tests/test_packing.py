@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer, modeling_flash_attention_utils
 
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Draft, Model
-from recipes.training.model import attention_bounds, draft, load, packing_check
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Draft, Model
+from deepspeed_recipes.training.model import attention_bounds, draft, load, packing_check
 from tests.small import language_families, small
 
 SIZES = [(family, size) for family in language_families() for size in pages.page(family).SIZES]

@@ -10,18 +10,20 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from recipes.commands import launch, plan
-from recipes.commands.main import run as run_command
-from recipes.docs import index
-from recipes.launching import paths, preflight
-from recipes.page_checks import docstring
-from recipes.planning.search.strategies import evaluate, plan_request
-from recipes.spec import overrides, pages, run_folder
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Recipe
-from recipes.spec.run_folder import read_json
-from recipes.training import run as training_run
+from deepspeed_recipes.commands import launch, plan
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.commands.page import docstring
+from deepspeed_recipes.launching import paths, preflight
+from deepspeed_recipes.planning.search.strategies import evaluate, plan_request
+from deepspeed_recipes.recipe import overrides, pages, run_folder
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.project import PACKAGE
+from deepspeed_recipes.recipe.recipe import Recipe
+from deepspeed_recipes.recipe.run_folder import read_json
+from deepspeed_recipes.training import run as training_run
+from scripts.maintain.calibration import MEASUREMENTS
+from scripts.maintain.documents import index
+from tests import ROOT
 from tests.conftest import conversation
 from tests.versions import has
 
@@ -63,7 +65,7 @@ def test_offloading_is_shown_with_its_host_memory():
 
 
 def test_memory_is_predicted_in_one_place_and_measured_peaks_are_where_something_was_measured():
-    measured = index.benchmark_results.measured_recipes()
+    measured = index.benchmark_results.measured_recipes(MEASUREMENTS)
     for family in pages.families():
         text = pages.page(family).__doc__
         assert "predicted" not in text and " x H100" not in text
@@ -126,7 +128,7 @@ def test_the_page_states_the_dimensions_and_the_published_size(family, size):
     assert int(stated["heads"]) == config.num_attention_heads
     assert stated["parameters"] == pages.human(model.parameters)
     assert stated["context"] == (f"{context:,}" if context else "-")
-    assert model.path.removeprefix(f"{ROOT}/") in row
+    assert model.path.removeprefix(f"{PACKAGE}/") in row
 
 
 @pytest.mark.parametrize(("family", "size"), ALL)
@@ -151,7 +153,7 @@ def test_the_run_and_change_lines_of_the_docstring_are_right(family):
 
 def test_the_shipped_model_has_the_dimensions_of_the_page():
     stated = pages.page("tiny").SIZES["3m"].config
-    shipped = read_json(ROOT / "recipes" / "samples" / "tiny_model" / "config.json")
+    shipped = read_json(PACKAGE / "samples" / "tiny_model" / "config.json")
     assert stated.items() <= shipped.items()
 
 

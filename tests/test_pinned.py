@@ -8,10 +8,10 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.spec import pages
-from recipes.spec.overrides import override_keys
-from recipes.spec.project import SAMPLES
-from recipes.spec.recipe import Data, Layout, Lora, Model, Recipe
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.overrides import override_keys
+from deepspeed_recipes.recipe.project import SAMPLES
+from deepspeed_recipes.recipe.recipe import Data, Layout, Lora, Model, Recipe
 
 RECIPES = Path(__file__).with_name("pinned") / "recipes.txt"
 KEYS = Path(__file__).with_name("pinned") / "override_keys.txt"

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.layout import balanced
-from recipes.training.model import draft, packing_check
-from recipes.training.parallel import stages
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.layout import balanced
+from deepspeed_recipes.training.model import draft, packing_check
+from deepspeed_recipes.training.parallel import stages
 from tests.small import language_families
 from tests.tiers import tiered
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deepspeed_recipes.prove.samples import conversation
+from deepspeed_recipes.recipe.samples import TINY_MODEL
 from recipes import plain_loop
-from recipes.proof.samples import conversation
-from recipes.spec.samples import TINY_MODEL
 from tests.conftest import write_rows
 from tests.launching import BIN, ROOT, run
 from tests.ranks import free_port

@@ -11,13 +11,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from recipes.commands import check, launch, main, plan
-from recipes.commands.main import run as run_command
-from recipes.planning.hardware.cluster import cluster
-from recipes.planning.search import forecast
-from recipes.spec import pages
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import read_json
+from deepspeed_recipes.commands import check, launch, main, plan
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.planning.hardware.cluster import cluster
+from deepspeed_recipes.planning.search import forecast
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.run_folder import read_json
+from tests import ROOT
 from tests.network_hosts import needs_pdsh
 from tests.versions import needs
 
@@ -389,7 +389,7 @@ def test_where_nothing_fits_the_answer_says_what_would(capsys):
 
 
 def test_a_recipe_costs_no_import_of_torch():
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom recipes.commands import plan\n"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom deepspeed_recipes.commands import plan\n"
     code += f"assert plan.main(['llama3-8b', *{EIGHT!r}, '--json']) == 0\n"
     code += "assert not {'torch', 'transformers', 'deepspeed', 'matplotlib'} & set(sys.modules), 'heavy imports'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -398,12 +398,12 @@ def test_a_recipe_costs_no_import_of_torch():
 
 @pytest.fixture
 def without_the_stack(tmp_path):
-    """Return a function that runs plan.py with the standard library and rich alone: nothing else can be imported."""
+    """Return a function that runs ds-recipes plan where only the standard library and rich can be imported."""
     site = tmp_path / "site"
     site.mkdir()
     for name in ("rich", "pygments", "markdown_it", "mdurl"):
         (site / name).symlink_to(Path(find_spec(name).origin).parent)
-    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(site)!r}]\nfrom recipes.commands import main\n"
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(site)!r}]\nfrom deepspeed_recipes.commands import main\n"
     code += "sys.exit(main.run('plan'))"
 
     def run(*words):

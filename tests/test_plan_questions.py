@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.commands import main, plan
-from recipes.commands.plan import workload
-from recipes.planning.hardware.cluster import Cluster, cluster, of_instance
-from recipes.planning.hardware.gpus import DESKTOP
-from recipes.planning.hardware.instances import INSTANCES
-from recipes.planning.hardware.prices import LISTED, prices
-from recipes.planning.search import longest, model_recipe, which_gpu
-from recipes.planning.search.run_cost import RESTART, Workload
-from recipes.planning.search.strategies import plan_request, search
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.project import SAMPLES
+from deepspeed_recipes.commands import main, plan
+from deepspeed_recipes.commands.plan import workload
+from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster, of_instance
+from deepspeed_recipes.planning.hardware.gpus import DESKTOP
+from deepspeed_recipes.planning.hardware.instances import INSTANCES
+from deepspeed_recipes.planning.hardware.prices import LISTED, prices
+from deepspeed_recipes.planning.search import longest, model_recipe, which_gpu
+from deepspeed_recipes.planning.search.run_cost import RESTART, Workload
+from deepspeed_recipes.planning.search.strategies import plan_request, search
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.project import SAMPLES
+from tests import ROOT
 
 EIGHT = ("--gpu", "p5.48xlarge")
 SPLIT = ("layout.tensor=4", "layout.pipeline=2")
@@ -475,9 +475,12 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys):
         (["--seq_len", "4096"], "--seq_len: no such option; did you mean --sequence-length?"),
         (["--tokns=1B"], "--tokns: no such option; did you mean --tokens?"),
         (["--gpus", "eight"], "--gpus eight: must be a whole number."),
-        (["--host-memory", "64Q"], "--host-memory: 64Q is not a size in GiB, such as 64; see plan.py --help."),
-        (["--sequence-length", "long"], "long is not a number of tokens, such as 4096 or 4k; see plan.py --help."),
-        (["--frobnicate"], "--frobnicate: no such option; plan.py --help lists the options."),
+        (["--host-memory", "64Q"], "--host-memory: 64Q is not a size in GiB, such as 64; see ds-recipes plan --help."),
+        (
+            ["--sequence-length", "long"],
+            "long is not a number of tokens, such as 4096 or 4k; see ds-recipes plan --help.",
+        ),
+        (["--frobnicate"], "--frobnicate: no such option; ds-recipes plan --help lists the options."),
     ],
 )
 def test_a_misspelled_option_is_answered_in_a_line(words, said, capsys):

@@ -5,14 +5,14 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from recipes.planning.cost.time import zero_traffic
-from recipes.profiling import conclude, operators, shares, trace, verdict, words
-from recipes.report import html, run_data, write
-from recipes.spec.layout import bubble
-from recipes.spec.recipe import Layout, Profile
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.callbacks.metrics import Metrics
+from deepspeed_recipes.planning.cost.time import zero_traffic
+from deepspeed_recipes.recipe.layout import bubble
+from deepspeed_recipes.recipe.recipe import Layout, Profile
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.report import html, run_data, write
+from deepspeed_recipes.report.profiler import conclude, operators, shares, trace, verdict, words
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.callbacks.metrics import Metrics
 from tests.small import small, with_zero
 from tests.workers import slow_runs
 

@@ -4,12 +4,12 @@ from statistics import median
 
 import pytest
 
-from recipes.launching import paths
-from recipes.planning.cost.time import zero_traffic
-from recipes.profiling import conclude
-from recipes.spec import pages
-from recipes.spec.overrides import apply
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.launching import paths
+from deepspeed_recipes.planning.cost.time import zero_traffic
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.overrides import apply
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.report.profiler import conclude
 from tests.network_hosts import Hosts, without_hosts
 from tests.workers import on_hosts
 

@@ -6,17 +6,27 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from recipes.commands import launch, main
-from recipes.planning.cost.time import zero_traffic
-from recipes.profiling import collectives, nsys, operators, request, shares, trace, verdict, window, words
-from recipes.profiling.collectives import Collective
-from recipes.profiling.intervals import both, length, union, without
-from recipes.profiling.shares import Shares
-from recipes.profiling.verdict import Rank
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Profile
-from recipes.spec.run_folder import RunFolder
+from deepspeed_recipes.commands import launch, main
+from deepspeed_recipes.planning.cost.time import zero_traffic
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Profile
+from deepspeed_recipes.recipe.run_folder import RunFolder
+from deepspeed_recipes.report.profiler import (
+    collectives,
+    nsys,
+    operators,
+    request,
+    shares,
+    trace,
+    verdict,
+    window,
+    words,
+)
+from deepspeed_recipes.report.profiler.collectives import Collective
+from deepspeed_recipes.report.profiler.intervals import both, length, union, without
+from deepspeed_recipes.report.profiler.shares import Shares
+from deepspeed_recipes.report.profiler.verdict import Rank
 
 EVEN = Shares(0.9, 0.1, 0.04, 0.02, 0.03, 0.01)
 

@@ -1,4 +1,4 @@
-"""`doctor.py --prove`: techniques beside the plain loop, known defects, and what is said of both."""
+"""`ds-recipes doctor --prove`: techniques beside the plain loop, known defects, and what is said of both."""
 
 import ast
 import json
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands import main
-from recipes.proof import command, defects, prove, show
-from recipes.proof.techniques import TECHNIQUES
-from recipes.spec.layout import gradient_accumulation_steps
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.project import CONFIGS
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.prove import command, defects, prove, show
+from deepspeed_recipes.prove.techniques import TECHNIQUES
+from deepspeed_recipes.recipe.layout import gradient_accumulation_steps
+from deepspeed_recipes.recipe.project import CONFIGS
+from tests import ROOT
 from tests.tiers import tiered
 from tests.workers import doubled_gradients, mended
 

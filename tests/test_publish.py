@@ -10,12 +10,11 @@ import httpx
 import pytest
 from huggingface_hub import ModelCard
 
-from recipes.commands.main import run as run_command
-from recipes.model_folder import push
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import read_json, write_json
-from tests import hub_server
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.export import push
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from tests import ROOT, hub_server
 from tests.test_model_folder import exports  # noqa: F401
 
 NAME = "owner/my-model"

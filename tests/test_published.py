@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning.calibration import accuracy, published_errors, published_models
-from recipes.planning.calibration.published_rows import (
+from deepspeed_recipes.planning.cost.constants import FILE, constants
+from deepspeed_recipes.planning.cost.memory import peak_memory
+from deepspeed_recipes.recipe.run_folder import read_json
+from scripts.maintain.calibration import accuracy, fit_answers, published_errors, published_models
+from scripts.maintain.calibration.published_rows import (
     PUBLISHED,
     QUESTIONS,
     SHARES,
@@ -17,11 +20,7 @@ from recipes.planning.calibration.published_rows import (
     questions,
     read,
 )
-from recipes.planning.calibration.rank_correlation import rank_correlation
-from recipes.planning.cost.constants import FILE, constants
-from recipes.planning.cost.memory import peak_memory
-from recipes.planning.show import fit_answers
-from recipes.spec.run_folder import read_json
+from scripts.maintain.calibration.rank_correlation import rank_correlation
 from tests.versions import needs
 
 ROWS = published_rows()

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.commands.main import run as run_command
-from recipes.serving import environment
-from recipes.serving.quantize import compared, kinds, write
-from recipes.serving.quantize.compared import Comparison
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import CHECK_FAILED, read_json, write_json
-from recipes.spec.samples import CHAT, TINY_MODEL
-from recipes.training import export
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.export.quantize import compared, kinds, write
+from deepspeed_recipes.export.quantize.compared import Comparison
+from deepspeed_recipes.export.serve import environment
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import CHECK_FAILED, read_json, write_json
+from deepspeed_recipes.recipe.samples import CHAT, TINY_MODEL
+from deepspeed_recipes.training import export
 from tests.tiers import tiered
 
 HELD_OUT = CHAT.validation

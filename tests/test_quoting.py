@@ -16,15 +16,15 @@ from deepspeed.launcher import runner
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from recipes.launching import paths
-from recipes.launching.allocation import Allocation
-from recipes.launching.command import deepspeed_command
-from recipes.launching.kubernetes import manifests
-from recipes.launching.slurm import batch_job
-from recipes.launching.ssh import hostfile, pdsh_environment
-from recipes.spec import pages, run_folder
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import RunFolder
+from deepspeed_recipes.launching import paths
+from deepspeed_recipes.launching.allocation import Allocation
+from deepspeed_recipes.launching.command import deepspeed_command
+from deepspeed_recipes.launching.kubernetes import manifests
+from deepspeed_recipes.launching.slurm import batch_job
+from deepspeed_recipes.launching.ssh import hostfile, pdsh_environment
+from deepspeed_recipes.recipe import pages, run_folder
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import RunFolder
 from tests.launching import LAUNCH
 from tests.network_hosts import needs_pdsh
 from tests.versions import needs

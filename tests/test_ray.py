@@ -10,11 +10,11 @@ from functools import partial
 import psutil
 import pytest
 
-from recipes.launching.ray import cluster, output, rank, submit
-from recipes.launching.ray.cluster import Node
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
+from deepspeed_recipes.launching.ray import cluster, output, rank, submit
+from deepspeed_recipes.launching.ray.cluster import Node
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
 from tests import test_launch
 from tests.launching import LAUNCH
 from tests.ray_cluster import RayNodes, variables, without_ray

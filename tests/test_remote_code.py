@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from recipes.proof import samples
-from recipes.proof.small import small
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Model
-from recipes.spec.run_folder import RunFolder, read_json, write_json, write_recipe
-from recipes.training import export
-from recipes.training.model import load, remote_code
+from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove.small import small
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Model
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json, write_recipe
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training.model import load, remote_code
 
 CONFIGURATION = """
 from transformers import Qwen3Config

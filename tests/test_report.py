@@ -7,15 +7,15 @@ from statistics import fmean, median
 
 import pytest
 
-from recipes.commands import main
-from recipes.commands import report as command
-from recipes.report import charts, compare, html, index, run_data, text, write
-from recipes.report.document import Chart, Curve, duration
-from recipes.report.sections import curves, examples, memory, settings, verdict
-from recipes.spec import pages
-from recipes.spec.errors import printable
-from recipes.spec.overrides import apply
-from recipes.spec.run_folder import RunFolder, append_jsonl, read_json, read_jsonl, write_json, write_recipe
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.commands import report as command
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import printable
+from deepspeed_recipes.recipe.overrides import apply
+from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, read_jsonl, write_json, write_recipe
+from deepspeed_recipes.report import charts, compare, html, index, run_data, text, write
+from deepspeed_recipes.report.document import Chart, Curve, duration
+from deepspeed_recipes.report.sections import curves, examples, memory, settings, verdict
 
 HOSTILE = '</pre><script>alert("1")</script>\'" onload=x&amp;<img src=http://e.example/x>\x1b[31m\x00\ud800'
 VOID = {"meta", "input"}
@@ -353,7 +353,7 @@ def test_the_index_lists_all_runs(tmp_path, monkeypatch, capsys):
 
 def test_a_recipe_is_compared_with_its_page():
     page = pages.find("tiny", "full")
-    from recipes.launching.paths import locate
+    from deepspeed_recipes.launching.paths import locate
 
     assert not list(settings.differences(page, locate(page))), "paths that the launcher has made absolute"
     changed = locate(apply(page, ["learning_rate=1e-5", "lora.rank=4", "deepspeed=zero2.json"]))

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.commands import launch
-from recipes.launching import paths
-from recipes.spec import deepspeed_file, overrides, pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Lora, Schedule, Wandb
-from recipes.spec.run_folder import (
+from deepspeed_recipes.commands import launch
+from deepspeed_recipes.launching import paths
+from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Lora, Schedule, Wandb
+from deepspeed_recipes.recipe.run_folder import (
     COMPLETE,
     RunFolder,
     append_jsonl,
@@ -25,9 +25,9 @@ from recipes.spec.run_folder import (
     write_json,
     write_recipe,
 )
-from recipes.training import run as training_run
-from recipes.training import universal_checkpoint
-from recipes.training.callbacks.stop_signal import StopOnSignal
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training import universal_checkpoint
+from deepspeed_recipes.training.callbacks.stop_signal import StopOnSignal
 from tests.launching import BIN
 from tests.ranks import read_logs
 from tests.small import small

@@ -7,18 +7,18 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from recipes.commands import export as export_script
-from recipes.commands import main
-from recipes.launching.paths import locate
-from recipes.planning.cost.training_setup import training_setup
-from recipes.spec import deepspeed_file, limits, pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Lora, Schedule
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
-from recipes.training import export
-from recipes.training import run as training_run
-from recipes.training.methods.reward import RunRewardTrainer
-from recipes.training.model import heads, load
+from deepspeed_recipes.commands import export as export_script
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.launching.paths import locate
+from deepspeed_recipes.planning.cost.training_setup import training_setup
+from deepspeed_recipes.recipe import deepspeed_file, limits, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Lora, Schedule
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.methods.reward import RunRewardTrainer
+from deepspeed_recipes.training.model import heads, load
 from tests.parity import gate
 from tests.small import small
 

@@ -6,19 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recipes.commands import main
-from recipes.launching import paths, preflight
-from recipes.report.run_data import read
-from recipes.report.sections import rollouts as section
-from recipes.samples import rewards as sample_rewards
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.methods import rewards
-from recipes.spec.overrides import apply
-from recipes.spec.recipe import Lora, Schedule
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.methods.rollouts import loss, sampling, scoring
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.launching import paths, preflight
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.methods import rewards
+from deepspeed_recipes.recipe.overrides import apply
+from deepspeed_recipes.recipe.recipe import Lora, Schedule
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.report.run_data import read
+from deepspeed_recipes.report.sections import rollouts as section
+from deepspeed_recipes.samples import rewards as sample_rewards
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.methods.rollouts import loss, sampling, scoring
 from tests.parity import gate
 from tests.small import small
 from tests.tiers import tiered

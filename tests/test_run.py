@@ -12,17 +12,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.commands import export as export_script
-from recipes.commands import generate as generate_script
-from recipes.commands import main
-from recipes.launching.paths import locate
-from recipes.planning.cost.memory.states import state_bytes
-from recipes.spec import pages
-from recipes.spec.conversions import from_dict, to_dict
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Draft, Lora, Schedule, Wandb
-from recipes.spec.run_folder import COMPLETE, RunFolder, checkpoint_bytes, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
+from deepspeed_recipes.commands import export as export_script
+from deepspeed_recipes.commands import generate as generate_script
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.launching.paths import locate
+from deepspeed_recipes.planning.cost.memory.states import state_bytes
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.conversions import from_dict, to_dict
+from deepspeed_recipes.recipe.recipe import Draft, Lora, Schedule, Wandb
+from deepspeed_recipes.recipe.run_folder import (
+    COMPLETE,
+    RunFolder,
+    checkpoint_bytes,
+    read_json,
+    read_jsonl,
+    write_recipe,
+)
+from deepspeed_recipes.training import run as training_run
+from tests import ROOT
 from tests.ranks import read_logs
 from tests.tiers import tiered
 
@@ -118,7 +125,7 @@ def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, sampl
     answers = read_jsonl(run.answers)
     assert [row["step"] for row in answers] == [0] * 5 + [4] * 5
     assert [row["prompt"] for row in answers[:5]] == [row["prompt"] for row in answers[5:]]
-    held_out = Path(samples("recipes/samples/extract/held_out.jsonl")).read_text(encoding="utf-8")
+    held_out = Path(samples("src/deepspeed_recipes/samples/extract/held_out.jsonl")).read_text(encoding="utf-8")
     asked = [json.loads(line)["messages"] for line in held_out.splitlines()[:10:2]]  # rank 0's
     assert [row["expected"] for row in answers[:5]] == [turns[-1]["content"] for turns in asked]
     assert all(turns[-2]["content"] in row["prompt"] for turns, row in zip(asked, answers, strict=False))
@@ -141,7 +148,11 @@ def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, sampl
 @pytest.mark.every
 def test_the_export_scores_the_same_in_plain_transformers(ranks, tmp_path, samples):
     """Four conversations learned by heart, and as many that were not: the score is neither 0 nor 1."""
-    shown = Path(samples("recipes/samples/extract/train.jsonl")).read_text(encoding="utf-8").splitlines(keepends=True)
+    shown = (
+        Path(samples("src/deepspeed_recipes/samples/extract/train.jsonl"))
+        .read_text(encoding="utf-8")
+        .splitlines(keepends=True)
+    )
     learned, asked = tmp_path / "learned.jsonl", tmp_path / "asked.jsonl"
     learned.write_text("".join(shown[:4]), encoding="utf-8")
     asked.write_text("".join(shown[:8]), encoding="utf-8")
@@ -228,7 +239,10 @@ def test_a_draft_trains_a_shrunken_model_of_the_same_class(ranks, tmp_path, samp
     run, _ = train(ranks, tmp_path, samples, "lora", draft=draft)
     config = read_json(run.draft_model / "config.json")
     assert (config["num_hidden_layers"], config["hidden_size"]) == (3, 32)
-    assert config["architectures"] == read_json(ROOT / "recipes/samples/tiny_model/config.json")["architectures"]
+    assert (
+        config["architectures"]
+        == read_json(ROOT / "src/deepspeed_recipes/samples/tiny_model/config.json")["architectures"]
+    )
     assert read_json(run.export / "adapter_config.json")["base_model_name_or_path"] == "../draft_model"
 
 

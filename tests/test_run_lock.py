@@ -13,17 +13,17 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from recipes.commands.main import run as run_command
-from recipes.launching import node
-from recipes.machine import run_lock
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import COMPLETE, RunFolder, write_json, write_recipe
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.launching import node
+from deepspeed_recipes.machine import run_lock
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, write_json, write_recipe
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from recipes.machine import run_lock
+from deepspeed_recipes.machine import run_lock
 with run_lock.hold(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -107,7 +107,7 @@ def test_only_one_of_many_takes_a_dead_processs_lock(writer):
     process, run = writer
     process.kill()
     process.wait()
-    race = "import sys, time\nfrom pathlib import Path\nfrom recipes.machine import run_lock\n"
+    race = "import sys, time\nfrom pathlib import Path\nfrom deepspeed_recipes.machine import run_lock\n"
     race += "with run_lock.hold(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(3)"
     command = [sys.executable, "-c", race, str(run.path)]
     racers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(6)]
@@ -183,7 +183,7 @@ def test_a_folder_without_hard_links_has_one_writer_too(tmp_path, monkeypatch):
 WRITE = """
 import sys, time
 from pathlib import Path
-from recipes.machine import run_lock
+from deepspeed_recipes.machine import run_lock
 with run_lock.hold(Path(sys.argv[1])):
     while True:
         with open(sys.argv[2], "a") as log:

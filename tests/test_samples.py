@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.samples import corpus, make_data, pretrain, world
+from scripts.maintain.samples import corpus, make_data, pretrain, world
 
 SAMPLES = Path(make_data.__file__).parent
 MODEL = SAMPLES / "tiny_model"

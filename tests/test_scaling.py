@@ -1,15 +1,15 @@
-"""`benchmark.py scaling`: real runs of several ranks, and what is made of their times."""
+"""`ds-recipes benchmark scaling`: real runs of several ranks, and what is made of their times."""
 
 import copy
 
 import pytest
 
-from recipes.benchmarks import scaling
-from recipes.commands import benchmark
-from recipes.docs import documents
-from recipes.planning.calibration import benchmark_results
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import read_json, write_json
+from deepspeed_recipes.benchmarks import results as benchmark_results
+from deepspeed_recipes.benchmarks import scaling
+from deepspeed_recipes.commands import benchmark
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from scripts.maintain.documents import documents
 
 SETTINGS = {"zero_stage": 2, "steps": 40, "micro_batch": 8, "length": 256, "dtype": "fp32"}
 

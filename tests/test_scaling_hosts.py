@@ -6,11 +6,11 @@ from statistics import median
 
 import pytest
 
-from recipes.benchmarks import scaling
-from recipes.launching import paths
-from recipes.spec import pages
-from recipes.spec.overrides import apply
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.benchmarks import scaling
+from deepspeed_recipes.launching import paths
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.overrides import apply
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from tests.network_hosts import Hosts, without_hosts
 from tests.ranks import read_logs
 from tests.workers import on_hosts
@@ -28,7 +28,7 @@ WARM_UP, STEPS = 2, 6
 
 @pytest.fixture(scope="module")
 def measured(ranks, tmp_path_factory):
-    """Return a function that gives the result of a link as `benchmark.py scaling` writes it, of one rank per host."""
+    """Return a function that gives the result of a link as `ds-recipes benchmark scaling` writes it."""
     folder = tmp_path_factory.mktemp("scaling")
 
     def alone_and_together(link):

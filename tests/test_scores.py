@@ -11,16 +11,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Data, Layout
-from recipes.spec.samples import TINY_MODEL
-from recipes.training import export
-from recipes.training.data import classes, tokenize
-from recipes.training.data.questions import generation_prompt, question
-from recipes.training.methods.preferences import fused_head
-from recipes.training.methods.preferences.pairs import of_pairs
-from recipes.training.model.generate import generate
-from recipes.training.parallel import pipeline, scores
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Data, Layout
+from deepspeed_recipes.recipe.samples import TINY_MODEL
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training.data import classes, tokenize
+from deepspeed_recipes.training.data.questions import generation_prompt, question
+from deepspeed_recipes.training.methods.preferences import fused_head
+from deepspeed_recipes.training.methods.preferences.pairs import of_pairs
+from deepspeed_recipes.training.model.generate import generate
+from deepspeed_recipes.training.parallel import pipeline, scores
 from tests.conftest import conversation
 from tests.small import small
 from tests.test_masks import MARKED, TOOL_TURNS, TOOLS, TURNS, WITHOUT_DESCRIPTIONS, tokenizer_with

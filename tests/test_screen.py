@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands import launch, main
-from recipes.docs import keys
-from recipes.spec import overrides, pages
-from recipes.spec.run_folder import COMPLETE, RunFolder, append_jsonl, newest_checkpoint, write_json
-from recipes.training import console
-from recipes.training import run as training_run
-from recipes.training.callbacks.evaluation import Evaluation
-from recipes.training.callbacks.progress import step_line
-from recipes.training.data import updates
-from recipes.training.data.load import Datasets
+from deepspeed_recipes.commands import launch, main
+from deepspeed_recipes.commands.launch import keys
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, append_jsonl, newest_checkpoint, write_json
+from deepspeed_recipes.training import console
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.callbacks.evaluation import Evaluation
+from deepspeed_recipes.training.callbacks.progress import step_line
+from deepspeed_recipes.training.data import updates
+from deepspeed_recipes.training.data.load import Datasets
 
 
 def shown(capsys, *words):
@@ -138,7 +138,7 @@ def test_a_classifier_is_judged_by_accuracy_and_macro_f1(tmp_path):
 
 
 def test_a_resumed_run_says_where_it_is_and_that_its_schedule_changed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("recipes.training.distributed.is_first", lambda: True)
+    monkeypatch.setattr("deepspeed_recipes.training.distributed.is_first", lambda: True)
     recipe, run = replace(pages.find("tiny", "full"), epochs=1.0, global_batch_size=8), RunFolder(tmp_path)
     datasets = Datasets([], None, None, [], updates.Size(480, 480, 480, 9999))
     training_run.say_resuming(recipe, newest_checkpoint(run), datasets)

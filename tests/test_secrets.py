@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.launching import command, paths, variables
-from recipes.launching.allocation import Allocation
-from recipes.launching.kubernetes import manifests
-from recipes.launching.ray import submit
-from recipes.launching.slurm import batch_job
-from recipes.launching.ssh.pdsh_environment import write_environment
-from recipes.model_folder import record
-from recipes.spec import overrides, pages
-from recipes.spec.errors import UserError, check_no_credential, is_secret, redact, redacted
-from recipes.spec.run_folder import RunFolder, append_jsonl, write_json, write_recipe
-from recipes.training.start.rank_log import Tee
-from recipes.training.tracking import writer
-from recipes.training.tracking.trackers import answers
+from deepspeed_recipes.launching import command, paths, variables
+from deepspeed_recipes.launching.allocation import Allocation
+from deepspeed_recipes.launching.kubernetes import manifests
+from deepspeed_recipes.launching.ray import submit
+from deepspeed_recipes.launching.slurm import batch_job
+from deepspeed_recipes.launching.ssh.pdsh_environment import write_environment
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.errors import UserError, check_no_credential, is_secret, redact, redacted
+from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, write_json, write_recipe
+from deepspeed_recipes.training.model_folder import record
+from deepspeed_recipes.training.start.rank_log import Tee
+from deepspeed_recipes.training.tracking import writer
+from deepspeed_recipes.training.tracking.trackers import answers
 from tests.launching import LAUNCH
 
 # Put together here, so that no file holds what looks like a real one.
@@ -133,7 +133,7 @@ UNLISTED = {
     "MLFLOW_TRACKING_PASSWORD": PASSWORD,
     "EDITOR": "vi",
 }
-ENVIRONMENT = TRAVEL | STAY | UNLISTED | {"DSR_FORWARD": "MINE, MY_DB_PASS,NOT_SET"}
+ENVIRONMENT = TRAVEL | STAY | UNLISTED | {"DS_RECIPES_FORWARD": "MINE, MY_DB_PASS,NOT_SET"}
 
 
 def test_only_listed_variables_travel_and_none_with_a_credential():

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from recipes.spec import limits, pages
-from recipes.spec.errors import UserError
-from recipes.spec.layout import rank_position
-from recipes.spec.recipe import Layout
-from recipes.spec.run_folder import RunFolder, write_recipe
-from recipes.training import run as training_run
-from recipes.training.data.collate import IGNORED
-from recipes.training.model import draft
-from recipes.training.parallel import sequence, sequence_check
+from deepspeed_recipes.recipe import limits, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.layout import rank_position
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.data.collate import IGNORED
+from deepspeed_recipes.training.model import draft
+from deepspeed_recipes.training.parallel import sequence, sequence_check
 from tests.ranks import read_logs
 from tests.small import language_families, small
 from tests.tiers import tiered

@@ -21,20 +21,20 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.cli.serving.utils import Modality
 
-from recipes.commands import serve
-from recipes.commands.main import run as run_command
-from recipes.evaluation import server as client
-from recipes.model_folder import base_model
-from recipes.serving import engines, environment, one_model, process, served
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT
-from recipes.spec.recipe import Draft
-from recipes.spec.run_folder import read_json, write_json
-from recipes.spec.samples import CHAT, TINY_MODEL
-from recipes.training import export
-from recipes.training.model import draft
-from recipes.training.model.generate import generate
+from deepspeed_recipes.commands import serve
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.export.evaluate import server as client
+from deepspeed_recipes.export.serve import engines, environment, one_model, process, served
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Draft
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from deepspeed_recipes.recipe.samples import CHAT, TINY_MODEL
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training.model import draft
+from deepspeed_recipes.training.model.generate import generate
+from deepspeed_recipes.training.model_folder import base_model
+from tests import ROOT
 from tests.ranks import free_port
 from tests.servers import NO_SERVING, eventually, serving
 from tests.tiers import tiered
@@ -112,7 +112,7 @@ def test_a_killed_command_leaves_no_server_and_no_file(models, tmp_path, killed)
     port = free_port()
     words = [str(models / "one"), "--engine", "transformers", "--port", str(port)]  # an adapter is merged on the disk
     command = subprocess.Popen(
-        [sys.executable, str(CHECKOUT / "scripts" / "serve.py"), *words],
+        [sys.executable, str(ROOT / "scripts" / "serve.py"), *words],
         env=os.environ | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.commands import shrink as command
-from recipes.model_folder import shrink
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import read_json, write_json
-from recipes.spec.samples import TINY_STUDENT, TINY_TEACHER
+from deepspeed_recipes.commands import shrink as command
+from deepspeed_recipes.export import shrink
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from deepspeed_recipes.recipe.samples import TINY_STUDENT, TINY_TEACHER
 
 
 def test_layers_are_evenly_spaced_with_the_first_and_the_last():

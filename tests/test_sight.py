@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from recipes.samples.sight import ask, draw, labels, make_data
-from recipes.spec.project import SAMPLES
-from recipes.spec.samples import TINY_VISION
+from deepspeed_recipes.recipe.project import SAMPLES
+from deepspeed_recipes.recipe.samples import TINY_VISION
+from scripts.maintain.samples.sight import ask, draw, labels, make_data
 
 READING = SAMPLES / "sight" / "reading"
 

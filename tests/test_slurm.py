@@ -12,11 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from recipes.launching.allocation import Allocation
-from recipes.launching.slurm import batch_job, partitions
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, step_of, write_recipe
-from recipes.training import run as training_run
+from deepspeed_recipes.launching.allocation import Allocation
+from deepspeed_recipes.launching.slurm import batch_job, partitions
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import (
+    RunFolder,
+    newest_checkpoint,
+    read_json,
+    read_jsonl,
+    step_of,
+    write_recipe,
+)
+from deepspeed_recipes.training import run as training_run
 from tests.launching import LAUNCH
 from tests.ranks import free_port
 from tests.small import small

@@ -8,9 +8,9 @@ import pytest
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
-from recipes.spec import overrides, pages
-from recipes.spec.errors import UserError
-from recipes.training.data import load, sources
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.training.data import load, sources
 from tests.conftest import conversation
 from tests.small import small
 
@@ -253,7 +253,7 @@ def test_examples_that_are_all_alike_are_all_trained_on(tmp_path):
 
 
 def test_what_is_held_out_by_itself_is_said(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("recipes.training.distributed.is_first", lambda: True)
+    monkeypatch.setattr("deepspeed_recipes.training.distributed.is_first", lambda: True)
     path = tmp_path / "a.jsonl"
     path.write_text(lines([conversation(f"a{n}?", "Yes.") for n in range(60)]))
     recipe = overrides.apply(pages.find("tiny", "full"), [f"data.path={path}"])

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import DPOTrainer
 
-from recipes.spec import overrides, pages
-from recipes.spec.conversions import from_dict, lora_options, to_dict
-from recipes.spec.errors import UserError, redact
-from recipes.spec.layout import gradient_accumulation_steps
-from recipes.spec.methods.settings import DpoLoss
-from recipes.spec.overrides import FOREIGN_NAMES, override_keys
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Lora
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.conversions import from_dict, lora_options, to_dict
+from deepspeed_recipes.recipe.errors import UserError, redact
+from deepspeed_recipes.recipe.layout import gradient_accumulation_steps
+from deepspeed_recipes.recipe.methods.settings import DpoLoss
+from deepspeed_recipes.recipe.overrides import FOREIGN_NAMES, override_keys
+from deepspeed_recipes.recipe.project import PACKAGE
+from deepspeed_recipes.recipe.recipe import Lora
 
 RELIED_ON = {
     "": "deepspeed learning_rate max_steps epochs global_batch_size micro_batch_size sequence_length precision "
@@ -68,7 +68,7 @@ def test_foreign_names_lead_to_keys_that_exist(full):
 
 def test_foreign_names_lead_to_options_that_exist(full):
     for foreign, ours in overrides.FOREIGN_OPTIONS.items():
-        assert f'"{ours}"' in (ROOT / "recipes" / "commands" / "launch" / "options.py").read_text(encoding="utf-8")
+        assert f'"{ours}"' in (PACKAGE / "commands" / "launch" / "options.py").read_text(encoding="utf-8")
         with pytest.raises(UserError, match=f"launch.py's option {ours}"):
             overrides.apply(full, [f"{foreign}=1"])
 
@@ -196,7 +196,7 @@ def test_a_setting_of_another_method_is_refused(variant, assignment, message):
 
 def test_every_override_key_is_documented_where_it_is_defined():
     parts = ("recipe.py", "methods/settings.py", "optimization/lora.py", "tracking/trackers.py")
-    files = [ROOT / "recipes" / "spec" / name for name in parts]
+    files = [PACKAGE / "recipe" / name for name in parts]
     source = "".join(file.read_text(encoding="utf-8") for file in files)
     for key in override_keys():
         assert f"    {key.rpartition('.')[2]}: " in source, key

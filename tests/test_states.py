@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import AutoModelForCausalLM
 
-from recipes.planning.cost.memory.states import (
+from deepspeed_recipes.planning.cost.memory.states import (
     ADAM_MOMENTS,
     EIGHT_BIT,
     WIDTH,
@@ -19,9 +19,9 @@ from recipes.planning.cost.memory.states import (
     muon_bytes,
     state_bytes,
 )
-from recipes.spec.layout import balanced, rank_position
-from recipes.spec.recipe import Layout
-from recipes.spec.run_folder import RunFolder, write_recipe
+from deepspeed_recipes.recipe.layout import balanced, rank_position
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
 from tests.ranks import read_logs
 from tests.small import small
 from tests.tiers import tiered

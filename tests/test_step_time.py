@@ -7,20 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.planning.cost.constants import constants
-from recipes.planning.cost.memory.stage_shards import stage_ranges
-from recipes.planning.cost.time.communication import Group, all_reduce, all_to_all, gather, send
-from recipes.planning.cost.time.optimizer_time import CORE_ADAM, CPU_STEP, updated_bytes
-from recipes.planning.cost.time.roofline import model_flops
-from recipes.planning.cost.time.step_time import StepTime, step_time
-from recipes.planning.cost.time.zero_traffic import zero_traffic
-from recipes.planning.cost.training_setup import TrainingSetup
-from recipes.planning.hardware.cluster import Cluster, cluster
-from recipes.planning.hardware.gpus import find
-from recipes.spec.layout import bubble, rank_position
-from recipes.spec.recipe import Layout, Lora
-from recipes.training.adapters.add import add
-from recipes.training.model.flops import training_flops
+from deepspeed_recipes.planning.cost.constants import constants
+from deepspeed_recipes.planning.cost.memory.stage_shards import stage_ranges
+from deepspeed_recipes.planning.cost.time.communication import Group, all_reduce, all_to_all, gather, send
+from deepspeed_recipes.planning.cost.time.optimizer_time import CORE_ADAM, CPU_STEP, updated_bytes
+from deepspeed_recipes.planning.cost.time.roofline import model_flops
+from deepspeed_recipes.planning.cost.time.step_time import StepTime, step_time
+from deepspeed_recipes.planning.cost.time.zero_traffic import zero_traffic
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster
+from deepspeed_recipes.planning.hardware.gpus import find
+from deepspeed_recipes.recipe.layout import bubble, rank_position
+from deepspeed_recipes.recipe.recipe import Layout, Lora
+from deepspeed_recipes.training.adapters.add import add
+from deepspeed_recipes.training.model.flops import training_flops
 from tests.profiles import llama, mixture
 
 

@@ -9,16 +9,16 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from recipes.launching import preflight
-from recipes.model_folder import weights
-from recipes.planning.model_profile import decoders
-from recipes.proof import samples
-from recipes.proof.small import small
-from recipes.spec import quantization
-from recipes.spec.errors import UserError
-from recipes.spec.run_folder import read_json, write_json
-from recipes.training.data import chat_templates, tokenize
-from recipes.training.model import load, stored
+from deepspeed_recipes.launching import preflight
+from deepspeed_recipes.planning.model_profile import decoders
+from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove.small import small
+from deepspeed_recipes.recipe import quantization
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from deepspeed_recipes.training.data import chat_templates, tokenize
+from deepspeed_recipes.training.model import load, stored
+from deepspeed_recipes.training.model_folder import weights
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 

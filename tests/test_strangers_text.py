@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 from huggingface_hub import ModelCard
 
-from recipes.commands import generate, main, serve
-from recipes.evaluation import harness
-from recipes.model_folder import card
-from recipes.model_folder.record import Record
-from recipes.report.document import Code, Document, Note, Section
-from recipes.report.html import render
-from recipes.serving import served
-from recipes.serving.gguf import modelfile
-from recipes.spec import pages
-from recipes.spec.errors import UserError, printable
+from deepspeed_recipes.commands import generate, main, serve
+from deepspeed_recipes.export.evaluate import harness
+from deepspeed_recipes.export.gguf import modelfile
+from deepspeed_recipes.export.serve import served
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError, printable
+from deepspeed_recipes.report.document import Code, Document, Note, Section
+from deepspeed_recipes.report.html import render
+from deepspeed_recipes.training.model_folder import card
+from deepspeed_recipes.training.model_folder.record import Record
 
 HOSTILE = (
     'a"b',

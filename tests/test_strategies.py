@@ -5,19 +5,27 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.planning.cost.memory.peak_memory import GpuMoment, Memory
-from recipes.planning.hardware.cluster import cluster
-from recipes.planning.search import forecast, model_recipe, suggestions
-from recipes.planning.search.plans import GIB, LAST_RESORT, SIMPLICITY, TIERS, is_dominated, ranked, shortfalls
-from recipes.planning.search.reasons import behind, why
-from recipes.planning.search.strategies import evaluate, plan_request, search
-from recipes.planning.show import table
-from recipes.spec import limits, overrides, pages
-from recipes.spec.errors import UserError
-from recipes.spec.layout import bubble
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Layout
-from recipes.spec.run_folder import RunFolder, read_json, write_json
+from deepspeed_recipes.planning.cost.memory.peak_memory import GpuMoment, Memory
+from deepspeed_recipes.planning.hardware.cluster import cluster
+from deepspeed_recipes.planning.search import forecast, model_recipe, suggestions
+from deepspeed_recipes.planning.search.plans import (
+    GIB,
+    LAST_RESORT,
+    SIMPLICITY,
+    TIERS,
+    is_dominated,
+    ranked,
+    shortfalls,
+)
+from deepspeed_recipes.planning.search.reasons import behind, why
+from deepspeed_recipes.planning.search.strategies import evaluate, plan_request, search
+from deepspeed_recipes.planning.show import table
+from deepspeed_recipes.recipe import limits, overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.layout import bubble
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json
+from tests import ROOT
 from tests.small import with_zero
 
 

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Data
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_recipe
-from recipes.training import run as training_run
-from recipes.training.data import collate, sources, tokenize
-from recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Data
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.data import collate, sources, tokenize
+from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.conftest import conversation
 from tests.ranks import read_logs
 from tests.small import small

@@ -11,48 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from recipes.launching.ray import cluster
-from recipes.spec.pages import families
-from recipes.spec.project import CHECKOUT as ROOT
+from deepspeed_recipes.launching.ray import cluster
+from deepspeed_recipes.recipe.pages import families
+from tests import ROOT
 
 LAYERS = {
-    "spec": set(),
-    "zero_config": {"spec"},
-    "machine": {"spec"},
-    "planning": {"spec"},
-    "model_folder": {"spec"},
-    "profiling": {"spec"},
-    "training": {"spec", "machine", "model_folder", "profiling", "report"},
-    "evaluation": {"spec", "machine", "model_folder", "training"},
-    "serving": {"spec", "machine", "model_folder", "training", "evaluation"},
-    "report": {"spec"},
-    "proof": {"spec", "machine", "model_folder", "training", "launching"},
-    "launching": {"spec", "machine", "model_folder", "training", "zero_config", "profiling", "report"},
-    "benchmarks": {"spec", "machine", "planning", "training", "launching"},
-    "docs": {"spec", "planning", "zero_config", "benchmarks"},
-    "page_checks": {"spec", "planning", "training"},
-    "commands": {
-        "spec",
-        "zero_config",
-        "machine",
-        "planning",
-        "training",
-        "launching",
-        "proof",
-        "benchmarks",
-        "docs",
-        "page_checks",
-        "profiling",
-        "report",
-        "model_folder",
-        "evaluation",
-        "serving",
-    },
+    "recipe": set(),
     "samples": set(),
+    "config": {"recipe"},
+    "machine": {"recipe"},
+    "report": {"recipe"},
+    "planning": {"recipe"},
+    "training": {"recipe", "machine", "report"},
+    "launching": {"recipe", "config", "machine", "report", "training"},
+    "export": {"recipe", "machine", "training"},
+    "prove": {"recipe", "machine", "training", "launching"},
+    "benchmarks": {"recipe", "machine", "planning", "training", "launching"},
 }
-"""What each package of `recipes` may import from the others."""
-PLANNING = ("hardware", "model_profile", "cost", "calibration", "search", "show")
-"""The packages of `recipes.planning`, each of which imports only from those before it."""
+LAYERS["commands"] = set(LAYERS)
+"""What each package may import from the others. `report` reads run folders and nothing else, so that a training that
+another launcher has started can write its report."""
+PACKAGE = ROOT / "src" / "deepspeed_recipes"
+PLANNING = ("hardware", "model_profile", "cost", "search", "show")
+"""The packages of `deepspeed_recipes.planning`, each of which imports only from those before it."""
 
 
 def imports(path: Path) -> set[str]:
@@ -73,39 +54,45 @@ def absolute(path: Path, node: ast.ImportFrom) -> str:
     """Return the dotted name of the module that a statement imports from."""
     if not node.level:
         return node.module
-    parents = path.relative_to(ROOT).parts[: -node.level]
+    parents = path.relative_to(PACKAGE.parent if path.is_relative_to(PACKAGE) else ROOT).parts[: -node.level]
     return ".".join([*parents, *filter(None, [node.module])])
 
 
 def packages_of(names: set[str]) -> set[str]:
-    return {name.split(".")[1] for name in names if name.startswith("recipes.")}
+    return {name.split(".")[1] for name in names if name.startswith("deepspeed_recipes.")}
 
 
-@pytest.mark.parametrize("package", [name for name in LAYERS if (ROOT / "recipes" / name).is_dir()])
+@pytest.mark.parametrize("package", LAYERS)
 def test_imports_run_one_way(package):
-    files = list((ROOT / "recipes" / package).rglob("*.py"))
+    assert set(LAYERS) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"samples"}
+    files = list((PACKAGE / package).rglob("*.py"))
     for file in files:
         used = imports(file)
-        assert all(name.split(".")[1] in LAYERS for name in used if name.startswith("recipes.")), file
+        assert all(name.split(".")[1] in LAYERS for name in used if name.startswith("deepspeed_recipes.")), file
         assert packages_of(used) <= LAYERS[package] | {package}, file
         assert not any(name.split(".")[0] in ("scripts", "tests") for name in used), file
 
 
 @pytest.mark.parametrize("package", PLANNING)
 def test_imports_inside_the_planner_run_one_way(package):
-    folders = {path.parent.name for path in (ROOT / "recipes" / "planning").glob("*/__init__.py")}
+    folders = {path.parent.name for path in (PACKAGE / "planning").glob("*/__init__.py")}
     assert folders == set(PLANNING)
     allowed = PLANNING[: PLANNING.index(package) + 1]
-    for file in (ROOT / "recipes" / "planning" / package).rglob("*.py"):
-        used = {name.split(".")[2] for name in imports(file) if name.startswith("recipes.planning.")}
+    for file in (PACKAGE / "planning" / package).rglob("*.py"):
+        used = {name.split(".")[2] for name in imports(file) if name.startswith("deepspeed_recipes.planning.")}
         assert used <= set(allowed), file
 
 
+def sources() -> list[Path]:
+    """Return every Python file of the project that is no test."""
+    return [path for place in (PACKAGE, ROOT / "recipes", ROOT / "scripts") for path in place.rglob("*.py")]
+
+
 def modules() -> dict[str, Path]:
-    """Return the file of every module of `recipes` by its dotted name."""
+    """Return the file of every module of the package, of its pages and of what maintainers run, by its dotted name."""
     found = {}
-    for path in (ROOT / "recipes").rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
+    for path in sources():
+        parts = path.relative_to(PACKAGE.parent if path.is_relative_to(PACKAGE) else ROOT).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
@@ -139,7 +126,7 @@ def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 def test_no_modules_import_each_other_in_a_circle():
     edges = graph(modules())
-    assert len(edges) > 100 and "recipes.spec.recipe" in edges["recipes.llama3"]
+    assert len(edges) > 100 and "deepspeed_recipes.recipe" in edges["recipes.llama3"]
     assert cycles(edges) == []
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
 
@@ -147,40 +134,42 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_one_place_parses_a_deepspeed_file():
     """Beside the linter, which judges every key, `plain_loop.py`, which writes one, and the proofs, each a script."""
     known = modules()
-    alone = ("recipes.zero_config", "recipes.proof.defects")
+    alone = ("deepspeed_recipes.config", "deepspeed_recipes.prove.defects")
     exempt = {path for name, path in known.items() if name.startswith(alone)}
     others = set(known.values()) - exempt - {ROOT / "recipes" / "plain_loop.py"}
     parsing = [path for path in others if '"zero_optimization"' in path.read_text(encoding="utf-8")]
-    assert parsing == [ROOT / "recipes" / "spec" / "deepspeed_file.py"]
+    assert parsing == [PACKAGE / "recipe" / "deepspeed_file.py"]
 
 
 def test_notebooks_import_the_project_and_nothing_imports_them():
     notebooks = list((ROOT / "notebooks").glob("*.ipynb"))
     for file in notebooks:
         used = imports(file)
-        assert packages_of(used) and packages_of(used) <= {"training", "planning", "profiling", "spec"}, file
+        assert packages_of(used) and packages_of(used) <= {"training", "planning", "report", "recipe"}, file
         assert not any(name.split(".")[0] in ("scripts", "tests") for name in used), file
-    for file in [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+    for file in sources():
         assert not any(name.split(".")[0] == "notebooks" for name in imports(file)), file
 
 
 def test_pages_import_only_the_vocabulary():
     assert len(families()) >= 1
     for family in families():
-        allowed = {"dataclasses.replace"}
+        allowed = {"dataclasses.replace", "deepspeed_recipes.launch"}
         used = imports(ROOT / "recipes" / f"{family}.py")
-        assert all(name in allowed or name.startswith("recipes.spec.") for name in used), family
+        assert all(name in allowed or name.startswith("deepspeed_recipes.recipe.") for name in used), family
 
 
 def test_the_vocabulary_is_standard_library_only():
-    for file in (ROOT / "recipes" / "spec").glob("*.py"):
+    files = list((PACKAGE / "recipe").rglob("*.py"))
+    assert len(files) > 20
+    for file in files:
         roots = {name.split(".")[0] for name in imports(file)}
-        assert roots <= set(sys.stdlib_module_names) | {"recipes"}, file
+        assert roots <= set(sys.stdlib_module_names) | {"deepspeed_recipes"}, file
 
 
 def test_a_forbidden_import_is_noticed(tmp_path):
     page = tmp_path / "page.py"
-    page.write_text("def f():\n    from recipes.training import run\n    import torch\n")
+    page.write_text("def f():\n    from deepspeed_recipes.training import run\n    import torch\n")
     assert packages_of(imports(page)) == {"training"} and "torch" in imports(page)
 
 
@@ -237,15 +226,18 @@ def test_no_file_is_larger_than_8_mb_and_lint_is_clean():
         assert done.returncode == 0, done.stdout
 
 
-TRAINING_LAYERS = ["run", "methods", "callbacks", "parallel", "data", "model", "adapters", "distributed"]
-"""Of `recipes/training`, from the top: a layer imports only from those below it."""
+TRAINING_LAYERS = (
+    *("run", "methods", "callbacks", "parallel", "data", "model", "adapters"),
+    *("model_folder", "distributed"),
+)
+"""Of `src/deepspeed_recipes/training`, from the top: a layer imports only from those below it."""
 
 
 def test_layers_of_training_import_downwards():
     for number, layer in enumerate(TRAINING_LAYERS):
-        place = ROOT / "recipes" / "training" / layer
-        for file in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
-            names = {name.split(".")[2] for name in imports(file) if name.startswith("recipes.training.")}
+        place = PACKAGE / "training" / layer
+        for file in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+            names = {name.split(".")[2] for name in imports(file) if name.startswith("deepspeed_recipes.training.")}
             assert not names & set(TRAINING_LAYERS[:number]), file
 
 
@@ -268,7 +260,7 @@ def assigned(path: Path) -> set[str]:
 
 
 def test_trainers_and_engines_are_changed_in_two_files():
-    files = set((ROOT / "recipes").rglob("*.py")) - {ROOT / "recipes" / "plain_loop.py"}
+    files = set(sources()) - {ROOT / "recipes" / "plain_loop.py"}
     changing = {file.name for file in files if assigned(file)}
     assert changing <= {"upstream.py", "trainer.py"} and "upstream.py" in changing
 
@@ -296,7 +288,7 @@ def patched(path: Path) -> set[str]:
 
 
 def test_only_upstream_replaces_what_others_define():
-    files = [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]
+    files = sources()
     # convert.py runs beside llama.cpp's converter in the serving environment, which cannot import the project.
     assert {file.name for file in files if patched(file)} == {"upstream.py", "convert.py"}
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from recipes.launching import causes, supervise
-from recipes.launching.ranks import RankMonitor, of_run
-from recipes.spec.run_folder import REWIND, RunFolder, write_json, write_recipe
-from recipes.training import run as training_run
-from recipes.training.callbacks import watchdog
+from deepspeed_recipes.launching import causes, supervise
+from deepspeed_recipes.launching.ranks import RankMonitor, of_run
+from deepspeed_recipes.recipe.run_folder import REWIND, RunFolder, write_json, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.callbacks import watchdog
 from tests.ranks import read_logs
 from tests.small import small
 from tests.tiers import tiered
@@ -24,7 +24,9 @@ from tests.workers.hang import hang
 FAKE = """
 import os, subprocess, sys, time
 ranks = [
-    subprocess.Popen([sys.executable, "-c", code, "recipes.training.run"], env=os.environ | {"RANK": str(rank)})
+    subprocess.Popen(
+        [sys.executable, "-c", code, "deepspeed_recipes.training.run"], env=os.environ | {"RANK": str(rank)}
+    )
     for rank, code in enumerate(sys.argv[1:])
 ]
 while True:
@@ -127,8 +129,8 @@ def test_the_first_rank_to_die_is_named_and_the_others_are_ended(attempt, tmp_pa
 SUPERVISE = """
 import sys
 from pathlib import Path
-from recipes.launching import supervise
-from recipes.spec.run_folder import RunFolder
+from deepspeed_recipes.launching import supervise
+from deepspeed_recipes.recipe.run_folder import RunFolder
 supervise.supervise([sys.executable, "-c", *sys.argv[2:]], None, RunFolder(Path(sys.argv[1])), len(sys.argv) - 3)
 """
 SAYS = "import os; os.write(1, b'%d\\n' % os.getpid()); "  # in one piece: both ranks write to one pipe

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.machine import software, supported
-from recipes.machine.supported import pins
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Layout
-from recipes.training import upstream
-from recipes.zero_config import schema
+from deepspeed_recipes.config import schema
+from deepspeed_recipes.machine import software, supported
+from deepspeed_recipes.machine.supported import pins
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.training import upstream
 
 ROOT = Path(__file__).resolve().parents[1]
 STACKS = ROOT / "tests" / "stacks"

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.commands import main
-from recipes.commands.sweep import space, table, trials
-from recipes.commands.sweep.trials import Result
-from recipes.docs import keys
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.commands.launch import keys
+from deepspeed_recipes.commands.sweep import space, table, trials
+from deepspeed_recipes.commands.sweep.trials import Result
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl
+from tests import ROOT
 
 
 def test_a_grid_has_every_combination_once():

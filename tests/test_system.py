@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipes.machine import gpu_readings
-from recipes.machine.host_readings import Host
-from recipes.spec.run_folder import RunFolder, append_jsonl, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.callbacks import system_log
+from deepspeed_recipes.machine import gpu_readings
+from deepspeed_recipes.machine.host_readings import Host
+from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.callbacks import system_log
 from tests.ranks import read_logs
 from tests.small import small
 from tests.workers import system_log as worker

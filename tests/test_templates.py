@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.launching.templates import fill, shell, yaml_block, yaml_scalar
-from recipes.spec.project import CHECKOUT as ROOT
+from deepspeed_recipes.launching.templates import fill, shell, yaml_block, yaml_scalar
+from deepspeed_recipes.recipe.project import PACKAGE
 
-TEMPLATES = sorted((ROOT / "recipes" / "launching").rglob("*.jinja"))
+TEMPLATES = sorted((PACKAGE / "launching").rglob("*.jinja"))
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 """Any text but lone surrogates, which no UTF-8 file can hold."""
 

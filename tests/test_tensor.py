@@ -6,16 +6,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
-from recipes.commands.main import run as run_command
-from recipes.spec import deepspeed_file, limits
-from recipes.spec.errors import UserError
-from recipes.spec.limits import TENSOR_PARALLEL_TYPES
-from recipes.spec.recipe import Layout
-from recipes.spec.run_folder import read_json
-from recipes.spec.samples import TINY_MODEL
-from recipes.training.arguments import deepspeed_config
-from recipes.training.parallel import tensor_check
-from recipes.training.parallel.tensor import SHARE, WHOLE, shard
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.recipe import deepspeed_file, limits
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.limits import TENSOR_PARALLEL_TYPES
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.recipe.run_folder import read_json
+from deepspeed_recipes.recipe.samples import TINY_MODEL
+from deepspeed_recipes.training.arguments import deepspeed_config
+from deepspeed_recipes.training.parallel import tensor_check
+from deepspeed_recipes.training.parallel.tensor import SHARE, WHOLE, shard
 from tests.small import small
 from tests.workers import split_layers
 

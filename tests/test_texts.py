@@ -8,21 +8,22 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from recipes.commands import export as export_script
-from recipes.commands import main
-from recipes.launching import preflight
-from recipes.launching.paths import locate
-from recipes.model_folder import card, contents, head, sentence_transformers
-from recipes.planning.cost.training_setup import training_setup
-from recipes.spec import deepspeed_file, overrides, pages
-from recipes.spec.errors import UserError
-from recipes.spec.methods.settings import Embed
-from recipes.spec.recipe import Data, Layout, Lora, Schedule
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.data import classes, load
-from recipes.training.data.forms import formats
-from recipes.training.methods import classify, embed
+from deepspeed_recipes.commands import export as export_script
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.export import contents
+from deepspeed_recipes.launching import preflight
+from deepspeed_recipes.launching.paths import locate
+from deepspeed_recipes.planning.cost.training_setup import training_setup
+from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.methods.settings import Embed
+from deepspeed_recipes.recipe.recipe import Data, Layout, Lora, Schedule
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.data import classes, load
+from deepspeed_recipes.training.data.forms import formats
+from deepspeed_recipes.training.methods import classify, embed
+from deepspeed_recipes.training.model_folder import card, head, sentence_transformers
 from tests.parity import gate
 from tests.small import small
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Data
-from recipes.training.data import thinking, tokenize
-from recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Data
+from deepspeed_recipes.training.data import thinking, tokenize
+from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.small import small
 from tests.test_masks import tokenizer_with
 

@@ -12,21 +12,21 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
-from recipes.planning.cost.memory import activations
-from recipes.planning.cost.training_setup import TrainingSetup, training_setup
-from recipes.planning.model_profile import meta_device
-from recipes.planning.model_profile.allocations import Kernels, measure
-from recipes.planning.model_profile.batch_fit import decoder_layers
-from recipes.planning.model_profile.lookup import profile_of
-from recipes.planning.model_profile.profile import ModelProfile
-from recipes.spec import pages
-from recipes.spec.deepspeed_file import DeepSpeedFile
-from recipes.spec.methods.settings import Dpo
-from recipes.spec.methods.traits import TRAITS
-from recipes.spec.recipe import Lora
-from recipes.training import upstream
-from recipes.training.adapters import add as adapters
-from recipes.training.model import tiling
+from deepspeed_recipes.planning.cost.memory import activations
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup, training_setup
+from deepspeed_recipes.planning.model_profile import meta_device
+from deepspeed_recipes.planning.model_profile.allocations import Kernels, measure
+from deepspeed_recipes.planning.model_profile.batch_fit import decoder_layers
+from deepspeed_recipes.planning.model_profile.lookup import profile_of
+from deepspeed_recipes.planning.model_profile.profile import ModelProfile
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
+from deepspeed_recipes.recipe.methods.settings import Dpo
+from deepspeed_recipes.recipe.methods.traits import TRAITS
+from deepspeed_recipes.recipe.recipe import Lora
+from deepspeed_recipes.training import upstream
+from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.model import tiling
 
 VOCABULARY = 32000
 

@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Draft, Layout
-from recipes.training.data.collate import labelled_only, next_labels
-from recipes.training.model import draft, tiling
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Draft, Layout
+from deepspeed_recipes.training.data.collate import labelled_only, next_labels
+from deepspeed_recipes.training.model import draft, tiling
 from tests.small import language_families
 
 FAMILIES = [family for family in language_families() if family != "tiny"]

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands import main
-from recipes.launching import restarts
-from recipes.launching.supervise import Outcome
-from recipes.report.write import page as report_page
-from recipes.spec import overrides, pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Wandb
-from recipes.spec.run_folder import (
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.launching import restarts
+from deepspeed_recipes.launching.supervise import Outcome
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Wandb
+from deepspeed_recipes.recipe.run_folder import (
     REWIND,
     RunFolder,
     append_jsonl,
@@ -28,10 +27,11 @@ from recipes.spec.run_folder import (
     write_json,
     write_recipe,
 )
-from recipes.training import run as training_run
-from recipes.training.tracking import afterwards, offline_records, other_nodes
-from recipes.training.tracking.trackers import Trackers
-from recipes.training.tracking.writer import opened
+from deepspeed_recipes.report.write import page as report_page
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.tracking import afterwards, offline_records, other_nodes
+from deepspeed_recipes.training.tracking.trackers import Trackers
+from deepspeed_recipes.training.tracking.writer import opened
 from tests.nan_data import write_nan_data, write_nan_model
 from tests.ranks import read_logs
 from tests.small import small

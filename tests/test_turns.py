@@ -5,8 +5,8 @@ import sys
 import psutil
 import pytest
 
-from recipes.benchmarks.overhead import WARM_UP, steady
-from recipes.benchmarks.turns import Contender, Turn, take_turns
+from deepspeed_recipes.benchmarks.overhead import WARM_UP, steady
+from deepspeed_recipes.benchmarks.turns import Contender, Turn, take_turns
 
 COUNTS = """
 import json, sys, time

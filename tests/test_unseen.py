@@ -13,14 +13,14 @@ from transformers import (
     Mistral3ForConditionalGeneration,
 )
 
-from recipes.spec import deepspeed_file, limits
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Draft, Layout, Model
-from recipes.training import run
-from recipes.training.arguments import deepspeed_config
-from recipes.training.model import draft, load, packing_check
-from recipes.training.parallel import expert_check, sequence_check, stages
+from deepspeed_recipes.recipe import deepspeed_file, limits
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Draft, Layout, Model
+from deepspeed_recipes.training import run
+from deepspeed_recipes.training.arguments import deepspeed_config
+from deepspeed_recipes.training.model import draft, load, packing_check
+from deepspeed_recipes.training.parallel import expert_check, sequence_check, stages
+from tests import ROOT
 from tests.small import small
 from tests.versions import needs
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainingArguments, get_scheduler
 
-from recipes.commands import launch
-from recipes.launching import preflight
-from recipes.spec import overrides, pages
-from recipes.spec.layout import gradient_accumulation_steps
-from recipes.spec.recipe import Layout, Lora, Schedule
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.data import updates
-from recipes.training.trainer import RunTrainer
+from deepspeed_recipes.commands import launch
+from deepspeed_recipes.launching import preflight
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.layout import gradient_accumulation_steps
+from deepspeed_recipes.recipe.recipe import Layout, Lora, Schedule
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.data import updates
+from deepspeed_recipes.training.trainer import RunTrainer
 from tests.ranks import read_logs
 from tests.small import small
 from tests.tiers import tiered
@@ -151,7 +151,7 @@ def test_no_update_has_rate_zero(tmp_path, kind):
 
 
 def test_the_warm_up_of_transformers_begins_at_zero():
-    """`create_scheduler` in recipes/training/trainer.py can go when it does not."""
+    """`create_scheduler` in src/deepspeed_recipes/training/trainer.py can go when it does not."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     assert get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=1).get_last_lr() == [0.0]
 

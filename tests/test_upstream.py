@@ -19,14 +19,13 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from safetensors.torch import load_file
 from transformers import modeling_utils
 
-from recipes.machine import ops
-from recipes.planning.cost.time.optimizer_time import REDUCTION, updated_bytes
-from recipes.planning.cost.training_setup import TrainingSetup
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Draft, Layout, Lora
-from recipes.spec.run_folder import (
+from deepspeed_recipes.machine import ops
+from deepspeed_recipes.planning.cost.time.optimizer_time import REDUCTION, updated_bytes
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Draft, Layout, Lora
+from deepspeed_recipes.recipe.run_folder import (
     COMPLETE,
     RunFolder,
     newest_checkpoint,
@@ -35,8 +34,9 @@ from recipes.spec.run_folder import (
     write_json,
     write_recipe,
 )
-from recipes.training import run as training_run
-from recipes.training import universal_checkpoint, upstream
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training import universal_checkpoint, upstream
+from tests import ROOT
 from tests.launching import train_with
 from tests.parity import gate
 from tests.ranks import read_logs
@@ -82,7 +82,7 @@ def test_zero3_decides_once_which_weights_it_keeps():
 
 @pytest.mark.every
 def test_deepspeed_averages_the_norms_of_different_experts(ranks, tmp_path):
-    """`deepspeed_config` in recipes/training/arguments.py can allow ZeRO stage 0 when this norm is the whole one's."""
+    """`deepspeed_config` in training/arguments.py can allow ZeRO stage 0 when this norm is the whole one's."""
     ranks.check(expert_norm.main, log=tmp_path / "log")
     said = read_logs(tmp_path / "log")[0]
     assert "the whole 5.0, DeepSpeed 3.5" in said
@@ -163,7 +163,7 @@ def test_autotp_splits_the_head(ranks, tmp_path):
 @pytest.mark.every
 def test_peft_imports_bitsandbytes():
     """training/peft_without_bitsandbytes.py can go when `import peft` leaves bitsandbytes alone."""
-    for code, expected in (("import peft", True), ("import recipes.training.run", False)):
+    for code, expected in (("import peft", True), ("import deepspeed_recipes.training.run", False)):
         code += f"; import sys; assert ('bitsandbytes' in sys.modules) is {expected}"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -216,7 +216,7 @@ def test_deepspeed_joins_split_matrices_incorrectly(ranks, tmp_path, model_folde
 
 @pytest.mark.every
 def test_deepspeed_distributes_no_experts_in_a_pipeline(ranks, tmp_path, conversations):
-    """`_expert` in recipes/spec/limits.py can let pipelines pass when AutoEP finds the experts of a stage."""
+    """`_expert` in recipe/limits.py can let pipelines pass when AutoEP finds the experts of a stage."""
     run = RunFolder(tmp_path / "run")
     recipe = small(tmp_path, conversations, "expert_parallel.json", layout=Layout(pipeline=2, expert=2), max_steps=1)
     model = pages.find("mixtral-8x7b", "expert").model
@@ -270,9 +270,9 @@ def test_the_trainers_own_sequence_parallelism_doubles_gradients_below_stage_3(r
 LOAD = """
 import sys
 from pathlib import Path
-from recipes.machine import ops
+from deepspeed_recipes.machine import ops
 if sys.argv[1] == "mended":
-    from recipes.training import upstream
+    from deepspeed_recipes.training import upstream
     upstream.compile_ops_once(Path(sys.argv[2]))
 ops.load(ops.SHARED_MEMORY)
 print("loaded", flush=True)
@@ -288,7 +288,8 @@ def test_torch_waits_for_the_lock_of_a_killed_build(tmp_path):
     built, environment = folder / "deepspeed_shm_comm.so", {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
     written = built.stat().st_mtime_ns
     subprocess.run(
-        [sys.executable, "-c", "from recipes.machine import ops; ops.stamp('deepspeed_shm_comm')"], env=environment
+        [sys.executable, "-c", "from deepspeed_recipes.machine import ops; ops.stamp('deepspeed_shm_comm')"],
+        env=environment,
     )
     command = [sys.executable, "-c", LOAD]
     with pytest.raises(subprocess.TimeoutExpired):

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoTokenizer
 
-from recipes.training.model import attention, packing_check
+from deepspeed_recipes.training.model import attention, packing_check
 from tests.small import small
 from tests.versions import needs
 

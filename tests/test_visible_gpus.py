@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.launching import command
-from recipes.spec.errors import UserError
+from deepspeed_recipes.launching import command
+from deepspeed_recipes.recipe.errors import UserError
 from tests.ranks import free_port
 
 SAYS = (

@@ -17,18 +17,18 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils import is_torchvision_available
 from trl.chat_template_utils import get_training_chat_template, qwen2_5_vl_chat_template, smolvlm_chat_template
 
-from recipes.launching import preflight
-from recipes.planning.hardware.cluster import Cluster
-from recipes.planning.hardware.gpus import find
-from recipes.planning.search.strategies import evaluate, plan_request
-from recipes.spec import pages
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Data
-from recipes.spec.run_folder import read_json, write_json
-from recipes.spec.samples import TINY_VISION
-from recipes.training.data import tokenize
-from recipes.training.vision import content, files, processor, without_videos
-from recipes.training.vision.collate import PictureCollator
+from deepspeed_recipes.launching import preflight
+from deepspeed_recipes.planning.hardware.cluster import Cluster
+from deepspeed_recipes.planning.hardware.gpus import find
+from deepspeed_recipes.planning.search.strategies import evaluate, plan_request
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Data
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from deepspeed_recipes.recipe.samples import TINY_VISION
+from deepspeed_recipes.training.data import tokenize
+from deepspeed_recipes.training.vision import content, files, processor, without_videos
+from deepspeed_recipes.training.vision.collate import PictureCollator
 from tests import seeing
 from tests.conftest import write_rows
 from tests.versions import needs

@@ -1,4 +1,4 @@
-"""export.py --add: the sum of adapters is the sum of what each of them changes."""
+"""ds-recipes export --add: the sum of adapters is the sum of what each of them changes."""
 
 import shutil
 
@@ -8,11 +8,12 @@ from peft import LoraConfig, LoraModel, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.commands.main import run as run_command
-from recipes.model_folder import base_model, weighted_sum
-from recipes.spec.run_folder import read_json, write_json
-from recipes.spec.samples import TINY_MODEL
-from recipes.training import export
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.export import weighted_sum
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from deepspeed_recipes.recipe.samples import TINY_MODEL
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training.model_folder import base_model
 
 PLACES = [
     ("first", 4, 8, ["q_proj", "v_proj"]),
@@ -69,7 +70,7 @@ def test_the_sum_is_what_the_parts_change_times_their_weights(adapters, tmp_path
     assert "| second | -0.5 |" in (out / "README.md").read_text()
     if not merge:
         assert read_json(out / "adapter_config.json")["r"] == 6
-        assert read_json(out / "adapter_config.json")[base_model.KEY] == "recipes/samples/tiny_model"
+        assert read_json(out / "adapter_config.json")[base_model.KEY] == "src/deepspeed_recipes/samples/tiny_model"
     assert not list(tmp_path.glob("tmp*")) and not list(tmp_path.glob("*.part"))
 
 

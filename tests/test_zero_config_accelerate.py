@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.commands import check
-from recipes.spec.project import CONFIGS
-from recipes.zero_config.accelerate import keys
+from deepspeed_recipes.commands import check
+from deepspeed_recipes.config.accelerate import keys
+from deepspeed_recipes.recipe.project import CONFIGS
 from tests.versions import needs
 
 SHIPPED = sorted((CONFIGS / "accelerate").glob("*.yaml"))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes.zero_config.accelerate import lint as accelerate_lint
-from recipes.zero_config.accelerate import read as yaml_file
-from recipes.zero_config.lint import judge
-from recipes.zero_config.read import parse
+from deepspeed_recipes.config.accelerate import lint as accelerate_lint
+from deepspeed_recipes.config.accelerate import read as yaml_file
+from deepspeed_recipes.config.lint import judge
+from deepspeed_recipes.config.read import parse
 from tests import test_zero_config_accelerate, test_zero_config_rules
 from tests.test_zero_config_rules import CASES
 

@@ -1,4 +1,4 @@
-"""`check_config.py --fix`: it edits in place, and makes no file worse."""
+"""`ds-recipes check --fix`: it edits in place, and makes no file worse."""
 
 import copy
 import json
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from recipes.zero_config import edits
-from recipes.zero_config.lint import judge
-from recipes.zero_config.read import parse
-from recipes.zero_config.resolve import Numbers, resolve
-from recipes.zero_config.rule import Edit, Facts
+from deepspeed_recipes.config import edits
+from deepspeed_recipes.config.lint import judge
+from deepspeed_recipes.config.read import parse
+from deepspeed_recipes.config.resolve import Numbers, resolve
+from deepspeed_recipes.config.rule import Edit, Facts
 from tests.test_zero_config_fuzz import configs, mutated
 from tests.test_zero_config_read import check, values
 from tests.versions import needs

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.zero_config.rules import RULES
+from deepspeed_recipes.config.rules import RULES
 from tests.test_zero_config_read import ROOT, check
 
 BAD = '{"train_batch_size": 8,\n  "gradient_cliping": 1.0, "steps_per_print": 0}'
@@ -41,8 +41,8 @@ def test_annotations_name_file_line_and_column(checkout: Path):
 
 
 def test_annotations_stay_on_one_line():
-    from recipes.zero_config.formats import Report, annotations
-    from recipes.zero_config.rule import Finding
+    from deepspeed_recipes.config.formats import Report, annotations
+    from deepspeed_recipes.config.rule import Finding
 
     finding = Finding("rule", "error", "a\n::error::b", 1, 1, "100%\r\n", "what", "fix")
     (line,) = annotations([Report("a,b:c\n.json", (finding,))])
@@ -106,7 +106,7 @@ def test_the_action_lints_another_checkout(checkout: Path, files: str, arguments
     """The action's own script; only the installation is replaced by a program that runs this checkout."""
     (checkout / "bin").mkdir()
     program = checkout / "bin" / "deepspeed-recipes"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m recipes.commands "$@"\n')
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m deepspeed_recipes.commands "$@"\n')
     program.chmod(0o755)
     step = yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"][-1]
     environment = {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "FILES": files, "ARGUMENTS": arguments}

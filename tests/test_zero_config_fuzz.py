@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from recipes.zero_config import schema
-from recipes.zero_config.lint import judge
-from recipes.zero_config.rule import REJECTED, Facts
-from recipes.zero_config.rules import RULES
+from deepspeed_recipes.config import schema
+from deepspeed_recipes.config.lint import judge
+from deepspeed_recipes.config.rule import REJECTED, Facts
+from deepspeed_recipes.config.rules import RULES
 from tests.tiers import tiered
 
 KINDS = {rule.id: rule.kind for rule in RULES}

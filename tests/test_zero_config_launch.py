@@ -7,9 +7,9 @@ import subprocess
 import pytest
 import yaml
 
-from recipes.spec.project import CONFIGS
-from recipes.zero_config.accelerate import lint as accelerate_lint
-from recipes.zero_config.accelerate import read as yaml_file
+from deepspeed_recipes.config.accelerate import lint as accelerate_lint
+from deepspeed_recipes.config.accelerate import read as yaml_file
+from deepspeed_recipes.recipe.project import CONFIGS
 from tests.test_zero_config_accelerate import parallel
 from tests.tiers import tiered
 from tests.versions import needs

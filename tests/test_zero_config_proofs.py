@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from recipes.zero_config.lint import lint
-from recipes.zero_config.rule import FAILS_LATER, WRONG
-from recipes.zero_config.rules import RULES
+from deepspeed_recipes.config.lint import lint
+from deepspeed_recipes.config.rule import FAILS_LATER, WRONG
+from deepspeed_recipes.config.rules import RULES
 from tests.launching import WORKERS, environment, free_port
 from tests.tiers import tiered
 from tests.versions import needs
@@ -202,7 +202,7 @@ NOT_RUN = {
     "ranks-not-divisible": "needs more ranks than two",
     "heads-not-divisible": "needs a model whose heads do not divide",
     "no-hidden-size": "needs a model without a hidden size",
-    "step-of-zeros": "shown by recipes/proof/defects/deepspeed/step_of_zeros.py, which tests/test_prove.py runs",
+    "step-of-zeros": "shown by prove/defects/deepspeed/step_of_zeros.py, which tests/test_prove.py runs",
     "section-unused": "a warning",
     "scheduler-block": "a warning; the Trainer's own documentation says so",
     "nvme-folder": "about the machine",

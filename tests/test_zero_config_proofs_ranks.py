@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.zero_config.lint import judge
-from recipes.zero_config.rule import Facts
+from deepspeed_recipes.config.lint import judge
+from deepspeed_recipes.config.rule import Facts
 from tests.launching import ROOT, train_with
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.zero_config.lint import lint
-from recipes.zero_config.read import Unreadable, parse, read
+from deepspeed_recipes.config.lint import lint
+from deepspeed_recipes.config.read import Unreadable, parse, read
 
 ROOT = Path(__file__).resolve().parents[1]
 

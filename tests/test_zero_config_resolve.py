@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.commands import resolve as resolve_config
-from recipes.zero_config.model import MODEL_TYPES, derive, dimension, hidden_size, text_model
-from recipes.zero_config.resolve import NEVER, Numbers, Unresolvable, dumps, resolve
-from recipes.zero_config.rules.kinds import FILLED
+from deepspeed_recipes.commands import resolve as resolve_config
+from deepspeed_recipes.config.model import MODEL_TYPES, derive, dimension, hidden_size, text_model
+from deepspeed_recipes.config.resolve import NEVER, Numbers, Unresolvable, dumps, resolve
+from deepspeed_recipes.config.rules.kinds import FILLED
 from tests.launching import ROOT
 from tests.test_configs_run import LIBAIO, RUN
 from tests.tiers import tiered
@@ -52,7 +52,7 @@ def test_the_result_is_what_the_trainer_passes_to_the_engine(used, name: str):
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.json")))
 def test_the_result_loads_in_deepspeed(name: str):
-    from recipes.zero_config.lint import ask_deepspeed
+    from deepspeed_recipes.config.lint import ask_deepspeed
 
     numbers = Numbers(world_size=8, hidden_size=64, precision="fp16" if name == "fp16" else "bf16")
     text = dumps(resolve(template(name), numbers))
@@ -167,7 +167,7 @@ def test_a_saved_model_is_read_as_transformers_reads_it(name: str, tmp_path: Pat
 
 
 def test_the_model_types_are_those_of_transformers():
-    """model_types.json is derived, never edited: `python -m recipes.zero_config.model`. Every tenth, in 2 s."""
+    """model_types.json is derived, never edited: `python -m deepspeed_recipes.config.model`. Every tenth, in 2 s."""
     shipped = json.loads(MODEL_TYPES.read_text())
     some = [*sorted(shipped)[::10], "gpt2", "gptj", "dbrx"]
     assert len(shipped) > 600
@@ -175,7 +175,7 @@ def test_the_model_types_are_those_of_transformers():
 
 
 def test_a_folder_of_gpt2_passes_under_zero3(tmp_path: Path):
-    from recipes.zero_config.lint import lint
+    from deepspeed_recipes.config.lint import lint
 
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": 64, "n_head": 4}')
     found = lint(ROOT / "configs" / "zero3.json", model=tmp_path)

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.commands import main
-from recipes.zero_config import derive, schema
-from recipes.zero_config.lint import ask_deepspeed, judge, lint
-from recipes.zero_config.pydantic_types import type_of
-from recipes.zero_config.read import parse
-from recipes.zero_config.rule import REJECTED, Facts
-from recipes.zero_config.rules import RULES, parallel, spelling
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.config import derive, schema
+from deepspeed_recipes.config.lint import ask_deepspeed, judge, lint
+from deepspeed_recipes.config.pydantic_types import type_of
+from deepspeed_recipes.config.read import parse
+from deepspeed_recipes.config.rule import REJECTED, Facts
+from deepspeed_recipes.config.rules import RULES, parallel, spelling
 from tests.versions import needs
 
 pytestmark = needs("deepspeed==0.19.8")  # what its schema and its engine say; another version says other things
@@ -567,7 +567,7 @@ def test_messages_are_short_and_complete():
 
 
 def test_the_schema_is_what_deepspeed_reads():
-    """schema.json is derived, never edited: `python -m recipes.zero_config.derive` writes it."""
+    """schema.json is derived, never edited: `python -m deepspeed_recipes.config.derive` writes it."""
     assert derive.derive() == json.loads(schema.SHIPPED.read_text())
 
 
@@ -601,7 +601,7 @@ def test_values_fit_as_pydantic_says():
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
     from pydantic import TypeAdapter, ValidationError
 
-    from recipes.zero_config.values import fits
+    from deepspeed_recipes.config.values import fits
 
     samples = [
         *schema.SAMPLES.values(),
@@ -651,7 +651,7 @@ def test_another_deepspeed_that_lacks_something_is_said_in_a_line(tmp_path: Path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delattr(ds, "DEEPSPEED_OPTIMIZERS")
     monkeypatch.setattr(schema, "load", cache(schema.load.__wrapped__))
-    monkeypatch.setattr(sys, "argv", ["dsr", "check", str(ROOT / "configs" / "zero3.json")])
+    monkeypatch.setattr(sys, "argv", ["ds-recipes", "check", str(ROOT / "configs" / "zero3.json")])
     assert main.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "DeepSpeed 0.17.6 is not supported" in line and f"install {schema.OLDEST} to 0.19.8" in line
@@ -676,6 +676,6 @@ def test_lint_accepts_paths_dictionaries_and_models(tmp_path: Path):
 def test_muon_takes_what_the_engine_says():
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from recipes.zero_config import names
+    from deepspeed_recipes.config import names
 
     assert set(names.MUON_HALVES) == {*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS}

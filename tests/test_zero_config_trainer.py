@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recipes.commands import check
-from recipes.zero_config.lint import judge
-from recipes.zero_config.rule import Facts
-from recipes.zero_config.rules import hf_trainer
+from deepspeed_recipes.commands import check
+from deepspeed_recipes.config.lint import judge
+from deepspeed_recipes.config.rule import Facts
+from deepspeed_recipes.config.rules import hf_trainer
 from tests.tiers import tiered
 
 BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")

@@ -1,5 +1,5 @@
 """Every technique trains the same model as plain PyTorch."""
 
-from recipes.proof import plain
+from deepspeed_recipes.prove import plain
 
 __all__ = ["plain"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes.proof.small import of_settings as recipe_for
-from recipes.spec.run_folder import RunFolder, forget_after, read_jsonl
-from recipes.training import run as training_run
+from deepspeed_recipes.prove.small import of_settings as recipe_for
+from deepspeed_recipes.recipe.run_folder import RunFolder, forget_after, read_jsonl
+from deepspeed_recipes.training import run as training_run
 from tests.parity import plain
 
 __all__ = ["recipe_for"]

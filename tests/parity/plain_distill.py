@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.spec.methods.settings import Distill
-from recipes.training.adapters import add as adapters
-from recipes.training.methods.rollouts import sampling
+from deepspeed_recipes.recipe.methods.settings import Distill
+from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.methods.rollouts import sampling
 from tests.parity import plain
 
 SEED = 42

@@ -11,16 +11,16 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from recipes.proof import samples
-from recipes.spec import deepspeed_file
-from recipes.spec.errors import UserError
-from recipes.spec.project import CONFIGS
-from recipes.spec.recipe import Layout
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training import upstream
-from recipes.training.model import kernels
-from recipes.training.model.load import DTYPES
+from deepspeed_recipes.prove import samples
+from deepspeed_recipes.recipe import deepspeed_file
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.project import CONFIGS
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training import upstream
+from deepspeed_recipes.training.model import kernels
+from deepspeed_recipes.training.model.load import DTYPES
 from tests.parity import gate, plain
 from tests.tiers import tiered
 

@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 from safetensors.torch import load_file
 
-from recipes.spec.methods.settings import Distill
-from recipes.spec.recipe import Lora
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.adapters import add as adapters
+from deepspeed_recipes.recipe.methods.settings import Distill
+from deepspeed_recipes.recipe.recipe import Lora
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.adapters import add as adapters
 from tests.parity import gate, plain, plain_distill
 from tests.parity.plain_distill import NONE, SEED, Mistakes
 from tests.tiers import tiered

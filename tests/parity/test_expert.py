@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from recipes.spec import deepspeed_file
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Layout, Recipe
-from recipes.spec.run_folder import (
+from deepspeed_recipes.recipe import deepspeed_file
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Layout, Recipe
+from deepspeed_recipes.recipe.run_folder import (
     RunFolder,
     forget_after,
     newest_checkpoint,
@@ -27,11 +26,12 @@ from recipes.spec.run_folder import (
     write_json,
     write_recipe,
 )
-from recipes.training import run as training_run
-from recipes.training import universal_checkpoint
-from recipes.training.arguments import deepspeed_config
-from recipes.training.model.draft import TINY_MODEL
-from recipes.training.parallel import expert_check
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training import universal_checkpoint
+from deepspeed_recipes.training.arguments import deepspeed_config
+from deepspeed_recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.training.parallel import expert_check
+from tests import ROOT
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import untrained

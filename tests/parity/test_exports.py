@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes.spec.recipe import Layout
-from recipes.spec.run_folder import RunFolder, write_recipe
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
 from tests.small import small
 from tests.tiers import tiered
 from tests.workers import untrained

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 from safetensors.torch import load_file
 
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
-from recipes.training import run as training_run
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
+from deepspeed_recipes.training import run as training_run
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import grpo_alone

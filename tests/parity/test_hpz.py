@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Lora, Recipe
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
+from deepspeed_recipes.recipe.recipe import Lora, Recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from tests import ROOT
 from tests.parity import gate, plain
 from tests.workers import stale_copies
 

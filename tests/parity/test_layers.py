@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 from transformers import AutoConfig
 
-from recipes.proof import samples
-from recipes.spec import deepspeed_file
-from recipes.spec.errors import UserError
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Layout, Lora
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.adapters.add import add
+from deepspeed_recipes.prove import samples
+from deepspeed_recipes.recipe import deepspeed_file
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Layout, Lora
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.adapters.add import add
+from tests import ROOT
 from tests.parity import gate, plain
 from tests.small import in_sub_groups
 from tests.tiers import tiered

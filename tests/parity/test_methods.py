@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 from safetensors.torch import load_file
 
-from recipes.spec.errors import UserError
-from recipes.spec.methods.settings import Dpo
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
-from recipes.training import run as training_run
-from recipes.training.methods.preferences import precomputed
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.methods.settings import Dpo
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.methods.preferences import precomputed
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import trl_alone

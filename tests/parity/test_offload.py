@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.run_folder import RunFolder, read_json, write_json, write_recipe
-from recipes.training import run as training_run
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json, write_recipe
+from deepspeed_recipes.training import run as training_run
+from tests import ROOT
 from tests.parity import gate, plain
 from tests.test_configs_run import LIBAIO
 from tests.tiers import tiered

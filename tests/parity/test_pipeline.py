@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from recipes.proof import samples
-from recipes.spec import pages
-from recipes.spec.recipe import Data, Draft, Layout, Lora
-from recipes.spec.run_folder import RunFolder, read_jsonl, write_recipe
-from recipes.training import export
-from recipes.training import run as training_run
-from recipes.training.adapters.add import add
-from recipes.training.model import draft
+from deepspeed_recipes.prove import samples
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.recipe import Data, Draft, Layout, Lora
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.adapters.add import add
+from deepspeed_recipes.training.model import draft
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import pipeline_mistakes

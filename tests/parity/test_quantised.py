@@ -6,9 +6,9 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from recipes.spec.recipe import Lora, Model
-from recipes.spec.run_folder import RunFolder, read_json, write_recipe
-from recipes.training.adapters import add as adapters
+from deepspeed_recipes.recipe.recipe import Lora, Model
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
+from deepspeed_recipes.training.adapters import add as adapters
 from tests.parity import gate, plain
 from tests.small import with_zero
 from tests.tiers import tiered

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes.commands import launch
-from recipes.commands.main import run as run_command
-from recipes.spec.errors import UserError
-from recipes.spec.recipe import Layout, Lora, Schedule
-from recipes.spec.run_folder import (
+from deepspeed_recipes.commands import launch
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Layout, Lora, Schedule
+from deepspeed_recipes.recipe.run_folder import (
     COMPLETE,
     RunFolder,
     forget_after,
@@ -25,9 +25,9 @@ from recipes.spec.run_folder import (
     write_json,
     write_recipe,
 )
-from recipes.training import run as training_run
-from recipes.training import universal_checkpoint, upstream
-from recipes.training.checkpoint import digests
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training import universal_checkpoint, upstream
+from deepspeed_recipes.training.checkpoint import digests
 from tests.ranks import read_logs
 from tests.small import in_sub_groups, small
 from tests.tiers import tiered

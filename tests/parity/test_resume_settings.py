@@ -5,11 +5,18 @@ from functools import partial
 
 import pytest
 
-from recipes.spec.project import CONFIGS
-from recipes.spec.recipe import Layout
-from recipes.spec.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_json, write_recipe
-from recipes.training import run as training_run
-from recipes.training import universal_checkpoint, upstream
+from deepspeed_recipes.recipe.project import CONFIGS
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.recipe.run_folder import (
+    RunFolder,
+    newest_checkpoint,
+    read_json,
+    read_jsonl,
+    write_json,
+    write_recipe,
+)
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training import universal_checkpoint, upstream
 from tests.parity import gate, plain
 from tests.tiers import tiered
 

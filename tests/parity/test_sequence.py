@@ -6,11 +6,11 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.spec.project import CHECKOUT as ROOT
-from recipes.spec.recipe import Layout, Lora
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.adapters.add import add
+from deepspeed_recipes.recipe.recipe import Layout, Lora
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.adapters.add import add
+from tests import ROOT
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import sequence_mistakes

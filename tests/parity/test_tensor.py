@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from recipes.proof import samples
-from recipes.spec import limits, pages
-from recipes.spec.recipe import Data, Draft, Layout, Lora
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.model import draft
+from deepspeed_recipes.prove import samples
+from deepspeed_recipes.recipe import limits, pages
+from deepspeed_recipes.recipe.recipe import Data, Draft, Layout, Lora
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.model import draft
 from tests.parity import gate, plain
 from tests.small import language_families
 from tests.tiers import tiered

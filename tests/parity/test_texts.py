@@ -6,9 +6,9 @@ from functools import cache
 import pytest
 from safetensors.torch import load_file
 
-from recipes.spec.recipe import Classify
-from recipes.spec.run_folder import RunFolder, read_json, write_recipe
-from recipes.training import run as training_run
+from deepspeed_recipes.recipe.recipe import Classify
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
+from deepspeed_recipes.training import run as training_run
 from tests.parity import gate, plain, texts
 from tests.tiers import tiered
 from tests.workers import wrong_losses

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from recipes.spec.recipe import Data, Layout, Lora
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import run as training_run
-from recipes.training.adapters.add import add
+from deepspeed_recipes.recipe.recipe import Data, Layout, Lora
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.adapters.add import add
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import tiling_mistakes

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from recipes.proof import samples
-from recipes.spec.recipe import Draft, Layout
-from recipes.spec.run_folder import RunFolder, write_recipe
-from recipes.training import run as training_run
-from recipes.training.model import draft
+from deepspeed_recipes.prove import samples
+from deepspeed_recipes.recipe.recipe import Draft, Layout
+from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.model import draft
 from tests.parity import gate, plain
 from tests.ranks import read_logs
 

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from recipes.proof.settings import Settings
-from recipes.spec.recipe import Lora
-from recipes.spec.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from recipes.training import export
-from recipes.training import run as training_run
+from deepspeed_recipes.prove.settings import Settings
+from deepspeed_recipes.recipe.recipe import Lora
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training import run as training_run
 from tests import seeing
 from tests.parity import gate, plain
 from tests.ranks import read_logs

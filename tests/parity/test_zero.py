@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes.spec.run_folder import RunFolder, read_json, write_recipe
-from recipes.training import run as training_run
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
+from deepspeed_recipes.training import run as training_run
 from tests.parity import gate, plain
 from tests.small import in_sub_groups
 from tests.tiers import tiered

@@ -9,10 +9,10 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from recipes.proof.plain import Settings
-from recipes.spec.recipe import Lora
-from recipes.training.adapters import add as adapters
-from recipes.training.model import heads
+from deepspeed_recipes.prove.plain import Settings
+from deepspeed_recipes.recipe.recipe import Lora
+from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.model import heads
 
 SEED = 42
 SETTINGS = Settings(learning_rate=1e-3)

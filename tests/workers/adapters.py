@@ -5,8 +5,8 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from recipes.spec.run_folder import RunFolder, write_json
-from recipes.training import distributed, export, run
+from deepspeed_recipes.recipe.run_folder import RunFolder, write_json
+from deepspeed_recipes.training import distributed, export, run
 
 
 def main(folder: str) -> None:

@@ -1,7 +1,7 @@
 """A run whose ranks look at nothing where their batch has no picture; executed by every rank."""
 
-from recipes.training import run
-from recipes.training.vision import blank
+from deepspeed_recipes.training import run
+from deepspeed_recipes.training.vision import blank
 
 
 def main(folder: str) -> None:

@@ -13,12 +13,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.masking_utils import find_packed_sequence_indices
 from trl import KTOTrainer
 
-from recipes.benchmarks.device_reads import Reads
-from recipes.spec.run_folder import RunFolder, read_json, read_recipe
-from recipes.training import distributed, run
-from recipes.training.data import chat_templates, tokenize
-from recipes.training.methods import method
-from recipes.training.model import load
+from deepspeed_recipes.benchmarks.device_reads import Reads
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_recipe
+from deepspeed_recipes.training import distributed, run
+from deepspeed_recipes.training.data import chat_templates, tokenize
+from deepspeed_recipes.training.methods import method
+from deepspeed_recipes.training.model import load
 
 STEADY = 3
 """The step that is counted, after DeepSpeed has made its buffers and ZeRO-3 has traced: nothing is logged in it, and no

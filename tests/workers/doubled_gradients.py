@@ -2,7 +2,7 @@
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from recipes.training import run
+from deepspeed_recipes.training import run
 
 
 def main(folder: str) -> None:

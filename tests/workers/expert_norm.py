@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_
 
-from recipes.training import distributed
+from deepspeed_recipes.training import distributed
 
 
 def main() -> None:

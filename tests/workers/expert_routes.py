@@ -4,7 +4,7 @@ import deepspeed
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from recipes.training import distributed, upstream
+from deepspeed_recipes.training import distributed, upstream
 
 WIDTHS = {
     "vocab_size": 300,

@@ -2,8 +2,8 @@
 
 import torch
 
-from recipes.training import run
-from recipes.training.adapters import fused
+from deepspeed_recipes.training import run
+from deepspeed_recipes.training.adapters import fused
 
 
 def unscaled_gradients(folder: str) -> None:

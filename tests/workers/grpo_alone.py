@@ -11,9 +11,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from recipes.proof.plain import Settings
-from recipes.spec.methods.settings import Grpo
-from recipes.training.methods.rollouts import sampling
+from deepspeed_recipes.prove.plain import Settings
+from deepspeed_recipes.recipe.methods.settings import Grpo
+from deepspeed_recipes.training.methods.rollouts import sampling
 from tests.workers.trl_alone import ADAPTERS, DISTRIBUTED, SEED, Recorded, language_model
 
 SETTINGS = Settings(steps=4, learning_rate=2e-4)

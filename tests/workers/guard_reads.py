@@ -5,9 +5,9 @@ from pathlib import Path
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.spec.run_folder import write_json
-from recipes.training import run as training_run
-from recipes.training.callbacks import loss_guard
+from deepspeed_recipes.recipe.run_folder import write_json
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.callbacks import loss_guard
 
 
 class Reads(TorchDispatchMode):

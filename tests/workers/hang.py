@@ -4,8 +4,8 @@ import ctypes
 import os
 import time
 
-from recipes.training import run as training_run
-from recipes.training.callbacks import loss_guard
+from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.callbacks import loss_guard
 
 
 def hang(folder: str, how: str) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch.autograd.graph import Node
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.training import distributed
-from recipes.training.parallel.tensor_graph import nodes
+from deepspeed_recipes.training import distributed
+from deepspeed_recipes.training.parallel.tensor_graph import nodes
 
 WIDTHS = {
     "vocab_size": 512,

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from recipes.training import run
-from recipes.training.callbacks import layer_stats
-from recipes.training.parallel import fragments
+from deepspeed_recipes.training import run
+from deepspeed_recipes.training.callbacks import layer_stats
+from deepspeed_recipes.training.parallel import fragments
 
 
 def main(folder: str, mistake: str) -> None:

@@ -2,7 +2,7 @@
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from recipes.training import run
+from deepspeed_recipes.training import run
 
 
 def main(folder: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from recipes.training import export, run
+from deepspeed_recipes.training import export, run
 
 
 def main(folder: str) -> None:

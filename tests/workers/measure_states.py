@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from recipes.planning.model_profile.allocations import LiveBytes
-from recipes.training import distributed
-from recipes.training.optimization import create, muon
+from deepspeed_recipes.planning.model_profile.allocations import LiveBytes
+from deepspeed_recipes.training import distributed
+from deepspeed_recipes.training.optimization import create, muon
 
 LAYERS, WIDTH = 96, 96
 """Many and small, so that DeepSpeed's buffers for one weight are small too."""

@@ -6,7 +6,7 @@ from deepspeed.runtime.fp16 import unfused_optimizer
 from deepspeed.runtime.zero import partition_parameters
 from transformers import TrainerState, trainer_callback
 
-from recipes.proof import prove
+from deepspeed_recipes.prove import prove
 
 
 def measure(script: str, output: str, name: str) -> None:

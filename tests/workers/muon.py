@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
-from recipes.spec.run_folder import RunFolder, write_json
-from recipes.training import run
+from deepspeed_recipes.recipe.run_folder import RunFolder, write_json
+from deepspeed_recipes.training import run
 
 
 def main(folder: str) -> None:

@@ -4,8 +4,8 @@ import ctypes
 import os
 from collections.abc import Sequence
 
-from recipes.benchmarks import link
-from recipes.training import run
+from deepspeed_recipes.benchmarks import link
+from deepspeed_recipes.training import run
 
 NETWORK = 0x40000000
 """CLONE_NEWNET of setns(2), which Python has from 3.12 on."""

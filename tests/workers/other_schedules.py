@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
-from recipes.training import distributed
+from deepspeed_recipes.training import distributed
 
 
 def two_stages_per_rank() -> None:

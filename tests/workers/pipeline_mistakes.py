@@ -2,8 +2,8 @@
 
 from deepspeed.pipe import PipelineModule
 
-from recipes.training import run, trainer
-from recipes.training.parallel import pipeline, sequence, tensor
+from deepspeed_recipes.training import run, trainer
+from deepspeed_recipes.training.parallel import pipeline, sequence, tensor
 
 
 def main(folder: str, mistake: str) -> None:

@@ -11,10 +11,10 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
-from recipes.commands import main
-from recipes.launching import attempts, supervise
-from recipes.spec.run_folder import append_jsonl, read_jsonl
-from recipes.training import run as training_run
+from deepspeed_recipes.commands import main
+from deepspeed_recipes.launching import attempts, supervise
+from deepspeed_recipes.recipe.run_folder import append_jsonl, read_jsonl
+from deepspeed_recipes.training import run as training_run
 from tests.ranks import free_port
 
 PROCESSES = "processes.jsonl"

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.training import distributed
+from deepspeed_recipes.training import distributed
 from tests.workers.held_experts import SETTINGS, saved_tensors
 
 HIDDEN, INNER, TOKENS = 128, 320, 64

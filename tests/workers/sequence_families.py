@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from recipes.spec import pages
-from recipes.spec.errors import first_line
-from recipes.training import distributed
-from recipes.training.model import draft, packing_check
-from recipes.training.parallel import sequence, sequence_check
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import first_line
+from deepspeed_recipes.training import distributed
+from deepspeed_recipes.training.model import draft, packing_check
+from deepspeed_recipes.training.parallel import sequence, sequence_check
 from tests.small import language_families
 
 

@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from recipes.spec.recipe import Layout
-from recipes.training import run
-from recipes.training.data.collate import IGNORED
-from recipes.training.parallel import sequence
+from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.training import run
+from deepspeed_recipes.training.data.collate import IGNORED
+from deepspeed_recipes.training.parallel import sequence
 
 
 def main(folder: str, mistake: str) -> None:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from recipes.training import run
-from recipes.training.methods import sft
+from deepspeed_recipes.training import run
+from deepspeed_recipes.training.methods import sft
 
 SECONDS = 0.5
 """Lost in every micro-batch or update: several times what a step of the small model takes."""

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
 
-from recipes.spec import pages
-from recipes.spec.recipe import Draft, Lora
-from recipes.spec.run_folder import write_json
-from recipes.training import distributed, export, run
-from recipes.training.adapters import add as adapters
-from recipes.training.model import attention, draft
-from recipes.training.parallel import tensor, tensor_check
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.recipe import Draft, Lora
+from deepspeed_recipes.recipe.run_folder import write_json
+from deepspeed_recipes.training import distributed, export, run
+from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.model import attention, draft
+from deepspeed_recipes.training.parallel import tensor, tensor_check
 from tests.small import language_families
 
 ROW = 48

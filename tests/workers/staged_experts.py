@@ -1,7 +1,7 @@
 """Runs what `limits` refuses, expert parallelism in a pipeline, and reports how many experts a rank holds."""
 
-from recipes.training import run, upstream
-from recipes.training.parallel import expert
+from deepspeed_recipes.training import run, upstream
+from deepspeed_recipes.training.parallel import expert
 
 
 def main(folder: str) -> None:

@@ -2,7 +2,7 @@
 
 from deepspeed.runtime.zero.partition_parameters import Init
 
-from recipes.training import run
+from deepspeed_recipes.training import run
 
 
 def main(folder: str) -> None:

@@ -6,8 +6,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from recipes.training import distributed, run
-from recipes.training.callbacks import system_log
+from deepspeed_recipes.training import distributed, run
+from deepspeed_recipes.training.callbacks import system_log
 
 
 def main(folder: str, failing: str) -> None:

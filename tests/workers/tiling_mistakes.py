@@ -2,8 +2,8 @@
 
 import torch
 
-from recipes.training import run
-from recipes.training.model import tiling
+from deepspeed_recipes.training import run
+from deepspeed_recipes.training.model import tiling
 
 
 def main(folder: str, mistake: str) -> None:

@@ -11,10 +11,10 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from recipes.proof.plain import Settings
-from recipes.spec.recipe import Lora
-from recipes.training.adapters import add as adapters
-from recipes.training.model import heads
+from deepspeed_recipes.prove.plain import Settings
+from deepspeed_recipes.recipe.recipe import Lora
+from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.model import heads
 
 SEED = 42
 SETTINGS = Settings(learning_rate=1e-3)

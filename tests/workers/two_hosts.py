@@ -17,7 +17,7 @@ def main(first: str, second: str, address: str, port: str, ranks: str, folder: s
     for node, host in enumerate(hosts):
         command = ["ip", "netns", "exec", host, sys.executable, "-m", "deepspeed.launcher.launch", "--quiet"]
         command += ["--no_local_rank", f"--world_info={world}", f"--node_rank={node}", f"--master_addr={address}"]
-        command += [f"--master_port={port}", "--module", "recipes.training.run", folder]
+        command += [f"--master_port={port}", "--module", "deepspeed_recipes.training.run", folder]
         launchers.append(subprocess.Popen(command))
     while all(launcher.poll() is None for launcher in launchers):
         time.sleep(0.2)

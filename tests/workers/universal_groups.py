@@ -2,7 +2,7 @@
 
 import torch
 
-from recipes.training import run, upstream
+from deepspeed_recipes.training import run, upstream
 
 
 def main(folder: str) -> None:

@@ -1,6 +1,6 @@
 """A run whose learning rate is lost in rounding, so that its export has to be what it started from."""
 
-from recipes.training import run
+from deepspeed_recipes.training import run
 
 
 def main(folder: str) -> None:

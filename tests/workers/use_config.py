@@ -136,7 +136,7 @@ def build(name: str, adapters: bool = False, checkpoint: bool = False):
 
 def with_plain(name: str, template: Path) -> dict:
     """Train with deepspeed.initialize on the resolved template: no transformers.Trainer anywhere."""
-    from recipes.zero_config.resolve import Numbers, resolve
+    from deepspeed_recipes.config.resolve import Numbers, resolve
 
     stages = 2 if name == "pipeline" else 1
     numbers = Numbers(

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipes.spec.run_folder import RunFolder, read_jsonl
-from recipes.training import run
-from recipes.training.methods import classify, embed
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl
+from deepspeed_recipes.training import run
+from deepspeed_recipes.training.methods import classify, embed
 
 
 def loss_of_transformers(folder: str) -> None:

@@ -4,8 +4,8 @@ import deepspeed
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from recipes.spec import pages
-from recipes.training import distributed, upstream
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.training import distributed, upstream
 
 
 def main() -> None:

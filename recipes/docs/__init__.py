@@ -1,1 +1,0 @@
-"""The generated parts of the documents; `python -m recipes.docs` writes them all."""

@@ -1,6 +1,0 @@
-"""Write the generated parts of all documents: `make docs`, or `python -m recipes.docs`."""
-
-from .documents import write
-
-for path in write():
-    print(f"written: {path}")

@@ -1,1 +1,0 @@
-"""What `dsr page` checks: a page's docstring against itself, its dimensions against the Hub, its chat template."""

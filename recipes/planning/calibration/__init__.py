@@ -1,1 +1,0 @@
-"""Published and own measurements, and the constants fitted to them."""

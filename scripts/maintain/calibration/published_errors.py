@@ -1,0 +1,165 @@
+"""How wrong the planner is about published rows, in each share: `python -m ...calibration.published_errors`.
+
+Each row is planned with the settings that its source gives and the constants of this project's own software: what a
+user would be told. Nothing is fitted here.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from deepspeed_recipes.planning.cost.constants import constants
+from deepspeed_recipes.planning.cost.memory.peak_memory import Memory, peak_memory
+from deepspeed_recipes.planning.cost.time.step_time import step_time
+
+from .published_models import profile_of
+from .published_rows import SHARES, PublishedRow, published_rows
+from .rank_correlation import rank_correlation
+
+WITHIN = 0.15
+"""Of what was measured: the share of rows that are predicted this well is a column."""
+
+Measure = Literal["memory", "time"]
+KINDS: Mapping[str, Callable[[PublishedRow], str]] = {
+    "all": lambda row: "all rows",
+    "method": lambda row: row.method,
+    "stack": lambda row: stack(row),
+    "layout": lambda row: layout(row),
+    "constants": lambda row: f"{'of' if constants(row.cluster.gpu.name).measured else 'borrowed for'} the GPU",
+    "table": lambda row: row.table,
+}
+"""By what the report divides the rows."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the planner says of a row and what was measured: GiB, or tokens per second and GPU."""
+
+    row: PublishedRow
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one: above 0 the planner said too much."""
+        return self.predicted / self.measured - 1
+
+
+def stack(row: PublishedRow) -> str:
+    """Return the software; with transformers' layers, whether DeepSpeed shards them, as here, or FSDP."""
+    if not row.is_same_stack:
+        return row.stack
+    return "Hugging Face with DeepSpeed, or on one GPU" if row.runs_as_here else "Hugging Face with FSDP"
+
+
+def layout(row: PublishedRow) -> str:
+    """Return what is split beside the data, and where the rest is."""
+    sizes = {"tensor": row.tensor, "pipeline": row.pipeline, "sequence": row.sequence, "expert": row.expert}
+    split = "+".join(name for name, size in sizes.items() if size > 1)
+    if split:
+        return split
+    place = "one GPU" if row.gpus == 1 else "sharded" if row.sharding in ("zero3", "fsdp") else "copies"
+    return place if row.offload == "none" else f"{place}, offloaded"
+
+
+@cache
+def planned_memory(row: PublishedRow) -> Memory:
+    """Return what the planner says that a row's run holds."""
+    return peak_memory(profile_of(row), row.setup, row.cluster)
+
+
+def predicted_gib(row: PublishedRow) -> float:
+    """Return the predicted counterpart of a row's memory: a number that is not said to be less is the device's."""
+    worst = planned_memory(row).worst
+    left = {"allocated": ("runtime", "fragmentation"), "reserved": ("runtime",)}.get(row.memory_is, ())
+    return (worst.total - sum(worst.components[name] for name in left)) / 2**30
+
+
+def predicted_speed(row: PublishedRow) -> float:
+    """Return tokens per second and GPU."""
+    return step_time(profile_of(row), row.setup, row.cluster).tokens_per_second_per_gpu
+
+
+def comparisons(rows: Iterable[PublishedRow], measure: Measure) -> list[Comparison]:
+    """Return every row that has a measurement of memory or time, and that the planner has a prediction for."""
+    found = []
+    for row in rows:
+        why = row.why_memory_is_not_planned if measure == "memory" else row.why_time_is_not_planned
+        measured = None if why else row.memory_gib if measure == "memory" else row.speed
+        if measured is not None:
+            predicted = predicted_gib(row) if measure == "memory" else predicted_speed(row)
+            found.append(Comparison(row, predicted, measured))
+    return found
+
+
+def errors(compared: Sequence[Comparison]) -> str:
+    """Return the cells of a line of the report."""
+    sizes = [abs(one.error) for one in compared]
+    within = sum(size <= WITHIN for size in sizes) / len(sizes)
+    cells = (
+        f"{len(sizes)}",
+        f"{statistics.median(sizes):.1%}",
+        f"{statistics.mean(sizes):.1%}",
+        f"{statistics.median(one.error for one in compared):+.1%}",
+        f"{within:.0%}",
+        order(compared),
+    )
+    return " | ".join(cells)
+
+
+def order(compared: Sequence[Comparison]) -> str:
+    """Return the rank correlation of predictions and measurements, and `-` where either are all the same."""
+    predicted, measured = [one.predicted for one in compared], [one.measured for one in compared]
+    constant = len(set(predicted)) < 2 or len(set(measured)) < 2
+    return "-" if constant else f"{rank_correlation(predicted, measured):.2f}"
+
+
+def report(rows: Sequence[PublishedRow]) -> str:
+    """Return a table of the errors in memory and time, by share and by what the rows have in common."""
+    lines = [
+        f"| share | measure | by | rows | median error | mean | median sign | within {WITHIN:.0%} | rank correlation |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for share in SHARES:
+        for measure in ("memory", "time"):
+            compared = comparisons((row for row in rows if row.share == share), measure)
+            for kind, name_of in KINDS.items():
+                names = sorted({name_of(one.row) for one in compared})
+                for name in names:
+                    part = [one for one in compared if name_of(one.row) == name]
+                    lines.append(f"| {share} | {measure} | {kind}: {name} | {errors(part)} |")
+    return "\n".join(lines)
+
+
+def unplanned(rows: Sequence[PublishedRow]) -> str:
+    """Return how many measurements say nothing about the planner, by reason."""
+    counts: dict[tuple[str, str], int] = {}
+    for row in rows:
+        for measure, has, why in (
+            ("memory", row.memory is not None or not row.fits, row.why_memory_is_not_planned),
+            ("time", bool(row.tokens_per_second_per_gpu or row.step_seconds), row.why_time_is_not_planned),
+        ):
+            if has and why:
+                counts[measure, why] = counts.get((measure, why), 0) + 1
+    return "\n".join(
+        f"not compared: {measure} of {count} rows: {why}" for (measure, why), count in sorted(counts.items())
+    )
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Print the report; with `--rows`, also every comparison."""
+    rows = published_rows()
+    print(report(rows), unplanned(rows), sep="\n\n")
+    measures: tuple[Measure, ...] = ("memory", "time") if "--rows" in arguments else ()
+    for measure in measures:
+        for one in comparisons(rows, measure):
+            numbers = f"{one.predicted:,.1f} for {one.measured:,.1f} ({one.error:+.0%})"
+            print(f"{one.row.share}, {measure}, {one.row}: {numbers}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

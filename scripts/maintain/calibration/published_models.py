@@ -1,0 +1,93 @@
+"""Models of the published tables: their dimensions and profiles; `python -m ...published_models` profiles new ones.
+
+Models of the catalogue are named by recipe and size. The dimensions of the others are in `published_models.json`, and
+their profiles, as well as those for adapters that no page has, in `published_profiles.json`, so that a report takes
+seconds and needs neither torch nor a network.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from deepspeed_recipes.planning.model_profile import lookup
+from deepspeed_recipes.planning.model_profile.profile import ModelProfile, training_mode
+from deepspeed_recipes.recipe import files, pages
+from deepspeed_recipes.recipe.recipe import Lora
+
+from . import MEASUREMENTS
+from .published_rows import PublishedRow, published_rows, questions
+
+MODELS = MEASUREMENTS / "published_models.json"
+PROFILES = MEASUREMENTS / "published_profiles.json"
+
+
+@cache
+def config_of(model: str) -> Mapping[str, Any]:
+    """Return a model's configuration by its Hub id or as `recipe-size`.
+
+    Raises:
+        KeyError: it is in neither.
+    """
+    others: dict[str, dict[str, Any]] = json.loads(MODELS.read_text(encoding="utf-8"))
+    if model in others:
+        return others[model]
+    family, _, size = model.partition("-")
+    return pages.page(family).SIZES[size].config
+
+
+@cache
+def _stored() -> Mapping[str, ModelProfile]:
+    return lookup.read(PROFILES)
+
+
+def is_stored(row: PublishedRow) -> bool:
+    """Return whether a row's profile is at hand."""
+    return any(training_mode(row.lora) in profile.saved_outside_layers for profile in _profiles(row.model))
+
+
+def profile_of(row: PublishedRow) -> ModelProfile:
+    """Return the profile of a row's model with the row's adapters; computed where it is not stored."""
+    for profile in _profiles(row.model):
+        if training_mode(row.lora) in profile.saved_outside_layers:
+            return profile
+    return lookup.profile_of(config_of(row.model), row.lora)
+
+
+@cache
+def _profiles(model: str) -> list[ModelProfile]:
+    config = config_of(model)
+    stored = _stored().get(lookup.digest(config))
+    return lookup.shipped(config) + ([stored] if stored else [])
+
+
+def missing(rows: Iterable[PublishedRow]) -> dict[str, list[Lora]]:
+    """Return the adapters that are not profiled yet, by model; an empty list: only all weights are."""
+    found: dict[str, dict[str, Lora]] = {}
+    for row in rows:
+        if (row.why_memory_is_not_planned and row.why_time_is_not_planned) or is_stored(row):
+            continue
+        adapters = found.setdefault(row.model, {})
+        if row.lora:
+            adapters[training_mode(row.lora)] = row.lora
+    return {model: list(adapters.values()) for model, adapters in found.items()}
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Profile what is not stored, which takes seconds per model; with `--again` everything."""
+    if "--again" in arguments:
+        files.write_text(PROFILES, "{}\n")
+    profiles = dict(_stored())
+    for model, adapters in missing([*published_rows(), *questions()]).items():
+        config = config_of(model)
+        digest = lookup.digest(config)
+        new = lookup.compute_profile(config, adapters)
+        profiles[digest] = lookup.merged(new, profiles[digest]) if digest in profiles else new
+        print(model, *map(training_mode, adapters), flush=True)
+    lines = (f"{json.dumps(name)}: {json.dumps(lookup.to_dict(profiles[name]))}" for name in sorted(profiles))
+    files.write_text(PROFILES, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

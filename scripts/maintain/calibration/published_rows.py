@@ -1,0 +1,302 @@
+"""Rows of tables that others have published: what they trained, how, on which GPUs, and what they measured.
+
+`measurements/published/` holds a file per table; `measurements/README.md` says how rows are collected and divided.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.hardware.cluster import Cluster
+from deepspeed_recipes.planning.hardware.gpus import Gpu, find, with_memory
+from deepspeed_recipes.recipe.deepspeed_file import KEPT_WEIGHTS
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Layout, Lora, Precision
+
+from . import MEASUREMENTS
+
+PUBLISHED = MEASUREMENTS / "published"
+QUESTIONS = MEASUREMENTS / "questions" / "fit_or_not.json"
+"""Public questions of the form "does X fit on Y", with what the thread found."""
+GIB_PER_GB = 1e9 / 2**30
+
+HEAD = ("publisher", "source", "stack", "memory_is", "memory_unit", "unseen")
+"""Of a table's own keys, those that hold for each of its rows."""
+SPLIT_ALL = ("Megatron", "torchtitan")
+"""Software whose tensor parallelism divides all activations and the vocabulary."""
+SAME_STACK = ("Hugging Face", "own loop with FSDP and PEFT")
+"""How the stacks begin that compute with transformers' layers."""
+
+PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}
+"""What a row's precision is to the planner; others are not planned."""
+
+Share = Literal["fitted", "held out", "unseen"]
+SHARES: tuple[Share, ...] = get_args(Share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow:
+    """One run as its source describes it; a field that the source leaves open has the value of what it ran."""
+
+    table: str
+    """File name without `.json`."""
+    publisher: str
+    """The repository or site, which decides the share."""
+    source: str
+    stack: str
+    """The software that trained."""
+    model: str
+    """`recipe-size`, or a Hub id in `published_models.json`."""
+    method: Literal["full", "lora", "qlora"]
+    gpus: int
+    sequence_length: int | None
+    """In tokens; None: not stated."""
+    micro_batch_size: int
+    states: str
+    """Of what is trained: `fp32` with bf16 weights, `bf16` alone, or what else the optimizer holds, in words."""
+    sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp"]
+    attention: str
+    checkpointing: bool | Literal["selective", "offloaded"] | None
+    """None: not stated."""
+    packing: bool
+    """Several documents per sequence, which do not attend to each other or whose mask costs nothing."""
+    unseen: bool = False
+    """Its publisher was collected after the last look at the held-out rows, and judges only what was done by then."""
+    gpu: str | None = None
+    """As the source names it; None: only its memory is stated."""
+    gpu_memory_gib: float | None = None
+    """As the source names it, where the planner does not know the GPU or knows it with another one."""
+    gpus_per_node: int | None = None
+    """None: one node."""
+    network_gbs: float = 0.0
+    """Of a node; 0: the GPU's usual network."""
+    network_stated: bool = True
+    """Or implied, by the name of the machine; it decides how fast nodes exchange weights, and GPUs without NVLink."""
+    offload: Literal["none", "optimizer", "parameters", "all"] = "none"
+    """`parameters`: as FSDP does it, with gradients and optimizer; `all`: ZeRO-3's parameters and optimizer."""
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    expert: int = 1
+    accumulation: int = 1
+    precision: str = "bf16"
+    rank: int | None = None
+    targets: str | None = None
+    dropout: float | None = 0.0
+    dora: bool = False
+    quantization: Literal["none", "nf4", "gptq"] = "none"
+    fp32_adapters: bool = False
+    """As in `TrainingSetup`."""
+    fp32_activations: bool = False
+    """As in `TrainingSetup`."""
+    frozen_fp32: bool = False
+    quantized_experts: bool = False
+    """Both as in `TrainingSetup`."""
+    grouped_experts: bool = False
+    """Experts are one tensor, and multiplied together, as in transformers from 5 on; other software always does so."""
+    liger: bool = False
+    """Liger's kernels, with its fused loss unless `whole_logits`."""
+    whole_logits: bool = False
+    """Liger's kernels with the loss of all logits at once."""
+    chunked_loss: bool = False
+    logit_bytes: float | None = None
+    """Per token and vocabulary entry in bf16, in fp32 twice as many, without a cap, as the row's software takes them;
+    None: as transformers today."""
+    reduce_bucket_size: int | None = None
+    """Elements; None: what the Trainer fills in."""
+    tiled_mlp: bool = False
+    foreach_adam: bool = False
+    """As in `TrainingSetup`: torch's AdamW without `fused`, and the Trainer's up to transformers 4.56 or torch 2.7."""
+    compile: bool = False
+    preferences: bool = False
+    """DPO."""
+    fits: bool = True
+    """False: it ran out of memory."""
+    memory: float | None = None
+    """Per GPU, in `memory_unit`."""
+    memory_is: Literal["allocated", "reserved", "device", "not stated"] = "not stated"
+    memory_unit: str = "GiB"
+    tokens_per_second_per_gpu: float | None = None
+    step_seconds: float | None = None
+    seconds: float | None = None
+    """Of the whole run, where `tokens_per_second_per_gpu` was made out from it."""
+    address: str | None = None
+    """Of the thread, for a question."""
+    note: str | None = None
+    not_planned: str | None = None
+    """Why this row says nothing about the planner, where no rule below finds it."""
+    time_not_planned: str | None = None
+
+    def __str__(self) -> str:
+        """Return the run in a line."""
+        gpu = self.gpu or f"{self.gpu_memory_gib:g} GiB"
+        place = f"{self.sharding}, offload {self.offload}" if self.offload != "none" else self.sharding
+        return (
+            f"{self.table}: {self.model} {self.method}, {self.gpus} x {gpu}, {place}, "
+            f"{self.micro_batch_size} x {self.sequence_length} tokens"
+        )
+
+    @property
+    def share(self) -> Share:
+        """Which share the row belongs to: whole publishers, by the hash of their names, so that no one chooses."""
+        if self.unseen:
+            return "unseen"
+        return "held out" if hashlib.sha256(self.publisher.encode()).digest()[0] % 2 else "fitted"
+
+    @property
+    def memory_gib(self) -> float | None:
+        """The measured memory; `GB` of 10^9 bytes is converted, a unit that is not stated is read as GiB."""
+        if self.memory is None:
+            return None
+        return self.memory * (GIB_PER_GB if self.memory_unit.startswith("GB of 10^9") else 1.0)
+
+    @property
+    def speed(self) -> float | None:
+        """Measured tokens per second and GPU."""
+        if self.tokens_per_second_per_gpu or not self.step_seconds:
+            return self.tokens_per_second_per_gpu
+        return self.setup.tokens_per_step / self.step_seconds / self.gpus
+
+    @property
+    def known_gpu(self) -> Gpu | None:
+        """The GPU, if the planner knows it by this name."""
+        try:
+            return find(self.gpu) if self.gpu else None
+        except UserError:
+            return None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machines; a GPU that the planner does not know is one with its memory."""
+        per_node = min(self.gpus_per_node or self.gpus, self.gpus)
+        known, gib = self.known_gpu, self.gpu_memory_gib
+        if known:
+            known = replace(known, memory_gib=gib or known.memory_gib)
+        gpu = known or with_memory(gib or 0.0, self.gpu)
+        return Cluster(gpu, per_node, self.gpus // per_node, network_gbs=self.network_gbs)
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters."""
+        if self.method == "full":
+            return None
+        return Lora(
+            rank=self.rank or 16,
+            dropout=self.dropout or 0.0,
+            target_modules=self.targets or "all-linear",
+            dora=self.dora,
+        )
+
+    @property
+    def is_same_stack(self) -> bool:
+        """Whether it computed with transformers' layers, as this project does."""
+        return self.stack.startswith(SAME_STACK)
+
+    @property
+    def runs_as_here(self) -> bool:
+        """Whether it also ran under DeepSpeed or on one GPU; this project never runs FSDP."""
+        return self.is_same_stack and self.sharding != "fsdp"
+
+    @property
+    def setup(self) -> TrainingSetup:
+        """The run as the planner takes it."""
+        assert self.sequence_length is not None, self
+        zero_three = self.sharding in ("zero3", "fsdp")
+        return TrainingSetup(
+            self.gpus,
+            Layout(self.tensor, self.pipeline, self.sequence, self.expert),
+            zero_stage=3 if zero_three else int(self.sharding.removeprefix("zero").replace("none", "0")),
+            micro_batch_size=self.micro_batch_size,
+            gradient_accumulation_steps=self.accumulation,
+            sequence_length=self.sequence_length,
+            gradient_checkpointing=self.checkpointing is True,  # others' `selective` keeps other results
+            packing=self.packing,
+            sequences_per_example=2 if self.preferences else 1,
+            reference=self.preferences,
+            precision=PRECISIONS.get(self.precision, "bf16"),
+            attention=self.attention,
+            lora=self.lora,
+            quantized=self.method == "qlora",
+            tiled_loss=(self.liger and not self.whole_logits) or self.chunked_loss,
+            tensor_splits_all=self.stack in SPLIT_ALL,
+            frozen_fp32=self.frozen_fp32,
+            quantized_experts=self.quantized_experts,
+            fsdp=self.sharding == "fsdp",
+            kept_weights=0 if self.sharding == "fsdp" else KEPT_WEIGHTS,
+            logit_bytes=self.logit_bytes,
+            reduce_bucket_size=self.reduce_bucket_size,
+            tiled_mlp=self.tiled_mlp,
+            foreach_adam=self.foreach_adam,
+            fp32_adapters=self.fp32_adapters,
+            fp32_activations=self.fp32_activations,
+            liger_kernel=self.liger,
+            compile=self.compile,
+            grouped_experts=self.grouped_experts or not self.is_same_stack,
+            offload_optimizer="none" if self.offload == "none" else "cpu",
+            offload_parameters="cpu" if self.offload in ("parameters", "all") else "none",
+            bf16_states=self.states == "bf16",
+        )
+
+    @property
+    def why_memory_is_not_planned(self) -> str | None:
+        """Why the planner has no memory for this row; None: it has."""
+        rules = {
+            "the length of its sequences is not stated": self.sequence_length is None,
+            "whether it checkpoints is not stated": self.checkpointing is None,
+            "the planner does not offload activations": self.checkpointing == "offloaded",
+            f"the planner does not know {self.precision}": self.precision not in PRECISIONS,
+            "all of DeepSpeed's optimizers hold master weights": self.method == "full" and self.states != "fp32",
+            "the GPU and its memory are not stated": not (self.known_gpu or self.gpu_memory_gib),
+            "DeepSpeed divides experts among data-parallel ranks only": self.expert * self.tensor * self.pipeline
+            > self.gpus,
+        }
+        return self.not_planned or next((why for why, applies in rules.items() if applies), None)
+
+    @property
+    def why_time_is_not_planned(self) -> str | None:
+        """Why the planner has no time for this row; None: it has."""
+        if self.time_not_planned:
+            return self.time_not_planned
+        if self.known_gpu is None:
+            return f"the planner does not know the GPU {self.gpu or 'that is not named'}"
+        if not self.network_stated and self.cluster.nodes > 1:
+            return "the network between its nodes is not stated"
+        if not self.network_stated and self.gpus > 1 and not self.cluster.gpu.link_gbs:
+            return "how its GPUs without NVLink are connected is not stated"
+        if self.liger and not self.whole_logits and self.method == "full":
+            return "Liger's fused loss, which is not used here, adds up the head's gradient in many small pieces"
+        if self.quantization != "none" and (
+            self.precision == "fp32" or (self.fp32_activations and self.attention == "sdpa")
+        ):
+            return "without autocast attention and head of a 4-bit model are in fp32, which they are not here"
+        if "autocast" in self.states:
+            return "autocast converts fp32 weights at each use"
+        why = self.why_memory_is_not_planned
+        return None if why and why.startswith("all of DeepSpeed's") else why
+
+
+def published_rows(folder: Path = PUBLISHED) -> list[PublishedRow]:
+    """Return the rows of all tables."""
+    return [row for file in sorted(folder.glob("*.json")) for row in read(file)]
+
+
+def questions(file: Path = QUESTIONS) -> list[PublishedRow]:
+    """Return the public questions; nothing is ever fitted on them."""
+    return list(read(file))
+
+
+def read(file: Path) -> Iterator[PublishedRow]:
+    """Yield a table's rows: `common` holds for all, `columns` names each row's own values.
+
+    Raises:
+        TypeError: a column is unknown, or a field without a default is missing.
+    """
+    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    head = {key: table[key] for key in HEAD if key in table}
+    for row in table["rows"]:
+        own = dict(zip(table["columns"], row, strict=True))
+        yield PublishedRow(table=file.stem, **{**head, **table["common"], **own})

@@ -1,0 +1,77 @@
+"""The current text of every document that is generated in whole or in part."""
+
+from pathlib import Path
+
+from deepspeed_recipes.benchmarks import estimates, overhead, scaling, tables
+from deepspeed_recipes.benchmarks import results as benchmark_results
+from deepspeed_recipes.benchmarks.cases import BENCHMARKS
+from deepspeed_recipes.planning.cost.constants import FILE
+from deepspeed_recipes.recipe import files, pages
+from deepspeed_recipes.recipe.project import CONFIGS, PAGES
+from deepspeed_recipes.recipe.run_folder import read_json
+
+from ..calibration import MEASUREMENTS, accuracy
+from ..calibration.published_rows import published_rows
+from . import chart, combinations, index, troubleshooting
+from .blocks import with_block
+
+SCRIPTS = Path(__file__).parents[2]
+
+
+def documents() -> dict[Path, str]:
+    """Return the text of each document by its path."""
+    blocks = {
+        PAGES / "README.md": {"families": index.families(), "hardware": index.hardware()},
+        CONFIGS / "README.md": {"chart": chart.render(), "combinations": combinations.render()},
+        SCRIPTS / "README.md": {"accuracy": accuracy.sentence(published_rows(), read_json(FILE))},
+        MEASUREMENTS / "README.md": measurements(),
+    }
+    found = {path: _with(path, generated) for path, generated in blocks.items()}
+    found[CONFIGS / "TROUBLESHOOTING.md"] = troubleshooting.text()
+    for family in pages.families():
+        path = PAGES / f"{family}.py"
+        found[path] = index.with_measured(path.read_text(encoding="utf-8"), family)
+    return found
+
+
+def measurements() -> dict[str, str]:
+    """Return the tables of measurements: the planner's errors, the project's own overhead, and benchmarks on GPUs."""
+    results = benchmark_results.results(MEASUREMENTS)
+    names = [one.name for one in BENCHMARKS.values() if not one.estimates]
+    on_gpus = (
+        tables.summary(names, results) if set(names) & set(results) else "Nothing has been measured on a GPU yet.\n"
+    )
+    stored = (read_json(MEASUREMENTS / f"overhead_zero{stage}_cpu.json") for stage in (2, 3))
+    return {
+        "accuracy": accuracy.table(published_rows(), read_json(FILE)),
+        "overhead": "\n".join(overhead.section(result) for result in stored),
+        "scaling": scaled(MEASUREMENTS),
+        "speed": on_gpus,
+        "estimates": estimates.render(list(estimates.rows(results))),
+    }
+
+
+def scaled(folder: Path) -> str:
+    """Return what `benchmark.py scaling` has measured, on GPUs and on a CPU, with its figures."""
+    files = [folder / f"scaling_{where}.json" for where in ("gpu", "cpu")]
+    parts = [
+        f"{scaling.section(read_json(file))}\n![Efficiency of the ranks]({file.with_suffix('.png').name})\n"
+        for file in files
+        if file.exists()
+    ]
+    return "\n".join(parts) or "Not measured yet.\n"
+
+
+def write() -> list[Path]:
+    """Write every document that is out of date, and return their paths."""
+    changed = {path: text for path, text in documents().items() if path.read_text(encoding="utf-8") != text}
+    for path, text in changed.items():
+        files.write_text(path, text)
+    return list(changed)
+
+
+def _with(path: Path, generated: dict[str, str]) -> str:
+    text = path.read_text(encoding="utf-8")
+    for name, block in generated.items():
+        text = with_block(text, name, block)
+    return text

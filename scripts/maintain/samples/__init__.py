@@ -1,0 +1,1 @@
+"""Makes the sample models and datasets in src/deepspeed_recipes/samples/."""

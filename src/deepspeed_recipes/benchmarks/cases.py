@@ -1,0 +1,233 @@
+"""What each named benchmark compares. Standard library only."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..recipe import overrides, pages
+from ..recipe.recipe import Data, Recipe, Schedule, Wandb
+
+WARM_UP = 10
+"""Warm-up steps, not timed: allocator, ZeRO's trace, compilation, autotuning."""
+STEPS = 20
+"""Steps that are timed."""
+FEW = (3, 5)
+"""(warm-up, timed) steps where memory matters and the last percent of speed does not."""
+LIMIT = 460
+"""Seconds, below 8 minutes, after which a benchmark starts no more runs and ends the current one; `--quick`: half."""
+CASE = 180
+"""Seconds after which one run of a contender is ended: one that hangs does not cost the others their turn."""
+ALL = 28
+"""Minutes of the whole list: what half an hour on a rented GPU leaves after the installation."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One contender: a line of the result's table."""
+
+    label: str
+    peer: Literal["recipe", "plain", "trainer", "sft_trainer"]
+    """The project's run; a plain PyTorch loop; `transformers.Trainer` and TRL's `SFTTrainer`, with their defaults."""
+    page: str = "llama3-1b"
+    variant: str = "full"
+    changes: tuple[str, ...] = ()
+    """Overrides, as on the command line."""
+    states: Literal["fp32", "bf16"] = "fp32"
+    """For the plain loop: whether Adam keeps master weights and states in fp32."""
+    compiled: bool = False
+    """For the plain loop: whether to compile the model."""
+    on_cpu: bool = True
+    """Whether a draft on a CPU can run it."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Contenders that take turns, A B B A, on the same sequences."""
+
+    name: str
+    about: str
+    cases: tuple[Case, ...]
+    grows: bool = False
+    """Double the sequence length until a contender runs out of memory; the table gives the longest that trained."""
+    estimates: bool = False
+    """Each case is compared with the planner's estimate (`estimates.py`). It runs once and for `FEW` steps: its peak is
+    the same at every step, and its speed has to be known to a few percent only."""
+
+
+SIZE = ("sequence_length=4096", "micro_batch_size=4", "global_batch_size=4")
+FAST = (*SIZE, "gradient_checkpointing=false")
+ROOMY = ("sequence_length=4096", "micro_batch_size=2", "global_batch_size=2")
+
+
+def _zero(stage: int) -> Case:
+    return Case(f"ZeRO-{stage}", "recipe", changes=(*FAST, f"deepspeed=zero{stage}.json"))
+
+
+def _estimated(page: str, variant: str, config: str, length: int, micro_batch: int, checkpointing: bool) -> Case:
+    return Case(
+        f"{page} {variant}, {config}, {micro_batch} x {length:,}{', checkpointing' if checkpointing else ''}",
+        "recipe",
+        page,
+        variant,
+        (f"deepspeed={config}.json", f"sequence_length={length}", f"micro_batch_size={micro_batch}",
+         f"global_batch_size={micro_batch}", f"gradient_checkpointing={str(checkpointing).lower()}"),
+    )  # fmt: skip
+
+
+LORA = Case("recipe", "recipe", "llama3-8b", "lora", (*ROOMY, "gradient_checkpointing=false"))
+QLORA = Case("recipe", "recipe", "llama3-8b", "qlora", ROOMY)
+OFFLOADED = Case("in host memory", "recipe", "llama3-3b", "full", (*ROOMY, "deepspeed=zero2_offload.json"))
+BENCHMARKS = {
+    one.name: one
+    for one in (
+        Benchmark(
+            "full_1b",
+            "all weights of Llama 3.2 1B, documents packed to 4,096 tokens",
+            (
+                Case("recipe", "recipe", changes=(*FAST, "deepspeed=zero1.json")),
+                Case("recipe, compiled", "recipe", changes=(*FAST, "deepspeed=zero1.json", "compile=regional")),
+                Case("plain loop, compiled", "plain", changes=FAST, compiled=True),
+                Case("Trainer", "trainer", changes=FAST),
+                Case("SFTTrainer", "sft_trainer", changes=FAST),
+            ),
+        ),
+        Benchmark(
+            "full_8b",
+            "all weights of Llama 3.1 8B on one GPU",
+            (
+                Case("recipe, bf16 states", "recipe", "llama3-8b", "full", (*ROOMY, "deepspeed=bf16_states.json")),
+                Case(
+                    "recipe, bf16 states, ZeRO-1",
+                    "recipe",
+                    "llama3-8b",
+                    "full",
+                    (*ROOMY, "deepspeed=zero1_bf16_states.json"),
+                ),
+                Case(
+                    "recipe, fp32 states",
+                    "recipe",
+                    "llama3-8b",
+                    "full",
+                    ("sequence_length=4096", "micro_batch_size=1", "global_batch_size=1", "deepspeed=zero3.json"),
+                ),
+                Case("plain loop, bf16 states", "plain", "llama3-8b", "full", ROOMY, states="bf16", compiled=True),
+            ),
+        ),
+        Benchmark(
+            "lora_8b",
+            "adapters of rank 16 on all linear layers of Llama 3.1 8B, no checkpointing",
+            (
+                LORA,
+                replace(LORA, label="recipe, fused adapters", changes=(*LORA.changes, "lora.fused=true")),
+                replace(LORA, label="recipe, compiled", changes=(*LORA.changes, "compile=regional")),
+                replace(LORA, label="Trainer", peer="trainer"),
+                replace(LORA, label="SFTTrainer", peer="sft_trainer"),
+            ),
+        ),
+        Benchmark(
+            "zero_tax",
+            "ZeRO-0 to 3 on one rank, and the same without DeepSpeed",
+            (Case("no DeepSpeed", "plain", changes=FAST), *(_zero(stage) for stage in range(4))),
+        ),
+        Benchmark(
+            "planner_error",
+            "the planner's estimates and measurements, 1B to 4B",
+            (
+                _estimated("llama3-1b", "full", "zero1", 4096, 4, False),
+                _estimated("llama3-1b", "full", "zero2", 8192, 2, True),
+                _estimated("llama3-1b", "full", "zero3", 4096, 8, True),
+                _estimated("llama3-3b", "full", "zero2", 4096, 2, False),
+                _estimated("llama3-3b", "lora", "zero1", 8192, 1, False),
+                _estimated("qwen3-4b", "lora", "zero3", 4096, 4, True),
+                _estimated("llama3-3b", "qlora", "zero2", 4096, 2, False),
+            ),
+            estimates=True,
+        ),
+        Benchmark(
+            "planner_error_8b",
+            "the same, 8B",
+            (
+                _estimated("llama3-8b", "lora", "zero2", 4096, 2, False),
+                _estimated("llama3-8b", "lora", "zero3", 8192, 2, True),
+                _estimated("llama3-8b", "lora", "zero2", 4096, 4, True),
+                _estimated("llama3-8b", "qlora", "zero2", 8192, 1, False),
+                _estimated("llama3-8b", "qlora", "zero1", 4096, 4, True),
+                _estimated("llama3-8b", "full", "bf16_states", 4096, 2, True),
+                _estimated("llama3-8b", "full", "zero3", 4096, 1, True),
+            ),
+            estimates=True,
+        ),
+        Benchmark(
+            "qlora_8b",
+            "QLoRA of rank 16 on all linear layers of Llama 3.1 8B, with checkpointing",
+            (
+                QLORA,
+                replace(QLORA, label="recipe, selective", changes=(*ROOMY, "gradient_checkpointing=selective")),
+                replace(QLORA, label="Trainer", peer="trainer"),
+            ),
+        ),
+        Benchmark(
+            "attention",
+            "attention implementations on packed sequences of 8,192 tokens",
+            tuple(
+                Case(name, "recipe", changes=(*FAST, "sequence_length=8192", "micro_batch_size=1",
+                                              "global_batch_size=1", f"model.attention={name}"), on_cpu=on_cpu)
+                for name, on_cpu in (("varlen", True), ("sdpa", True), ("flex_attention", False),
+                                     ("flash_attention_3", False))
+            ),
+        ),
+        Benchmark(
+            "packing",
+            "the same documents, packed and one per sequence: non-padding tokens per second",
+            (
+                Case("packed", "recipe", changes=FAST),
+                Case("padded", "recipe", changes=(*FAST, "packing=false", "tiled_loss=true")),
+            ),
+        ),
+        Benchmark(
+            "long_context",
+            "the longest sequence that trains, adapters on Llama 3.1 8B; doubled from 8,192 tokens",
+            (
+                Case("recipe, tiled", "recipe", "llama3-8b", "lora",
+                     ("micro_batch_size=1", "global_batch_size=1", "tiled_loss=true", "tiled_mlp=true")),
+                Case("recipe", "recipe", "llama3-8b", "lora",
+                     ("micro_batch_size=1", "global_batch_size=1", "tiled_loss=false")),
+            ),
+            grows=True,
+        ),
+        Benchmark(
+            "offload",
+            "Adam's states in host memory, Llama 3.2 3B",
+            (
+                Case("on the GPU", "recipe", "llama3-3b", "full", (*ROOMY, "deepspeed=zero2.json")),
+                OFFLOADED,
+                replace(
+                    OFFLOADED, label="in host memory, on any cores", changes=(*OFFLOADED.changes, "numa_binding=false")
+                ),
+            ),
+        ),
+    )
+}  # fmt: skip
+"""By name, in the order in which the whole list runs: what matters most comes first."""
+
+
+def recipe_of(case: Case, steps: int, draft: bool) -> Recipe:
+    """Return the recipe of a case, which trains `steps` steps on sequences that the benchmark makes."""
+    recipe = overrides.apply(pages.find(case.page, case.variant), case.changes)
+    if draft:
+        recipe = replace(
+            recipe,
+            sequence_length=recipe.sequence_length // 32,
+            micro_batch_size=min(2, recipe.micro_batch_size),
+            global_batch_size=min(2, recipe.micro_batch_size),
+            compile="off",
+        )
+    return replace(
+        recipe,
+        data=Data(path="made by the benchmark"),
+        schedule=Schedule("constant", 0),
+        max_steps=steps,
+        logging_steps=10,
+        save_steps=0,
+        eval_steps=None,
+        wandb=Wandb("disabled"),
+    )

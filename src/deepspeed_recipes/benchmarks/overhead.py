@@ -1,0 +1,230 @@
+"""`overhead`: compares a small recipe, as the command runs it, with the same training without this project.
+
+Tokens per second and peak memory are compared with (a) recipes/plain_loop.py and (b) a bare transformers.Trainer
+(`peer_trainer.py`), on the same model, data, ranks, ZeRO stage, dtype, optimizer, batch and logging interval. On CPU
+ranks the three take turns of LOG_EVERY steps (`turns.py`); on GPUs they follow each other. The first steps of each run
+are warm-up. The launcher's setting of the allocator is part of what is measured: the peers run without it, as a plain
+`deepspeed` command does.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ..launching import paths
+from ..launching.command import deepspeed_command, rank_count, rank_environment, visible_gpus
+from ..recipe import pages
+from ..recipe.project import PACKAGE, PAGES
+from ..recipe.recipe import Precision, Schedule, Wandb
+from ..recipe.run_folder import RunFolder, write_recipe
+from .turns import Contender, Turn, take_turns
+
+WARM_UP = 20
+"""Steps that are not counted: compilation of ops, allocator, ZeRO-3's trace."""
+LOG_EVERY = 5
+FEWEST = 40
+"""Steps of a run from which its rate is a median of several turns."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The settings of a comparison, which are the same for all peers."""
+
+    zero_stage: int
+    steps: int
+    ranks: int
+    gpus: int
+    micro_batch: int
+    length: int
+    dtype: Precision
+    folder: Path
+
+
+def bench_of(options: argparse.Namespace, folder: Path) -> Bench:
+    """Return the settings that the command line asks for."""
+    gpus = visible_gpus()
+    return Bench(
+        options.zero_stage,
+        options.steps,
+        rank_count(options.gpus, gpus),
+        gpus,
+        options.micro_batch,
+        options.length,
+        options.dtype,
+        folder,
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    group = parser.add_argument_group("overhead and scaling")
+    group.add_argument("--zero-stage", type=int, choices=range(4), default=2)
+    group.add_argument("--steps", type=int, default=60, help=f"optimizer steps per run, {WARM_UP} of them warm-up")
+    group.add_argument("--rounds", type=int, default=2, help="how often each peer runs")
+    group.add_argument(
+        "--gpus", type=int, metavar="N", help="ranks (default: all GPUs; without GPUs 2 CPU ranks, 4 in scaling)"
+    )
+    group.add_argument("--micro-batch", type=int, default=8, help="sequences per rank and step")
+    group.add_argument("--length", type=int, default=256, help="tokens per sequence")
+    group.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+
+
+def overhead(bench: Bench, rounds: int, seconds: float = float("inf")) -> dict[str, Any]:
+    """Return every peer's throughput and memory in each run; no round starts that would take longer than `seconds`."""
+    began = time.monotonic()
+    save_sequences(bench)
+    peers = {"recipe": recipe_run, "plain_loop": plain_loop_run, "trainer": trainer_run}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
+    for number in range(rounds):
+        taken = time.monotonic() - began
+        if number and taken * (number + 1) / number > seconds:
+            break
+        contenders = {name: peer(bench, number) for name, peer in peers.items()}
+        together = [list(contenders.values())]
+        one_by_one = [[contender] for contender in contenders.values()]
+        for group in one_by_one if bench.gpus else together:
+            take_turns(group, bench.steps, seconds)
+        for name, contender in contenders.items():
+            measured = steady(contender.turns)
+            print(
+                f"{name:<11} {measured['tokens_per_second']:>9,.0f} tokens/s {measured['peak_gib']:>7.3f} GiB",
+                flush=True,
+            )
+            runs[name].append(measured)
+    from ..training.environment import describe
+
+    settings = {key: value for key, value in vars(bench).items() if key not in ("folder", "gpus")}
+    return {
+        "benchmark": "overhead",
+        "date": date.today().isoformat(),
+        "settings": settings,
+        "environment": describe() | {"world_size": bench.ranks},
+        "runs": runs,
+    }
+
+
+def summarise(runs: list[dict[str, float]], key: str) -> float:
+    """Return the median over a peer's runs."""
+    return statistics.median(run[key] for run in runs)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the result as a Markdown table with the ratio to the fastest and leanest peer."""
+    runs = result["runs"]
+    speed = {name: summarise(measured, "tokens_per_second") for name, measured in runs.items()}
+    memory = {name: summarise(measured, "peak_gib") for name, measured in runs.items()}
+    fastest = max(speed[name] for name in speed if name != "recipe")
+    leanest = min(memory[name] for name in memory if name != "recipe")
+    lines = ["| | tokens/s | of the faster peer | peak GiB | of the leaner peer |", "|---|---|---|---|---|"]
+    for name in runs:
+        lines.append(
+            f"| {name} | {speed[name]:,.0f} | {speed[name] / fastest:.3f} "
+            f"| {memory[name]:.3f} | {memory[name] / leanest:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def section(result: dict[str, Any]) -> str:
+    """Return the table of a stored result, under a line that says what was measured, where and when."""
+    settings, rounds = result["settings"], len(result["runs"]["recipe"])
+    where = "GPUs" if result["environment"]["gpus"] else "CPU ranks"
+    about = f"ZeRO-{settings['zero_stage']}, medians of {rounds} runs on {settings['ranks']} {where}, {result['date']}"
+    return f"{about}:\n\n{table(result)}\n"
+
+
+def recipe_of(bench: Bench) -> Any:
+    """Return `tiny full` as the benchmark runs it."""
+    recipe = pages.find("tiny", "full")
+    return paths.locate(
+        replace(
+            recipe,
+            data=replace(recipe.data, validation=None, metric="loss"),
+            deepspeed=f"zero{bench.zero_stage}.json",
+            learning_rate=1e-4,
+            schedule=Schedule("constant", 0),
+            max_steps=bench.steps,
+            micro_batch_size=bench.micro_batch,
+            global_batch_size=bench.micro_batch * bench.ranks,
+            sequence_length=bench.length,
+            precision=bench.dtype,
+            logging_steps=LOG_EVERY,
+            eval_steps=None,
+            save_steps=0,
+            wandb=Wandb("disabled"),
+        )
+    )
+
+
+def save_sequences(bench: Bench) -> None:
+    """Write the packed sequences for the bare Trainer, all of one length."""
+    from datasets import Dataset
+
+    from ..training.data import chat_templates, tokenize
+    from ..training.data.collate import Collator
+
+    recipe = recipe_of(bench)
+    tokenizer = chat_templates.load_tokenizer(recipe)
+    sequences, _ = tokenize.prepare(recipe.data.path, recipe, tokenizer)
+    collate = Collator(tokenizer.pad_token_id, multiple=bench.length)
+    padded = [collate([one]) for one in sequences]
+    columns = {name: [one[name][0].tolist() for one in padded] for name in ("input_ids", "labels", "position_ids")}
+    Dataset.from_dict(columns | {"tokens": [one["tokens"] for one in padded]}).save_to_disk(bench.folder / "sequences")
+
+
+def recipe_run(bench: Bench, number: int) -> Contender:
+    """Return the recipe in the project's own training."""
+    run = RunFolder(bench.folder / f"run{number}")
+    write_recipe(run, recipe_of(bench))
+    output = bench.folder / f"recipe{number}.log"
+    return Contender(deepspeed_command(run, bench.ranks), environment_of(bench), run.metrics, output)
+
+
+def plain_loop_run(bench: Bench, number: int) -> Contender:
+    """Return recipes/plain_loop.py."""
+    recipe = recipe_of(bench)
+    script = [str(PAGES / "plain_loop.py"), recipe.model.path, recipe.data.path]
+    script += [str(bench.folder / f"plain{number}"), "--zero-stage", str(bench.zero_stage), "--steps", str(bench.steps)]
+    script += ["--micro-batch", str(bench.micro_batch), "--length", str(bench.length), "--dtype", bench.dtype]
+    script += ["--lr", "1e-4", "--schedule", "constant", "--log-every", str(LOG_EVERY)]
+    return peer_run(bench, script, bench.folder / f"plain{number}.log")
+
+
+def trainer_run(bench: Bench, number: int) -> Contender:
+    """Return the bare transformers.Trainer."""
+    recipe = recipe_of(bench)
+    script = [str(PACKAGE / "benchmarks" / "peer_trainer.py"), recipe.model.path, str(bench.folder / "sequences")]
+    script += [recipe.deepspeed, str(bench.micro_batch), str(bench.steps), str(LOG_EVERY), bench.dtype]
+    return peer_run(bench, script, bench.folder / f"trainer{number}.log")
+
+
+def peer_run(bench: Bench, script: list[str], output: Path) -> Contender:
+    """Return a script under the DeepSpeed launcher, with the user's allocator settings and not the project's."""
+    command = deepspeed_command(RunFolder(bench.folder), bench.ranks)
+    environment = environment_of(bench)
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        environment.pop("MALLOC_ARENA_MAX", None)
+    return Contender([*command[: command.index("--module")], *script], environment, output, output)
+
+
+def environment_of(bench: Bench) -> dict[str, str]:
+    """Return the environment of a recipe's ranks, without the network."""
+    return rank_environment(bench.ranks, bench.gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+
+
+def steady(turns: list[Turn]) -> dict[str, float]:
+    """Return tokens per second after the warm-up, and the peak memory of rank 0 in GiB (GPU where there is one).
+
+    The rate is the median over turns, so that a moment in which the machine did something else counts once.
+    """
+    last = turns[-1].record
+    return {
+        "tokens_per_second": statistics.median(
+            turn.tokens / turn.seconds for turn in turns if turn.record["step"] > WARM_UP
+        ),
+        "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"]),
+    }

@@ -1,0 +1,64 @@
+"""`planner`: the seconds and the peak memory that ds-recipes plan itself takes.
+
+For a recipe, for 1,024 GPUs, and for a config.json, the first and the second time.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ..machine import children
+from ..recipe import pages
+from ..recipe.run_folder import write_json
+
+
+def plan_speed(rounds: int) -> dict[str, Any]:
+    """Return the seconds and the peak memory of each run of `ds-recipes plan`."""
+    eight = ["--gpu", "H100", "--gpus", "8", "--json"]
+    with children.scratch() as folder:
+        config = folder / "config.json"
+        write_json(config, dict(pages.page("llama3").SIZES["8b"].config) | {"intermediate_size": 14208})
+        questions = {
+            "llama3-8b, 8 GPUs": ["llama3-8b", *eight],
+            "llama3-70b, 1,024 GPUs": ["llama3-70b", *eight, "--nodes", "128", "global_batch_size=1024"],
+            "a config.json for the first time": [str(config), *eight],
+            "the same once more": [str(config), *eight],
+        }
+        asked: dict[str, list[dict[str, float]]] = {name: [] for name in questions}
+        for turn in range(rounds):
+            for name, words in questions.items():
+                asked[name].append(answered(words, folder / f"cache{turn}"))
+    return {"benchmark": "planner", "date": date.today().isoformat(), "cpus": os.cpu_count(), "runs": asked}
+
+
+def answered(words: list[str], cache: Path) -> dict[str, float]:
+    """Return the seconds, the CPU seconds and the peak memory of one run of ds-recipes plan.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    command = [sys.executable, "-m", "deepspeed_recipes.commands", "plan", *words]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    start = time.perf_counter()
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)  # already waited for
+    if status:
+        raise RuntimeError(" ".join(command))
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "cpu_seconds": used.ru_utime + used.ru_stime, "peak_gib": used.ru_maxrss / 2**20}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the result as a Markdown table."""
+    keys = {"seconds": ".1f", "cpu_seconds": ".1f", "peak_gib": ".2f"}
+    lines = ["| question | seconds | of them CPU | peak GiB |", "|---|---|---|---|"]
+    for name, runs in result["runs"].items():
+        cells = [format(statistics.median(run[key] for run in runs), form) for key, form in keys.items()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,233 @@
+"""`scaling`: 1, 2, 4 and 8 ranks with the same work per rank (weak) and with the same work in all (strong).
+
+Efficiency is the throughput of n ranks divided by n times that of one. Beside it is the planner's: on GPUs from its
+step times; on a CPU, whose speed it does not know, from the measured step of one rank, the bytes that it counts for
+ZeRO, and a measured all-reduce. CPU ranks compute with one thread each, so that one rank uses one core; where there are
+more ranks than cores, they share them, which both numbers include and the table says.
+"""
+
+import io
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import date
+from itertools import pairwise
+from typing import Any
+
+from ..launching import paths
+from ..launching.command import deepspeed_command, rank_environment
+from ..machine import children
+from ..planning.cost.time.zero_traffic import zero_traffic
+from ..planning.search import forecast, strategies
+from ..recipe import pages
+from ..recipe.errors import UserError
+from ..recipe.recipe import Draft, Recipe
+from ..recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from . import overhead
+from .overhead import Bench
+
+MOST, MOST_ON_CPU = 8, 4
+"""Ranks, where `--gpus` does not say."""
+KINDS = {"weak": "the same work per rank", "strong": "the same work in all"}
+OF_AN_ALL_REDUCE = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5}
+"""The time of a collective of as many bytes, in a ring."""
+COLOURS = 64
+"""Of the figure."""
+
+
+def counts(asked: int | None, gpus: int) -> list[int]:
+    """Return how many ranks to run: 1, 2, 4, ... up to `asked`.
+
+    Raises:
+        UserError: there are no two ranks to compare.
+    """
+    most = asked or min(MOST, gpus) or MOST_ON_CPU
+    found = [2**power for power in range(most.bit_length())]
+    if len(found) < 2 or (gpus and most > gpus):
+        has = f"this machine has {gpus}" if gpus else "without GPUs these are CPU ranks"
+        raise UserError(f"scaling compares 1 rank with 2 or more, --gpus {most} are asked for, and {has}.")
+    return found
+
+
+def scaling(bench: Bench, ranks: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Return tokens per second and step time of every number of ranks, in each round, and the planner's efficiency."""
+    runs: dict[str, dict[str, list[dict[str, float]]]] = {kind: {str(n): [] for n in ranks} for kind in KINDS}
+    link = {} if bench.gpus else {str(n): link_speed(bench, n) for n in ranks if n > 1}
+    for turn in range(rounds):
+        for count in ranks if turn % 2 == 0 else reversed(ranks):
+            for kind in KINDS:
+                if kind == "strong" and count == ranks[-1]:  # the same run as the weak one
+                    measured = runs["weak"][str(count)][-1]
+                else:
+                    measured = run(bench, ranks, kind, count, turn)
+                    print(f"{kind:<6} {count:>2} ranks {measured['tokens_per_second']:>9,.0f} tokens/s", flush=True)
+                runs[kind][str(count)].append(measured)
+    from ..training.environment import describe
+
+    settings = {key: value for key, value in vars(bench).items() if key not in ("folder", "gpus", "ranks")}
+    result = {
+        "benchmark": "scaling",
+        "date": date.today().isoformat(),
+        "settings": settings,
+        "environment": describe(),
+        "cores": len(os.sched_getaffinity(0)),
+        "seconds_per_byte": link,
+        "runs": runs,
+    }
+    return result | {"predicted": predicted_on_gpus(bench, ranks) if bench.gpus else predicted_on_cpu(result)}
+
+
+def recipe_of(bench: Bench, ranks: Sequence[int], kind: str, count: int) -> Recipe:
+    """Return what `count` of the `ranks` train: on a CPU `tiny full`, on GPUs random weights of Llama 3.2 1B's size."""
+    recipe = overhead.recipe_of(bench)
+    if bench.gpus:
+        page = pages.find("llama3-1b", "full")
+        draft = Draft(enabled=True, layers=page.model.config["num_hidden_layers"], hidden_size=2048)
+        recipe = paths.locate(replace(recipe, model=page.model, draft=draft, compile=page.compile))
+    whole = bench.micro_batch * (ranks[-1] if kind == "strong" else count)
+    return replace(recipe, global_batch_size=whole)
+
+
+def run(bench: Bench, ranks: Sequence[int], kind: str, count: int, turn: int) -> dict[str, float]:
+    """Train with `count` ranks; return tokens per second and the seconds of a step."""
+    folder = RunFolder(bench.folder / f"{kind}-{count}-{turn}")
+    write_recipe(folder, recipe_of(bench, ranks, kind, count))
+    execute(deepspeed_command(folder, count), environment(bench, count))
+    timed = [row for row in read_jsonl(folder.metrics) if row["step"] >= overhead.WARM_UP]
+    intervals = [{key: b[key] - a[key] for key in ("step", "seconds", "tokens")} for a, b in pairwise(timed)]
+    last = timed[-1]
+    return {
+        "tokens_per_second": statistics.median(one["tokens"] / one["seconds"] for one in intervals),
+        "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"]),
+        "step_seconds": statistics.median(one["seconds"] / one["step"] for one in intervals),
+    }
+
+
+def link_speed(bench: Bench, count: int) -> float:
+    """Return the seconds of an all-reduce between `count` CPU ranks, per byte."""
+    command = deepspeed_command(RunFolder(bench.folder), count)
+    command = [*command[: command.index("--module")], "--module", "deepspeed_recipes.benchmarks.link"]
+    printed = execute(command, environment(bench, count)).splitlines()
+    return next(json.loads(line)["seconds_per_byte"] for line in printed if line.startswith("{"))
+
+
+def execute(command: list[str], environment: dict[str, str]) -> str:
+    """Run a command and return what it printed.
+
+    Raises:
+        RuntimeError: it failed; with the end of its output.
+    """
+    pipe = subprocess.PIPE
+    done = children.run(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def environment(bench: Bench, count: int) -> dict[str, str]:
+    """Return the environment of the ranks: on a CPU each computes with one thread."""
+    found = rank_environment(count, bench.gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+    return found if bench.gpus else found | {"OMP_NUM_THREADS": "1"}
+
+
+def predicted_on_cpu(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the efficiency of each number of ranks if a step is one rank's computation and ZeRO's communication."""
+    settings, cores, page = result["settings"], result["cores"], pages.find("tiny", "full")
+    size, weight_bytes = page.model.parameters, {"fp32": 4}.get(settings["dtype"], 2)
+    assert size is not None, "tiny's page says it"
+    found: dict[str, dict[str, float]] = {}
+    for kind, runs in result["runs"].items():
+        alone = statistics.median(one["step_seconds"] for one in runs["1"])
+        most = max(map(int, runs))
+        found[kind] = {"1": 1.0}
+        for name in list(runs)[1:]:
+            count = int(name)
+            micro_batches, work = (1, alone) if kind == "weak" else (most // count, alone / count)
+            sent = zero_traffic(settings["zero_stage"], size, size, weight_bytes, micro_batches)
+            moved = sum(OF_AN_ALL_REDUCE[collective] * bytes for collective, bytes in sent.items())
+            seconds = work * max(1, count / cores) + moved * result["seconds_per_byte"][name]
+            found[kind][name] = work / seconds
+    return found
+
+
+def predicted_on_gpus(bench: Bench, ranks: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return the efficiency of each number of ranks by the planner's step times."""
+    from .synthetic import config_of  # imports torch
+
+    found: dict[str, dict[str, float]] = {}
+    for kind in KINDS:
+        speeds = {}
+        for count in ranks:
+            recipe = recipe_of(bench, ranks, kind, count)
+            model = replace(recipe.model, config=config_of(recipe, recipe.draft).to_dict())
+            recipe = replace(recipe, model=model, draft=Draft(), deepspeed=f"zero{bench.zero_stage}.json")
+            cluster = forecast.machines(count)
+            assert cluster, "there are GPUs"
+            speeds[count] = strategies.evaluate(strategies.plan_request(recipe, cluster), recipe).speed
+        found[kind] = {str(count): speed / speeds[ranks[0]] for count, speed in speeds.items()}
+    return found
+
+
+def efficiencies(result: Mapping[str, Any], kind: str) -> Iterator[tuple[int, float, float, float]]:
+    """Yield ranks, tokens per second, efficiency and the planner's efficiency."""
+    speeds = {int(n): overhead.summarise(measured, "tokens_per_second") for n, measured in result["runs"][kind].items()}
+    for count, speed in speeds.items():
+        yield count, speed, speed / (count * speeds[1]), result["predicted"][kind][str(count)]
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Return the result as a Markdown table."""
+    lines = ["| work | ranks | tokens/s | efficiency | by the planner |", "|---|---|---|---|---|"]
+    for kind, what in KINDS.items():
+        for count, speed, efficiency, predicted in efficiencies(result, kind):
+            shared = f" on {result['cores']} cores" if crowded(result, count) else ""
+            lines.append(f"| {what} | {count}{shared} | {speed:,.0f} | {efficiency:.0%} | {predicted:.0%} |")
+    return "\n".join(lines)
+
+
+def crowded(result: Mapping[str, Any], count: int) -> bool:
+    """Return whether so many ranks share cores."""
+    return not result["environment"]["gpus"] and count > result["cores"]
+
+
+def section(result: Mapping[str, Any]) -> str:
+    """Return the table of a result, under a line that says what was measured, where and when."""
+    settings, gpus = result["settings"], result["environment"]["gpus"]
+    where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{result['cores']} CPU cores, one thread per rank"
+    rounds = len(result["runs"]["weak"]["1"])
+    about = (
+        f"ZeRO-{settings['zero_stage']}, {settings['micro_batch']} sequences of {settings['length']:,} tokens per rank "
+        f"and pass, medians of {rounds} runs on {where}, {result['date']}:"
+    )
+    shared = [count for count in map(int, result["runs"]["weak"]) if crowded(result, count)]
+    limits = (f"{count} ranks reach at most {result['cores'] / count:.0%}" for count in shared)
+    note = f"\nMore ranks than cores share them: {', '.join(limits)}.\n" if shared else ""
+    return f"{about}\n\n{table(result)}\n{note}"
+
+
+def png(result: Mapping[str, Any]) -> bytes:
+    """Return the figure: measured and predicted efficiency over the number of ranks."""
+    from matplotlib.figure import Figure  # half a second, needed once
+    from PIL import Image
+
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    for axes, (kind, what) in zip(figure.subplots(1, 2, sharey=True), KINDS.items(), strict=True):
+        ranks, _, measured, predicted = zip(*efficiencies(result, kind), strict=True)
+        axes.plot(ranks, measured, marker="o", label="measured")
+        axes.plot(ranks, predicted, marker="o", linestyle="--", label="by the planner")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ranks, list(map(str, ranks)))
+        axes.set_ylim(0, 1.1)
+        axes.set_title(f"{kind}: {what}", fontsize=10)
+        axes.set_xlabel("ranks")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("efficiency")
+    figure.axes[0].legend(frameon=False)
+    drawn, image = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    # It is part of the package: with a palette it takes a quarter.
+    Image.open(drawn).convert("RGB").quantize(COLOURS).save(image, format="png", optimize=True)
+    return image.getvalue()

@@ -1,0 +1,223 @@
+"""Lint DeepSpeed JSON and accelerate's YAML: find what stops a run or is silently ignored, with a fix for each.
+
+    ds-recipes check configs/zero3.json my_config.json --world-size 8 --gpu-memory 80
+    ds-recipes check configs/accelerate/fsdp2.yaml      # of accelerate launch, and the JSON that it names
+
+Exit status: 0 if no file has errors (there may be warnings); 1 if there are errors; 2 if a file cannot be read. Imports
+neither torch nor DeepSpeed unless --deepspeed also asks DeepSpeed itself.
+"""
+
+import argparse
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..config import edits, formats
+from ..config.accelerate import lint as accelerate
+from ..config.accelerate import read as yaml
+from ..config.formats import Report
+from ..config.lint import ask_deepspeed, describe, judge
+from ..config.model import hidden_size
+from ..config.read import Document, Unreadable, located, parse, read
+from ..config.resolve import Numbers, Unresolvable, resolve
+from ..config.rule import Facts, Finding, model_config
+from ..config.rules import hf_trainer
+from ..recipe import files
+from .main import Parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Check every file and return the exit status.
+
+    Raises:
+        UserError: the model's config cannot be read.
+    """
+    arguments = parser().parse_args(words)
+    facts = facts_of(arguments)
+    if arguments.format == "text":
+        for name, _ in arguments.argument:
+            if name not in hf_trainer.ARGUMENTS:
+                print(f"--argument {name}: the Trainer compares nothing in the file with it")
+    reports = [report for file in arguments.files for report in check_all(file, facts, arguments)]
+    if arguments.format == "json":
+        print(json.dumps([report.as_json() for report in reports], indent=2, default=str))
+    elif arguments.format == "sarif":
+        print(json.dumps(formats.sarif(reports), indent=2))
+    elif arguments.format == "github" and any(report.findings or report.stopped for report in reports):
+        print("\n".join(formats.annotations(reports)))
+    return max(report.status for report in reports)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    result = Parser("check", __doc__)
+    result.add_argument("files", nargs="+", metavar="FILE", help="a path, or the name of a file in configs/")
+    result.add_argument(
+        "--format",
+        choices=("text", "json", "sarif", "github"),
+        default="text",
+        help="how findings are printed: for people, as JSON, as SARIF 2.1.0, as annotations of GitHub Actions",
+    )
+    result.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
+    result.add_argument("--fix", action="store_true", help="apply the safe fixes to the file and show the diff")
+    result.add_argument(
+        "--trainer",
+        choices=("hf", "plain"),
+        default="hf",
+        help="who reads the config: the Trainer (default) or plain DeepSpeed",
+    )
+    result.add_argument("--world-size", type=positive(int), metavar="N", help="number of ranks")
+    result.add_argument("--gpu-memory", type=positive(float), metavar="GIB", help="memory of one GPU")
+    result.add_argument("--model", metavar="PATH", help="the model's config.json or its folder")
+    result.add_argument("--lora", action="store_true", help="LoRA adapters are trained")
+    result.add_argument(
+        "--sequence-parallel",
+        type=positive(int),
+        default=1,
+        metavar="N",
+        help="sequence-parallel ranks (default 1)",
+    )
+    result.add_argument("--pipeline", type=positive(int), default=1, metavar="N", help="pipeline stages (default 1)")
+    result.add_argument(
+        "--argument",
+        action="append",
+        type=argument,
+        default=[],
+        metavar="NAME=VALUE",
+        help="one of your TrainingArguments, with which the Trainer compares the config; may be repeated",
+    )
+    result.add_argument("--deepspeed", action="store_true", help="also check with DeepSpeed's config class (4 s)")
+    return result
+
+
+def positive(kind: type):
+    """Return an argument type for numbers above 0."""
+
+    def number(text: str) -> int | float:
+        value = kind(text)
+        if not 0 < value < 2**53:
+            raise ValueError
+        return value
+
+    number.__name__ = "number above 0"
+    return number
+
+
+def argument(text: str) -> tuple[str, object]:
+    """Return the name and the value of one of the TrainingArguments."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError
+    try:
+        return name, {"True": True, "False": False}[value] if value in ("True", "False") else json.loads(value)
+    except ValueError:
+        return name, value
+
+
+argument.__name__ = "NAME=VALUE"
+
+
+def facts_of(arguments: argparse.Namespace) -> Facts:
+    """Return what the command line says about the run.
+
+    Raises:
+        UserError: the model's config cannot be read.
+    """
+    return Facts(
+        trainer=arguments.trainer,
+        world_size=arguments.world_size,
+        model=model_config(arguments.model) if arguments.model else None,
+        gpu_memory_gib=arguments.gpu_memory,
+        lora=arguments.lora,
+        sequence_parallel_size=arguments.sequence_parallel,
+        pipeline_stages=arguments.pipeline,
+        arguments=dict(arguments.argument),
+    )
+
+
+def check_all(file: str, facts: Facts, arguments: argparse.Namespace) -> list[Report]:
+    """Check one file and, if it is accelerate's YAML, the DeepSpeed file that it names, for as many ranks."""
+    if Path(file).suffix not in yaml.SUFFIXES:
+        return [check(file, facts, arguments)]
+    try:
+        document = yaml.read(Path(file))
+    except Unreadable as error:
+        return [unreadable(file, error, arguments)]
+    findings, json_file = accelerate.judge(document, Path(file))
+    if arguments.format == "text":
+        show(file, findings, None)
+    reports = [Report(file, tuple(findings))]
+    if json_file:
+        ranks = document.value.get("num_processes")
+        known = ranks if isinstance(ranks, int) and ranks > 0 else None
+        reports.append(check(str(json_file), replace(facts, world_size=facts.world_size or known), arguments))
+    return reports
+
+
+def check(file: str, facts: Facts, arguments: argparse.Namespace) -> Report:
+    """Check one file, print the findings for people, and return them."""
+    try:
+        document = read(located(file))
+        if arguments.fix:
+            document = repair(file, document, facts, arguments)
+    except Unreadable as error:
+        return unreadable(file, error, arguments)
+    except OSError as error:
+        return unreadable(file, Unreadable(f"the fixed file cannot be written: {error.strerror}"), arguments)
+    findings = judge(document, facts)
+    objection = ask(document, facts) if arguments.deepspeed else None
+    if arguments.format == "text":
+        show(file, findings, objection)
+    return Report(file, tuple(findings), asked=arguments.deepspeed, objection=objection)
+
+
+def unreadable(file: str, error: Unreadable, arguments: argparse.Namespace) -> Report:
+    """Report a file that is not a JSON object."""
+    if arguments.format == "text":
+        print(f"{file}:{error.line}:{error.column}: cannot be read: {error.what}")
+    return Report(file, stopped=error)
+
+
+def ask(document: Document, facts: Facts) -> str | None:
+    """Return DeepSpeed's objection, or None; a template is first filled with the Trainer's defaults."""
+    config = document.value
+    if '"auto"' in json.dumps(config) and facts.trainer == "hf":
+        fp16 = document.value.get("fp16")
+        half = isinstance(fp16, dict) and fp16.get("enabled") is True
+        width = hidden_size(facts.model or {}) or 4096
+        numbers = Numbers(world_size=facts.world_size or 1, hidden_size=width, precision="fp16" if half else "bf16")
+        try:
+            config = resolve(config, numbers)
+        except Unresolvable:
+            return None  # this needs the numbers of a real run; the rules have reported what they can
+    return ask_deepspeed(config, facts.world_size or 1)
+
+
+def repair(file: str, document: Document, facts: Facts, arguments: argparse.Namespace) -> Document:
+    """Apply the safe fixes to the file, show the diff and what is left alone, and return the fixed document."""
+    fixed, left = edits.fix(document, lambda changed: judge(changed, facts))
+    if fixed != document.text:
+        files.write_bytes(located(file), fixed.encode())
+    if arguments.format == "text":
+        before, after = document.text.splitlines(), fixed.splitlines()
+        lines = difflib.unified_diff(before, after, file, f"{file} (fixed)", lineterm="")
+        for line in [*lines, *(f"{file}: {sentence}" for sentence in left)]:
+            print(line)
+    return parse(fixed)
+
+
+def show(file: str, findings: list[Finding], objection: str | None) -> None:
+    """Print findings for people."""
+    if findings:
+        print("\n".join(describe(finding, file) for finding in findings))
+    if objection:
+        print(f"{file}: DeepSpeed rejects it: {objection}")
+    errors = sum(finding.severity == "error" for finding in findings) + (objection is not None)
+    warnings = sum(finding.severity == "warning" for finding in findings)
+    print(f"{file}: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number or 'no'} {name}{'s' * (number != 1)}"

@@ -1,0 +1,100 @@
+"""Check whether this machine is ready: versions, GPUs, compilers, DeepSpeed's ops, memory limits, disks, other hosts.
+
+    ds-recipes doctor            # about 5 s; with --build it also compiles DeepSpeed's ops, which takes minutes
+    ds-recipes doctor --nvme /local_nvme --hostfile hosts --checkpoint-gib 120
+    ds-recipes doctor --prove    # does this stack train what it should? about 2 minutes
+
+--prove trains a small model with every technique beside a plain PyTorch loop, and looks for the known defects of
+DeepSpeed and transformers, on the versions and devices that are here.
+
+Exit status: 1 if something would stop a run, or a technique trains something else; else 0.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..machine import ops, software, system
+from ..machine.checks import Check
+from ..recipe.errors import UserError
+from ..recipe.run_folder import write_json
+from .main import Parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the checks, print them, and return the exit status."""
+    os.environ |= ops.environment()  # look for compiled ops where runs do
+    parser = Parser("doctor", __doc__)
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="print the result as JSON, or write it to FILE"
+    )
+    parser.add_argument("--build", action="store_true", help="also compile DeepSpeed's ops, one after another")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs"), help="where checkpoints go (default: runs)")
+    parser.add_argument("--checkpoint-gib", type=float, metavar="GIB", help="size of one checkpoint")
+    parser.add_argument(
+        "--nvme", type=Path, metavar="DIR", help="measure this folder's speed with direct I/O (256 MiB)"
+    )
+    parser.add_argument("--hostfile", type=Path, metavar="F", help="log in to each host over ssh")
+    group = parser.add_argument_group("does this stack train what it should?")
+    group.add_argument("--prove", action="store_true", help="train with every technique beside a plain loop")
+    group.add_argument("--gpus", type=int, metavar="N", help="ranks (default: all GPUs; without GPUs 2 CPU ranks)")
+    group.add_argument("--only", metavar="NAME,...", help="these techniques and known defects, e.g. zero3,tensor")
+    group.add_argument("--reports", type=Path, metavar="DIR", help="write a report for upstream for each defect found")
+    arguments = parser.parse_args(words)
+    if arguments.prove:
+        from ..prove import command  # a machine that is not ready yet has none of its packages
+
+        return command.run(arguments)
+    for name in ("gpus", "only", "reports"):
+        if getattr(arguments, name) is not None:
+            raise UserError(f"--{name}: only with --prove.")
+    checks = list(examine(arguments))
+    if arguments.json:
+        write([check.as_json() for check in checks], arguments.json)
+    else:
+        show(checks)
+    return int(any(check.state == "error" for check in checks))
+
+
+def write(result: Any, file: str) -> None:
+    """Print a result as JSON, or write it to a file unless that is `-`."""
+    if file == "-":
+        print(json.dumps(result, indent=2))
+    else:
+        write_json(Path(file), result)
+
+
+def examine(arguments: argparse.Namespace) -> Iterator[Check]:
+    """Yield the checks in the order of the table."""
+    packages = software.versions()
+    yield from packages
+    torch = next(check for check in packages if check.name == "torch")
+    if torch.state != "error":
+        yield from software.accelerator()
+    yield from software.compilers()
+    if torch.state != "error":
+        if arguments.build:
+            yield from software.build()
+        yield from software.ops()
+    yield from system.memory()
+    yield system.disk(arguments.output_dir, arguments.checkpoint_gib)
+    if arguments.nvme:
+        yield from system.nvme(arguments.nvme)
+    if arguments.hostfile:
+        yield from system.hosts(arguments.hostfile)
+    yield system.tracking()
+
+
+def show(checks: list[Check]) -> None:
+    """Print the table and a summary line."""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{check.state:8} {check.name:{width}}  {check.found}")
+        if check.fix:
+            print(f"{'':8} {'':{width}}  fix: {check.fix}")
+    errors = sum(check.state == "error" for check in checks)
+    warnings = sum(check.state == "warning" for check in checks)
+    print(f"{errors or 'no'} error{'s' * (errors != 1)}, {warnings or 'no'} warning{'s' * (warnings != 1)}")

@@ -1,0 +1,116 @@
+"""Measure one or several models on held-out examples: runs, checkpoints, adapters, folders and servers.
+
+    ds-recipes evaluate runs/tiny-3m-full/20261121-101500
+    ds-recipes evaluate runs/tiny-3m-full/20261121-101500 --base             # beside the model before training
+    ds-recipes evaluate runs/tiny-3m-full/20261121-101500 runs/tiny-3m-lora/20261121-103000
+    ds-recipes evaluate my-model http://localhost:8000 --data HELD_OUT.jsonl
+
+The metric and the examples are those of the first run that is named, unless --metric and --data say otherwise. Every
+score has its 95 % interval (Wilson's; of a loss by bootstrap), and neighbours in the table are compared on the same
+examples by an exact paired test (McNemar's; of a loss the sign test). Results go to evaluation.json in the folder of
+each run that is named, and into its report. A server is any that speaks OpenAI's protocol; OPENAI_API_KEY is its key.
+
+--tasks measures tasks of lm-evaluation-harness instead (`make serving` installs it), with the same table and test.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...export.evaluate import candidates
+from ...export.evaluate.candidates import Candidate
+from ...export.serve import environment
+from ...recipe.errors import UserError, printable
+from ...recipe.run_folder import read_json, write_json
+from ...report import write
+from ..main import Parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the comparison, write it into the run folders, and return 0.
+
+    Raises:
+        UserError: no such model or task, no held-out examples, or a metric that cannot be measured.
+    """
+    options = parse(arguments)
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit {options.limit}: must be at least 1.")
+    python = environment.require("lm_eval", "--tasks") if options.tasks else None
+    found = [candidates.find(name, options.model) for name in options.models]
+    if options.base:
+        found = [candidates.base_of(found[0]), *found]
+    compared = {"tasks": measure_tasks(python, found, options)} if python else measure(found, options)
+    for one in found:
+        keep(one, compared)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = Parser("evaluate", __doc__)
+    parser.add_argument("models", nargs="+", metavar="RUN|FOLDER|URL", help="what to measure, side by side")
+    parser.add_argument("--base", action="store_true", help="also the model that the first one was before training")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="other examples than the run's held-out ones")
+    parser.add_argument("--metric", metavar="M", help="another metric than the run's: exact_match, loss, ...")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples")
+    parser.add_argument("--model", metavar="NAME", help="which model of a server that has several")
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON, with every answer")
+    parser.add_argument("--tasks", metavar="T,...", help="tasks of lm-evaluation-harness, by name")
+    parser.add_argument("--include", type=Path, metavar="DIR", help="with --tasks: a folder with tasks of your own")
+    return parser.parse_trusting(arguments)
+
+
+def measure(found: Sequence[Candidate], options: argparse.Namespace) -> dict[str, Any]:
+    """Measure every model, print the comparison and return it.
+
+    Raises:
+        UserError: as `main`.
+    """
+    from transformers import utils
+
+    from ...export.evaluate import comparison, held_out, score
+
+    recipe = next((one.recipe for one in found if one.recipe), None)
+    utils.logging.disable_progress_bar()
+    with held_out.alone():
+        examples = held_out.read(recipe, options.data, options.metric, options.limit)
+        compared = comparison.of(examples, [(one.name, score.of(one.model, examples)) for one in found])
+    print(json.dumps(compared, indent=2) if options.json else printable("\n".join(comparison.lines(compared))))
+    return compared
+
+
+def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Have lm-evaluation-harness measure every model, print the comparisons and return them.
+
+    Raises:
+        UserError: no such task, or the harness failed.
+    """
+    from ...export.evaluate import comparison, harness
+
+    measured = []
+    for one in found:
+        print(f"lm-evaluation-harness: {options.tasks} of {one.name}", file=sys.stderr, flush=True)
+        words = harness.command(python, one.model, options.tasks, options.include, options.limit)
+        measured.append((one.name, harness.run(words, environment.variables())))
+    compared = comparison.of_tasks(measured)
+    if options.json:
+        print(json.dumps(compared, indent=2))
+    else:
+        print("\n\n".join("\n".join(comparison.lines(task)) for task in compared))
+    return compared
+
+
+def keep(one: Candidate, compared: dict[str, Any]) -> None:
+    """Write the comparison into the folder of the run that a model is of, and renew the run's report.
+
+    What was measured by the run's own metric and by tasks stands beside each other.
+    """
+    if one.run is None:
+        return
+    before = read_json(one.run.evaluation) if one.run.evaluation.exists() else {}
+    kept = before if "tasks" in compared else {key: before[key] for key in before.keys() & {"tasks"}}
+    write_json(one.run.evaluation, kept | compared)
+    write.at_end(one.run)

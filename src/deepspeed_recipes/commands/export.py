@@ -1,0 +1,197 @@
+"""Write the result of a run, or one of its checkpoints, as a Hugging Face folder that loads anywhere.
+
+    ds-recipes export runs/tiny-3m-full/20261121-101500 --output my-model
+    ds-recipes export runs/tiny-3m-lora/20261121-103000 --output my-model --merge
+    ds-recipes export runs/tiny-3m-lora/20261121-103000/checkpoints/checkpoint-100 --output my-adapter
+    ds-recipes export runs/tiny-3m-lora/20261121-103000 --add runs/tiny-3m-lora/20261121-110000=0.5 --output both
+    ds-recipes export runs/tiny-3m-full/20261121-101500 --quantize int8 --output my-model-int8
+    ds-recipes export runs/tiny-3m-full/20261121-101500 --gguf q4_k_m --output my-model-gguf
+
+The folder holds a whole model, or the adapter if the run trained one; --merge writes the base model with the adapter
+merged into it. --add adds other adapters of the same base model, each times its weight. --quantize writes a smaller
+model: int8, int4 and fp8 for vLLM (by llm-compressor, which `make serving` installs), nf4 and int8-bitsandbytes for
+transformers. It is measured beside the original on the run's held-out examples, and refused if it lost more than two
+points. --gguf writes one file for llama.cpp and Ollama (f16, q8_0 or q4_k_m; `make gguf` installs what it needs), which
+is measured in the same way. Only safetensors are read, never pickles.
+"""
+
+import argparse
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..export.quantize.kinds import DROP
+from ..machine import children
+from ..recipe.errors import UserError
+from ..recipe.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
+from .main import Parser
+
+if TYPE_CHECKING:
+    from ..export.evaluate.held_out import HeldOut
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the folder, say what it holds, and return 0.
+
+    Raises:
+        UserError: there is nothing to export, it cannot be loaded, or the folder is not empty.
+    """
+    parser = Parser("export", __doc__)
+    parser.add_argument(
+        "source", type=Path, metavar="RUN_FOLDER_OR_CHECKPOINT", help="a run's folder, or a checkpoint in it"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="where to write: a new or empty folder"
+    )
+    parser.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base model")
+    parser.add_argument(
+        "--add", action="append", default=[], metavar="RUN=WEIGHT", help="add another adapter, times WEIGHT; repeatable"
+    )
+    parser.add_argument("--weight", type=float, metavar="W", help="with --add: the first adapter's weight (default: 1)")
+    parser.add_argument("--quantize", metavar="KIND", help="int8, int4, fp8, nf4 or int8-bitsandbytes; merges adapters")
+    parser.add_argument("--gguf", metavar="KIND", help="one file for llama.cpp and Ollama: f16, q8_0 or q4_k_m")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="with --quantize: examples, if the run's are gone")
+    parser.add_argument("--limit", type=int, default=200, metavar="N", help="examples to measure on (default: 200)")
+    parser.add_argument(
+        "--allow-drop", type=float, default=DROP, metavar="P", help="percentage points it may lose (default: 2)"
+    )
+    options = parser.parse_trusting(arguments)
+    source = find_model(options.source)
+    if options.quantize or options.gguf:
+        return smaller(options, source)
+    if options.add:
+        return add(options.source, source, options.weight, options.add, options.output.resolve(), options.merge)
+    if options.weight is not None:
+        raise UserError("--weight is about a sum of adapters: add others with --add RUN=WEIGHT.")
+    from ..training import export
+
+    kind = export.write(source, options.output.resolve(), options.merge)
+    print(f"{options.output}: {kind}, from {source}")
+    return 0
+
+
+def smaller(options: argparse.Namespace, source: Path) -> int:
+    """Write a quantised copy or a GGUF file, print what it has lost, and return 0.
+
+    Raises:
+        UserError: an unknown kind, a model that cannot be written so, or one that lost too much.
+    """
+    if options.add:
+        raise UserError("--quantize, --gguf and --add: write the sum first, then name that folder.")
+    if options.quantize and options.gguf:
+        raise UserError("--quantize and --gguf: two formats; write one after the other.")
+    if options.limit < 1:
+        raise UserError(f"--limit {options.limit}: must be at least 1.")
+    lines = gguf(options, source) if options.gguf else quantize(options, source)
+    print("\n".join(lines))
+    return 0
+
+
+def quantize(options: argparse.Namespace, source: Path) -> list[str]:
+    """Write a quantised copy, and return what to print of it."""
+    from ..export.quantize import write
+
+    kind, output = write.kind_of(options.quantize), options.output.resolve()
+    write.check(source, output, kind)
+    from ..export.quantize.compared import Original
+
+    with known_examples(options, source) as known:
+        written = write.write(source, output, kind, Original(known, options.allow_drop), print)
+    return [f"{options.output}: {kind.title}, from {source}", *write.describe(written)]
+
+
+def gguf(options: argparse.Namespace, source: Path) -> list[str]:
+    """Write a GGUF file, and return what to print of it."""
+    from ..export.gguf import write
+
+    output = options.output.resolve()
+    write.check(source, output, options.gguf)
+    with known_examples(options, source) as known:
+        written = write.write(source, output, options.gguf, known, options.allow_drop, print)
+    return [f"{options.output}: GGUF, {write.KINDS[options.gguf]}, from {source}", *written.lines()]
+
+
+@contextlib.contextmanager
+def known_examples(options: argparse.Namespace, source: Path) -> Iterator["HeldOut | None"]:
+    """Yield the held-out examples that a model is measured on, for as long as they are needed; None: unknown."""
+    from transformers import utils
+
+    from ..export.evaluate import candidates, held_out
+
+    utils.logging.disable_progress_bar()
+    recipe = candidates.find(str(source), None).recipe
+    with held_out.alone():
+        yield held_out.read(recipe, options.data, None, options.limit) if recipe or options.data else None
+
+
+def find_model(source: Path) -> Path:
+    """Return the folder with the weights: a run's export, or else its newest complete checkpoint; else `source`.
+
+    Raises:
+        UserError: no such folder, or a run that has not saved anything yet.
+    """
+    source = source.resolve()
+    if not source.is_dir():
+        raise UserError(f"{source}: no such folder.")
+    run = RunFolder(source)
+    if not run.recipe.exists():
+        return source
+    if run.export.exists():
+        return run.export
+    if (run.unverified / CHECK_FAILED).exists():
+        raise UserError(
+            f"{source}: the export of this run failed its check: reloaded, it computes other logits than the trained "
+            f"model ({run.unverified / CHECK_FAILED}). Name a checkpoint to export that instead."
+        )
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
+        raise UserError(f"{source}: this run has neither an export nor a complete checkpoint yet.")
+    return checkpoint
+
+
+def add(name: Path, source: Path, weight: float | None, others: Sequence[str], output: Path, merge: bool) -> int:
+    """Write the weighted sum of adapters, or the base model with it, and return 0.
+
+    Raises:
+        UserError: not RUN=WEIGHT, or adapters that cannot be added up.
+    """
+    from ..export.weighted_sum import Part, check, write_card
+    from ..export.weighted_sum import add as write_sum
+
+    parts = [Part(str(name), source, 1.0 if weight is None else weight)]
+    for other in others:
+        path, _, factor = other.rpartition("=")
+        parts.append(Part(path, find_model(Path(path)) if path else Path(), _number(other, factor)))
+    check(parts)
+    from ..training import export
+
+    with children.scratch(inside=_nearest(output)) as place:
+        folder = place / "adapter"
+        write_sum(export.load_base(export.base_of(source), source), parts, folder)
+        for file in (
+            *source.glob("token*"),
+            *source.glob("chat_template.jinja"),
+            *source.glob("base_quantization.json"),
+        ):
+            (folder / file.name).write_bytes(file.read_bytes())
+        write_card(folder, parts, merge)
+        kind = export.write(folder, output, merge)
+    print(f"{output}: {kind}, the sum of {', '.join(f'{part.weight:g} x {part.name}' for part in parts)}")
+    return 0
+
+
+def _number(typed: str, factor: str) -> float:
+    try:
+        value = float(factor)
+    except ValueError:
+        value = math.nan
+    if "=" not in typed or not math.isfinite(value):
+        raise UserError(f"--add {typed}: write RUN=WEIGHT, for instance {typed.partition('=')[0]}=0.5.")
+    return value
+
+
+def _nearest(output: Path) -> Path:
+    """Return the nearest folder above `output` that exists: what is renamed has to be on the same disk."""
+    return next(folder for folder in output.parents if folder.is_dir())

@@ -1,0 +1,224 @@
+"""Talk to a fine-tuned model: one question, or a chat of several turns, here or on a server.
+
+    ds-recipes generate MODEL_DIR "Tilda Marman paid 51.00 GBP on 3 May 2026 in Lorton."
+    ds-recipes generate BASE_MODEL --adapter runs/tiny-3m-lora/20261121-103000/export "..."
+    ds-recipes generate runs/tiny-3m-full/20261121-101500/export --system "Answer in JSON."       # a chat
+    ds-recipes generate --server http://localhost:8000 --temperature 0.7
+
+MODEL_DIR holds a whole model, or an adapter, which names its base model. Without a question it is a chat: answers
+appear as they are written, /reset starts again, and /exit or Ctrl-D ends it. Decoding is greedy, so that the same
+question always gets the same answer, unless --temperature is above 0. A server is any that speaks OpenAI's protocol.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..export.evaluate import server
+from ..recipe.errors import UserError, printable, redact
+from ..training.model_folder import head
+from .main import Parser
+
+Answer = Callable[[list[dict[str, str]]], Iterator[str]]
+"""Yields the answer to a conversation in pieces."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the model's answer, or talk until the user ends it, and return 0.
+
+    Raises:
+        UserError: as `answer` raises it, or options that contradict each other.
+    """
+    options = parse(arguments)
+    check(options)
+    start = [{"role": "system", "content": options.system}] if options.system else []
+    if options.server:
+        ask = of_server(options)
+    elif options.prompt is not None and not start:
+        said = answer(options.model, options.adapter, options.prompt, options.max_new_tokens, sampling(options))
+        print(printable(said))
+        return 0
+    else:
+        ask = of_folder(options)
+    if options.prompt is not None:
+        print(printable("".join(ask([*start, {"role": "user", "content": options.prompt}])).strip()))
+        return 0
+    chat(ask, start, sys.stdin)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; with --server the only word without an option is the question."""
+    parser = Parser("generate", __doc__)
+    parser.add_argument("model", nargs="?", metavar="MODEL_DIR", help="a run's export/, or any Hugging Face folder")
+    parser.add_argument("prompt", nargs="?", help="what to ask; without it, a chat begins")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="a LoRA adapter for MODEL_DIR")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
+    parser.add_argument("--system", metavar="TEXT", help="a system prompt, where the model's chat template has one")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="sample; 1 as trained, less is safer (default: 0)"
+    )
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that make up P")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
+    parser.add_argument("--seed", type=int, metavar="N", help="of sampling: the same answers again")
+    parser.add_argument("--server", metavar="URL", help="ask a model on a server that speaks OpenAI's protocol")
+    parser.add_argument("--model", dest="served", metavar="NAME", help="which model of a server that has several")
+    options = parser.parse_trusting(arguments)
+    if options.server and options.prompt is None:
+        options.model, options.prompt = None, options.model
+    options.model = Path(options.model) if options.model else None
+    return options
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse values that mean nothing.
+
+    Raises:
+        UserError: names the option and its value.
+    """
+    if bool(options.model) == bool(options.server):
+        raise UserError("name a model folder, or a server with --server URL, and not both.")
+    if options.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1.")
+    if options.temperature < 0:
+        raise UserError(f"--temperature {options.temperature}: must be at least 0.")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p {options.top_p}: must be above 0 and at most 1.")
+    if options.top_k is not None and options.top_k < 1:
+        raise UserError(f"--top-k {options.top_k}: must be at least 1.")
+    if not options.temperature and (options.top_p, options.top_k, options.seed) != (None, None, None):
+        raise UserError("--top-p, --top-k and --seed are about sampling: add --temperature above 0.")
+    if options.server and options.adapter:
+        raise UserError("--adapter: a server has its own models; name one with --model NAME.")
+
+
+def sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of transformers' `generate` that say how tokens are chosen."""
+    if not options.temperature:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": options.temperature,
+        "top_p": 1.0 if options.top_p is None else options.top_p,
+        "top_k": 0 if options.top_k is None else options.top_k,
+        **({} if options.seed is None else {"seed": options.seed}),
+    }
+
+
+def chat(ask: Answer, start: list[dict[str, str]], lines: Iterable[str]) -> None:
+    """Answer line after line; each question comes with everything that was said before it."""
+    turns = list(start)
+    prompt = "> " if sys.stdin.isatty() else ""
+    print(prompt, end="", flush=True)
+    for line in lines:
+        said = line.strip()
+        if said == "/exit":
+            return
+        if said == "/reset":
+            turns = list(start)
+        elif said:
+            turns = _answered(ask, turns, said)
+        print(prompt, end="", flush=True)
+
+
+def _answered(ask: Answer, turns: list[dict[str, str]], said: str) -> list[dict[str, str]]:
+    """Print the answer as it comes, and return the conversation with it; as it was where there is none."""
+    asked = [*turns, {"role": "user", "content": said}]
+    pieces = []
+    try:
+        for piece in ask(asked):
+            pieces.append(piece)
+            print(printable(piece), end="", flush=True)
+    except UserError as error:
+        print(f"{printable(redact(str(error)))} (/reset starts again)", file=sys.stderr)
+        return turns
+    print()
+    return [*asked, {"role": "assistant", "content": "".join(pieces).strip()}]
+
+
+def of_server(options: argparse.Namespace) -> Answer:
+    """Return what asks a server.
+
+    Raises:
+        UserError: it cannot be reached, or has not this model.
+    """
+    found = server.connect(options.server, options.served)
+    asked: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_new_tokens}
+    asked |= {key: value for key in ("top_p", "top_k", "seed") if (value := getattr(options, key)) is not None}
+    return lambda turns: server.stream(found, turns, asked)
+
+
+def of_folder(options: argparse.Namespace) -> Answer:
+    """Return what asks the model in a folder.
+
+    Raises:
+        UserError: as `answer`.
+    """
+    model, tokenizer = loaded(options.model, options.adapter)
+    if tokenizer.chat_template is None:
+        raise UserError(f"{options.model}: its tokenizer has no chat template, so it continues one text; add a prompt.")
+    from ..training.model.generate import stream
+
+    return lambda turns: stream(model, tokenizer, turns, options.max_new_tokens, **sampling(options))
+
+
+def answer(
+    folder: Path, adapter: Path | None, prompt: str, max_new_tokens: int, how: dict[str, Any] | None = None
+) -> str:
+    """Return the answer of the model in `folder` to one question.
+
+    Args:
+        folder: a whole model, or an adapter.
+        adapter: put on the model.
+        prompt: the question.
+        max_new_tokens: of the answer.
+        how: tokens are chosen, as `sampling` returns it; None: greedily.
+
+    Raises:
+        UserError: a folder that does not exist or holds no model, or a question that is longer than its context.
+    """
+    how = how or {"do_sample": False}
+    model, tokenizer = loaded(folder, adapter)
+    from ..training.model.generate import seeded, stream
+
+    if tokenizer.chat_template is None:
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, **seeded(how))
+        return tokenizer.decode(output[0], skip_special_tokens=True)
+    return "".join(stream(model, tokenizer, [{"role": "user", "content": prompt}], max_new_tokens, **how)).strip()
+
+
+def _instead(folder: Path) -> str:
+    """Return what a model that writes nothing does."""
+    if head.of_folder(folder) == "none":
+        return "an embedding model, which makes vectors and writes nothing; its README.md says how to use it."
+    if head.labels_of(folder):
+        return "a classifier, which gives a text its class and writes nothing; its README.md says how to use it."
+    return "a reward model, which gives an answer a number and writes none."
+
+
+def loaded(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
+    """Return the model and its tokenizer.
+
+    Raises:
+        UserError: a folder that does not exist or holds no model that writes.
+    """
+    for path in filter(None, (folder, adapter)):
+        if not path.is_dir():
+            raise UserError(f"{path}: no such folder; a run's model is in its export/.")
+        if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
+            raise UserError(f"{path}: holds neither a model nor an adapter; a run's model is in its export/.")
+    import torch
+    import transformers
+
+    from ..training import export
+
+    transformers.utils.logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = export.load_tokenizer(adapter or folder)
+    model = export.load(folder.resolve(), adapter=adapter and adapter.resolve()).to(device).eval()
+    if not model.can_generate():
+        raise UserError(f"{folder}: {_instead(adapter or folder)}")
+    return model, tokenizer

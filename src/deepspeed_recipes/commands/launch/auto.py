@@ -1,0 +1,93 @@
+"""`ds-recipes launch auto MODEL`: the recipe of the nearest page, for a model that has none, and what it takes over."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...planning.search import model_recipe
+from ...recipe import overrides, pages
+from ...recipe.errors import UserError
+from ...recipe.recipe import Recipe
+
+AUTO = "auto"
+"""What is typed instead of a recipe's name."""
+VARIANT = "lora"
+"""Where none is named: it fits the most hardware, and forgets the least."""
+TAKEN = ("learning_rate", "schedule.kind", "weight_decay", "global_batch_size", "sequence_length", "deepspeed")
+ADAPTERS = ("lora.rank", "lora.alpha", "lora.target_modules")
+"""The keys that are shown."""
+
+
+def borrow(model: str, variant: str) -> Recipe:
+    """Return the recipe for a model's folder or Hub id, with its own dimensions; its page's where it has one.
+
+    Of another architecture than the page's, a shrunken model says whether its documents may be packed.
+
+    Raises:
+        UserError: there is no such model, it is not a decoder, or no page of a model like it has the variant.
+    """
+    recipe = model_recipe.find(model, variant, to_launch=True)
+    if recipe.packs and not _is_of_page(recipe) and not _keeps_documents_apart(recipe):
+        return replace(recipe, packing=False)
+    return recipe
+
+
+def said(recipe: Recipe) -> str:
+    """Return which page was borrowed, what was taken over from it, and its other variants."""
+    page = pages.find(pages.typed(recipe), recipe.variant)
+    kind, other = (one.model.config["model_type"] for one in (recipe, page))
+    taken = overrides.as_typed(page, [*TAKEN, *(ADAPTERS if page.lora else ())])
+    module = pages.page_of(page)
+    lines = [
+        f"auto: {recipe.model.path}, {kind} with {pages.human(recipe.model.parameters)} parameters, is trained as "
+        f"{pages.typed(page)} {page.variant}, {other} with {pages.human(page.model.parameters)}",
+        f"taken over: {' '.join(taken)}",
+        *_own(recipe, page),
+        f"other variants: {', '.join(name for name in pages.variants(module) if name != page.variant)}",
+    ]
+    return "\n      ".join(lines)
+
+
+def _own(recipe: Recipe, page: Recipe) -> Iterator[str]:
+    """Yield what differs from the page, but for the model's path."""
+    found = [change for change in overrides.differences(page, recipe) if not change.startswith("model.path=")]
+    if found:
+        yield f"its own: {' '.join(found)}"
+
+
+def _is_of_page(recipe: Recipe) -> bool:
+    """Return whether the model's architecture is the page's, whose packing is tested."""
+    page = pages.find(pages.typed(recipe), recipe.variant)
+    return bool(page.model.config["model_type"] == recipe.model.config["model_type"])
+
+
+def _keeps_documents_apart(recipe: Recipe) -> bool:
+    """Return whether packed documents stay apart in a shrunken model of this architecture."""
+    from transformers import AutoConfig, AutoTokenizer  # seconds that no other recipe waits for
+
+    from ...training.model import attention, draft, packing_check
+
+    config = AutoConfig.for_model(**recipe.model.config)
+    tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+    try:
+        # The last candidate is what a run computes with where nothing faster is right.
+        return packing_check.keeps_documents_apart(
+            config, tokenizer, attention.candidates(recipe, config, on_gpu=False)[-1]
+        )
+    except Exception:  # a model's own code may raise anything; unpacked it may well train
+        return False
+
+
+def words(typed: list[str | None]) -> tuple[str, str, list[str]]:
+    """Return model, variant and overrides of what follows `auto` on the command line.
+
+    Raises:
+        UserError: no model is named, or more than one variant.
+    """
+    given = [word for word in typed if word]
+    names, changes = [word for word in given if "=" not in word], [word for word in given if "=" in word]
+    if not names or len(names) > 2:
+        what = f"too many words: {' '.join(names[2:])}" if names else "name a model, a folder or a Hub id"
+        raise UserError(f"auto: {what}; ds-recipes launch auto MODEL [VARIANT] [key=value ...]")
+    if "model.path" in overrides.keys_of(changes):
+        raise UserError("model.path=...: with auto the model is the first word: ds-recipes launch auto MODEL")
+    return names[0], names[1] if len(names) == 2 else VARIANT, changes

@@ -1,0 +1,142 @@
+"""The options of `ds-recipes launch`: which there are, which need one another, and which exclude each other."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...launching.kubernetes import manifests
+from ...recipe import overrides
+from ...recipe.errors import UserError
+from ...report.profiler import window
+from ..main import Parser
+from . import keys
+
+ENGINES = ("hostfile", "slurm", "kubernetes", "ray", "sagemaker", "skypilot", "prepare")
+"""Options each of which says what starts the ranks."""
+NEEDS = {
+    "nodes": ENGINES,
+    **dict.fromkeys(("address", "submit"), ("ray",)),
+    **dict.fromkeys(("include", "exclude", "master_addr"), ("hostfile",)),
+    **dict.fromkeys(("partition", "time"), ("slurm",)),
+    "image": ("kubernetes", "sagemaker", "skypilot"),
+    "volume": ("kubernetes", "skypilot"),
+}
+"""Options for several machines, and which others they need one of."""
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, or that nothing would read.
+
+    Raises:
+        UserError: names them, and what is needed.
+    """
+    if options.nodes is not None and options.nodes < 1:
+        raise UserError(f"--nodes {options.nodes}: must be at least 1.")
+    used = [flag for flag in ENGINES if getattr(options, flag)]
+    if len(used) > 1:
+        raise UserError(f"--{used[0]} and --{used[1]}: give one of them, not both.")
+    for flag, needs in NEEDS.items():
+        if getattr(options, flag) and not set(needs) & set(used):
+            *others, last = [f"--{need}" for need in needs]
+            either = f"{', '.join(others)} or {last}" if others else last
+            raise UserError(f"--{flag.replace('_', '-')} needs {either}.")
+
+
+def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespace:
+    """Read the command line; options and key=value may come in any order."""
+    parser = Parser("launch", description, epilog=keys.overview(), add_help=False)
+    parser.add_argument("-h", "--help", nargs="?", action=Help, metavar="KEY", help="show this, or explain a key")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE[-SIZE]", help="e.g. tiny, or PATH/TO/page.py; see --list")
+    parser.add_argument("variant", nargs="?", metavar="VARIANT", help="for example full or lora; see --list")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="change the recipe; the keys are listed below"
+    )
+    parser.add_argument("--list", action="store_true", help="list recipes, sizes and variants; with RECIPE its own")
+    parser.add_argument("--json", action="store_true", help="with --list: as JSON")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="ranks per machine (default: all GPUs; without GPUs 2 CPU ranks; with --kubernetes 1)",
+    )
+    parser.add_argument("--output-dir", type=Path, metavar="D", help="run folder (default: a dated one in runs/)")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest complete checkpoint")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="resume from the newest checkpoint after a crash or a hang, at most N times (default: 0)",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="record these steps (without a value: 4:6) and say where their time went, in the run folder's profile/",
+    )
+    parser.add_argument("--nsys", action="store_true", help="record them with Nsight Systems instead, on GPUs")
+    parser.add_argument("--draft", action="store_true", help="train a shrunken, randomly initialised model instead")
+    parser.add_argument("--no-plan", action="store_true", help="start even if the planner says that it does not fit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the recipe and the command; write and start nothing"
+    )
+    several = parser.add_argument_group("several machines (scripts/README.md)")
+    several.add_argument("--hostfile", type=Path, metavar="F", help="hosts over ssh, one `name slots=N` per line")
+    several.add_argument(
+        "--include", default="", metavar="H", help="only these hosts, in DeepSpeed's form host1@host2:0,2"
+    )
+    several.add_argument("--exclude", default="", metavar="H", help="all but these hosts, in the same form")
+    several.add_argument("--nodes", type=int, metavar="N", help="number of hosts (default: all) or cluster nodes (1)")
+    several.add_argument(
+        "--master-addr", metavar="A", help="address for the rendezvous of the ranks (default: the first host's)"
+    )
+    several.add_argument("--slurm", action="store_true", help="write a batch script, submit it, and follow its log")
+    several.add_argument(
+        "--partition", metavar="P", help="with --slurm; set the account and so on by SBATCH_ACCOUNT ..."
+    )
+    several.add_argument("--time", metavar="T", help="with --slurm: time limit; the job saves before it and requeues")
+    several.add_argument(
+        "--kubernetes", action="store_true", help="write manifests: Job, JobSet and Kubeflow's TrainJob"
+    )
+    several.add_argument("--ray", action="store_true", help="on a Ray cluster; without --address on this machine")
+    several.add_argument(
+        "--address", metavar="A", help="with --ray: HOST:6379 of a cluster, auto, or http://HOST:8265, its dashboard"
+    )
+    several.add_argument(
+        "--submit", action="store_true", help="with a dashboard's address: submit the job that is printed"
+    )
+    several.add_argument("--sagemaker", action="store_true", help="write the script of a SageMaker training job")
+    several.add_argument("--skypilot", action="store_true", help="write a SkyPilot task, for machines of any cloud")
+    several.add_argument(
+        "--prepare",
+        action="store_true",
+        help="write the run folder; print how torchrun, mpirun or srun starts its ranks",
+    )
+    several.add_argument("--image", metavar="I", help=f"of jobs: the project's image (default: {manifests.IMAGE})")
+    several.add_argument(
+        "--volume", metavar="V", help=f"with --kubernetes, --skypilot: shared volume (default: {manifests.VOLUME})"
+    )
+    words = window.words(sys.argv[1:] if arguments is None else arguments)
+    options, unknown = parser.parse_known_intermixed_args(words)
+    options.words = words
+    if unknown:  # without the value, which may be a credential
+        name = unknown[0].partition("=")[0]
+        key = name.lstrip("-")
+        near = None if key in overrides.FOREIGN_NAMES else parser.nearest(name)
+        help_words = "ds-recipes launch --help lists options and keys."
+        hint = f"did you mean {near}?" if near else f"write a recipe's key as {key}=VALUE. {help_words}"
+        parser.exit(2, f"{parser.prog}: {name}: no such option; {hint}\n")
+    return options
+
+
+class Help(argparse.Action):
+    """`--help`, or `--help KEY` for what a key means."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        """Print it and end."""
+        if values is None:
+            parser.print_help()
+        else:
+            print(keys.explained(values))
+        parser.exit()

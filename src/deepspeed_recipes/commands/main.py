@@ -1,0 +1,220 @@
+"""`ds-recipes COMMAND ...`: the program for all commands, and what they share: help, errors, exit status."""
+
+import argparse
+import importlib
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+from ..recipe.errors import UserError, first_line, lasting, of_system, printable, redact
+from ..recipe.files import check_ends
+from ..recipe.project import command, program, python_path
+from ..training.model import remote_code
+
+COMMANDS = {
+    "launch": "run a recipe",
+    "list": "list the recipes, their sizes and variants",
+    "plan": "predict what fits and how fast it trains, before a GPU is rented",
+    "check": "lint DeepSpeed JSON",
+    "resolve": "turn a DeepSpeed template into JSON that plain DeepSpeed loads",
+    "configs": "copy a DeepSpeed JSON that ships with the project",
+    "page": "add a model family: start a page, compare it with the Hub, check its chat template",
+    "doctor": "check that this machine is ready to train",
+    "report": "show what a run came to, or compare several",
+    "export": "turn a run or a checkpoint into a Hugging Face folder",
+    "shrink": "make a smaller model of a larger one's weights, for distillation",
+    "generate": "talk to a fine-tuned model, here or on a server",
+    "evaluate": "measure models beside each other on held-out examples",
+    "serve": "answer over OpenAI's protocol with a fine-tuned model",
+    "publish": "put an exported model on the Hugging Face Hub",
+    "sweep": "run a recipe with several settings and compare them",
+    "benchmark": "measure recipes, and compare them with what people would use instead",
+}
+EXAMPLES = """
+Start here:
+  ds-recipes launch tiny full                    fine-tune a tiny model on any machine, in minutes
+  ds-recipes plan llama3-8b --gpu H100 --gpus 8  which configuration fits, how fast it is, and why
+  ds-recipes check my_deepspeed.json             find what is wrong with it, with the fix
+
+launch, sweep, export, shrink, generate, evaluate, serve, publish and benchmark need more:
+  pip install "deepspeed-recipes[train]"
+COMMAND --help lists a command's options."""
+
+
+def main() -> int:
+    """Run the command that `sys.argv` names and return its exit status."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        print(f"ds-recipes: unknown command {name!r}; choose from {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    return run(name, rest)
+
+
+def overview() -> str:
+    """Return the help of `ds-recipes` itself."""
+    lines = [f"  {name:<10} {about}" for name, about in COMMANDS.items()]
+    head = "Fine-tune Hugging Face models with DeepSpeed: pick a recipe, check it, plan it, run it."
+    text = [f"usage: {command('COMMAND')} ...", "", head, "", "commands:", *lines, EXAMPLES]
+    return "\n".join(text)
+
+
+_NO_GPU = "Setting accelerator to CPU"
+"""What DeepSpeed announces on stdout where there is no GPU, amid a command's answers or JSON."""
+
+
+def run_page(page: str, words: Sequence[str]) -> int:
+    """Run a page as a script and return its exit status."""
+    return run("script", [page, *words], Path(page).name)
+
+
+def run(name: str, words: Sequence[str] | None = None, typed: str | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Args:
+        name: the command.
+        words: its command line, `sys.argv`'s if None.
+        typed: how its error messages begin, `program(name)` if None.
+    """
+    typed = typed or program(name)
+    os.environ |= python_path(os.environ)  # for whatever a command starts
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith(_NO_GPU))
+    try:
+        for part in re.split("[=,\0]", "\0".join(sys.argv[1:] if words is None else words)):
+            if os.path.exists(part) and Path(part).is_fifo():  # before whatever opens it waits for a writer
+                check_ends(part)
+        return importlib.import_module(f".{name}", __package__).main(words)
+    except UserError as error:
+        print(f"{typed}: {_said(redact(str(error)))}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "deepspeed_recipes"):
+            raise
+        print(f"{typed}: {without(missing)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader (head, less) has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        refused = lasting(error, _written(words))
+        if refused is None and isinstance(error, OSError) and _is_users(error, words):
+            refused = of_system(error)
+        if refused is None and isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # Python below 3.13
+            refused = f"{first_line(error)}: remove the links that lead in a circle."
+        if refused is None:
+            raise
+        print(f"{typed}: {_said(redact(refused))}", file=sys.stderr)
+        return 2
+
+
+_LONG = re.compile(r"\S{300,}")
+
+
+def _said(text: str) -> str:
+    """Return text for a terminal: without control characters, and without the middle of a name that would fill it."""
+    return _LONG.sub(lambda found: f"{found[0][:150]}...{found[0][-100:]}", printable(text))
+
+
+def _is_users(error: OSError, words: Sequence[str] | None) -> bool:
+    """Return whether an error is about a file that the command line names, or one in or above such a folder."""
+    typed = [word.partition("=")[2] or word for word in (sys.argv[1:] if words is None else words)]
+    named = [Path(os.path.abspath(word)) for word in typed if word and "\0" not in word]
+    about = [Path(os.path.abspath(os.fsdecode(file))) for file in (error.filename, error.filename2) if file]
+    return any(file.is_relative_to(place) or place.is_relative_to(file) for file in about for place in named)
+
+
+def _written(words: Sequence[str] | None) -> str | None:
+    """Return the folder or file that a command line asks to write to."""
+    words = sys.argv[1:] if words is None else words
+    for at, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option in ("--output-dir", "--output", "--write"):
+            return value if equals else next(iter(words[at + 1 :]), None)
+    return None
+
+
+def without(package: str) -> str:
+    """Return what to do if a command needs a package that is not installed."""
+    return (
+        f"{sys.executable} has no {package}: activate the environment (source .venv/bin/activate), or make it "
+        'first: make install in a checkout, pip install "deepspeed-recipes[train]" elsewhere.'
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line of one command."""
+
+    def __init__(self, name: str, about: str | None, epilog: str | None = None, add_help: bool = True) -> None:
+        """`about` is the help's text, laid out as it is written."""
+        super().__init__(
+            prog=program(name),
+            description=about,
+            epilog=epilog,
+            add_help=add_help,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """End with a line that names the mistake and what to write instead, not with the whole usage."""
+        self.exit(2, f"{self.prog}: {self._in_words(message)}\n")
+
+    def parse_trusting(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """Parse arguments, with an option that permits models to run their own Python code."""
+        self.add_argument(
+            "--trust-remote-code", action="store_true", help="run the model's own Python code: read it first"
+        )
+        options = self.parse_args(arguments)
+        if options.trust_remote_code:
+            remote_code.permit()
+        return options
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End with a message that quotes whatever was typed."""
+        super().exit(status, message and f"{_said(message.rstrip())}\n")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
+        """Return an option's values; only the system prompt may be empty.
+
+        argparse reads defaults by `_get_value` too, and some are empty.
+        """
+        if action.option_strings and action.dest != "system" and any(not word.strip() for word in arg_strings):
+            raise argparse.ArgumentError(action, "the value is missing")
+        return super()._get_values(action, arg_strings)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> object:
+        """Return a value as its option reads it, and refuse infinite and huge numbers."""
+        value = super()._get_value(action, arg_string)
+        if action.type in (int, float) and not (abs(value) < 2**32):  # nan is not below either
+            option = "/".join(action.option_strings) or action.dest
+            self.exit(2, f"{self.prog}: {option} {arg_string[:40]}: must be a number below {2**32}.\n")
+        return value
+
+    def nearest(self, option: str) -> str | None:
+        """Return the option that is spelled most like an unknown one; None where none is near."""
+        return next(
+            iter(get_close_matches(option.replace("_", "-"), self._option_string_actions, 1, cutoff=0.65)), None
+        )
+
+    def _in_words(self, message: str) -> str:
+        """Return argparse's complaint as one of ours."""
+        if unknown := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
+            near = self.nearest(unknown[1])
+            hint = f"did you mean {near}?" if near else f"{self.prog} --help lists the options."
+            return f"{unknown[1]}: no such option; {hint}"
+        if wrong := re.match(r"argument (\S+): invalid (int|float) value: '(.*)'", message):
+            kind = "a whole number" if wrong[2] == "int" else "a number"
+            return f"{wrong[1]} {wrong[3]}: must be {kind}."
+        return f"{message.removeprefix('argument ')}; see {self.prog} --help."

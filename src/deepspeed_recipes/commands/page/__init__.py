@@ -1,0 +1,76 @@
+"""Add a model family: a page is one Python file with the family's sizes and its variants.
+
+    ds-recipes page new myfamily            write ./myfamily.py, a working page to fill in
+    ds-recipes page check ./myfamily.py     find what is left to fill in, and what its docstring states wrongly
+    ds-recipes page compare llama3-8b       compare the dimensions on a page with the model's config.json on the Hub
+    ds-recipes page template llama3-8b      say how the assistant's tokens are found in the model's chat template
+
+What `new` writes trains at once, shrunken and without a download: `ds-recipes launch ./myfamily.py full --draft`. The
+others need the training stack, and `compare` and `template` a network. `check` and `compare` without a name take every
+page.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...recipe import files, pages
+from ...recipe.errors import UserError
+from ...recipe.project import PAGES, command, require
+from ..main import Parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Return 0, or 1 if something is wrong with a page.
+
+    Raises:
+        UserError: there is no such page, or it cannot be written, read or compared.
+    """
+    parser = Parser("page", __doc__)
+    parser.add_argument("action", choices=["new", "check", "compare", "template"], help="what to do")
+    parser.add_argument("names", nargs="*", metavar="FAMILY[-SIZE]", help="the family, or one of its sizes")
+    options = parser.parse_args(words)
+    if options.action in ("new", "template") and len(options.names) != 1:
+        parser.error(f"{options.action}: name one FAMILY{'-SIZE' if options.action == 'template' else ''}.")
+    names = options.names or pages.families()
+    if options.action == "new":
+        written = new(names[0], Path())
+        print(f"written: {written}; try it: {command('launch')} ./{written} full --draft")
+        return 0
+    require("transformers")
+    # Each imports seconds' worth of packages, which `new` does without.
+    if options.action == "check":
+        from . import docstring
+
+        return int(docstring.check_all(names))
+    if options.action == "compare":
+        from . import hub
+
+        return int(hub.compare_all(names))
+    from . import chat_template
+
+    print(f"{names[0]}: {chat_template.verdict(names[0])}")
+    return 0
+
+
+def new(family: str, folder: Path) -> Path:
+    """Write the page of a new family from the template, and return it.
+
+    Its imports stay relative: the launcher loads a page outside the package as if it lay in it, so that the file can
+    move into a checkout's recipes/ as it is.
+
+    Raises:
+        UserError: an invalid name, the name of a page that ships, or a file that exists.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", family):
+        raise UserError(f"invalid family name {family!r}: write lower-case letters, digits and underscores, no dash.")
+    if family in pages.families():
+        raise UserError(f"{family}: this family has a page already; choose another name.")
+    file = folder / f"{family}.py"
+    if file.exists():
+        raise UserError(f"{file}: exists already.")
+    text = (PAGES / f"{pages.TEMPLATE}.py").read_text(encoding="utf-8")
+    text = re.sub(rf"python scripts/launch\.py {pages.TEMPLATE}(-\w+)?", f"{command('launch')} ./{family}.py", text)
+    text = re.sub(r"copy (me to [^;]*; |this file [^.]*, and )", "", text).replace(pages.TEMPLATE, family)
+    files.write_text(file, text)
+    return file

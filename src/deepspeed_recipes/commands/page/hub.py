@@ -1,0 +1,69 @@
+"""`ds-recipes page compare`: compares the dimensions on the pages with the models' configurations on the Hub."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+from transformers import AutoConfig, PreTrainedConfig
+
+from ...recipe import pages
+from ...recipe.errors import UserError, first_line
+from ...recipe.recipe import Model
+
+
+def compare_all(names: Sequence[str]) -> bool:
+    """Print a verdict on each of the pages `FAMILY[-SIZE]`, and return whether any of them differs from the Hub.
+
+    Raises:
+        UserError: there is no such page, or a model cannot be reached.
+    """
+    differing = False
+    for name, model in _models(names):
+        found = compare(model)
+        differing |= bool(found)
+        print(f"{name}: {'differs from the Hub' if found else 'matches the Hub'}", *found, sep="\n  ", flush=True)
+    return differing
+
+
+def _models(names: Sequence[str]) -> list[tuple[str, Model]]:
+    found = []
+    for name in names:
+        family, _, size = name.partition("-")
+        sizes = {size: pages.find(name, "full").model} if size else pages.known_page(family).SIZES
+        found += [(f"{family}-{key}", model) for key, model in sizes.items()]
+    return found
+
+
+def compare(model: Model) -> list[str]:
+    """Return each way in which a page's model differs from what the Hub (or a folder) holds.
+
+    Raises:
+        UserError: the model cannot be reached.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{model.path}: cannot be read: {first_line(error)} (no network, or a licence to accept?)"
+        ) from error
+    found = differences(model.config, config)
+    count = parameters(model.path)
+    if count is not None and abs(count / model.parameters - 1) > 0.01:
+        found.append(f"parameters: the page says {model.parameters:,}, the Hub {count:,}")
+    return found
+
+
+def differences(stated: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
+    """Return the dimensions on a page that differ from a configuration."""
+    ours = AutoConfig.for_model(**stated)
+    names = [name for name in stated if getattr(ours, name, None) != getattr(config, name, None)]
+    return [f"{name}: the page says {getattr(ours, name)}, the Hub {getattr(config, name, None)}" for name in names]
+
+
+def parameters(path: str) -> int | None:
+    """Return how many parameters the Hub counts in the safetensors files; None if it does not say."""
+    try:
+        return sum(get_safetensors_metadata(path).parameter_count.values())
+    except (HfHubHTTPError, NotASafetensorsRepoError, OSError, ValueError):
+        return None

@@ -1,0 +1,128 @@
+"""Predict which configurations fit, how fast they are, which one to choose, and why, before a GPU is rented.
+
+    ds-recipes plan llama3-8b                                         # full fine-tuning on this machine's GPUs
+    ds-recipes plan llama3-70b --method lora --gpu H100 --gpus 8
+    ds-recipes plan path/to/config.json --gpu A100-80GB --gpus 8 --nodes 4 --sequence-length 8192
+    ds-recipes plan llama3-8b --method qlora --gpu-memory 24 --explain
+    ds-recipes plan qwen3-32b --gpu p5.48xlarge --nodes 2 --write plans/qwen3 --figure plans/qwen3.png
+    ds-recipes plan llama3-8b --method lora --gpu g6e.xlarge --tokens 100M       # hours and dollars
+    ds-recipes plan llama3-8b --method dpo_lora --which-gpu --tokens 500M
+    ds-recipes plan llama3-70b --gpu p5.48xlarge --tokens 2B --deadline 3d
+    ds-recipes plan qwen3-8b --method qlora --gpu 4090 --longest
+
+A plan is a file in configs/, a layout, a micro-batch size and whether to checkpoint. Plans that cannot run are left
+out, those that are likely to need more memory than there is do not fit, and those of whose kind published runs needed
+up to more than there is are tight: they may run out of memory, and are not recommended. Plans are ranked by predicted
+tokens per second and GPU; a simpler plan is preferred if it reaches 95 % of a more complex one's speed, and 90 % where
+that one splits the model. `micro-batch` is the sequences of a forward pass x passes per optimizer step. Planning needs
+neither a GPU nor the weights, and for a recipe not even a network.
+
+--tokens, or data.path and epochs, gives every plan's hours, and dollars where the price is known: list prices of a date
+for the clouds' instances, or --price. --deadline finds how many such GPUs end in time, --which-gpu the cheapest and the
+smallest hardware, --longest the longest sequence. A method is any variant of the recipe, as `ds-recipes launch --list
+FAMILY` lists them.
+
+key=value changes the recipe as in ds-recipes launch. The planner keeps what you set there (deepspeed=zero3.json,
+layout.tensor=8, micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128).
+
+Exit status: 0; 1 if nothing fits for sure (the table shows what comes nearest); 2 for a mistake on the command line,
+or a deadline that nothing meets.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from ...planning.search import asked_layout, deadline, longest, model_recipe, strategies, suggestions
+from ...planning.search.plans import PlanRequest, SearchResult
+from ...planning.search.run_cost import Workload
+from ...planning.show import table
+from ...recipe import overrides
+from ...recipe.errors import UserError
+from ...recipe.project import program
+from . import files, which_gpu, workload
+from .options import parser, recipe_of, request_of, with_method
+
+WIDTH = 160
+"""Characters of the widest table, with hours and dollars."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the plans, and return the exit status: 1 where nothing fits.
+
+    Raises:
+        UserError: a mistake on the command line, or a file that cannot be read or written.
+    """
+    arguments = with_method(parser(__doc__).parse_intermixed_args(words))
+    if arguments.which_gpu:
+        return which_gpu.answer(arguments, console())
+    request = request_of(arguments)
+    work = workload.workload(arguments, *recipe_of(arguments))
+    if work:
+        request = replace(request, document_length=work.document_length)
+    request, result = answer(arguments, request, work)
+    remark = model_recipe.remark(arguments.model)
+    if arguments.json:
+        found = table.as_json(request, result, work)
+        print(json.dumps(found | {"model": found["model"] | {"remark": remark}}, indent=2))
+    else:
+        if remark:
+            print(remark)
+        remarks = _remarks(arguments, request, result, work)
+        table.show(request, result, console(), arguments.explain, work, remarks)
+        asked = any(asked_layout.is_pinned(key) for key in overrides.keys_of(arguments.overrides))
+        if asked and (rank := asked_layout.rank(request, result)):
+            print(f"\n{rank}")
+    if result.best is None:
+        print(f"{program('plan')}: {suggestions.sentence(request, result)}", file=sys.stderr)
+        return 1
+    if arguments.write:
+        with files.system_errors_of("--write", arguments.write):
+            files.write(request, result.best, arguments.write)
+    if arguments.figure:
+        with files.system_errors_of("--figure", arguments.figure):
+            files.draw(result, arguments.figure)
+    return 0
+
+
+def _remarks(
+    arguments: argparse.Namespace, request: PlanRequest, result: SearchResult, work: Workload | None
+) -> Iterator[str]:
+    """Yield what is to be said of the best plan: what was looked for, and what other methods reach."""
+    if result.best is None:
+        return
+    if arguments.longest:
+        yield longest.sentence(request)
+    if arguments.deadline and work:
+        yield deadline.sentence(result.best, work, workload.deadline(arguments.deadline))
+    if work and (few := workload.few_steps(result.best, work)):
+        yield few
+    if added := asked_layout.added(request, result.best):
+        yield added
+    if others := suggestions.other_methods(request):
+        yield others
+
+
+def answer(
+    arguments: argparse.Namespace, request: PlanRequest, work: Workload | None
+) -> tuple[PlanRequest, SearchResult]:
+    """Return the plans for what is asked, and the request that they answer: of more GPUs, or of longer sequences.
+
+    Raises:
+        UserError: a deadline without tokens, or one that nothing meets.
+    """
+    if arguments.deadline:
+        hours = workload.deadline(arguments.deadline)
+        if work is None or arguments.longest:
+            raise UserError("--deadline: how much is to be trained? Add --tokens 500M, or data.path=... epochs=3.")
+        return deadline.in_time(request, work, hours, larger_nodes=arguments.gpus is None)
+    return longest.longest(request) if arguments.longest else (request, strategies.search(request))
+
+
+def console() -> Console:
+    """Return the console for the table: as wide as the terminal, or wide enough for it where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

@@ -1,0 +1,132 @@
+"""What `ds-recipes plan` writes: the best plan's DeepSpeed JSON, the script that starts it, and the figure."""
+
+import contextlib
+import copy
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ...config.resolve import Numbers, dumps, resolve
+from ...planning.search.plans import Plan, PlanRequest, SearchResult
+from ...planning.search.reasons import why
+from ...planning.show import table
+from ...recipe import files
+from ...recipe.deepspeed_file import fill_prefetch, parse, with_zero
+from ...recipe.errors import UserError, cannot_write
+from ...recipe.project import CONFIGS, TYPED
+from ...recipe.run_folder import write_json
+
+PLANS_DRAWN = 8
+
+
+@contextlib.contextmanager
+def system_errors_of(flag: str, path: Path) -> Iterator[None]:
+    """Turn a system error, such as a folder that cannot be written, into one that names the option.
+
+    Raises:
+        UserError: names the flag, the path and the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = cannot_write(error, path) or f"{path}: cannot be written ({error.strerror})."
+        raise UserError(f"{flag} {reason}") from None
+
+
+def write(request: PlanRequest, plan: Plan, folder: Path) -> None:
+    """Write the resolved DeepSpeed JSON, to use anywhere, and `launch.sh`, which starts the plan here."""
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved = folder / "deepspeed.json"
+    files.write_text(resolved, dumps(for_engine(request, plan)))
+    script = folder / "launch.sh"
+    files.write_text(script, launch_script(request, plan, folder))
+    script.chmod(0o755)
+    print(f"written: {resolved}, {script}", file=sys.stderr)
+
+
+def for_engine(request: PlanRequest, plan: Plan) -> dict:
+    """Return the plan's configuration as the engine gets it."""
+    recipe, setup = plan.recipe, plan.setup
+    numbers = Numbers(
+        micro_batch_size=setup.micro_batch_size,
+        gradient_accumulation_steps=setup.gradient_accumulation_steps,
+        world_size=setup.world_size,
+        tensor=setup.layout.tensor,
+        pipeline=setup.layout.pipeline,
+        sequence=setup.layout.sequence,
+        hidden_size=request.profile.hidden_size,
+        precision=recipe.precision,
+        gradient_clipping=recipe.max_grad_norm,
+        learning_rate=recipe.learning_rate,
+        adam_beta2=recipe.adam_beta2,
+        adam_epsilon=recipe.adam_epsilon,
+        weight_decay=recipe.weight_decay,
+    )
+    layer = max(kind.parameters for kind in request.profile.layer_kinds)
+    content = copy.deepcopy(dict(plan.file.content))
+    fill_prefetch(content, request.profile.hidden_size, layer)
+    config = resolve(content, numbers)
+    for block, key, size in (
+        ("tensor_parallel", "autotp_size", setup.layout.tensor),
+        ("expert_parallel", "autoep_size", setup.layout.expert),
+    ):
+        # In a pipeline the stages are split before DeepSpeed gets them.
+        if size > 1 and setup.layout.pipeline == 1:
+            config[block] = config.get(block, {}) | {key: size}
+    ours = Path(recipe.deepspeed).name == recipe.deepspeed  # a name in configs/, not a path
+    return _with_buckets_of_a_layer(config, layer) if ours and setup.zero_stage == 3 else config
+
+
+def _with_buckets_of_a_layer(config: dict, layer: int) -> dict:
+    """Return a configuration whose gradients are reduced by the layer, or in the smaller buckets that it has.
+
+    They are reduced while the layer before is computed; in small models the shipped bucket would hold several layers',
+    and the last bucket is reduced when there is nothing left to compute.
+    """
+    file = parse(config)
+    shipped = file.zero.get("reduce_bucket_size")
+    return dict(with_zero(file, reduce_bucket_size=min(shipped, layer)).content) if shipped else config
+
+
+def launch_script(request: PlanRequest, plan: Plan, folder: Path) -> str:
+    """Return a shell script that starts the launcher, on several nodes with a hostfile; it takes further key=value."""
+    shipped = CONFIGS / plan.recipe.deepspeed
+    recipe = plan.recipe
+    if plan.file.content != json.loads(shipped.read_text(encoding="utf-8")):
+        template = folder / recipe.deepspeed
+        write_json(template, plan.file.content)
+        recipe = replace(recipe, deepspeed=str(template))
+    ranks = plan.setup.world_size
+    lines = ["#!/bin/sh", f"# {ranks} GPU{'s' * (ranks > 1)}. {why(request, plan)}"]
+    start = table.command(recipe, request.cluster)
+    if request.cluster.nodes > 1:
+        lines += [
+            "# Usage: launch.sh HOSTFILE [key=value ...]; this folder and the data have the same path on every node."
+        ]
+        lines += ['hosts=$(realpath "${1:?hostfile: a line HOST slots=N per node}") || exit', "shift"]
+        start = start.replace(f"--hostfile {table.HOSTS}", '--hostfile "$hosts"')
+    checkout = os.environ.get(TYPED)  # where `python scripts/launch.py` is typed
+    where = [f"cd {shlex.quote(checkout)} || exit"] if checkout else []
+    return "\n".join([*lines, *where, f'{start} "$@"', ""])
+
+
+def draw(result: SearchResult, file: Path) -> None:
+    """Write the figure.
+
+    Raises:
+        UserError: a format other than PNG, or matplotlib is not installed.
+    """
+    if file.suffix.lower() != ".png":
+        raise UserError(f"--figure {file}: the format is PNG; name it {file.with_suffix('.png')}.")
+    try:
+        from ...planning.show import figure  # matplotlib, half a second
+    except ImportError:
+        raise UserError(f"--figure {file}: needs matplotlib: pip install 'deepspeed-recipes[train]'") from None
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.write_bytes(file, figure.png(figure.labels([*result.plans, *result.tight][:PLANS_DRAWN])))

@@ -1,0 +1,180 @@
+"""The command line of `ds-recipes plan`, and the request that it makes."""
+
+import argparse
+import math
+import re
+from collections.abc import Collection
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ...planning.hardware.cluster import Cluster, cluster
+from ...planning.search import asked_layout, model_recipe, strategies
+from ...planning.search.plans import PlanRequest
+from ...recipe import limits, overrides
+from ...recipe.errors import UserError
+from ...recipe.recipe import Layout, Recipe
+from ..main import Parser
+
+NODE = 16
+"""The most GPUs of one node."""
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """Return the command line; `about` is the help's text."""
+    result = Parser("plan", about)
+    result.add_argument(
+        "model", help="RECIPE[-SIZE] (also a page's path), a Hub id, or the path to a config.json or its folder"
+    )
+    result.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="[VARIANT] key=value",
+        help="full (default), lora, qlora or another variant, and changes of the recipe, as in ds-recipes launch",
+    )
+    result.add_argument("--method", metavar="VARIANT", help="another way to name the variant")
+    result.add_argument("--gpus", type=int, metavar="N", help="GPUs of one node")
+    result.add_argument("--nodes", type=int, default=1, metavar="M", help="nodes (default 1)")
+    result.add_argument("--gpu", metavar="NAME", help="H100, A100-80GB, p5.48xlarge ... (default: this machine)")
+    result.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="instead of --gpu, for any other GPU")
+    result.add_argument("--host-memory", type=_gib, metavar="GIB", help="of one node (default: unknown, not checked)")
+    result.add_argument("--nvme", type=_gib, metavar="GIB", help="of one node's local drives (default: none)")
+    result.add_argument(
+        "--network", type=float, metavar="GBITS", help="between nodes (default: what is usual for the GPU)"
+    )
+    result.add_argument(
+        "--sequence-length", type=_length, metavar="S", help="in tokens, 4096 or 4k (default: the recipe's)"
+    )
+    result.add_argument("--tokens", metavar="N", help="to train, such as 500M: each plan's hours (or give data.path)")
+    result.add_argument(
+        "--price", action="append", default=[], metavar="DOLLARS", help="per hour of a node; also INSTANCE=DOLLARS"
+    )
+    result.add_argument(
+        "--spot", metavar="12h", help="a node is interrupted after so long, on average: hours with restarts"
+    )
+    result.add_argument("--deadline", metavar="8h", help="how many GPUs train the tokens in so long")
+    result.add_argument("--which-gpu", action="store_true", help="the smallest hardware, and the cheapest to rent")
+    result.add_argument("--longest", action="store_true", help="the longest sequence that fits")
+    result.add_argument("--json", action="store_true", help="print the answer as JSON")
+    result.add_argument(
+        "--explain", action="store_true", help="give reasons for every plan, and show plans that do not fit"
+    )
+    result.add_argument("--write", type=Path, metavar="DIR", help="write the best plan's DeepSpeed JSON and launch.sh")
+    result.add_argument("--figure", type=Path, metavar="FILE", help="draw each plan's memory as a PNG")
+    return result
+
+
+def _gib(text: str) -> float:
+    """Return GiB: `64`, `64G`, `64GB` or `64 GiB`, which people mean alike."""
+    number = re.fullmatch(r"([-+]?[0-9.]+(?:e[0-9]+)?)\s*(?:g|gb|gib)?", text.strip().lower())
+    try:
+        size = float(number[1] if number else text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a size in GiB, such as 64") from None
+    if 2**32 <= size < math.inf:  # what is not a number, or infinite, is refused with what is below 0
+        raise argparse.ArgumentTypeError(f"{text[:40]} is more memory than there is; write GiB, such as 64")
+    return size
+
+
+def _length(text: str) -> int:
+    """Return tokens: `4096` or `4k`, of 1,024 each."""
+    number = re.fullmatch(r"([-+]?[0-9]+)\s*(k?)", text.strip().lower().replace("_", ""))
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens, such as 4096 or 4k")
+    return int(number[1]) * (1024 if number[2] else 1)
+
+
+def with_method(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the command line with the variant as its `method`, whether or not it was the second word.
+
+    Raises:
+        UserError: two variants are named.
+    """
+    words = [word for word in arguments.overrides if "=" not in word]
+    names = [*words, *([arguments.method] if arguments.method else [])]
+    if len(set(names)) > 1:
+        raise UserError(f"{' and '.join(names)}: name one variant; settings are written key=value.")
+    changes = [change for change in arguments.overrides if change not in words]
+    return argparse.Namespace(**vars(arguments) | {"overrides": changes, "method": names[0] if names else "full"})
+
+
+def request_of(arguments: argparse.Namespace) -> PlanRequest:
+    """Return the request that the command line makes.
+
+    Raises:
+        UserError: names a flag, its value and what to write instead.
+    """
+    if arguments.gpus is not None and arguments.gpus > NODE:
+        raise UserError(
+            f"--gpus {arguments.gpus}: counts the GPUs of one node, at most {NODE}; for {arguments.gpus} in all write "
+            f"for instance --gpus 8 --nodes {max(2, arguments.gpus // 8)}."
+        )
+    recipe, keys = recipe_of(arguments)
+    hardware = hardware_of(arguments)
+    if not arguments.deadline:  # which looks for as many GPUs as a layout needs
+        try:
+            check_layout(recipe, hardware, keys)
+        except UserError as error:
+            lacking = asked_layout.beyond(strategies.plan_request(recipe, hardware), recipe.layout)
+            raise UserError(f"{error}\n{lacking}" if lacking else str(error)) from None
+    return strategies.plan_request(recipe, hardware, keys)
+
+
+def hardware_of(arguments: argparse.Namespace) -> Cluster:
+    """Return the machines that the command line names.
+
+    Raises:
+        UserError: they contradict each other, or name nothing known.
+    """
+    hardware = cluster(
+        arguments.gpu,
+        arguments.gpus,
+        arguments.nodes,
+        arguments.gpu_memory,
+        arguments.host_memory,
+        arguments.nvme,
+    )
+    if arguments.network is None:
+        return hardware
+    if not 0 < arguments.network < math.inf:
+        raise UserError(f"--network {arguments.network:g}: must be above 0, in Gbit/s of one node.")
+    return replace(hardware, network_gbs=arguments.network / 8)
+
+
+def recipe_of(arguments: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:
+    """Return the recipe with the user's settings, and the keys that the planner keeps: theirs and the variant's own.
+
+    Raises:
+        UserError: names the setting and what to write instead.
+    """
+    page = model_recipe.find(arguments.model, arguments.method)
+    changes = [change for change in arguments.overrides if change != "deepspeed=auto"]  # planning does that anyway
+    keys = [change.partition("=")[0] for change in changes]
+    if arguments.sequence_length is not None:
+        if "sequence_length" in keys:
+            raise UserError(f"--sequence-length {arguments.sequence_length} and sequence_length=...: give one of them.")
+        changes.append(f"sequence_length={arguments.sequence_length}")
+    if arguments.longest and any(change.startswith("sequence_length=") for change in changes):
+        raise UserError("--longest looks for the sequence length; leave yours out.")
+    if "model.path" in keys:
+        raise UserError("model.path=...: the model is the first word, a Hub id or the path to its config.json.")
+    recipe = overrides.apply(page, changes)
+    if (method := model_recipe.method_of(recipe)) != model_recipe.method_of(page):
+        raise UserError(
+            f"--method {arguments.method}: your key=value settings make it {method}; write --method {method}."
+        )
+    return recipe, frozenset(keys) | model_recipe.pinned(page)
+
+
+def check_layout(recipe: Recipe, hardware: Cluster, keys: Collection[str]) -> None:
+    """Refuse layout sizes that are impossible, whatever the planner would choose for the others.
+
+    Raises:
+        UserError: names the size, why it is impossible, and the nearest possible one.
+    """
+    given = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in keys}
+    file = strategies.template(recipe.deepspeed if "deepspeed" in keys else "zero1.json", hardware)
+    micro = recipe.traits.least_micro_batch
+    batch = math.lcm(hardware.gpus * micro, recipe.global_batch_size)  # of whole groups of answers, too
+    alone = replace(recipe, layout=Layout(**given), micro_batch_size=micro, global_batch_size=batch)
+    limits.check(alone, hardware.gpus, file)

@@ -1,0 +1,44 @@
+"""Publish an exported model on the Hugging Face Hub, after showing what goes out.
+
+    ds-recipes publish my-model OWNER/NAME --dry-run
+    ds-recipes publish my-model OWNER/NAME --private
+    ds-recipes publish runs/tiny-3m-full/20261121-101500/export OWNER/NAME
+
+Weights, tokenizer, configuration, model card and training/ go out, in one commit. A folder with anything else in it, a
+file with a credential or a path of this machine, and a repository that has other files are refused. It needs a token:
+`hf auth login`, or HF_TOKEN.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..recipe.run_folder import RunFolder
+from .main import Parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show what goes out, push it, and return 0.
+
+    Raises:
+        UserError: not a model folder, something in it that must not go out, or the Hub refuses.
+    """
+    parser = Parser("publish", __doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a run's export/, or what ds-recipes export wrote")
+    parser.add_argument("name", metavar="OWNER/NAME", help="the model's name on the Hub; it is made if it is new")
+    parser.add_argument("--private", action="store_true", help="only you, or your organisation, can see it")
+    parser.add_argument("--dry-run", action="store_true", help="show what would go out, and send nothing")
+    options = parser.parse_args(arguments)
+    from ..export import contents, push
+
+    folder = RunFolder(options.folder).export if RunFolder(options.folder).recipe.exists() else options.folder
+    push.check_name(options.name)
+    files = contents.files(folder)
+    print(push.show(folder, options.name, files, options.private), flush=True)
+    if not any(file.name == contents.CARD for file in files):
+        print("without a model card: ds-recipes export writes a README.md for what a run has trained")
+    if options.dry_run:
+        print("nothing was sent (--dry-run)")
+        return 0
+    target = push.look(options.name, files, options.private)
+    print(push.push(target, files, options.private))
+    return 0

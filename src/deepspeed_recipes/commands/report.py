@@ -1,0 +1,58 @@
+"""Show what a run came to, or compare several: verdict, curves, memory, answers, data, recipe, versions.
+
+    ds-recipes report runs/tiny-3m-full/20261121-101500
+    ds-recipes report runs/tiny-3m-full/20261121-101500 runs/tiny-3m-full/20261121-103000 --output compared.html
+    ds-recipes report --index
+
+Every run writes its report.html when it ends. This prints the same as text, also of a run that is still training or
+that has failed; --output writes it as one HTML file that needs no network. Of several runs it shows their results, the
+differences of their recipes, and their curves over steps and over tokens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..recipe.errors import UserError
+from ..recipe.project import display, runs
+from ..report import compare, html, index, run_data, text, write
+from .main import Parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report, write it where that is asked for, and return 0.
+
+    Raises:
+        UserError: not a run folder, nothing was logged, or runs that cannot be compared.
+    """
+    parser = Parser("report", __doc__)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders; several are compared")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report as an HTML file, too")
+    parser.add_argument("--index", action="store_true", help="write runs/index.html, the list of all runs")
+    options = parser.parse_args(arguments)
+    if options.index:
+        if not runs().is_dir():
+            raise UserError(f"{runs()}: no such folder, so there are no runs to list.")
+        print(display(index.write(runs())))
+    elif not options.runs:
+        raise UserError(f"name a run folder; they are in {runs()}.")
+    for_runs(options.runs, options.output)
+    return 0
+
+
+def for_runs(paths: Sequence[Path], output: Path | None) -> None:
+    """Print the report of one run, or the comparison of several, and write it to `output`.
+
+    Raises:
+        UserError: as `main`.
+    """
+    if not paths:
+        return
+    found = [run_data.read(path) for path in paths]
+    document = write.document(found[0]) if len(found) == 1 else compare.document(found)
+    text.show(document)
+    if output:
+        try:
+            html.write(output, document)
+        except OSError as error:
+            raise UserError(f"--output {output}: cannot be written: {error.strerror}; choose another.") from error
+        print(f"\nas a page: {output}")

@@ -1,0 +1,183 @@
+"""Turn a template into JSON that plain deepspeed.initialize loads: every "auto" becomes a concrete value.
+
+    ds-recipes resolve zero3.json --model path/to/config.json --world-size 8 micro_batch_size=2
+
+Missing values default to those of TrainingArguments (precision=fp32, micro_batch_size=1, learning_rate=5e-5 ...); only
+the model's hidden size is used. Imports neither torch nor DeepSpeed.
+
+Exit status: 0; 1 if the template does not fit the numbers; 2 for a mistake on the command line.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config.lint import first_error, judge
+from ..config.model import hidden_size
+from ..config.read import located, read
+from ..config.resolve import Numbers, Unresolvable, dumps, resolve
+from ..config.rule import Facts, model_config
+from ..recipe.errors import UserError
+from ..recipe.project import CONFIGS
+from .main import Parser
+
+# The names on the command line, as in recipes -> the fields of Numbers.
+NAMES = {
+    "micro_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "layout.tensor": "tensor",
+    "layout.pipeline": "pipeline",
+    "layout.sequence": "sequence",
+    "hidden_size": "hidden_size",
+    "precision": "precision",
+    "max_grad_norm": "gradient_clipping",
+    "learning_rate": "learning_rate",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "adam_epsilon": "adam_epsilon",
+    "weight_decay": "weight_decay",
+    "warmup_steps": "warmup_steps",
+    "max_steps": "total_steps",
+}
+GLOBAL = "global_batch_size"
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the resolved config and return the exit status.
+
+    Raises:
+        UserError: the template or the model cannot be read, or a value on the command line is wrong.
+    """
+    parser = Parser("resolve", __doc__)
+    parser.add_argument("template", help="a path, or the name of a file in configs/")
+    parser.add_argument("--model", help="RECIPE-SIZE, a config.json, or its folder")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (default 1)")
+    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help=", ".join([*NAMES, GLOBAL]))
+    arguments = parser.parse_intermixed_args(words)
+    document = read(find(arguments.template))
+    try:
+        if error := first_error(judge(document, Facts()), arguments.template):
+            raise Unresolvable(error)
+        print(dumps(resolve(document.value, numbers_of(arguments))), end="")
+    except Unresolvable as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def find(name: str) -> Path:
+    """Return the template at a path, or of that name in configs/.
+
+    Raises:
+        UserError: there is none; names the nearest.
+    """
+    path = located(name)
+    if not path.exists():
+        known = sorted(file.name for file in CONFIGS.glob("*.json"))
+        near = difflib.get_close_matches(name.removesuffix(".json") + ".json", known, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"configs/ has: {', '.join(known)}."
+        raise UserError(f"{name}: no such file. {hint}")
+    return path
+
+
+def numbers_of(arguments: argparse.Namespace) -> Numbers:
+    """Return the numbers on the command line.
+
+    Raises:
+        UserError: an unknown key or a wrong value; names the key, the value and the fix.
+    """
+    if arguments.world_size < 1:
+        raise UserError(f"--world-size {arguments.world_size}: must be at least 1.")
+    values: dict[str, Any] = {"world_size": arguments.world_size}
+    if arguments.model:
+        values["hidden_size"] = hidden_size(architecture(arguments.model))
+    batch = None
+    for setting in arguments.settings:
+        key, equals, text = setting.partition("=")
+        if not equals or key not in (*NAMES, GLOBAL):
+            near = difflib.get_close_matches(key, [*NAMES, GLOBAL], n=1)
+            hint = f"did you mean {near[0]}=VALUE?" if near else f"the keys are {', '.join([*NAMES, GLOBAL])}."
+            raise UserError(f"{setting}: unknown key; {hint}")
+        if key == GLOBAL:
+            batch = int(number(key, text, whole=True))
+        else:
+            values[NAMES[key]] = parse(key, NAMES[key], text)
+    numbers = Numbers(**values)
+    return numbers if batch is None else accumulate(numbers, batch)
+
+
+def parse(key: str, field: str, text: str) -> object:
+    """Return the value of one key=value.
+
+    Raises:
+        UserError: a wrong value.
+    """
+    if field == "precision":
+        if text not in PRECISIONS:
+            raise UserError(f"precision={text}: must be one of {', '.join(PRECISIONS)}.")
+        return text
+    kinds = {item.name: str(item.type) for item in dataclasses.fields(Numbers)}
+    return number(key, text, whole="int" in kinds[field])
+
+
+def number(key: str, text: str, whole: bool) -> int | float:
+    """Return `text` as a number, at least 1 if it is whole.
+
+    Raises:
+        UserError: not a number, or too small.
+    """
+    try:
+        value = int(text) if whole else float(text)
+    except ValueError:
+        raise UserError(f"{key}={text}: must be a {'whole ' if whole else ''}number.") from None
+    least = 0 if key == "warmup_steps" or not whole else 1
+    if value < least or value != value:
+        raise UserError(f"{key}={text}: must be at least {least}.")
+    return value
+
+
+def accumulate(numbers: Numbers, batch: int) -> Numbers:
+    """Return the numbers with the accumulation steps that the global batch needs.
+
+    Raises:
+        UserError: the global batch is not divisible.
+    """
+    replicas = numbers.world_size // (numbers.tensor * numbers.pipeline * numbers.sequence)
+    step = numbers.micro_batch_size * max(1, replicas)
+    if batch % step:
+        raise UserError(
+            f"{GLOBAL}={batch}: must be a multiple of {step} (micro_batch_size {numbers.micro_batch_size} x "
+            f"data-parallel size {replicas})."
+        )
+    return dataclasses.replace(numbers, gradient_accumulation_steps=batch // step)
+
+
+def architecture(name: str) -> dict:
+    """Return the model's config at a path, or of a recipe.
+
+    Raises:
+        UserError: neither a readable file nor a recipe.
+    """
+    return model_config(name) if Path(name).exists() else recipe_model(name)
+
+
+def recipe_model(name: str) -> dict:
+    """Return the dimensions on a recipe's page.
+
+    Raises:
+        UserError: no such recipe.
+    """
+    from ..recipe import pages
+
+    try:
+        family = name.partition("-")[0]
+        first = pages.variants(pages.page(family))[0] if family in pages.families() else "full"
+        model = pages.find(name, first).model
+    except UserError as error:
+        raise UserError(f"--model {name}: neither a file nor a recipe. {error}") from None
+    return dict(model.config) or architecture(model.path)

@@ -1,0 +1,109 @@
+"""Serve a model over OpenAI's protocol: a run, a checkpoint, a model folder, or adapters side by side.
+
+    ds-recipes serve runs/tiny-3m-full/20261121-101500
+    ds-recipes serve runs/tiny-3m-lora/20261121-103000 --adapter other=runs/tiny-3m-lora/20261121-110000
+    ds-recipes serve my-model-int8 --port 9000 --name invoices
+
+vLLM answers where it is installed (`make serving`), else `transformers serve`. Requests get the chat template, the
+tokens that end an answer and the generation defaults that the model was trained with. Ctrl-C ends the server.
+"""
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...export.serve import engines, process, served
+from ...export.serve.served import Served
+from ...machine import children
+from ...recipe.errors import UserError
+from ...training.model import remote_code
+from ..main import Parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until the user ends it, and return 0.
+
+    Raises:
+        UserError: no such model, no server installed, the port is in use, or the server does not start.
+    """
+    options = parse(arguments)
+    found = served.find(options.model, options.name, options.adapter)
+    process.check_port(options.host, options.port)
+    engine = engines.choose(options.engine, found)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what is in the background without it
+    with children.scratch("ds-recipes-serve-") as place:
+        log = options.log or place / "server.log"
+        print(f"starting {engine}: {'minutes' if engine == 'vllm' else 'seconds'}", flush=True)
+        if engine == "vllm":
+            server = engines.vllm(found, options.host, options.port)
+        else:
+            server = _transformers(found, options, place)
+        if remote_code.permitted(found.model) or any(remote_code.permitted(one.folder) for one in found.adapters):
+            server = replace(server, command=(*server.command, "--trust-remote-code"))
+        try:
+            with process.running(server, found.asked, options.host, options.port, log) as running:
+                print("\n".join(ready(found, server.title, process.address(options.host, options.port))), flush=True)
+                running.wait()
+                raise UserError(
+                    f"{server.title} ended with status {running.returncode}; --log FILE keeps what it prints."
+                )
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = Parser("serve", __doc__)
+    parser.add_argument("model", type=Path, metavar="RUN|FOLDER", help="a run, a checkpoint, a model or an adapter")
+    parser.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=DIR", help="an adapter of the same base; repeatable"
+    )
+    parser.add_argument("--name", help="what requests call the model (default: the recipe's name, or the folder's)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="default: this machine only; with 0.0.0.0 whoever reaches it may ask",
+    )
+    parser.add_argument("--port", type=int, default=8000, metavar="P", help="default: 8000")
+    parser.add_argument("--engine", choices=engines.ENGINES, default="auto", help="default: vllm if it is installed")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep what the server prints")
+    return parser.parse_trusting(arguments)
+
+
+def ready(found: Served, engine: str, url: str) -> list[str]:
+    """Return what is printed once the server answers."""
+    names = [adapter.name for adapter in found.adapters] + [found.name]
+    ask = {"model": found.asked, "messages": [{"role": "user", "content": "Hello"}]}
+    body = json.dumps(ask).replace("'", "'\\''")
+    return [
+        f"ready: {', '.join(names)} by {engine} at {url}/v1 (health: {url}/health; Ctrl-C ends it)",
+        "",
+        f"    curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        "",
+        "    from openai import OpenAI",
+        f'    client = OpenAI(base_url="{url}/v1", api_key="none")',
+        f"    answer = client.chat.completions.create(model={ask['model']!r}, messages={ask['messages']!r})",
+        "    print(answer.choices[0].message.content)",
+        "",
+        f"    ds-recipes generate --server {url} --model {shlex.quote(found.asked)}",
+    ]
+
+
+def _transformers(found: Served, options: argparse.Namespace, place: Path) -> engines.Engine:
+    """Return `transformers serve`, of a merged model where it is an adapter."""
+    beside = place / "models"
+    beside.mkdir()
+    if found.adapters:
+        from ...training import export
+
+        export.write(found.adapters[0].folder, beside / found.asked, merge=True)
+    else:
+        (beside / found.asked).symlink_to(found.model)
+    return engines.transformers(found.asked, beside, options.host, options.port)

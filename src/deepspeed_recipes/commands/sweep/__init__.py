@@ -1,0 +1,143 @@
+"""Run a recipe with several settings, one trial after the other, and compare them.
+
+    ds-recipes sweep tiny lora learning_rate=1e-4,3e-4,1e-3 lora.rank=8,16
+    ds-recipes sweep llama3-8b lora --draft max_steps=50 learning_rate=1e-5..1e-3 --random 12 --seed 1
+    ds-recipes sweep tiny full learning_rate=1e-4,3e-4 --output-dir runs/sweeps/mine      # again: continues it
+
+A key with several values, with commas, is varied; a key with one value holds for all trials. The grid has every
+combination; --random N takes N of them, and may take numbers from ranges (1e-5..1e-3; factors are uniform). Values of
+keys that have commas themselves, such as data.path, are listed with semicolons.
+
+Every trial is a run in the sweep's folder, with its own report, and one group in the trackers. At the end there is one
+table, in the terminal, in results.json and in sweep.png; a failed trial is a row with its reason. The same command with
+the same --output-dir continues a sweep: trials that have finished are not run again.
+
+Exit status: 0; 1 if a trial failed; 2 for a mistake on the command line; 130 after Ctrl-C.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from ...recipe import overrides, pages, run_folder
+from ...recipe.errors import UserError
+from ...recipe.methods import metrics
+from ...recipe.project import command, display, runs
+from ...recipe.run_folder import write_json
+from ..main import Parser
+from . import space, table, trials
+from .trials import Result, Sweep
+
+MOST = 64
+"""Trials that are run without being asked for with --most."""
+WIDTH = 160
+"""Characters of the table where there is no terminal."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the trials, show the table, and return the exit status.
+
+    Raises:
+        UserError: a mistake on the command line; nothing has been started.
+    """
+    options = parse(arguments)
+    found = space.read(options.overrides)
+    page = pages.find(options.recipe, options.variant)
+    overrides.apply(page, found.fixed)
+    if options.seed is not None and options.random is None:
+        raise UserError(f"--seed {options.seed} needs --random N: a grid has nothing random.")
+    chosen = (
+        space.grid(found, options.most)
+        if options.random is None
+        else space.at_random(found, options.random, options.seed or 0, options.most)
+    )
+    name = f"{page.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = run_folder.at((options.output_dir or runs() / "sweeps" / name).resolve()).path
+    group = [f"wandb.group={folder.name}", "wandb.job_type=sweep"]
+    set_there = overrides.keys_of(options.overrides)
+    fixed = (*found.fixed, *(word for word in group if word.partition("=")[0] not in set_there))
+    sweep = Sweep(options.recipe, options.variant, words_of(options), fixed, tuple(map(tuple, chosen)))
+    trials.opened(folder, sweep)
+    return run(sweep, folder, found.keys, options.json)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; options and key=value may come in any order."""
+    parser = Parser("sweep", __doc__)
+    parser.add_argument("recipe", metavar="RECIPE[-SIZE]", help="as in ds-recipes launch")
+    parser.add_argument("variant", metavar="VARIANT", help="as in ds-recipes launch")
+    parser.add_argument("overrides", nargs="*", metavar="key=value[,value]", help="what to set, and what to vary")
+    parser.add_argument("--random", type=int, metavar="N", help="N trials at random instead of every combination")
+    parser.add_argument("--seed", type=int, metavar="S", help="of --random (default: 0)")
+    parser.add_argument("--most", type=int, default=MOST, metavar="N", help=f"allow so many trials (default: {MOST})")
+    parser.add_argument("--output-dir", type=Path, metavar="D", help="the sweep's folder (default: in runs/sweeps/)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--draft", action="store_true", help="as in ds-recipes launch: a shrunken, random model")
+    parser.add_argument("--gpus", type=int, metavar="N", help="as in ds-recipes launch: ranks per trial")
+    parser.add_argument("--no-plan", action="store_true", help="as in ds-recipes launch")
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="as in ds-recipes launch")
+    return parser.parse_intermixed_args(arguments)
+
+
+def words_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the launcher's options of every trial."""
+    words: list[str] = []
+    for name in ("draft", "no_plan"):
+        words += [f"--{name.replace('_', '-')}"] if getattr(options, name) else []
+    for name in ("gpus", "max_restarts"):
+        value = getattr(options, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+    return tuple(words)
+
+
+def run(sweep: Sweep, folder: Path, keys: Sequence[str], as_json: bool) -> int:
+    """Run what has not finished, show what there is, and return the exit status."""
+    out = sys.stderr if as_json else sys.stdout
+    count = len(sweep.trials)
+    print(f"{count} trials of {sweep.recipe} {sweep.variant} in {display(folder)}", file=out, flush=True)
+    results: list[Result] = []
+    interrupted = False
+    for trial in range(1, count + 1):
+        known = trials.is_finished(trials.folder_of(folder, trial))
+        try:
+            one = trials.run(sweep, folder, trial, trials.launch)
+        except KeyboardInterrupt:
+            interrupted = True
+            break
+        results.append(one)
+        print(line(one, count) + ("  (finished before)" if known else ""), file=out, flush=True)
+    show(results, keys, folder, as_json)
+    if interrupted:
+        print(f"stopped; the same command with --output-dir {display(folder)} continues it", file=out, flush=True)
+        return 130
+    return 1 if any(one.status for one in results) else 0
+
+
+def line(one: Result, count: int) -> str:
+    """Return what a trial came to, in a line."""
+    end = f"status {one.status}: {one.reason}" if one.status else f"{metrics.title(one.metric)} {table.score(one)}"
+    return f"trial {one.trial}/{count}  {' '.join(one.overrides)}  {end}"
+
+
+def show(results: Sequence[Result], keys: Sequence[str], folder: Path, as_json: bool) -> None:
+    """Write results.json and sweep.png, and print the table."""
+    if not results:
+        return
+    rows = [asdict(one) | {"run": str(trials.folder_of(folder, one.trial).path)} for one in trials.ranked(results)]
+    write_json(folder / "results.json", rows)
+    drawn = table.draw(results, keys, folder / "sweep.png")
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(table.table(results, keys))
+    if drawn:
+        print(f"plot         {display(folder / 'sweep.png')}")
+    best = trials.ranked(results)[0]
+    if not best.status:
+        print(f"best         {command('report')} {display(trials.folder_of(folder, best.trial).path)}")

@@ -1,0 +1,156 @@
+"""Runs a sweep's trials with the launcher, one after the other, and reads what became of them."""
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...machine import children, run_lock
+from ...recipe.errors import UserError, redact
+from ...recipe.methods.metrics import higher_is_better
+from ...recipe.run_folder import RunFolder, checkpoints, is_finished, is_marked, read_json, read_jsonl, write_json
+
+PLAN = "sweep.json"
+"""What a sweep is; written before its first trial."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All trials of a sweep, which its folder holds as `sweep.json`."""
+
+    recipe: str
+    variant: str
+    options: tuple[str, ...]
+    """Of the launcher, for every trial."""
+    fixed: tuple[str, ...]
+    trials: tuple[tuple[str, ...], ...]
+    """The overrides of each trial beside the fixed ones."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table."""
+
+    trial: int
+    overrides: tuple[str, ...]
+    status: int
+    """The launcher's exit status."""
+    reason: str | None = None
+    """Why it failed."""
+    metric: str = "loss"
+    """What `score` is: the run's metric on the held-out data, or the training loss where there is none."""
+    score: float | None = None
+    held_out_loss: float | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+
+
+def opened(folder: Path, sweep: Sweep) -> None:
+    """Make a sweep's folder, or continue the sweep that it holds.
+
+    Raises:
+        UserError: it holds another sweep, or something else.
+    """
+    plan = folder / PLAN
+    if plan.exists():
+        if read_json(plan) != json.loads(json.dumps(asdict(sweep))):
+            raise UserError(f"--output-dir {folder} has another sweep; give the command that it was started with.")
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--output-dir {folder} exists and is not a sweep; choose a new or empty folder.")
+    write_json(plan, asdict(sweep))
+
+
+def folder_of(folder: Path, trial: int) -> RunFolder:
+    """Return the run folder of a trial, which are counted from 1."""
+    return RunFolder(folder / f"trial-{trial:03}")
+
+
+def run(sweep: Sweep, folder: Path, trial: int, start: Callable[[Sequence[str], Path], int]) -> Result:
+    """Run or resume a trial, unless it has finished, and return what became of it.
+
+    Args:
+        sweep: the plan.
+        folder: the sweep's.
+        trial: its number, from 1.
+        start: runs the launcher with words, its output in a file, and returns its exit status.
+    """
+    overrides, place = sweep.trials[trial - 1], folder_of(folder, trial)
+    log = folder / f"{place.path.name}.log"
+    if is_finished(place):
+        return result(place, trial, overrides, 0, log)
+    words = [sweep.recipe, sweep.variant, *sweep.options, "--output-dir", str(place.path)]
+    if any(map(is_marked, checkpoints(place))):
+        words.append("--resume")
+    elif place.path.exists():  # it was interrupted before its first checkpoint
+        run_lock.check(place.path)
+        shutil.rmtree(place.path)
+    return result(place, trial, overrides, start([*words, *sweep.fixed, *overrides], log), log)
+
+
+def launch(words: Sequence[str], log: Path) -> int:
+    """Run the launcher with its output in `log`; a Ctrl-C reaches it too, and it is waited for."""
+    # Not -m: command.txt would begin with the path of a file that cannot be run.
+    code = (
+        "import sys; sys.argv[0] = 'launch'; from deepspeed_recipes.commands.main import run; sys.exit(run('launch'))"
+    )
+    command = [sys.executable, "-c", code, *words]
+    with log.open("w", encoding="utf-8") as output:
+        with children.running(command, stdout=output, stderr=subprocess.STDOUT) as process:
+            stopped = False
+            while True:
+                try:
+                    status = process.wait()
+                    break
+                except KeyboardInterrupt:  # a second one ends its ranks at once
+                    stopped = True
+                    process.send_signal(signal.SIGINT)
+        if stopped:
+            raise KeyboardInterrupt
+        return status
+
+
+def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int, log: Path) -> Result:
+    """Return a trial's row: its numbers where it has finished, else the reason."""
+    if not is_finished(place):
+        return Result(trial, overrides, status or 1, reason(place, log))
+    summary: dict[str, Any] = read_json(place.summary)
+    held_out = [row["loss"] for row in read_jsonl(place.evaluations) if "loss" in row]
+    judged = summary.get("after") is not None
+    return Result(
+        trial,
+        overrides,
+        0,
+        metric=summary["metric"] if judged else "loss",
+        score=summary["after"] if judged else summary["loss"],
+        held_out_loss=held_out[-1] if held_out else None,
+        loss=summary["loss"],
+        tokens_per_second=summary["tokens_per_second"],
+        seconds=summary["seconds"],
+    )
+
+
+def reason(place: RunFolder, log: Path) -> str:
+    """Return the line of a trial's output that says why it failed: the launcher's last, without its name."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    said = [line for line in lines if line.startswith(("launch.py: ", "ds-recipes launch: "))]
+    last = said[-1:] or [line for line in lines if line.strip()][-1:]
+    return redact(last[0].partition(": ")[2] if said else last[0]) if last else "it said nothing"
+
+
+def ranked(results: Sequence[Result]) -> list[Result]:
+    """Return the results, best first: by score, then by held-out loss; failed ones last, in their order."""
+
+    def key(one: Result) -> tuple[bool, float, float, int]:
+        score = math.inf if one.score is None else -one.score if higher_is_better(one.metric) else one.score
+        loss = math.inf if one.held_out_loss is None else one.held_out_loss
+        return one.status != 0, score, loss, one.trial
+
+    return sorted(results, key=key)

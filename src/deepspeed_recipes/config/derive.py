@@ -1,0 +1,177 @@
+"""Derive `schema.json` from the installed DeepSpeed: `python -m deepspeed_recipes.config.derive`."""
+
+import copy
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+from ..recipe import files
+from . import names
+from .pydantic_types import section_model, section_node
+from .recorder import Recorder, plain
+from .schema_format import FORMAT, SAMPLES, SHIPPED
+
+# Read outside the config class, so recording the config class cannot show it:
+# key -> (the source file that reads it, the text that does). A test looks the text up.
+READ_ELSEWHERE = {
+    "sequence_parallel_size": ("__init__.py", 'config["sequence_parallel_size"]'),
+    "data_parallel_size": ("__init__.py", 'config["data_parallel_size"]'),
+}
+
+# Sections that DeepSpeed passes on unread, so that nothing can be said about a key in them:
+# path -> (the source file that passes it on, the text that does). A test looks the text up.
+OPEN = {
+    "data_efficiency.data_sampling": ("runtime/data_pipeline/config.py", "copy.copy(sub_param_dict)"),
+    "data_efficiency.data_sampling.curriculum_learning": (
+        "runtime/data_pipeline/config.py",
+        "copy.copy(param_dict[CURRICULUM_LEARNING])",
+    ),
+    "data_efficiency.data_sampling.dynamic_batching": (
+        "runtime/data_pipeline/config.py",
+        "copy.copy(param_dict.get(DYNAMIC_BATCHING, {}))",
+    ),
+    "data_efficiency.data_routing.random_ltd": (
+        "runtime/data_pipeline/config.py",
+        "copy.copy(param_dict[RANDOM_LTD])",
+    ),
+    "datastates_ckpt": ("datastates/config.py", "copy.deepcopy(param_dict.get(DATASTATES_CHECKPOINTING"),
+    "optimizer.params": ("runtime/config.py", "return param_dict[OPTIMIZER][OPTIMIZER_PARAMS]"),
+    "scheduler.params": ("runtime/config.py", "return param_dict[SCHEDULER][SCHEDULER_PARAMS]"),
+    "autotuning.model_info": ("autotuning/config.py", "param_dict[MODEL_INFO]"),
+    "autotuning.arg_mappings": ("autotuning/config.py", "AUTOTUNING_ARG_MAPPINGS"),
+}
+
+# Whether these load depends on the machine, so nothing is recorded; a rule checks the machine.
+MACHINE_DEPENDENT = {("aio", "use_gds")}
+
+_BATCH = {"train_micro_batch_size_per_gpu": 1}
+
+
+def derive() -> dict:
+    """Return the whole schema as plain JSON data. Imports DeepSpeed; needs no GPU."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime import config as ds
+
+    with _silence():
+        root = _recorded_section((), names.texts())
+        for name in READ_ELSEWHERE:
+            root["keys"].setdefault(name, {"default": None})
+        # Before 0.19.7 DeepSpeed did not say which keys it had removed.
+        removed = dict(getattr(ds, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}))
+        for name in removed:
+            root["keys"].pop(name, None)
+        return {
+            "format": FORMAT,
+            "deepspeed": metadata.version("deepspeed"),
+            "root": root,
+            "removed": removed,
+            "removed_zero": dict(getattr(ds, "_REMOVED_ZERO_CONFIG_KEYS", {})),
+            "optimizers": names.optimizers(),
+            "optimizer_parameters": names.optimizer_parameters(),
+            "schedulers": names.schedulers(),
+            "torch_optimizers": names.torch_classes("optim", "Optimizer"),
+            "torch_schedulers": names.torch_classes("optim.lr_scheduler", "LRScheduler"),
+            "dtypes": sorted(text for kind in ds.DtypeEnum for text in kind._all_values[1:]),
+            "expert_presets": names.expert_presets(),
+            "tensor_presets": names.tensor_presets(),
+        }
+
+
+def _recorded_section(path: tuple[str, ...], texts: tuple[str, ...]) -> dict:
+    """Return the node of the section at `path`, found by recording what DeepSpeedConfig looks up in it."""
+    model = section_model(path)
+    if model is not None:
+        return section_node(model)
+    recorder = Recorder(_BATCH if not path else _filling(path[-1]))
+    _loads(_place(path, recorder))
+    keys = {
+        name: _recorded_key((*path, name), default, texts)
+        for name, default in sorted(recorder.seen.items())
+        if name not in _BATCH or not path
+    }
+    unknown = "open" if ".".join(path) in OPEN else "ignored"
+    return {"unknown": unknown, "keys": _pipeline_keys() if path == ("pipeline",) else keys}
+
+
+def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]) -> dict:
+    name = path[-1]
+    loads = [kind for kind, sample in SAMPLES.items() if _loads(_place(path, copy.deepcopy(sample)))]
+    key = {"default": plain(default)}
+    if len(loads) < len(SAMPLES) and path not in MACHINE_DEPENDENT:
+        key["loads"] = loads
+    if "text" not in loads and any(_loads(_place(path, text)) for text in texts):
+        accepted = [text for text in texts if _loads(_place(path, text))]
+        key["texts"] = sorted({text.lower() for text in accepted})
+        key["any_case"] = _loads(_place(path, accepted[0].upper())) and _loads(_place(path, accepted[0].lower()))
+    probe = Recorder(_filling(name))
+    if _loads(_place(path, probe)) and (probe.seen or ".".join(path) in (*OPEN, "pipeline")):
+        key["section"] = _recorded_section(path, texts)
+    elif (model := section_model(path)) is not None:
+        key["section"] = section_node(model)
+    return key
+
+
+def _place(path: tuple[str, ...], value: Any) -> dict:
+    """Return a loadable config with `value` at `path`."""
+    if not path:
+        return value
+    config = Recorder(_BATCH)
+    node = config
+    for name in path[:-1]:
+        dict.__setitem__(node, name, Recorder(_filling(name)))
+        node = dict.__getitem__(node, name)
+    if path[-1] in ("train_batch_size", "gradient_accumulation_steps"):
+        dict.pop(config, "train_micro_batch_size_per_gpu" if path[-1] == "train_batch_size" else "", None)
+    dict.__setitem__(node, path[-1], value)
+    return config
+
+
+_FILLINGS: dict[str, dict] = {
+    "optimizer": {"type": "Adam"},
+    "scheduler": {"type": "Adam"},
+    "curriculum_learning": {"curriculum_metrics": {}},
+    "dynamic_batching": {"max_tokens": 1},
+}
+
+
+def _filling(name: str) -> dict:
+    """Return the keys without which DeepSpeed does not read the rest of a section."""
+    return dict(_FILLINGS.get(name, {}))
+
+
+def _loads(config: dict) -> bool:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(config)
+    except Exception:  # any exception means that it did not load
+        return False
+    return True
+
+
+def _pipeline_keys() -> dict:
+    """Return the keys of the defaults that the pipeline section is merged into; nothing else reads it."""
+    from deepspeed.runtime.config import get_pipeline_config
+
+    default = get_pipeline_config({})
+    return {name: {"default": value} for name, value in sorted(default.items())}
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Silence logging: DeepSpeed logs several lines per config, and deriving makes thousands of configs."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+
+
+if __name__ == "__main__":
+    files.write_text(SHIPPED, json.dumps(derive(), indent=1, sort_keys=True) + "\n")
+    print(f"wrote {SHIPPED.name}")

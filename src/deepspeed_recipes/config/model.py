@@ -1,0 +1,86 @@
+"""What a model's `config.json` says, as transformers reads it: with its own names for dimensions, and its defaults.
+
+GPT-2 writes `n_embd` where `hidden_size` is meant, and a nested text configuration leaves out its class's defaults.
+transformers knows both; `model_types.json` is derived from it, so that nothing here imports it.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+from ..recipe import files
+
+MODEL_TYPES = Path(__file__).with_name("model_types.json")
+DIMENSIONS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "generator")
+
+
+@cache
+def _types() -> dict[str, dict]:
+    return json.loads(MODEL_TYPES.read_text())
+
+
+def dimension(model: dict, name: str) -> int | None:
+    """Return one of DIMENSIONS of a model's own level; None if neither the file nor transformers has it."""
+    known = _types().get(str(model.get("model_type")), {})
+    own, default = known.get(name, (name, None))
+    for value in (model.get(name), model.get(own), default):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def text_model(model: dict) -> dict:
+    """Return the part of a model's config that holds the sizes of the language model."""
+    for name in _NESTED:
+        if isinstance(inner := model.get(name), dict):
+            return text_model(inner)
+    kind = _types().get(str(model.get("model_type")), {}).get("text_config")
+    return {"model_type": kind} if kind else model
+
+
+def hidden_size(model: dict, nested: bool = True) -> int | None:
+    """Return the hidden size that the Trainer finds in a model's config, the largest if there are several.
+
+    The Trainer also looks into `text_config`; a bare Accelerator does not (`nested=False`).
+    """
+    if (size := dimension(model, "hidden_size")) is not None:
+        return size
+    sizes = model.get("hidden_sizes")
+    if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
+        return max(sizes)
+    kind = _types().get(str(model.get("model_type")), {}).get("text_config")
+    inner = model.get("text_config", {"model_type": kind} if kind else None)
+    if not nested or not isinstance(inner, dict):
+        return None
+    return hidden_size({"model_type": kind, **inner}, nested=False)
+
+
+def derive(names: list[str] | None = None) -> dict[str, dict]:
+    """Return what `model_types.json` holds, for some model types or for all (17 s). Imports transformers."""
+    from transformers import CONFIG_MAPPING
+
+    return {name: found for name in names or sorted(CONFIG_MAPPING) if (found := _of_type(CONFIG_MAPPING, name))}
+
+
+def _of_type(mapping, name: str) -> dict:
+    try:
+        config = mapping[name]()
+    except Exception:  # a few cannot be built without their parts, or need another library
+        return {}
+    found: dict = {}
+    for dimension_name in DIMENSIONS:
+        try:
+            value = getattr(config, dimension_name, None)
+        except Exception:  # it differs between layers
+            continue
+        if isinstance(value, int):
+            found[dimension_name] = [config.attribute_map.get(dimension_name, dimension_name), value]
+    inner = getattr(getattr(config, "text_config", None), "model_type", None)
+    return {**found, "text_config": inner} if inner else found
+
+
+if __name__ == "__main__":
+    lines = (f"{json.dumps(name)}: {json.dumps(found)}" for name, found in derive().items())
+    files.write_text(MODEL_TYPES, "{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"wrote {MODEL_TYPES.name}")

@@ -1,0 +1,193 @@
+"""Fill a template: replace every "auto" with the value that the Hugging Face Trainer would use.
+
+The formulas are those of `HfTrainerDeepSpeedConfig` (transformers) and `Accelerator._prepare_deepspeed`; a test
+compares the result, key by key, with what a real Trainer passes to `deepspeed.initialize`.
+"""
+
+import copy
+import json
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ..recipe.errors import UserError
+from .read import Key
+from .rule import dotted, shown
+
+NEVER = 2147483647
+"""Written for infinity, which strict JSON lacks: the Trainer sets `steps_per_print` to infinity."""
+
+
+class Unresolvable(UserError):
+    """The template contradicts the numbers; each line of the message names a key, its value and the fix."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the Trainer knows and a template leaves open. The defaults are those of TrainingArguments."""
+
+    micro_batch_size: int = 1
+    """Sequences per forward pass and rank."""
+    gradient_accumulation_steps: int = 1
+    world_size: int = 1
+    """All ranks."""
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    hidden_size: int | None = None
+    """Width of the model, from which bucket sizes are computed."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    gradient_clipping: float = 1.0
+    learning_rate: float = 5e-5
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    """Optimizer steps of the whole run, needed only by a `scheduler` block."""
+
+    @property
+    def train_batch_size(self) -> int:
+        """The global batch size that satisfies DeepSpeed's check.
+
+        Pipeline and sequence ranks share a micro-batch. DeepSpeed counts tensor ranks as if each had its own, so the
+        world size is not divided by them.
+        """
+        sharing = self.world_size // (self.pipeline * self.sequence)
+        return self.micro_batch_size * self.gradient_accumulation_steps * sharing
+
+
+def resolve(template: dict, numbers: Numbers) -> dict:
+    """Return a copy of `template` without "auto", as the engine gets it; the template is not changed.
+
+    Raises:
+        Unresolvable: a value contradicts the numbers (the Trainer would report a mismatch), the Trainer has no value
+            for an "auto", or the ranks are not divisible by the layout.
+    """
+    _check_layout(numbers)
+    config = copy.deepcopy(template)
+    filled = _fillings(config, numbers)
+    mismatches = [
+        line
+        for path, value in _matched(numbers).items()
+        if (line := _mismatch(config, path, value, filled)) is not None
+    ]
+    if mismatches:
+        raise Unresolvable("\n".join(mismatches))
+    _fill(config, filled)
+    _add(config, numbers)
+    return config
+
+
+def dumps(config: dict) -> str:
+    """Return a resolved config as strict JSON, with infinity written as NEVER."""
+    return json.dumps(_finite(config), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return NEVER if isinstance(value, float) and math.isinf(value) else value
+
+
+def _check_layout(numbers: Numbers) -> None:
+    for name in ("tensor", "pipeline", "sequence"):
+        size = getattr(numbers, name)
+        if size < 1 or numbers.world_size % size:
+            raise Unresolvable(
+                f"layout.{name}={size} does not divide {numbers.world_size} ranks; choose a size that does"
+            )
+    share = numbers.tensor * numbers.pipeline * numbers.sequence
+    if numbers.world_size % share:
+        raise Unresolvable(
+            f"{numbers.world_size} ranks are not divisible by {share} (tensor x pipeline x sequence); use a multiple"
+        )
+
+
+def _matched(numbers: Numbers) -> dict[str, object]:
+    """Return the keys whose values the Trainer compares with its arguments unless they are "auto"."""
+    matched: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": numbers.micro_batch_size,
+        "gradient_accumulation_steps": numbers.gradient_accumulation_steps,
+        "train_batch_size": numbers.train_batch_size,
+        "gradient_clipping": numbers.gradient_clipping,
+        "fp16.enabled": numbers.precision == "fp16",
+        "bf16.enabled": numbers.precision == "bf16",
+        "optimizer.params.lr": numbers.learning_rate,
+        "optimizer.params.betas": [numbers.adam_beta1, numbers.adam_beta2],
+        "optimizer.params.eps": numbers.adam_epsilon,
+        "optimizer.params.weight_decay": numbers.weight_decay,
+        "scheduler.params.warmup_max_lr": numbers.learning_rate,
+        "scheduler.params.warmup_num_steps": max(1, numbers.warmup_steps),
+    }
+    if numbers.total_steps is not None:
+        matched["scheduler.params.total_num_steps"] = numbers.total_steps
+    return matched
+
+
+def _fillings(config: dict, numbers: Numbers) -> dict[str, object]:
+    """Return the value for every key that may be "auto"."""
+    fillings = {
+        **_matched(numbers),
+        "scheduler.params.warmup_min_lr": 0,
+        "zero_optimization.stage": 2,
+        "zero_optimization.offload_optimizer.device": "none",
+        "zero_optimization.offload_optimizer.nvme_path": "none",
+        "zero_optimization.offload_param.device": "none",
+        "zero_optimization.offload_param.nvme_path": "none",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+    }
+    if numbers.hidden_size is not None:
+        square = numbers.hidden_size * numbers.hidden_size
+        fillings["zero_optimization.reduce_bucket_size"] = square
+        fillings["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * square)
+        fillings["zero_optimization.stage3_param_persistence_threshold"] = 10 * numbers.hidden_size
+    return fillings
+
+
+def _mismatch(config: dict, path: str, value: object, fillings: dict) -> str | None:
+    node: object = config
+    for name in path.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    if node is None or node == "auto" or node == value:
+        return None
+    return f'{path} is {shown(node)} in the template but {shown(value)} in the run; write "auto" or change the run'
+
+
+def _fill(node: dict | list, fillings: dict[str, object], path: Key = ()) -> None:
+    items = enumerate(node) if isinstance(node, list) else list(node.items())
+    for name, value in items:
+        where = (*path, name)
+        if isinstance(value, dict):
+            _fill(value, fillings, where)
+        elif value == "auto" and dotted(where) in fillings:
+            node[name] = copy.deepcopy(fillings[dotted(where)])
+        elif value == "auto":
+            raise Unresolvable(_unfilled(dotted(where)))
+
+
+def _unfilled(key: str) -> str:
+    if key.endswith(("bucket_size", "persistence_threshold")):
+        return f'{key} is "auto", and the model\'s hidden size is unknown; add --model or hidden_size=N'
+    if key == "scheduler.params.total_num_steps":
+        return f'{key} is "auto", and the number of steps is unknown; add max_steps=N'
+    return f'{key} is "auto", but the Trainer has no value for it; write a value'
+
+
+def _add(config: dict, numbers: Numbers) -> None:
+    """Add what accelerate adds before the engine gets the config."""
+    config.setdefault("gradient_accumulation_steps", 1)
+    if numbers.sequence > 1:
+        config["train_batch_size"] = numbers.train_batch_size
+    if numbers.precision == "fp16":
+        config.setdefault("fp16", {"enabled": True, "auto_cast": True})
+    elif numbers.precision == "bf16":
+        config.setdefault("bf16", {"enabled": True})
+    for name in ("fp16", "bf16"):
+        config.setdefault(name, {"enabled": False})
+    config["steps_per_print"] = NEVER
+    if "optimizer" not in config:
+        config["zero_allow_untested_optimizer"] = True

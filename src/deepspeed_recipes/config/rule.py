@@ -1,0 +1,210 @@
+"""What a rule of the linter is, what it reads, and what it reports."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ..recipe.errors import UserError
+from ..recipe.run_folder import read_json
+from .model import text_model
+from .read import Document, Key, Problem
+
+Severity = Literal["error", "warning"]
+
+REJECTED = "rejected"
+"""DeepSpeedConfig raises."""
+FAILS_LATER = "fails later"
+"""DeepSpeedConfig accepts it; the engine or the Trainer stops before or during the first steps."""
+WRONG = "loads but wrong"
+"""It runs but does something other than what the file says."""
+COSTS = "costs"
+"""It runs and does what the file says, but takes more memory, time or disk than it needs to."""
+
+TRUE_TEXTS = {"1", "on", "t", "true", "y", "yes"}
+"""The strings, without case, that typed sections read as true."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One safe change: `set` and `remove` the key at `path`, or `rename` its last part to `value`."""
+
+    action: Literal["set", "remove", "rename"]
+    path: Key
+    value: object = None
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A place in the config where a rule applies."""
+
+    path: Key
+    value: object
+    what: str
+    """One sentence: what happens here."""
+    fix: str = ""
+    """How to fix it here; if empty, the rule's general fix."""
+    edits: tuple[Edit, ...] = ()
+    severity: Severity | None = None
+    """Set where it differs from the rule's."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about the run besides the config; what is None is unknown and not checked."""
+
+    trainer: Literal["hf", "plain"] = "hf"
+    world_size: int | None = None
+    model: dict | None = None
+    """The model's `config.json`."""
+    gpu_memory_gib: float | None = None
+    lora: bool = False
+    sequence_parallel_size: int = 1
+    pipeline_stages: int = 1
+    arguments: Mapping[str, object] | None = None
+    """TrainingArguments by their names, as far as they are known."""
+
+    @property
+    def text_model(self) -> dict:
+        """The part of the model's config that holds the sizes of the language model."""
+        return text_model(self.model or {})
+
+
+@dataclass(frozen=True, eq=False)
+class Config:
+    """A parsed config whose values may have any type: look-ups never fail. Compared and hashed by identity."""
+
+    value: dict
+    problems: tuple[Problem, ...] = ()
+    places: dict[Key, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, document: Document) -> "Config":
+        """Return a config with the positions from its file."""
+        return cls(document.value, document.problems, document.places)
+
+    def get(self, *path: str | int, default: object = None) -> object:
+        """Return the value at `path`; `default` if a part is missing or not an object."""
+        node: object = self.value
+        for name in path:
+            if not isinstance(node, dict) or name not in node:
+                return default
+            node = node[name]
+        return node
+
+    def has(self, *path: str | int) -> bool:
+        """Return whether `path` has a value; null is one."""
+        return self.get(*path, default=_NOTHING) is not _NOTHING
+
+    def on(self, *path: str, default: bool = False) -> bool:
+        """Return the switch at `path` as typed sections read it; "auto" and a wrong type give `default`."""
+        value = self.get(*path, default=default)
+        if isinstance(value, str) and value != "auto":
+            return value.lower() in TRUE_TEXTS
+        return bool(value) if isinstance(value, (bool, int, float)) else default
+
+    def number(self, *path: str) -> float | int | None:
+        """Return the number at `path`, or None; true and false do not count as numbers."""
+        value = self.get(*path)
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    def text(self, *path: str) -> str | None:
+        """Return the string at `path`, or None."""
+        value = self.get(*path)
+        return value if isinstance(value, str) else None
+
+    def section(self, *path: str | int) -> dict:
+        """Return the object at `path`, or an empty one."""
+        value = self.get(*path)
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def stage(self) -> int | None:
+        """The ZeRO stage; None if it is "auto" or not a stage."""
+        zero = self.get("zero_optimization", default={})
+        if isinstance(zero, bool):
+            return int(zero)
+        if not isinstance(zero, dict):
+            return None
+        stage = zero.get("stage", 0)
+        if isinstance(stage, str) and stage in ("0", "1", "2", "3"):
+            return int(stage)  # a typed section accepts a number in quotes
+        return int(stage) if isinstance(stage, (int, float)) and stage in (0, 1, 2, 3) else None
+
+    def zero(self, *path: str) -> object:
+        """Return the value at `path` inside `zero_optimization`."""
+        return self.get("zero_optimization", *path)
+
+    def offload_device(self, what: str) -> str | None:
+        """Return the device of `offload_optimizer` or `offload_param`; None if it is not offloaded."""
+        device = self.text("zero_optimization", what, "device")
+        if device is None and what == "offload_optimizer" and self.on("zero_optimization", "cpu_offload"):
+            return "cpu"
+        return None if device in (None, "none", "auto") else device
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of mistake in a config. TROUBLESHOOTING.md shows the texts."""
+
+    id: str
+    severity: Severity
+    kind: str
+    symptom: str
+    """What the user sees: the error message that they would search for, in quotes, or the silent effect."""
+    cause: str
+    fix: str
+    check: Callable[[Config, Facts], Iterable[Hit]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the linter reports about one place in the config."""
+
+    rule: str
+    severity: Severity
+    key: str
+    """`zero_optimization.stage`; empty for the file as a whole."""
+    line: int | None
+    column: int | None
+    value: object
+    what: str
+    fix: str
+    edits: tuple[Edit, ...] = ()
+
+    def as_json(self) -> dict:
+        """Return the finding as `ds-recipes check --json` prints it."""
+        names = ("rule", "severity", "key", "line", "column", "value", "what", "fix")
+        return {name: getattr(self, name) for name in names}
+
+
+def dotted(path: Key) -> str:
+    """Return `("a", 0, "b")` as `a[0].b`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def shown(value: object) -> str:
+    """Return a value as JSON for a message, cut to 60 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def model_config(path: str | Path) -> dict:
+    """Return the `config.json` at `path`, or in the folder `path`.
+
+    Raises:
+        UserError: it cannot be read, or is not a JSON object.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: a model's config.json is a JSON object.")
+    return config
+
+
+_NOTHING = object()

@@ -1,0 +1,223 @@
+"""Rules about values: wrong types, unknown words, and "auto" that nobody fills."""
+
+import difflib
+from collections.abc import Iterator
+
+from .. import schema
+from ..read import Key
+from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted, shown
+from ..values import describe, fits
+
+# Batch sizes depend on each other; rules/batch.py covers them.
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+# What the Trainer (through accelerate) fills; a test compares this with a real Trainer.
+FILLED = (
+    *BATCH_KEYS,
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+    "optimizer.params.lr",
+    "optimizer.params.betas",
+    "optimizer.params.eps",
+    "optimizer.params.weight_decay",
+    "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_max_lr",
+    "scheduler.params.warmup_num_steps",
+    "scheduler.params.total_num_steps",
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+)
+
+
+def _entries(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, object, dict]]:
+    """Yield every known key of the config with its schema entry, each section before its keys."""
+    for name, inner in value.items():
+        entry = node["keys"].get(name)
+        if entry is None or (path == () and name in BATCH_KEYS):
+            continue
+        yield (*path, name), inner, entry
+        if isinstance(inner, dict) and "section" in entry:
+            yield from _entries(inner, entry["section"], (*path, name))
+
+
+def known_keys(config: Config) -> Iterator[tuple[Key, object, dict]]:
+    """Yield the known keys that DeepSpeed reads."""
+    unread: set[Key] = set()
+    if config.get("bf16") is not None:
+        unread.add(("bfloat16",))
+    if config.get("optimizer", "type") is None:
+        unread.add(("optimizer", "params"))
+    for path, value, entry in _entries(config.value, schema.load()["root"]):
+        if path[:1] not in unread and path[:2] not in unread:
+            yield path, value, entry
+
+
+def _is_typed(path: Key) -> bool:
+    """Return whether pydantic reads this field, in which case "auto" means the default."""
+    node = schema.section(*path[:-1]) or {"keys": {}}
+    return "type" in node["keys"].get(path[-1], {})
+
+
+def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, entry in known_keys(config):
+        if value == "auto" and "type" in entry:
+            continue
+        if "type" in entry and not fits(entry["type"], value):
+            nearest = _nearest_value(entry["type"], value)
+            fix = f"did you mean {shown(nearest)}?" if nearest else f"write {describe(entry['type'])}"
+            yield Hit(path, value, f"{shown(value)} is not {describe(entry['type'])}", fix)
+        elif not schema.accepts(entry, value):
+            yield Hit(path, value, f"DeepSpeed does not accept {shown(value)} here", f"write {_accepted(entry)}")
+
+
+def _accepted(entry: dict) -> str:
+    if "texts" in entry:
+        return " | ".join(shown(text) for text in entry["texts"][:8])
+    if "section" in entry or "object" in entry["loads"]:
+        return "an object"
+    kinds = {
+        "a list of strings": "list of text",
+        "true or false": "true",
+        "a number": "fraction",
+        "a string": "text",
+        "null": "null",
+    }
+    return next((words for words, kind in kinds.items() if kind in entry["loads"]), "nothing; remove the key")
+
+
+def _nearest_value(kind: dict, value: object) -> object:
+    words = [word for word in kind.get("values", ()) if isinstance(word, str)]
+    close = difflib.get_close_matches(str(value).lower(), words, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+_NEEDED = {
+    ("data_efficiency", "data_sampling", "curriculum_learning"): "curriculum_metrics",
+    ("data_efficiency", "data_sampling", "dynamic_batching"): "max_tokens",
+}
+
+
+def _switched_on_empty(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, needed in _NEEDED.items():
+        if config.get(*path, "enabled") and not config.has(*path, needed):
+            yield Hit((*path, "enabled"), True, f"needs `{dotted((*path, needed))}`", f"add `{needed}`")
+
+
+def _steps_per_print(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = ("steps_per_print",)
+    value = config.get(*path)
+    if facts.trainer == "plain" and isinstance(value, (int, float)) and value == 0:
+        what = "the engine divides the number of steps by it after every step"
+        yield Hit(path, value, what, "write how often to report; for never remove it, or write null")
+
+
+def _dtype(config: Config, facts: Facts) -> Iterator[Hit]:
+    words = schema.load()["dtypes"]
+    for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
+        value = config.get("data_types", name)
+        if value is not None and value != "auto" and value not in words:
+            short = [word for word in words if "." not in word]
+            yield Hit(("data_types", name), value, f"{shown(value)} is not a dtype", f"write {' | '.join(short)}")
+
+
+def _auto_paths(config: Config) -> Iterator[tuple[Key, bool]]:
+    """Yield the path of every "auto", and whether it is in a typed section."""
+    pending: list[tuple[Key, object]] = [((), config.value)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, dict):
+            pending.extend(((*path, name), inner) for name, inner in reversed(value.items()))
+        elif value == "auto":
+            yield path, _is_typed(path)
+
+
+def _auto_plain(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer != "plain":
+        return
+    for path, typed in _auto_paths(config):
+        node = schema.section(*path[:-1]) or {"keys": {}}
+        default = node["keys"].get(path[-1], {}).get("default")
+        if default == "auto" or dotted(path) in ("datastates_ckpt", "scheduler.type", "optimizer.type"):
+            continue
+        if path[-1] in BATCH_KEYS:
+            continue  # DeepSpeed rejects it: rules/batch.py
+        effect = f"is read as {shown(default)}" if typed else "stays the string `auto`, which nothing can use"
+        yield Hit(path, "auto", f'"auto" has a meaning only for the Hugging Face Trainer; here it {effect}')
+
+
+def _auto_unfilled(config: Config, facts: Facts) -> Iterator[Hit]:
+    if facts.trainer != "hf":
+        return
+    for path, _ in _auto_paths(config):
+        if dotted(path) not in FILLED:
+            node = schema.section(*path[:-1]) or {"keys": {}}
+            own = node["keys"].get(path[-1], {}).get("default") == "auto"
+            fix = "remove it; it is the default" if own else "write the value"
+            edits = (Edit("remove", path),) if own else ()
+            yield Hit(path, "auto", f"the Trainer has no value for `{dotted(path)}` and stops", fix, edits)
+
+
+RULES = (
+    Rule(
+        "wrong-type",
+        "error",
+        REJECTED,
+        '"pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig"',
+        "The value has the wrong type, or is out of range.",
+        "Write a value that the key accepts.",
+        _wrong_type,
+    ),
+    Rule(
+        "data-sampling-without-settings",
+        "error",
+        REJECTED,
+        '"AssertionError: Curriculum learning is enabled, curriculum_metrics must be specified"',
+        "A data efficiency feature is switched on without the key that configures it.",
+        "Add the key, or switch the feature off.",
+        _switched_on_empty,
+    ),
+    Rule(
+        "steps-per-print-0",
+        "error",
+        FAILS_LATER,
+        '"ZeroDivisionError: integer modulo by zero" after the first step',
+        "0 does not mean never. The Trainer overwrites the key, plain DeepSpeed does not.",
+        "Remove it, or write null.",
+        _steps_per_print,
+    ),
+    Rule(
+        "unknown-dtype",
+        "error",
+        FAILS_LATER,
+        "\"ValueError: 'fp8' is not a valid DtypeEnum\" in deepspeed.initialize",
+        "`data_types` is not validated; the name is looked up when the engine is built.",
+        "Write fp32, fp16 or bf16.",
+        _dtype,
+    ),
+    Rule(
+        "auto-without-trainer",
+        "error",
+        WRONG,
+        '"auto" trains with ZeRO stage 0, in fp32, without offload; or "\'<=\' not supported between ..."',
+        'Typed sections drop every "auto" and use their defaults; other keys keep the string.',
+        "Fill the template: `ds-recipes resolve TEMPLATE`.",
+        _auto_plain,
+    ),
+    Rule(
+        "auto-not-filled",
+        "error",
+        FAILS_LATER,
+        '"`...` not found in kwargs. Please specify `...` without `auto` (set to correct value)"',
+        'accelerate fills every "auto" in the config and stops at one that it has no value for.',
+        "Write the value.",
+        _auto_unfilled,
+    ),
+)

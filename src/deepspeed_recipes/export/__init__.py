@@ -1,0 +1,1 @@
+"""After training: merge, quantise, convert, evaluate, serve and publish a model."""

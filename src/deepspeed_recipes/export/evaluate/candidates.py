@@ -1,0 +1,82 @@
+"""What is evaluated: a run, one of its checkpoints, a model or adapter folder, a model of the Hub, or a server."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...recipe.errors import UserError, redact
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint, read_recipe
+from ...training.model_folder import base_model, record
+from . import server
+from .server import Server
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model beside others."""
+
+    name: str
+    """As it was typed."""
+    model: Path | Server
+    """A folder or a Hub id, or a server."""
+    run: RunFolder | None = None
+    """The run that it is of."""
+    recipe: Recipe | None = None
+    """How it was trained, where that is known."""
+
+
+def find(name: str, model: str | None) -> Candidate:
+    """Return what a word of the command line names.
+
+    Args:
+        name: a folder, a Hub id or an address.
+        model: which model of a server, where it has several.
+
+    Raises:
+        UserError: no such folder, no model in it, or no such server.
+    """
+    if server.is_address(name):
+        return Candidate(redact(name), server.connect(name, model))
+    place = Path(name)
+    if not place.exists() and base_model.is_hub_id(name):
+        return Candidate(name, place)
+    if not place.is_dir():
+        raise UserError(f"{name}: no such folder.")
+    place = place.resolve()
+    run = next((RunFolder(one) for one in (place, *place.parents[:2]) if RunFolder(one).recipe.exists()), None)
+    folder = _of_run(run) if run and run.path == place else place
+    if not any((folder / file).exists() for file in ("config.json", base_model.ADAPTER)):
+        raise UserError(f"{name}: holds neither a model nor an adapter; a run's model is in its export/.")
+    held = record.read(folder)
+    recipe = read_recipe(run) if run else held.recipe if held else None
+    return Candidate(name, folder, run, recipe)
+
+
+def base_of(candidate: Candidate) -> Candidate:
+    """Return the model that a candidate was before its training.
+
+    Raises:
+        UserError: that is not known, or it is not there.
+    """
+    name = f"{candidate.name} before training"
+    if isinstance(candidate.model, Path) and (candidate.model / base_model.ADAPTER).exists():
+        return replace(candidate, name=name, model=base_model.find(candidate.model), run=None)
+    recipe = candidate.recipe
+    if recipe is None:
+        raise UserError(f"{candidate.name}: --base needs a run, or a folder that ds-recipes export wrote.")
+    draft = candidate.run.draft_model if candidate.run and recipe.draft.enabled else None
+    path = draft or base_model.located(recipe.model.path)
+    if not path.exists() and not base_model.is_hub_id(str(path)):
+        raise UserError(f"{candidate.name}: its base model {path} is not here; name it as one of the models instead.")
+    return replace(candidate, name=name, model=path, run=None)
+
+
+def _of_run(run: RunFolder) -> Path:
+    if run.export.exists():
+        return run.export
+    if (run.unverified / CHECK_FAILED).exists():
+        raise UserError(f"{run.path}: the export of this run failed its check; name a checkpoint instead.")
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
+        raise UserError(f"{run.path}: this run has neither an export nor a complete checkpoint yet.")
+    return checkpoint

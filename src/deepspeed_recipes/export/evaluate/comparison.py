@@ -1,0 +1,115 @@
+"""Several models' scores in one table, with intervals, and each pair of neighbours tested on the same examples."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ...recipe.methods.metrics import higher_is_better, shown, title
+from . import intervals
+from .harness import Found
+from .held_out import HeldOut
+from .score import Scores
+
+
+def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
+    """Return the comparison as evaluation.json has it.
+
+    Args:
+        held_out: the examples.
+        found: each model's name and scores.
+    """
+    return _compared(held_out.metric, held_out.source, higher_is_better(held_out.metric), found)
+
+
+def of_tasks(found: Sequence[tuple[str, Sequence[Found]]]) -> list[dict[str, Any]]:
+    """Return a comparison, of the same form, for each metric of each of lm-evaluation-harness's tasks.
+
+    Args:
+        found: each model's name and what the harness has measured of it.
+    """
+    first = found[0][1]
+    measured = [(name, {(one.task, one.metric): one.scores for one in of_model}) for name, of_model in found]
+    return [
+        _compared(
+            one.metric,
+            f"the task {one.task}",
+            one.higher_is_better,
+            [(name, scores[one.task, one.metric]) for name, scores in measured],
+        )
+        for one in first
+    ]
+
+
+def _compared(metric: str, data: str, higher_is_better: bool, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
+    return {
+        "metric": metric,
+        "data": data,
+        "examples": len(found[0][1].sums),
+        "level": intervals.LEVEL,
+        "models": [model(name, scores) for name, scores in found],
+        "pairs": [
+            pair(higher_is_better, first, second)
+            for first, second in pairwise(found)
+            if len(first[1].sums) == len(second[1].sums)
+        ],
+    }
+
+
+def model(name: str, scores: Scores) -> dict[str, Any]:
+    """Return one model's row: `score` with the interval from `low` to `high`, and every example's value."""
+    values: list[float]
+    if set(scores.sums) <= {0, 1} and set(scores.counts) == {1}:
+        low, high = intervals.wilson(round(sum(scores.sums)), len(scores.sums))
+        values = [int(value) for value in scores.sums]
+    else:
+        low, high = intervals.bootstrap(scores.sums, scores.counts)
+        values = [total / count for total, count in zip(scores.sums, scores.counts, strict=True)]
+    interval = {"score": scores.value, "low": low, "high": high}
+    answers: dict[str, Any] = {"answers": scores.answers} if scores.answers else {}
+    answers |= {"cut_off": scores.cut_off} if scores.cut_off else {}
+    return {"name": name, **interval, "seconds": round(scores.seconds, 1), "values": values, **answers}
+
+
+def pair(higher_is_better: bool, first: tuple[str, Scores], second: tuple[str, Scores]) -> dict[str, Any]:
+    """Return on how many examples the second model is better or worse than the first, and how likely that is."""
+    sign = 1 if higher_is_better else -1
+    values = [
+        [sign * total / count for total, count in zip(one.sums, one.counts, strict=True)] for _, one in (first, second)
+    ]
+    better = sum(after > before for before, after in zip(*values, strict=True))
+    worse = sum(after < before for before, after in zip(*values, strict=True))
+    p = intervals.sign_test(better, worse)
+    return {"first": first[0], "second": second[0], "better": better, "worse": worse, "p": p}
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield a comparison as it is printed."""
+    metric, examples = found["metric"], found["examples"]
+    yield f"{title(metric)} on {examples} held-out examples of {found['data']}"
+    yield ""
+    width = max(len(one["name"]) for one in found["models"])
+    yield f"{'model':<{width}}  {'score':>7}  {'95 % interval':>16}  {'seconds':>7}"
+    for one in found["models"]:
+        interval = f"{shown(metric, one['low'])} to {shown(metric, one['high'])}"
+        yield f"{one['name']:<{width}}  {shown(metric, one['score']):>7}  {interval:>16}  {one['seconds']:>7.1f}"
+    for one in found["models"]:
+        if one.get("cut_off"):
+            yield ""
+            yield (
+                f"{one['name']}: {one['cut_off']} of {examples} answers were cut off at data.max_new_tokens of the run "
+                "and count as wrong"
+            )
+    for one in found["pairs"]:
+        yield ""
+        yield sentence(found, one)
+
+
+def sentence(found: dict[str, Any], one: dict[str, Any]) -> str:
+    """Return in words how two models differ."""
+    shares = all(value in (0, 1) for model in found["models"] for value in model["values"])
+    test = "McNemar's test, exact" if shares else "sign test"
+    p = f"p = {one['p']:.4f}" if one["p"] >= 1e-4 else f"p = {one['p']:.0e}"
+    return (
+        f"{one['second']}: better than {one['first']} on {one['better']} examples and worse on {one['worse']} "
+        f"({p}, {test})"
+    )

@@ -1,0 +1,119 @@
+"""lm-evaluation-harness's tasks: its own command, and each example's value out of the files that it writes."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...machine import children
+from ...recipe.errors import UserError
+from ...recipe.run_folder import read_json, read_jsonl
+from ...training.model_folder import base_model, card
+from .score import Scores
+from .server import Server
+
+
+@dataclass(frozen=True)
+class Found:
+    """One metric of one task, of one model."""
+
+    task: str
+    metric: str
+    """With the filter that has read the answer, where the task has several: `exact_match (strict-match)`."""
+    scores: Scores
+    higher_is_better: bool
+
+
+def command(python: Path, model: Path | Server, tasks: str, folder: Path | None, limit: int | None) -> list[str]:
+    """Return the harness's command for one model.
+
+    Args:
+        python: has the harness.
+        model: a whole model or an adapter, or a server.
+        tasks: names with commas.
+        folder: holds tasks of one's own, as YAML.
+        limit: how many examples of each task; None: all.
+
+    Raises:
+        UserError: a comma where the harness separates arguments by them.
+    """
+    chat = True
+    if isinstance(model, Server):
+        address = f"{model.address}/v1/chat/completions"
+        given: dict[str, object] = {"model": model.model, "base_url": address, "tokenizer_backend": None}
+        kind = "local-chat-completions"
+    else:
+        kind, given = "hf", {"pretrained": model}
+        chat = not model.is_dir() or card.look(model).chat
+        if (model / base_model.ADAPTER).exists():
+            given = {"pretrained": base_model.find(model), "peft": model, "tokenizer": model}
+    for value in given.values():
+        if "," in str(value):
+            raise UserError(f"--tasks: {value}: lm-evaluation-harness takes no comma in a path; rename the folder.")
+    arguments = ",".join(f"{name}={value}" for name, value in given.items())
+    words = [str(python), "-m", "lm_eval", "--model", kind, "--model_args", arguments, "--tasks", tasks]
+    words += ["--apply_chat_template"] if chat else []
+    words += ["--include_path", str(folder)] if folder else []
+    return [*words, *(["--limit", str(limit)] if limit else [])]
+
+
+def run(words: Sequence[str], variables: Mapping[str, str]) -> list[Found]:
+    """Run the harness on one model, with its progress on the terminal, and return what it has measured.
+
+    Args:
+        words: as `command` returns them.
+        variables: of its process.
+
+    Raises:
+        UserError: it failed, for instance because there is no such task.
+    """
+    with children.scratch("ds-recipes-tasks-") as place:
+        words = [*words, "--output_path", str(place), "--log_samples"]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": dict(variables), "text": True}
+        with children.running(words, **options) as running:
+            said = [line for line in running.stdout or () if not _shown(line)]
+            running.wait()
+        if running.returncode:
+            raise UserError(f"--tasks: lm-evaluation-harness says: {_reason(said)}")
+        return read(place)
+
+
+def _shown(line: str) -> bool:
+    """Print a line on the terminal if it is of a progress bar, and return whether it is one."""
+    bar = "%|" in line
+    if bar and sys.stderr.isatty():
+        print(f"\r{line.rstrip()}", end="\n" if "100%" in line else "", file=sys.stderr, flush=True)
+    return bar
+
+
+def _reason(said: Sequence[str]) -> str:
+    """Return the last line that says what is wrong."""
+    lines = [line.strip() for line in said if line.strip()] or ["it printed nothing"]
+    told = [line for line in lines if "Error" in line or "not found" in line] or lines
+    return told[-1][:300]
+
+
+def read(place: Path) -> list[Found]:
+    """Return what the harness has written: every metric that has a number for each example."""
+    (file,) = place.rglob("results_*.json")
+    results = read_json(file)
+    found = []
+    for task in sorted(results["configs"]):
+        rows = [row for samples in place.rglob(f"samples_{task}_*.jsonl") for row in read_jsonl(samples)]
+        filters = sorted({row["filter"] for row in rows})
+        for kept in filters:
+            chosen = sorted((row for row in rows if row["filter"] == kept), key=lambda row: row["doc_id"])
+            for metric in chosen[0]["metrics"]:
+                if all(isinstance(row[metric], int | float) for row in chosen):
+                    name = f"{metric} ({kept})" if len(filters) > 1 else metric
+                    better = results["higher_is_better"][task].get(metric, True)
+                    found.append(Found(task, name, _scores(chosen, metric, results), better))
+    return found
+
+
+def _scores(rows: Sequence[Mapping[str, Any]], metric: str, results: Mapping[str, Any]) -> Scores:
+    values = [float(row[metric]) for row in rows]
+    answers = [str(row["filtered_resps"][0]) for row in rows]
+    return Scores(values, [1] * len(values), answers, float(results["total_evaluation_time_seconds"]))

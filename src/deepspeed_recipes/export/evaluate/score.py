@@ -1,0 +1,198 @@
+"""What a model scores on each of the held-out examples."""
+
+import gc
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...recipe.errors import UserError
+from ...recipe.recipe import Layout
+from ...training import distributed, export
+from ...training.data import tokenize
+from ...training.data.collate import Collator
+from ...training.data.questions import Question, generation_prompt, question
+from ...training.data.thinking import stripped
+from ...training.methods import classify, embed
+from ...training.model_folder import head
+from ...training.parallel import scores
+from . import server
+from .held_out import HeldOut
+from .server import Server
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A model's values of the metric, by example."""
+
+    sums: list[float]
+    """1 for a right answer or a right order of a pair, and 0 for a wrong one; or an example's loss, in nats."""
+    counts: list[int]
+    """What they are divided by: 1, or an example's tokens."""
+    answers: list[str]
+    """What the model has written; empty where it has to write nothing."""
+    seconds: float
+    cut_off: int = 0
+    """Answers that had not ended within data.max_new_tokens, which are wrong."""
+
+    @property
+    def value(self) -> float:
+        """The metric over all examples."""
+        return sum(self.sums) / sum(self.counts)
+
+
+def of(model: Path | Server, held_out: HeldOut) -> Scores:
+    """Return a model's scores.
+
+    Raises:
+        UserError: no such model, or one that has no such metric.
+    """
+    started = time.monotonic()
+    if isinstance(model, Server):
+        found = _of_server(model, held_out)
+    else:
+        found = _of_folder(model, held_out)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return replace(found, seconds=time.monotonic() - started)
+
+
+def _of_server(model: Server, held_out: HeldOut) -> Scores:
+    if held_out.metric != "exact_match":
+        raise UserError(f"{model.address}: a server is measured by exact_match only, not by {held_out.metric}.")
+    if "images" in held_out.examples.column_names:
+        raise UserError(
+            f"{model.address}: ds-recipes evaluate shows no images; the run's own last line has the metric on them."
+        )
+    learned = held_out.recipe.data.thinking == "learn"
+    asked, expected = zip(*(_asked(example, learned) for example in held_out.examples), strict=True)
+    options = {"temperature": 0, "max_tokens": held_out.recipe.data.max_new_tokens}
+    answers = server.answers(model, asked, options, [example["tools"] for example in held_out.examples])
+    right = [float(answer.right(wanted)) for answer, wanted in zip(answers, expected, strict=True)]
+    return Scores(
+        right, [1] * len(right), [str(answer) for answer in answers], 0.0, sum(one.cut_off for one in answers)
+    )
+
+
+def _asked(example: Mapping[str, Any], reasoning_learned: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the turns before the assistant's last, which a server is asked to answer, and that turn.
+
+    The turn keeps its reasoning, with which the server's is compared, only where training teaches it.
+    """
+    turns = example["messages"]
+    last = max(at for at, turn in enumerate(turns) if turn["role"] == "assistant")
+    return turns[:last], turns[last] if reasoning_learned else stripped([turns[last]])[0]
+
+
+def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
+    scoring = export.is_reward_model(folder)
+    _check_kind(folder, held_out)
+    model = export.load(folder).to(distributed.device()).eval()
+    tokenizer = export.load_tokenizer(folder)
+    if held_out.metric == "exact_match":
+        return _exact_match(model, tokenizer, held_out)
+    if held_out.metric == "loss":
+        return _loss(model, tokenizer, held_out)
+    if held_out.metric == "accuracy":
+        return _classes(model, tokenizer, held_out)
+    if held_out.metric == "recall_at_1":
+        places = embed.found_at(model, tokenizer, list(held_out.examples), held_out.recipe, Layout())
+        return Scores([float(place < 1) for place in places], [1] * len(places), [], 0.0)
+    per_token = held_out.recipe.traits.unit == "nats per token"  # as the method's own metric compares answers
+    likelihood = partial(scores.likelihood_by_own_head, per_token=per_token)
+    return _preferences(model, tokenizer, held_out, scores.reward if scoring else likelihood)
+
+
+KINDS = {"accuracy": "a classifier", "recall_at_1": "an embedding model", "preference_accuracy": "a reward model"}
+"""What a model is that has no other metric."""
+
+
+def _check_kind(folder: Path, held_out: HeldOut) -> None:
+    """Refuse a metric that the model in a folder does not have.
+
+    Raises:
+        UserError: names the one that it has.
+    """
+    found, own = head.of_folder(folder), None
+    if found == "vision" and "images" in held_out.examples.column_names:
+        raise UserError(
+            f"{folder}: ds-recipes evaluate shows no pictures; the run's own last line has the metric on them."
+        )
+    if found == "scores":
+        own = "accuracy" if head.labels_of(folder) else "preference_accuracy"
+    elif found == "none":
+        own = "recall_at_1"
+    if own and held_out.metric != own:
+        raise UserError(f"{folder}: {KINDS[own]} is measured by {own}, not by {held_out.metric}.")
+    if held_out.metric in ("accuracy", "recall_at_1") and not own:
+        raise UserError(f"{folder}: {held_out.metric} is measured of {KINDS[held_out.metric]}, and this model writes.")
+
+
+def _classes(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
+    right, answers = [], []
+    judged = classify.judged(model, tokenizer, held_out.examples, held_out.recipe, Layout())
+    for batch, logits in judged:
+        for example, answer in zip(batch, logits.argmax(-1).tolist(), strict=True):
+            answers.append(model.config.id2label[answer])
+            right.append(float(answers[-1] == example["label"]))
+    return Scores(right, [1] * len(right), answers, 0.0)
+
+
+def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
+    if tokenizer.chat_template is None:
+        raise UserError("the model's tokenizer has no chat template, so it cannot be asked; choose --metric loss.")
+    answers: list[scores.Answer] = []
+    measured = scores.exact_match(
+        model,
+        tokenizer,
+        _sequences(tokenizer, held_out),
+        held_out.recipe.data.max_new_tokens,
+        synced_gpus=False,
+        layout=Layout(),
+        on_answer=answers.append,
+    )
+    right = [float(answer.right) for answer in answers]
+    texts = [answer.text for answer in answers]
+    return Scores(right, [1] * len(right), texts, 0.0, round(measured.get("cut_off", 0) * len(right)))
+
+
+def questions(tokenizer: Any, held_out: HeldOut) -> list[Question]:
+    """Return the held-out questions in the tokens of this tokenizer, with the answers that training teaches."""
+    opening = generation_prompt(tokenizer)
+    return [question(one, opening) for one in _sequences(tokenizer, held_out)]
+
+
+def _sequences(tokenizer: Any, held_out: HeldOut) -> list[dict[str, Any]]:
+    """Return every example as the training of a model with this tokenizer would read it."""
+    recipe = replace(held_out.recipe, model=replace(held_out.recipe.model, path=tokenizer.name_or_path, vision=False))
+    return list(map(tokenize.of_conversation(recipe, tokenizer), held_out.examples))
+
+
+@torch.no_grad()
+def _loss(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
+    recipe = replace(held_out.recipe, packing=False)
+    sequences, _ = tokenize.tokenized(held_out.examples, recipe, tokenizer)
+    collator = Collator(tokenizer.pad_token_id)
+    sums: list[float] = []
+    counts: list[int] = []
+    for sequence in sequences:
+        inputs = scores.to_device(collator([sequence]))
+        sums.append(float(model(**inputs, num_items_in_batch=torch.ones((), device=model.device)).loss))
+        counts.append(int((inputs["labels"][:, 1:] != -100).sum()))
+    return Scores(sums, counts, [], 0.0)
+
+
+@torch.no_grad()
+def _preferences(model: Any, tokenizer: Any, held_out: HeldOut, value: Any) -> Scores:
+    right: list[float] = []
+    size = held_out.recipe.micro_batch_size
+    examples = list(held_out.examples)
+    for start in range(0, len(examples), size):
+        pairs = examples[start : start + size]
+        chosen, rejected = (value(model, tokenizer, pairs, side) for side in ("chosen", "rejected"))
+        right += (chosen > rejected).double().tolist()
+    return Scores(right, [1] * len(right), [], 0.0)

@@ -1,0 +1,179 @@
+"""A server that speaks OpenAI's protocol: vLLM, `transformers serve`, SGLang, llama.cpp and the services."""
+
+import contextlib
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ...recipe.conversation import REASONING
+from ...recipe.errors import UserError
+
+TIMEOUT = 600
+"""Seconds that one answer may take."""
+AT_ONCE = 8
+"""Requests that wait at the same time."""
+KEY = "OPENAI_API_KEY"
+"""The variable whose value is sent as the key, where it is set."""
+
+Turns = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model on a server."""
+
+    address: str
+    """Without the `/v1` that every path has."""
+    model: str
+
+
+def is_address(text: str) -> bool:
+    """Return whether a word names a server."""
+    return text.startswith(("http://", "https://"))
+
+
+def connect(address: str, model: str | None = None) -> Server:
+    """Return a model on a server: the one asked for, or the only one that it has.
+
+    Raises:
+        UserError: the server cannot be reached, has several models, or not this one.
+    """
+    address = address.rstrip("/").removesuffix("/v1")
+    if model:
+        return Server(address, model)
+    names = [str(one["id"]) for one in json.loads(_request(address, "/v1/models", None).read())["data"]]
+    if len(names) > 1:
+        raise UserError(f"{address}: has {', '.join(names)}; name one with --model NAME.")
+    # `transformers serve MODEL` lists the Hub's cache only, and answers a request without a name with its model.
+    return Server(address, names[0] if names else "")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of a server: its message, and whether it ended."""
+
+    message: Mapping[str, Any]
+    cut_off: bool
+
+    def __str__(self) -> str:
+        """Return the answer's text, and its tool calls as JSON."""
+        _, content, calls = _parts(self.message)
+        return "\n".join(filter(None, [content, *(json.dumps(call, ensure_ascii=False) for call in calls)]))
+
+    def right(self, wanted: Mapping[str, Any]) -> bool:
+        """Return whether text and tool calls are those of a turn, up to white space; also reasoning, if it has some."""
+        said, expected = _parts(self.message), _parts(wanted)
+        return not self.cut_off and said[1:] == expected[1:] and expected[0] in ("", said[0])
+
+
+def _parts(message: Mapping[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
+    """Return a message's reasoning, text and tool calls; servers without a parser leave reasoning in the text."""
+    before, _, after = str(message.get("content") or "").rpartition("</think>")
+    inline = before.partition("<think>")[2] if "<think>" in before else before
+    reasoning = next((message[name] for name in REASONING if message.get(name)), inline)
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    read = [{"name": one["name"], "arguments": _read(one.get("arguments"))} for one in calls]
+    return str(reasoning).strip(), after.strip(), read
+
+
+def _read(arguments: Any) -> Any:
+    """Return a call's arguments, which the protocol has as JSON in a string."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def answers(
+    server: Server, conversations: Sequence[Turns], options: Mapping[str, Any], tools: Sequence[Any] | None = None
+) -> list[Answer]:
+    """Return the answers to conversations, in their order.
+
+    Args:
+        server: is asked.
+        conversations: turns, as the project has them.
+        options: those of the protocol.
+        tools: which the model may call in each conversation, or None.
+
+    Raises:
+        UserError: as `stream`.
+    """
+
+    def answer(turns: Turns, offered: Any) -> Answer:
+        asked = {**options, **({"tools": offered} if offered else {})}
+        with _complete(server, _as_protocol(turns), asked, stream=False) as reply, _unbroken(server):
+            choice = json.loads(reply.read())["choices"][0]
+            return Answer(choice["message"], choice.get("finish_reason") == "length")
+
+    with ThreadPoolExecutor(AT_ONCE) as waiting:
+        return list(waiting.map(answer, conversations, tools or [None] * len(conversations)))
+
+
+def _as_protocol(turns: Turns) -> list[dict[str, Any]]:
+    """Return turns with tool calls as the protocol has them: with ids, and arguments as JSON in a string."""
+    written: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    for number, turn in enumerate(turns):
+        message = dict(turn)
+        if message.get("tool_calls"):
+            calls = [
+                {"id": f"call_{number}_{at}", **call}
+                | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+                for at, call in enumerate(message["tool_calls"])
+            ]
+            message["tool_calls"], waiting = calls, [call["id"] for call in calls]
+        elif message["role"] == "tool" and waiting:
+            message = {"tool_call_id": waiting.pop(0), **message}
+        written.append(message)
+    return written
+
+
+def stream(server: Server, turns: Turns, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the answer to a conversation in the pieces in which it comes.
+
+    Raises:
+        UserError: the server cannot be reached, or refuses.
+    """
+    answer = _complete(server, [dict(turn) for turn in turns], options, stream=True)
+    with _unbroken(server):
+        for line in answer:
+            text = line.decode().strip().removeprefix("data:").strip()
+            if text.startswith("{"):
+                for choice in json.loads(text).get("choices", ()):
+                    yield choice.get("delta", {}).get("content") or ""
+
+
+def _complete(server: Server, messages: list[dict[str, Any]], options: Mapping[str, Any], stream: bool) -> Any:
+    named = {"model": server.model} if server.model else {}
+    return _request(
+        server.address, "/v1/chat/completions", {**named, "messages": messages, "stream": stream, **options}
+    )
+
+
+@contextlib.contextmanager
+def _unbroken(server: Server) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
+        raise UserError(f"{server.address}: the answer broke off ({type(error).__name__}: {error}).") from None
+
+
+def _request(address: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY):
+        headers["Authorization"] = f"Bearer {key}"
+    content = json.dumps(body).encode() if body is not None else None
+    try:
+        return urllib.request.urlopen(urllib.request.Request(address + path, content, headers), timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        said = " ".join(error.read(500).decode(errors="replace").split())[:200]
+        raise UserError(f"{address}{path}: the server answered {error.code}: {said}") from None
+    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(f"{address}: no answer ({reason}); is a server running there?") from None

@@ -1,0 +1,139 @@
+"""The servers, and how each is started: vLLM where it is installed, else transformers' own (`one_model.py`)."""
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...recipe.errors import UserError
+from ...recipe.project import python_path
+from ...training.model_folder.base_model import config_of
+from . import environment
+from .served import Served
+
+ENGINES = ("auto", "vllm", "transformers")
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM makes room for."""
+WEB = ("fastapi", "uvicorn", "openai", "multipart")
+"""What `transformers serve` imports beside transformers."""
+INSTALL = 'pip install "deepspeed-recipes[serve]"'
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A server to start."""
+
+    title: str
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+    """The whole environment of its process."""
+    start_in: Path | None = None
+    """The folder that it is started in; None: where the user is."""
+
+
+def choose(engine: str, served: Served) -> str:
+    """Return the engine for `auto`: vLLM where it is installed and has kernels for the model.
+
+    Raises:
+        UserError: none is installed, or the one that is cannot serve this.
+    """
+    runs = not is_packed(served.model) or has_packed_kernels()
+    if engine == "auto":
+        engine = "vllm" if environment.python("vllm") and runs else "transformers"
+    if engine == "vllm":
+        environment.require("vllm", "--engine vllm")
+        if not runs:
+            raise UserError(
+                f"{served.model}: vLLM's kernels for 4-bit weights need a GPU or a processor with AVX-512; use "
+                "--engine transformers, or export with --quantize int8."
+            )
+        return engine
+    missing = [package for package in WEB if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UserError(f"transformers serve needs {', '.join(missing)}: {INSTALL}; or use vLLM: {environment.how()}")
+    if len(served.adapters) > 1:
+        raise UserError(f"transformers serve has one model at a time; several adapters need vLLM: {environment.how()}")
+    return engine
+
+
+def vllm(served: Served, host: str, port: int) -> Engine:
+    """Return vLLM's server; requests name the model or one of its adapters."""
+    python = environment.require("vllm", "--engine vllm")
+    words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
+    words += ["--model", str(served.model), "--served-model-name", served.name, "--tokenizer", str(served.tokenizer)]
+    if dtype := _dtype(served.model):
+        words += ["--dtype", dtype]  # by itself vLLM would answer with fp32 weights rounded to 16 bits
+    if (served.tokenizer / "chat_template.jinja").exists():
+        words += ["--chat-template", str(served.tokenizer / "chat_template.jinja")]
+    if served.adapters:
+        widest = max(adapter.rank for adapter in served.adapters)
+        rank = next((rank for rank in LORA_RANKS if rank >= widest), None)
+        if rank is None:
+            raise UserError(
+                f"an adapter of rank {widest}: vLLM takes {LORA_RANKS[-1]}; merge it (ds-recipes export --merge)."
+            )
+        words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(len(served.adapters))]
+        words += ["--lora-modules", *(f"{adapter.name}={adapter.folder}" for adapter in served.adapters)]
+    variables = _variables(environment.variables())
+    if not _on_gpu():
+        words.append("--enforce-eager")  # compiling takes minutes
+        variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    return Engine("vLLM", tuple(words), variables)
+
+
+def transformers(name: str, place: Path, host: str, port: int) -> Engine:
+    """Return `transformers serve` of a whole model.
+
+    Args:
+        name: of the model in requests; the server knows it by its path only, so it is started beside it.
+        place: a folder of which the model is the only other content.
+        host: where it listens.
+        port: where it listens.
+    """
+    if "@" in name:
+        raise UserError(f"{name}: transformers reads what follows an @ as a revision; name the model with --name NAME.")
+    words = (sys.executable, "-m", "deepspeed_recipes.export.serve.one_model", name, host, str(port))
+    return Engine("transformers serve", words, _variables(os.environ | python_path({})), place)
+
+
+def _variables(found: dict[str, str]) -> dict[str, str]:
+    """Return variables under which a server uses no network, and loads nothing on request."""
+    closed = dict.fromkeys(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"), "0")
+    return {**found, **closed, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def _dtype(model: Path) -> str | None:
+    """Return what a model computes in: what it was trained in, but bf16 where its weights are quantised in fp32.
+
+    No kernel for 4 bits has fp32, and for 8 bits none on GPUs and on processors with AMX (vLLM 0.32).
+    """
+    config = config_of(model)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return "bfloat16" if dtype == "float32" and _weight_bits(model) else dtype
+
+
+def is_packed(model: Path) -> bool:
+    """Return whether a model's weights have 4 bits each, in compressed-tensors' format."""
+    return 4 in _weight_bits(model)
+
+
+def _weight_bits(model: Path) -> set[int]:
+    """Return how many bits a model's quantised weights have, in compressed-tensors' format."""
+    groups = (config_of(model).get("quantization_config") or {}).get("config_groups") or {}
+    return {bits for group in groups.values() if (bits := (group.get("weights") or {}).get("num_bits"))}
+
+
+def has_packed_kernels() -> bool:
+    """Return whether vLLM computes with 4-bit weights here: 0.32 has `cpu_gemm_wna16` for AVX-512, not for AVX2."""
+    if _on_gpu() or platform.machine() != "x86_64":
+        return True
+    return "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+
+
+def _on_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())

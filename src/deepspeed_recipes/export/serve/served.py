@@ -1,0 +1,120 @@
+"""What a server answers with: a whole model, or adapters side by side on their base model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...recipe.errors import UserError
+from ...recipe.run_folder import read_json
+from ...training.model_folder import base_model, record
+from ..evaluate import candidates
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter, and what requests call it."""
+
+    name: str
+    folder: Path
+    rank: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served."""
+
+    name: str
+    """Of the model in requests, where they do not ask for an adapter."""
+    model: Path
+    """A whole model: a folder, or a Hub id."""
+    tokenizer: Path
+    """Where the tokenizer and the chat template are: the model's, or those that the adapter was trained with."""
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def asked(self) -> str:
+        """The name that the examples use: the first adapter's, or the model's."""
+        return self.adapters[0].name if self.adapters else self.name
+
+
+def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
+    """Return what the words of the command line name.
+
+    Args:
+        name: a run, a checkpoint, a model folder or an adapter folder.
+        called: its name in requests; None: the recipe's, or the folder's.
+        adapters: more adapters of the same base model, NAME=FOLDER each.
+
+    Raises:
+        UserError: there is no such model, it writes no text, or the adapters have different bases.
+    """
+    from ...training.model_folder import card  # a second's import, which --help does without
+
+    folder = model_folder(name)
+    if card.look(folder).scores:
+        raise UserError(f"{name}: gives scores and writes no text; serve a model that does.")
+    own = called or _name(folder, name)
+    _check_name("--name", own)
+    found = [_adapter(own, folder)] if (folder / base_model.ADAPTER).exists() else []
+    for word in adapters:
+        label, equals, path = word.partition("=")
+        if not (label and equals and path):
+            raise UserError(f"--adapter {word}: write NAME=FOLDER.")
+        _check_name("--adapter", label)
+        found.append(_adapter(label, model_folder(Path(path))))
+    names = [adapter.name for adapter in found]
+    if len(names) > len(set(names)):
+        raise UserError(f"--adapter: two are called {max(names, key=names.count)}; each needs a name of its own.")
+    if not found:
+        return Served(own, folder, folder)
+    base = base_model.find(found[0].folder) if (folder / base_model.ADAPTER).exists() else folder
+    for adapter in found:
+        other = base_model.find(adapter.folder)
+        if other != base and not _same(other, base):
+            raise UserError(f"--adapter {adapter.name}: its base model is {other}, and {base} is served.")
+    return Served("base" if own in names else own, base, found[0].folder, tuple(found))
+
+
+def _check_name(option: str, name: str) -> None:
+    """Refuse a name that a server or a shell would take for an option, a path or several lines."""
+    if "/" in name or name.startswith((".", "-")) or not name.isprintable():
+        raise UserError(f"{option} {name!r}: write a name without a slash, that begins with a letter or a digit.")
+
+
+def model_folder(name: Path) -> Path:
+    """Return the folder with the weights: a run's export, or its newest checkpoint; or the folder itself.
+
+    Raises:
+        UserError: no such folder, or no model in it.
+    """
+    found = candidates.find(str(name), None).model
+    if not isinstance(found, Path):
+        raise UserError(f"{name}: is served already.")
+    return found
+
+
+def _name(folder: Path, typed: Path) -> str:
+    held = record.read(folder)
+    return held.recipe.name if held and typed.resolve() != folder else folder.name
+
+
+def _adapter(name: str, folder: Path) -> Adapter:
+    if not (folder / base_model.ADAPTER).exists():
+        raise UserError(f"--adapter {name}: {folder} holds no adapter ({base_model.ADAPTER}).")
+    if (folder / base_model.QUANTIZATION).exists():
+        raise UserError(
+            f"{folder}: was trained on a base model in 4 bits, and a server would put it on another one; "
+            f"merge it first: ds-recipes export {folder} --merge --output DIR."
+        )
+    return Adapter(name, folder, int(read_json(folder / base_model.ADAPTER)["r"]))
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Return whether two folders hold the same model: exports of one recipe have equal configurations and sizes."""
+    if not all((place / "config.json").exists() for place in (one, other)):
+        return False
+    first, second = (
+        (read_json(place / "config.json"), {file.name: file.stat().st_size for file in place.glob("*.safetensors")})
+        for place in (one, other)
+    )
+    return first == second

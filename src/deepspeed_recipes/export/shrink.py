@@ -1,0 +1,236 @@
+"""A smaller model made of a larger one's weights, as the start of a student: fewer layers, narrower feed-forward parts.
+
+Works on the files: tensors keep their names and their dtype, and no model is built until the result is checked. What
+such a model says is nonsense until it is trained; it learns far faster than from random weights (Sanh et al. 2019,
+arXiv:1910.01108, for layers; Muralidharan et al. 2024, arXiv:2407.14679, for both).
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ..recipe.errors import UserError, first_line
+from ..recipe.run_folder import read_json
+
+INDEX = "model.safetensors.index.json"
+COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "generation_config.json",
+)
+"""Files that a smaller model shares with the larger one."""
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
+NUMBERED = re.compile(r"^(.+?)\.(\d+)\.(.+)$")
+"""A tensor of a layer: the list of layers, the layer's number, and the rest of its name."""
+INPUTS, OUTPUT, BOTH = ("gate_proj.weight", "up_proj.weight"), "down_proj.weight", "gate_up_proj.weight"
+"""The matrices of a gated feed-forward part, by the ends of their names; some models store the first two as one."""
+HIDDEN = (
+    "--hidden: every layer reads and adds to one stream of that width, and which of its directions matter shows on "
+    "data only, not in the weights; use --layers and --intermediate."
+)
+
+
+@dataclass(frozen=True)
+class Shrunken:
+    """What was made."""
+
+    layers: list[int]
+    """The numbers of those that were kept."""
+    intermediate: int
+    before: int
+    """Parameters."""
+    after: int
+
+
+def shrink(source: str, output: Path, layers: int | None, intermediate: int | None) -> Shrunken:
+    """Write a model with some of another's layers and feed-forward neurons into a folder that is new or empty.
+
+    Args:
+        source: a folder or a Hub id.
+        output: the folder.
+        layers: how many to keep, evenly spaced, the first and the last among them; None: all.
+        intermediate: how wide the feed-forward parts become; each layer keeps the neurons whose weights have the
+            largest norms. None: as they are.
+
+    Raises:
+        UserError: no such model, sizes that it has not, or an architecture that cannot be cut like this.
+    """
+    folder = _local(source)
+    config = read_json(folder / "config.json")
+    sizes = _text(config)
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"--output {output}: is not empty; name a new folder.")
+    kept = _kept(source, sizes, layers)
+    width = _width(source, sizes, intermediate)
+    state = _state(folder)
+    before = _count(state)
+    names = _layer_lists(state, sizes["num_hidden_layers"])
+    if len(names) != 1:
+        raise UserError(
+            f"{source}: its files hold {len(names)} lists of {sizes['num_hidden_layers']} layers, so it is not known "
+            "which to shorten; shrink reads decoders with one list."
+        )
+    state = _with_layers(state, names[0], kept)
+    if width < sizes["intermediate_size"]:
+        state = _narrowed(source, state, width)
+    _write(folder, output, _resized(config, kept, width), state)
+    _check(source, output)
+    return Shrunken(kept, width, before, _count(state))
+
+
+def spaced(before: int, after: int) -> list[int]:
+    """Return the numbers of `after` layers of `before`, evenly spaced, with the first and the last."""
+    return [round(index * (before - 1) / (after - 1)) for index in range(after)]
+
+
+def _local(source: str) -> Path:
+    if Path(source).is_dir():
+        if not (Path(source) / "config.json").is_file():
+            raise UserError(f"{source}: this folder has no config.json; give a Hugging Face model folder.")
+        return Path(source)
+    try:
+        wanted = ["config.json", INDEX, "*.safetensors", *COPIED, *LICENCES]
+        return Path(snapshot_download(source, allow_patterns=wanted))
+    except Exception as error:  # the Hub's client raises its own, its transport's, and ValueError for a bad name
+        raise UserError(f"{source}: no such folder, and not on the Hub: {first_line(error)}") from error
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("text_config") or config
+
+
+def _kept(source: str, sizes: Mapping[str, Any], layers: int | None) -> list[int]:
+    before = sizes.get("num_hidden_layers")
+    if before is None:
+        raise UserError(f"{source}: its config.json has no num_hidden_layers; shrink cannot tell its layers.")
+    if layers is None:
+        return list(range(before))
+    if not 2 <= layers <= before:
+        raise UserError(
+            f"--layers {layers}: the model has {before}; keep between 2, the first and the last, and those."
+        )
+    return spaced(before, layers)
+
+
+def _width(source: str, sizes: Mapping[str, Any], intermediate: int | None) -> int:
+    before = sizes.get("intermediate_size")
+    if intermediate is None:
+        return before or 0
+    if before is None or any("expert" in name and size for name, size in sizes.items()):
+        raise UserError(f"--intermediate {intermediate}: {source} has no plain feed-forward parts; leave it out.")
+    if not 1 <= intermediate <= before:
+        raise UserError(f"--intermediate {intermediate}: the model's is {before}; choose a smaller number.")
+    return intermediate
+
+
+def _state(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: holds no .safetensors file; pickled weights are not read, since they can run code.")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _count(state: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in state.values())
+
+
+def _layer_lists(state: Mapping[str, Any], layers: int) -> list[str]:
+    """Return the names of the lists that have exactly so many layers."""
+    found: dict[str, set[int]] = {}
+    for name in state:
+        if match := NUMBERED.match(name):
+            found.setdefault(match[1], set()).add(int(match[2]))
+    return [name for name, numbers in found.items() if numbers == set(range(layers))]
+
+
+def _with_layers(state: Mapping[str, torch.Tensor], layers: str, kept: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the kept layers, under their new numbers, and all that are in no layer."""
+    numbers, result = {old: new for new, old in enumerate(kept)}, {}
+    for name, tensor in state.items():
+        match = NUMBERED.match(name)
+        if match is None or match[1] != layers:
+            result[name] = tensor
+        elif int(match[2]) in numbers:
+            result[f"{layers}.{numbers[int(match[2])]}.{match[3]}"] = tensor
+    return result
+
+
+def _narrowed(source: str, state: dict[str, torch.Tensor], width: int) -> dict[str, torch.Tensor]:
+    """Return the tensors with `width` neurons in every feed-forward part.
+
+    A neuron is a row of the gate, the same row of the up projection and the same column of the down projection; it
+    matters as the product of their norms, which is the largest that it can add to the stream.
+    """
+    outputs = [name for name in state if name.endswith(OUTPUT)]
+    result = dict(state)
+    for name in outputs:
+        part = name.removesuffix(OUTPUT)
+        fused = f"{part}{BOTH}" in state
+        names = [f"{part}{BOTH}"] if fused else [f"{part}{one}" for one in INPUTS]
+        if not all(one in state for one in names) or any(
+            f"{part}{one}.bias" in state for one in ("down_proj", "up_proj")
+        ):
+            outputs = []
+            break
+        gate, up = state[names[0]].chunk(2) if fused else (state[one] for one in names)
+        norms = gate.float().norm(dim=1) * up.float().norm(dim=1) * state[name].float().norm(dim=0)
+        best = norms.topk(width).indices.sort().values
+        smaller = [torch.cat([gate[best], up[best]])] if fused else [gate[best], up[best]]
+        result |= dict(zip(names, smaller, strict=True)) | {name: state[name][:, best].contiguous()}
+    if not outputs:
+        raise UserError(
+            f"--intermediate {width}: {source} has no gated feed-forward parts (gate, up and down projection without "
+            "biases); leave it out."
+        )
+    return result
+
+
+def _resized(config: dict[str, Any], kept: Sequence[int], width: int) -> dict[str, Any]:
+    """Return the configuration with the new sizes; lists with an entry per layer lose those that were left out."""
+    sizes = _text(config)
+    before = sizes["num_hidden_layers"]
+    changed = {
+        name: [value[number] for number in kept] if isinstance(value, list) and len(value) == before else value
+        for name, value in sizes.items()
+    }
+    changed |= {"num_hidden_layers": len(kept)} | ({"intermediate_size": width} if width else {})
+    return config | {"text_config": changed} if sizes is not config else changed
+
+
+def _write(folder: Path, output: Path, config: Mapping[str, Any], state: dict[str, torch.Tensor]) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    for pattern in (*COPIED, *LICENCES):
+        for file in folder.glob(pattern):
+            shutil.copy(file, output)
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_torch_state_dict(state, output)
+
+
+def _check(source: str, output: Path) -> None:
+    """Load what was written, as anybody would; remove it if that fails.
+
+    Raises:
+        UserError: weights are missing, left over or of other sizes.
+    """
+    try:
+        _, about = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True, trust_remote_code=False)
+        problems = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in about[kind]]
+        why = ", ".join(map(str, problems[:3]))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        problems, why = [error], first_line(error)
+    if problems:
+        shutil.rmtree(output)
+        raise UserError(f"{source}: what is left of it is not a model that transformers loads: {why}")

@@ -1,0 +1,123 @@
+"""Several LoRA adapters of one base model as a single one: the sum of their changes, each times its weight."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ..recipe.errors import UserError
+from ..recipe.run_folder import read_json
+from ..training.model_folder import base_model, card
+from ..training.model_folder.base_model import ADAPTER, KEY
+
+SUM = "sum"
+"""The name of the result among the adapters of the model."""
+MORE = ("use_dora", "target_parameters", "modules_to_save", "trainable_token_indices", "lora_bias", "use_rslora")
+"""Keys of an adapter that is more than the product of two matrices, or whose sum PEFT would scale by the root of its
+rank."""
+TOLERANCE = 1e-4
+"""The largest difference of a weight from the sum of the parts, relative to the largest change of its matrix."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """An adapter of the sum."""
+
+    name: str
+    """As it was typed."""
+    folder: Path
+    weight: float
+
+
+def check(parts: Sequence[Part]) -> None:
+    """Refuse adapters that cannot be added up.
+
+    Raises:
+        UserError: no adapter, one of another base model, or one that is more than the product of two matrices.
+    """
+    first = parts[0]
+    for part in parts:
+        if not (part.folder / ADAPTER).exists():
+            raise UserError(f"{part.name}: not an adapter; only adapters of one base model can be added up.")
+        config = read_json(part.folder / ADAPTER)
+        kept = next((key for key in MORE if config.get(key)), None)
+        if config.get("peft_type") != "LORA" or kept:
+            raise UserError(
+                f"{part.name}: {kept or config.get('peft_type')}: only plain LoRA adapters can be added up."
+            )
+        base = base_model.find(part.folder)
+        if base != base_model.find(first.folder):
+            raise UserError(f"{part.name}: an adapter for {base}, and {first.name} is for another base model.")
+        quantized = [(one.folder / card.QUANTIZATION).exists() for one in (first, part)]
+        if quantized[0] != quantized[1]:
+            raise UserError(f"{part.name} and {first.name}: one was trained on 4-bit weights and the other was not.")
+
+
+def add(base: Any, parts: Sequence[Part], folder: Path) -> None:
+    """Write the sum of adapters to `folder`, after comparing every matrix with the sum of the parts.
+
+    Its rank is the sum of theirs, so nothing is rounded off (PEFT's `add_weighted_adapter`, `cat`).
+
+    Args:
+        base: the model that they were trained on; it gets the adapters.
+        parts: as `check` accepts them.
+        folder: a new one.
+
+    Raises:
+        RuntimeError: a matrix differs from the sum of the parts.
+    """
+    from peft import PeftModel
+
+    names = [f"part{number}" for number in range(len(parts))]
+    model = PeftModel.from_pretrained(base, parts[0].folder, adapter_name=names[0], autocast_adapter_dtype=False)
+    for name, part in zip(names[1:], parts[1:], strict=True):
+        model.load_adapter(part.folder, adapter_name=name, autocast_adapter_dtype=False)
+    weights = [part.weight for part in parts]
+    model.add_weighted_adapter(names, weights, SUM, combination_type="cat")
+    worst = difference(model, names, weights)
+    if not worst <= TOLERANCE:
+        raise RuntimeError(
+            f"the sum of the adapters differs by {worst:.1e} of the largest change (allowed {TOLERANCE})"
+        )
+    model.save_pretrained(folder, selected_adapters=[SUM])
+    for file in (folder / SUM).iterdir():
+        file.replace(folder / file.name)
+    (folder / SUM).rmdir()
+
+
+def difference(model: Any, names: Sequence[str], weights: Sequence[float]) -> float:
+    """Return the largest difference of the sum's matrices from what the parts add up to, relative to the largest."""
+    worst = 0.0
+    for module in model.modules():
+        held = [
+            name for name in names if any(name in getattr(module, part, {}) for part in ("lora_A", "lora_embedding_A"))
+        ]
+        if held:
+            pairs = zip(names, weights, strict=True)
+            expected = sum(weight * module.get_delta_weight(name).float() for name, weight in pairs if name in held)
+            off = (module.get_delta_weight(SUM).float() - expected).abs().max()
+            worst = max(worst, (off / expected.abs().max().clamp(min=1e-12)).item())
+    return worst
+
+
+def write_card(folder: Path, parts: Sequence[Part], merged: bool) -> None:
+    """Write a card that says what was added up, for the adapter or for the base model with it (`merged`)."""
+    base = str(base_model.find(parts[0].folder))
+    named = (
+        {"base_model": base, "base_model_relation": "finetune" if merged else "adapter"}
+        if base_model.is_hub_id(base)
+        else {}
+    )
+    data = ModelCardData(
+        library_name="transformers" if merged else "peft",
+        pipeline_tag="text-generation",
+        tags=["lora", "merge"],
+        **named,
+    )
+    rows = "".join(f"| {Path(part.name).name} | {part.weight:g} |\n" for part in parts)
+    kept = read_json(folder / ADAPTER)[KEY]
+    about = f"The sum of {len(parts)} LoRA adapters for `{base if named else Path(kept).name}`, each times its weight."
+    text = f"---\n{data.to_yaml()}\n---\n\n# A sum of adapters\n\n{about}\n\n| adapter | weight |\n|---|---|\n{rows}"
+    ModelCard(text).save(folder / card.FILE)

@@ -1,0 +1,136 @@
+"""The ranks on a machine: their number, their environment, and the DeepSpeed launcher's command that starts them."""
+
+import os
+import shlex
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ..machine import ops
+from ..recipe import deepspeed_file
+from ..recipe.errors import UserError, redact
+from ..recipe.project import python_path
+from ..recipe.recipe import Recipe
+from ..recipe.run_folder import RunFolder
+from .ssh import hostfile
+from .supervise import RANK_MODULE
+
+
+def visible_gpus() -> int:
+    """Return how many GPUs this process may use; torch, which takes seconds to import, is asked only if a driver is."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def rank_count(asked: int | None, gpus: int) -> int:
+    """Return how many ranks to start on this machine.
+
+    Raises:
+        UserError: fewer than one, or more than there are GPUs.
+    """
+    if asked is None:
+        return gpus or 2
+    if asked < 1:
+        raise UserError(f"--gpus {asked}: must be at least 1.")
+    if gpus and asked > gpus:
+        raise UserError(f"--gpus {asked}: this machine has {gpus}.")
+    return asked
+
+
+def deepspeed_command(
+    folder: RunFolder, ranks: int, pool: hostfile.HostPool | None = None, master: str | None = None
+) -> list[str]:
+    """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool.
+
+    Raises:
+        UserError: CUDA_VISIBLE_DEVICES names GPUs in a way that the launcher does not understand.
+    """
+    # Not the launcher's default port: a run that is still ending often holds it.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = Path(sys.executable).with_name("deepspeed")
+    where = hostfile.launcher_options(pool, master or pool.hosts[0]) if pool else local_devices(ranks, visible_gpus())
+    return [
+        *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
+        *("--quiet", "--no_local_rank", *where, "--master_port", str(port)),
+        *("--module", RANK_MODULE, str(folder.path)),
+    ]
+
+
+def local_devices(ranks: int, gpus: int) -> list[str]:
+    """Return the launcher's options for ranks on this machine: on the first of the GPUs that the user has chosen.
+
+    `--num_gpus` makes DeepSpeed drop CUDA_VISIBLE_DEVICES and count from 0: with 4,5 the ranks would get 0 and 1, which
+    may be somebody else's (deepspeed 0.19.8, launcher/runner.py, `main`).
+
+    Raises:
+        UserError: they are named by UUID.
+    """
+    chosen = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
+    if not gpus or not chosen:
+        return ["--num_gpus", str(ranks)]
+    if not all(device.isdecimal() for device in chosen):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={','.join(chosen)}: DeepSpeed's launcher takes numbers, e.g. 0,1; "
+            "nvidia-smi -L lists them beside the UUIDs."
+        )
+    return ["--include", f"localhost:{','.join(chosen[:ranks])}"]
+
+
+def threads(ranks: int) -> str:
+    """Return OMP_NUM_THREADS for this machine's ranks, unless the user has set it: an equal share of its cores.
+
+    Each rank would otherwise use all of them, for Adam on the host too: 8 times as many threads as cores beside 8 GPUs.
+    """
+    return os.environ.get("OMP_NUM_THREADS") or share_of_cores(ranks)
+
+
+def share_of_cores(ranks: int) -> str:
+    """Return the number of this machine's cores for each of its ranks."""
+    return str(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
+def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
+    """Return the environment of the ranks."""
+    extra = {
+        **python_path(os.environ),
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": threads(ranks),
+        # PyTorch's profiler announces each start and stop on stderr.
+        "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99"),
+        **ops.environment(),
+    }
+    if not gpus:
+        extra |= {
+            "DS_ACCELERATOR": "cpu",
+            # glibc keeps freed memory per arena: with one instead of two a rank of `tiny` peaks 3% lower, as fast.
+            "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1"),
+        }
+    return os.environ | extra
+
+
+def compile_ops(recipe: Recipe, ranks: int, gpus: int) -> None:
+    """Compile the DeepSpeed ops that a run needs and this machine lacks, before all ranks do it at once.
+
+    Raises:
+        UserError: an op does not compile.
+    """
+    file = deepspeed_file.read(recipe.deepspeed)
+    if recipe.layout.expert > 1:
+        file = replace(file, optimizer=None)  # as `training_arguments` does: the Trainer makes it
+    ops.prepare(ops.needed(file), rank_environment(ranks, gpus))
+
+
+def record(folder: RunFolder, command: list[str] | None = None) -> None:
+    """Append the user's command to the run's command.txt, and print and append the DeepSpeed launcher's."""
+    lines = [redact(shlex.join([sys.executable, *sys.argv]))]
+    if command:
+        lines.append(redact(shlex.join(command)))
+        print(lines[-1], flush=True)
+    with folder.command.open("a", encoding="utf-8") as log:
+        log.write("".join(f"{line}\n" for line in lines))

@@ -1,0 +1,163 @@
+"""A run's Kubernetes manifests, one file for each kind of cluster, filled from the templates beside this module.
+
+`job.yaml` needs only Kubernetes (an indexed Job), `jobset.yaml` the JobSet controller, `trainjob.yaml` Kubeflow
+Trainer. In each of them a pod is a node: it runs `launching.node`, and resumes from the newest complete
+checkpoint when it is restarted.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...recipe.conversions import to_dict
+from ...recipe.errors import UserError, check_no_credential
+from ...recipe.project import PACKAGE
+from ...recipe.recipe import Recipe, names
+from ...recipe.run_folder import RunFolder
+from .. import variables
+from ..allocation import Allocation
+from ..templates import fill
+
+IMAGE = "deepspeed-recipes:latest"
+VOLUME = "runs"
+MOUNT = "/runs"
+"""Where pods mount the shared volume (ReadWriteMany): run folders, data, Hugging Face's cache."""
+PROJECT = "/workspace"
+"""Where the image has this checkout (Dockerfile)."""
+USER = 1000
+"""The user that the image runs as (Dockerfile)."""
+RECIPE_MOUNT = "/recipe"
+APP = "deepspeed-recipes"
+"""The label of all pods, and the name of a Secret that may hold HF_TOKEN and WANDB_API_KEY; it is optional."""
+PORT = 29500
+RESTARTS = 3
+"""Unless `--max-restarts` says otherwise."""
+SHARED_MEMORY = "16Gi"
+"""The most that /dev/shm may take of the pod's memory."""
+GRACE = 300
+"""Seconds between SIGTERM and SIGKILL."""
+HERE_ONLY = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Variables that describe this machine, like paths."""
+FILES = ("job.yaml", "jobset.yaml", "trainjob.yaml")
+
+
+def allocation(name: str, nodes: int | None, ranks: int | None) -> Allocation:
+    """Return what to ask the cluster for: a GPU for each rank.
+
+    Raises:
+        UserError: fewer than one node or rank.
+    """
+    nodes, ranks = 1 if nodes is None else nodes, 1 if ranks is None else ranks
+    if nodes < 1 or ranks < 1:
+        raise UserError("--nodes and --gpus must be at least 1.")
+    return Allocation(name, nodes, ranks, gpus=True)
+
+
+def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the manifests as YAML, by file name.
+
+    Args:
+        asked: nodes and ranks.
+        recipe: with absolute local paths.
+        folder: the run has its name on the volume too.
+        options: `image`, `volume`, and under `environment` the variables of the ranks.
+
+    Raises:
+        UserError: the recipe uses a file that pods cannot see, or the image or the volume has an invalid name.
+    """
+    check_names(options["image"], options["volume"])
+    values = {
+        "name": object_name(f"{recipe.name}-{folder.path.name}"),
+        "files": files(recipe),
+        "nodes": asked.nodes,
+        "gpus": asked.ranks_per_node,
+        "restarts": asked.restarts or RESTARTS,
+        "image": options["image"],
+        "volume": options["volume"],
+        "environment": environment(options["environment"]),
+        "secrets": variables.SECRETS,
+        "app": APP,
+        "user": USER,
+        "mount": MOUNT,
+        "recipe_mount": RECIPE_MOUNT,
+        "port": PORT,
+        "grace": GRACE,
+        "shared_memory": SHARED_MEMORY,
+    }
+    return {file: fill(Path(__file__).with_name(f"{file}.jinja"), **values) for file in FILES}
+
+
+def check_names(image: str, volume: str) -> None:
+    """Refuse what no image or no volume claim can be called.
+
+    Raises:
+        UserError: names the option.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", image, re.ASCII):
+        raise UserError(f"--image {image!r}: not an image; write for instance registry/name:tag.")
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", volume):
+        raise UserError(f"--volume {volume!r}: not a claim's name (small letters, digits, dots and dashes).")
+
+
+def object_name(text: str) -> str:
+    """Return a valid name for Kubernetes objects: a DNS label, short enough for what controllers append."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:44].strip("-")
+
+
+def files(recipe: Recipe, mount: str = MOUNT, recipe_mount: str = RECIPE_MOUNT) -> dict[str, str]:
+    """Return the recipe and its DeepSpeed configuration, with their paths as pods see them.
+
+    Args:
+        recipe: with absolute local paths.
+        mount: where pods have the shared volume.
+        recipe_mount: where they have these files.
+
+    Raises:
+        UserError: a file is neither in this checkout nor on the volume.
+    """
+    check_no_credential(to_dict(recipe), "in the job's files")
+    config = Path(recipe.deepspeed).read_text(encoding="utf-8")
+    fields = to_dict(recipe) | {"deepspeed": f"{recipe_mount}/deepspeed.json"}
+    fields["model"] = fields["model"] | {"path": _in_pod("model.path", recipe.model.path, mount)}
+    fields["model"]["chat_template"] = _in_pod("model.chat_template", recipe.model.chat_template, mount)
+    fields["data"] = fields["data"] | {"path": _each_in_pod("data.path", recipe.data.path, mount)}
+    fields["data"]["validation"] = recipe.data.validation and _each_in_pod(
+        "data.validation", recipe.data.validation, mount
+    )
+    return {"recipe.json": json.dumps(fields, indent=2), "deepspeed.json": config}
+
+
+def _each_in_pod(key: str, paths: str, mount: str) -> str:
+    return ",".join(_in_pod(key, path, mount) for path in names(paths))
+
+
+def _in_pod(key: str, path: str, mount: str) -> str:
+    if not path.startswith("/") or path.startswith(f"{mount}/"):
+        return path
+    if Path(path).is_relative_to(PACKAGE):
+        return f"{PROJECT}/src/deepspeed_recipes/{Path(path).relative_to(PACKAGE)}"
+    inside = f"{mount}/{Path(path).name}"
+    raise UserError(f"{key}={path}: pods cannot see this file; copy it to the volume and set {key}={inside}.")
+
+
+def environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of our environment that also make sense in a pod, without secrets."""
+    kept = {
+        name: value
+        for name, value in variables.forwarded(ours).items()
+        if name not in HERE_ONLY and not value.startswith(("/", "~"))
+    }
+    return kept | {"HF_HOME": f"{MOUNT}/huggingface"}  # one download for all nodes
+
+
+def how_to(written: Path) -> str:
+    """Return what to do with the manifests."""
+    job, jobset, trainjob = (shlex.quote(str(written / file)) for file in FILES)
+    return f"""manifests: {written}
+apply one:  kubectl apply -f {job}       (plain Kubernetes)
+            kubectl apply -f {jobset}    (with the JobSet controller)
+            kubectl apply -f {trainjob}  (with Kubeflow Trainer)
+follow it:  kubectl logs -f -l app.kubernetes.io/name={APP}"""

@@ -1,0 +1,104 @@
+"""Run one node's ranks of a run that a scheduler has started: `python -m deepspeed_recipes.launching.node`.
+
+Every node runs the same command. Restarted after a preemption or a failure, it resumes from the newest complete
+checkpoint. SIGTERM makes the ranks write one and end; the exit status is then 143, so that the scheduler knows that the
+run is unfinished.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..machine import children, run_lock
+from ..recipe import files, run_folder
+from ..recipe.errors import UserError, lasting
+from ..recipe.run_folder import RunFolder
+from ..report import write
+from ..report.profiler import conclude
+from ..training.start import unsupervised
+from ..training.tracking import afterwards
+from .command import threads
+from .supervise import RANK_MODULE, supervise
+
+UNFINISHED = 128 + signal.SIGTERM
+"""Exit status of a run that was stopped; with 0 Kubernetes would consider it complete."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Read the command line, run this node's ranks, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="node.py", description=__doc__)
+    parser.add_argument("folder", type=Path, help="the run's folder, shared by all nodes")
+    parser.add_argument("--recipe", type=Path, metavar="F", help="recipe.json to copy into a new run folder")
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="number of nodes")
+    parser.add_argument(
+        "--node-rank", type=int, default=node_rank(), metavar="N", help="default: from SLURM or Kubernetes"
+    )
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks on this node")
+    parser.add_argument("--master-addr", required=True, metavar="A", help="address of the first node")
+    parser.add_argument("--master-port", required=True, type=int, metavar="P", help="port on the first node")
+    options = parser.parse_args(words)
+    run = RunFolder(options.folder)
+    if run_folder.is_finished(run):
+        print(f"{run.path}: this run has already finished", flush=True)
+        return 0
+    # One node's lock is the run's; a pod or a job that was moved waits until its predecessor is known to be dead.
+    lock = run_lock.hold(run.path, wait=2 * run_lock.SILENT) if options.node_rank == 0 else contextlib.nullcontext()
+    with lock:
+        return start(run, options)
+
+
+def start(run: RunFolder, options: argparse.Namespace) -> int:
+    """Run this node's ranks and return the exit status."""
+    if options.node_rank == 0:
+        prepare(run, options.recipe, options.nodes * options.gpus)
+    with children.scratch() as folder:
+        hostfile = folder / "hosts"
+        hostfile.write_text("".join(f"node-{node} slots={options.gpus}\n" for node in range(options.nodes)))
+        environment = os.environ | {"OMP_NUM_THREADS": threads(options.gpus)}
+        outcome = supervise(command(run, options, hostfile), environment, run, options.gpus)
+    if outcome.cause:
+        print(outcome.cause, file=sys.stderr, flush=True)
+    if options.node_rank == 0:
+        if outcome.status:
+            afterwards.failed(run, outcome.cause, outcome.status)
+        conclude.at_end(run)
+        write.at_end(run)
+        afterwards.upload(run)
+    return UNFINISHED if outcome.status == 0 and not run_folder.is_finished(run) else outcome.status
+
+
+def node_rank() -> int:
+    """Return this node's number, from SLURM or from an indexed Kubernetes Job."""
+    return int(os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX") or 0)
+
+
+def prepare(run: RunFolder, recipe: Path | None, world_size: int) -> None:
+    """Prepare the folder for the first start, or for a restart after steps were lost; on the first node only."""
+    if recipe and not run.recipe.exists():
+        files.write_bytes(run.recipe, recipe.read_bytes())
+    unsupervised.prepare(run, world_size)
+
+
+def command(run: RunFolder, options: argparse.Namespace, hostfile: Path) -> list[str]:
+    """Return DeepSpeed's launcher for one of several nodes, without ssh."""
+    position = ("--node_rank", str(options.node_rank), "--master_addr", options.master_addr)
+    return [
+        *(sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--no_local_rank", "--no_ssh"),
+        *("--hostfile", str(hostfile), *position, "--master_port", str(options.master_port)),
+        *("--module", RANK_MODULE, str(run.path)),
+    ]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception as error:
+        reason = str(error) if isinstance(error, UserError) else lasting(error, sys.argv[1])
+        if reason is None:
+            raise
+        print(reason, file=sys.stderr, flush=True)
+        sys.exit(2)

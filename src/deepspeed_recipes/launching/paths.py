@@ -1,0 +1,92 @@
+"""A recipe's paths, made absolute: the model, the data and the DeepSpeed file, as the ranks will open them."""
+
+import difflib
+from dataclasses import replace
+from pathlib import Path
+
+from ..recipe.errors import UserError
+from ..recipe.methods import rewards
+from ..recipe.methods.settings import Distill
+from ..recipe.project import CONFIGS
+from ..recipe.recipe import Recipe, names
+from ..training.model_folder.portable import own_path
+
+
+def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
+    """Return the recipe with its local paths made absolute, so that every rank and a later resume find the files.
+
+    A path is relative to the current folder, or else to the project's root; a DeepSpeed file may also be one in
+    `configs/`. A path that exists nowhere and looks like a Hub id stays as it is, and so does every path below `mount`,
+    a folder that only other machines see.
+
+    Raises:
+        UserError: a file that does not exist, or a folder without a model.
+    """
+    data = replace(
+        recipe.data,
+        path=_each_absolute("data.path", recipe.data.path, mount),
+        validation=recipe.data.validation and _each_absolute("data.validation", recipe.data.validation, mount),
+    )
+    model = replace(recipe.model, path=_absolute("model.path", recipe.model.path, mount))
+    if Path(model.path).exists() and not Path(model.path, "config.json").is_file():
+        raise UserError(
+            f"model.path={recipe.model.path}: this folder has no config.json. Give a Hugging Face model folder, for "
+            "instance a run's export/; an adapter becomes one with ds-recipes export --merge."
+        )
+    if model.chat_template not in ("auto", "chatml"):
+        model = replace(model, chat_template=_absolute("model.chat_template", model.chat_template, mount))
+    deepspeed = _absolute("deepspeed", recipe.deepspeed, None, CONFIGS)
+    reward, distill = _functions(recipe.reward, mount), _teacher(recipe.distill, mount)
+    return replace(recipe, data=data, model=model, deepspeed=deepspeed, reward=reward, distill=distill)
+
+
+def _teacher(distill: Distill, mount: str | None) -> Distill:
+    """Return the settings with the teacher's folder and the cache's, which need not exist yet, as absolute paths."""
+    if distill.teacher and not distill.served:
+        teacher = _absolute("distill.teacher", distill.teacher, mount)
+        if Path(teacher).exists() and not Path(teacher, "config.json").is_file():
+            raise UserError(
+                f"distill.teacher={distill.teacher}: no config.json in it; name a Hugging Face model folder."
+            )
+        distill = replace(distill, teacher=teacher)
+    return replace(distill, cache=str(Path(distill.cache).absolute())) if distill.cache else distill
+
+
+def _functions(reward: str | None, mount: str | None) -> str | None:
+    """Return the reward functions with their files' absolute paths."""
+    if reward is None:
+        return None
+    found = rewards.functions(reward)
+    return ",".join(f"{_absolute('reward', function.path, mount)}:{function.name}" for function in found)
+
+
+def _each_absolute(key: str, paths: str, mount: str | None) -> str:
+    return ",".join(_absolute(key, path, mount) for path in names(paths))
+
+
+def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
+    if mount and Path(path).is_relative_to(mount):
+        return path
+    for folder in (Path(), *folders):
+        place = folder / path
+        if place.is_file() or place.is_dir():
+            return str(place.resolve())
+        if place.exists():
+            raise UserError(f"{key}={path}: a pipe or a device, which ranks cannot read again; save it as a file.")
+        if place.is_symlink():
+            raise UserError(f"{key}={path}: a link to {place.readlink()}, which is not there.")
+    if own := own_path(path):  # what an export calls a sample
+        return str(own)
+    looks_like_hub_id = (
+        path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix[1:].isalpha()
+    )
+    if key in ("model.path", "data.path", "distill.teacher") and looks_like_hub_id:
+        return path
+    raise UserError(f"{key}={path}: no such file or folder.{_nearest(path, folders)}")
+
+
+def _nearest(path: str, folders: tuple[Path, ...]) -> str:
+    known = sorted(file.name for folder in folders for file in folder.glob("*.json"))
+    near = difflib.get_close_matches(f"{path.removesuffix('.json')}.json", known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{hint} configs/ has: {', '.join(known)}." if known else ""

@@ -1,0 +1,276 @@
+"""What the launcher checks before it starts anything: the DeepSpeed file, the layout and the data.
+
+Standard library only, apart from the linter: it costs milliseconds.
+"""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ..config import lint
+from ..recipe import deepspeed_file, limits
+from ..recipe import files as spec_files
+from ..recipe.deepspeed_file import DeepSpeedFile
+from ..recipe.errors import UserError
+from ..recipe.layout import bubble, gradient_accumulation_steps
+from ..recipe.methods import rewards
+from ..recipe.methods.traits import Method
+from ..recipe.recipe import Recipe, names
+from ..recipe.run_folder import read_json
+from ..recipe.tracking import trackers
+from ..training.data import classes, text_files, updates
+from ..training.data.forms import columns, formats
+from ..training.methods.distillation import vocabulary
+from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
+from ..training.model_folder import weights
+from ..training.model_folder.base_model import config_of
+from ..training.vision import content, files
+
+UNKNOWN = "only the ranks will know"
+"""Counted once for each source that the launcher does not read."""
+STREAMED = 1000
+"""How many examples of a streamed file are checked."""
+
+
+def check_config(recipe: Recipe, ranks: int) -> None:
+    """Lint the DeepSpeed configuration for this run: print warnings, and stop at errors.
+
+    Raises:
+        UserError: names the file, the key, the line, the value and the fix.
+    """
+    local = Path(recipe.model.path, "config.json")
+    findings = lint.lint(
+        recipe.deepspeed,
+        world_size=ranks,
+        model=local if local.exists() else dict(recipe.model.config) or None,
+        lora=recipe.lora is not None and recipe.layout.tensor == 1,  # `layout.tensor` also splits adapters
+    )
+    if error := lint.first_error(findings, recipe.deepspeed):
+        # The linter sees the file only, and would advise another one where a key of the recipe is the mistake.
+        check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks)
+        raise UserError(error)
+    for finding in findings:
+        # A run leaves the step of zeros out (`upstream.leave_out_step_of_zeros`), and its Trainer finds the hidden size
+        # where a bare Accelerator does not, which is all that the rule's warning says.
+        if finding.rule not in ("step-of-zeros", "no-hidden-size"):
+            print(lint.describe(finding, recipe.deepspeed), flush=True)
+
+
+def check_model(recipe: Recipe) -> None:
+    """Refuse model folders that training cannot start from: the recipe's, unless it trains a draft, and its teacher's.
+
+    Raises:
+        UserError: names the folder or the file, and the fix.
+    """
+    if not recipe.draft.enabled:
+        weights.check(Path(recipe.model.path))
+        # The ranks look at special tokens, too, and at the data.
+        if known := vocabulary.tokens(Path(recipe.model.path), special=False):
+            weights.check_tokens(Path(recipe.model.path), known, (), f"model.path={recipe.model.path}")
+        if (settings := Path(recipe.model.path, "generation_config.json")).exists():
+            read_json(settings)
+    if recipe.traits.teacher and not recipe.distill.served:
+        weights.check(Path(str(recipe.distill.teacher)), "distill.teacher")
+
+
+def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
+    """Refuse a layout that cannot run, and report a pipeline whose stages idle more than they have to.
+
+    Raises:
+        UserError: names the sizes, the reason and the nearest sizes that can run.
+    """
+    known = with_dimensions(recipe)
+    limits.check(known, ranks, file)
+    limits.check_micro_batch(recipe)
+    limits.check_blocks(known, file)
+    for line in limits.other_sizes(recipe, file):
+        print(line, flush=True)
+    if recipe.traits.teacher:
+        _check_teacher(recipe)
+    stages, micro_batches = recipe.layout.pipeline, gradient_accumulation_steps(recipe, ranks)
+    if stages > 1 and micro_batches < 4 * stages:
+        print(
+            f"layout.pipeline={stages}: with {micro_batches} micro-batches per step the stages idle "
+            f"{bubble(stages, micro_batches):.0%} of the time; with {4 * stages}, from a larger global_batch_size or a "
+            f"smaller micro_batch_size, {bubble(stages, 4 * stages):.0%}.",
+            flush=True,
+        )
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Refuse trackers that are not installed here.
+
+    W&B is part of the training stack; where that is missing, a command says so before it starts anything.
+
+    Raises:
+        UserError: says how to install it.
+    """
+    stack = importlib.util.find_spec("deepspeed") is not None
+    trackers.check_installed([name for name in recipe.trackers if stack or name != "wandb"])
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    """Refuse a teacher with another vocabulary, where both are local folders; the ranks check the others.
+
+    Raises:
+        UserError: names a token that has different numbers.
+    """
+    ours, theirs = (vocabulary.tokens(Path(path)) for path in (recipe.model.path, str(recipe.distill.teacher)))
+    if ours and theirs:
+        vocabulary.check(str(recipe.distill.teacher), ours, theirs)
+
+
+def with_dimensions(recipe: Recipe) -> Recipe:
+    """Return the recipe with the dimensions of the model that it will train: the draft's, the folder's or the page's.
+
+    Raises:
+        UserError: the config.json in the model's folder is not JSON.
+    """
+    config = dict(recipe.model.config)
+    if recipe.draft.enabled:
+        heads, shared = config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1)
+        sizes = {"num_attention_heads": HEADS, "num_key_value_heads": key_value_heads(heads, shared)}
+        sizes |= dict.fromkeys(limits.EXPERT_COUNTS, EXPERTS)
+        sizes["num_hidden_layers"] = recipe.draft.layers
+        config |= {name: size for name, size in sizes.items() if name in config}
+    else:
+        config = config_of(Path(recipe.model.path)) or config
+    return replace(recipe, model=replace(recipe.model, config=config))
+
+
+def check_data(recipe: Recipe) -> int | None:
+    """Read every local text file once and refuse what training could not use; of a streamed file only the beginning.
+
+    Parquet, Arrow, folders and Hub datasets are checked by the same rules when the ranks read them.
+
+    Returns:
+        How many examples there are to train on; None where only the ranks will know.
+
+    Raises:
+        UserError: options that contradict each other; a file that is missing, empty, not UTF-8 or not JSON at a line;
+            or an example that lacks what the method needs.
+    """
+    _check_options(recipe)
+    counts: list[int | None] = []
+    kinds_of: dict[str, Counter[Any]] = {}
+    for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
+        labels: Counter[Any] = Counter()
+        for name in names(path):
+            count = None
+            place = Path(name)
+            if place.is_dir() and not any(Path(file).suffix in text_files.READ for file in spec_files.below(place)):
+                raise UserError(f"{name}: no data files in this folder or below ({', '.join(text_files.READ)}).")
+            if place.is_file() and place.suffix not in text_files.COLUMNAR:
+                most = STREAMED if recipe.data.streaming and trained else None
+                data = recipe.data
+                found = check_file(place, recipe.method, data.form, most, data.columns, recipe.model.vision)
+                count = found.total()
+                labels += found
+            else:
+                labels[UNKNOWN] += 1
+            if trained:
+                counts.append(count)
+        kinds_of["data.path" if trained else "data.validation"] = labels
+    _check_together(recipe, kinds_of)
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts) or recipe.data.streaming:
+        return None
+    return min(sum(known), recipe.data.max_examples or sum(known))
+
+
+def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
+    """Refuse what only all examples together show; `found` has them by kind, under the keys that name them."""
+    examples = recipe.traits.examples
+    known = {key: counts for key, counts in found.items() if counts and UNKNOWN not in counts}
+    for key, counts in known.items():
+        if examples == "judged answers":
+            _check_labels(key, counts)
+        elif examples == "matching texts":
+            classes.check_negatives(key, counts[True], counts.total())
+    training = known.get("data.path")
+    if training and examples == "matching texts":
+        classes.check_pairs("data.path", training.total(), recipe.global_batch_size)
+    elif training and examples == "labelled texts":
+        classes.check("data.path", training)
+        classes.check_known("data.validation", known.get("data.validation", ()), training)
+
+
+def _check_labels(key: str, labels: Counter[Any]) -> None:
+    """Refuse judged answers of one kind only."""
+    if len(labels) == 1:
+        (label,) = labels
+        raise UserError(
+            f"{key}: all {labels.total()} answers have the label {str(label).lower()}; KTO learns from good answers "
+            f"and bad ones. Add some whose label is {str(not label).lower()}."
+        )
+
+
+def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
+    """Return what is wrong with the number of updates where an example is a sequence; None: nothing, or not known yet.
+
+    Packed or cut examples are as many sequences as the ranks find.
+    """
+    if examples is None or recipe.packing or recipe.method == "pretrain" or recipe.data.weights:
+        return None
+    if recipe.traits.rollouts:  # a sequence is an answer
+        sequences = examples * recipe.grpo.group_size * recipe.grpo.iterations
+        return updates.advice(recipe, updates.Size(examples, sequences, sequences, None), ranks)
+    return updates.advice(recipe, updates.Size(examples, examples, examples, None), ranks)
+
+
+def _check_options(recipe: Recipe) -> None:
+    data = recipe.data
+    if recipe.traits.rollouts:
+        rewards.check_files(recipe.reward)
+    text_files.weights(data)
+    columns.fields(data.columns)
+    if not data.streaming:
+        return
+    if not recipe.traits.packs:  # TRL's trainer tokenizes before the first step
+        title, examples = recipe.traits.title, recipe.traits.examples
+        raise UserError(
+            f"data.streaming=true: {title} reads all {examples} before training starts; remove data.streaming."
+        )
+    if data.max_examples is not None:
+        raise UserError(f"data.max_examples={data.max_examples}: a stream is read as it comes; use max_steps instead.")
+    if recipe.max_steps is None:
+        raise UserError("data.streaming=true: a stream has no length; add max_steps=1000 or as many as you want.")
+    if data.validation_share and not data.validation:
+        raise UserError(
+            f"data.validation_share={data.validation_share}: a stream cannot be split; set data.validation to a file."
+        )
+
+
+def check_file(
+    path: Path,
+    method: Method,
+    form: str = "auto",
+    most: int | None = None,
+    named: str | None = None,
+    vision: bool = False,
+) -> Counter[Any]:
+    """Check a text file's first `most` examples (None: all) for a method, and return how many there are, by kind.
+
+    `named` is the recipe's `data.columns`. An example's kind is its label, or whether it has a `negative`. With
+    `vision` an example may show pictures, and each of them is opened.
+
+    Raises:
+        UserError: names the file, the line, the field and the fix.
+    """
+    examples = columns.renamed(text_files.read(path), columns.fields(named))
+    if vision:
+        converted = files.checked(content.converted(examples, method, form, path.parent))
+    else:
+        converted = formats.converted(examples, method, form)
+    found = Counter(map(_kind, islice(converted, most)))
+    if not found:
+        raise UserError(f"{path} is empty: it holds no example.")
+    return found
+
+
+def _kind(example: formats.Example) -> Any:
+    return example["negative"] is not None if "negative" in example else example.get("label")

@@ -1,0 +1,184 @@
+"""A Ray cluster as the launcher sees it: which of its nodes a run gets, and whether they can take it.
+
+Ray itself is only in the processes that are started from here. Without `--address` the run gets a cluster of its own on
+this machine, for as long as it runs.
+"""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...recipe.errors import UserError
+from ...recipe.project import python_path
+from ...recipe.run_folder import RunFolder
+from ..command import rank_count, visible_gpus
+from ..ssh.hostfile import HostPool
+
+LOCAL = "local"
+"""The address that makes Ray start a cluster on this machine."""
+VERSION = "2.60.0"
+"""That the tests use."""
+REACH = 5
+"""Seconds in which the address has to answer."""
+ANSWER = 300
+"""Seconds for all that is asked of a cluster at once."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a cluster."""
+
+    id: str
+    """Ray's."""
+    name: str
+    """Its address, with the beginning of its id if another node has the same one."""
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """The nodes of a run, and how many ranks it has on each."""
+
+    address: str
+    nodes: tuple[Node, ...]
+    """Empty for one that is started here."""
+    most_ranks: int
+    on_gpus: bool
+
+    @property
+    def ranks(self) -> int:
+        """The world size."""
+        return self.most_ranks * max(1, len(self.nodes))
+
+    @property
+    def pool(self) -> HostPool:
+        """The nodes as hosts, for the checks that those have too."""
+        return HostPool({node.name: tuple(range(self.most_ranks)) for node in self.nodes}, Path(self.address))
+
+
+def of(options: Namespace) -> RayCluster | None:
+    """Return the nodes that the options select; None without `--ray`.
+
+    Raises:
+        UserError: no Ray here, nothing answers at the address, or the cluster has fewer nodes, GPUs or CPUs.
+    """
+    if not options.ray:
+        return None
+    check_installed()
+    address = options.address or os.environ.get("RAY_ADDRESS") or LOCAL
+    if address == LOCAL:
+        if (options.nodes or 1) > 1:
+            raise UserError(
+                f"--nodes {options.nodes}: --ray alone uses this machine; add --address HOST:6379, a cluster's."
+            )
+        gpus = visible_gpus()
+        return RayCluster(LOCAL, (), rank_count(options.gpus, gpus), gpus > 0)
+    check_address(address)
+    return selected(address, nodes_of(ask(address)), options.nodes, options.gpus)
+
+
+def selected(address: str, nodes: list[Node], count: int | None, ranks: int | None) -> RayCluster:
+    """Return the first `count` nodes (None: all) that have room for `ranks` each (None: as many as all have).
+
+    Raises:
+        UserError: there are fewer.
+    """
+    on_gpus = any(node.gpus for node in nodes)
+    what = "GPUs" if on_gpus else "CPUs"
+    if (count is not None and count < 1) or (ranks is not None and ranks < 1):
+        raise UserError("--nodes and --gpus must be at least 1.")
+
+    def room(node: Node) -> int:
+        return node.gpus if on_gpus else node.cpus
+
+    usable = [node for node in nodes if room(node) >= (ranks or 1)]
+    if not usable or len(usable) < (count or 1):
+        there = ", ".join(f"{node.name} {room(node)}" for node in nodes)
+        asked = " ".join(f"--{name} {number}" for name, number in (("nodes", count), ("gpus", ranks)) if number)
+        raise UserError(f"{asked or '--ray'}: the Ray cluster at {address} has fewer {what} ({there}).")
+    usable = usable[:count]
+    return RayCluster(address, tuple(usable), ranks or min(map(room, usable)), on_gpus)
+
+
+def check_installed() -> None:
+    """Raise UserError, with the command that installs it, if Ray is not here."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(f'--ray: Ray is not installed here; pip install "ray[train]=={VERSION}" (make ray).')
+
+
+def check_address(address: str) -> None:
+    """Refuse an address that is no cluster's, or where nothing listens: Ray would try for a minute.
+
+    Raises:
+        UserError: says what to write.
+    """
+    if address == "auto":
+        return
+    if "://" in address:
+        raise UserError(
+            f"--address {address}: write HOST:6379, a cluster that this machine is part of, or http://HOST:8265, its "
+            "dashboard, to submit a job."
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"--address {address}: write HOST:PORT as `ray start` prints it, auto, or http://HOST:8265.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"--address {address}: {why}; start Ray there (ray start --head), or correct it.") from None
+
+
+def nodes_of(found: list[dict[str, Any]]) -> list[Node]:
+    """Return the nodes that `ray.nodes` has listed, with a name for each."""
+    several = {address for address, count in Counter(one["address"] for one in found).items() if count > 1}
+    names = [f"{one['address']}-{one['id'][:6]}" if one["address"] in several else one["address"] for one in found]
+    return [Node(one["id"], name, one["cpus"], one["gpus"]) for one, name in zip(found, names, strict=True)]
+
+
+def ask(address: str, *about: str) -> list[dict[str, Any]]:
+    """Return what `ray.nodes` prints.
+
+    Raises:
+        UserError: no cluster answers, or not to this machine, or it has other versions.
+    """
+    command = [sys.executable, "-m", "deepspeed_recipes.launching.ray.nodes", address, *about]
+    try:
+        done = subprocess.run(command, env=environment(os.environ), capture_output=True, text=True, timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"--address {address}: the cluster gives no answer within {ANSWER} s.") from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise UserError(f"--address {address}: not a Ray cluster that this machine can use: {last}")
+    answer = json.loads(lines[-1])
+    if "failed" in answer:
+        raise UserError(f"--address {address}: {answer['failed']}")
+    return answer["nodes"]
+
+
+def environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process that uses Ray: nothing is reported to its makers unless the user has said so.
+
+    Ray lowers the priority of its workers, and so of the ranks, which would then wait for everything else; this holds
+    for a cluster that is started here.
+    """
+    defaults = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    return defaults | dict(ours) | python_path(ours)
+
+
+def command(cluster: RayCluster, run: RunFolder, ranks: int) -> list[str]:
+    """Return the process that runs an attempt."""
+    words = [sys.executable, "-m", "deepspeed_recipes.launching.ray.train", str(run.path), "--address", cluster.address]
+    words += ["--ranks", str(ranks), "--each", str(cluster.most_ranks), *(["--gpus"] if cluster.on_gpus else [])]
+    return words + (["--nodes", ",".join(node.id for node in cluster.nodes)] if cluster.nodes else [])

@@ -1,0 +1,175 @@
+"""Run an attempt on a Ray cluster: `python -m ...ray.train RUN_FOLDER --address A ...`, which the launcher supervises.
+
+Ray Train places and watches the workers, one for each rank. It is asked for one attempt only: whether another makes
+sense, and from which checkpoint with how many ranks, is known to `restarts.py`, which acts on a rank's exit status;
+Ray would also repeat a user's mistake, and take a rewind for a failure.
+"""
+
+import argparse
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from ...recipe.errors import first_line
+from ...recipe.run_folder import RunFolder, write_json
+from .. import variables
+from ..causes import FailedRank
+from . import nodes, output, rank
+from .cluster import LOCAL
+
+OBJECTS = 80 * 2**20
+"""Bytes of shared memory for Ray's objects on a cluster that is started here, the least that it takes; it has none."""
+
+NODE_LOST = 20
+"""Seconds in which Ray marks a node as dead whose workers are gone: five checks, three seconds apart."""
+
+
+class AllGpus(Backend):
+    """Ray's part in the ranks' rendezvous: none, but each sees all GPUs of its node, as NCCL wants it."""
+
+    share_cuda_visible_devices = True
+
+
+class Ranks(BackendConfig):
+    """What `TorchTrainer` has TorchConfig for: no process group in Ray's workers, whose ranks make their own."""
+
+    backend_cls = AllGpus
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the attempt, print what the ranks print, leave the failures in the run folder, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="train.py", description=__doc__)
+    parser.add_argument("folder", type=Path, help="the run's folder, shared by all nodes")
+    parser.add_argument("--address", required=True, metavar="A", help=f"of the cluster; {LOCAL}: start one here")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="the world size")
+    parser.add_argument("--each", type=int, required=True, metavar="N", help="ranks on each node")
+    parser.add_argument("--nodes", default="", metavar="ID,...", help="Ray's ids of the nodes, but with a local one")
+    parser.add_argument("--gpus", action="store_true", help="each rank has a GPU")
+    options = parser.parse_args(words)
+    run = RunFolder(options.folder)
+    with output.followed(run):
+        return attempt(run, options)
+
+
+def attempt(run: RunFolder, options: argparse.Namespace) -> int:
+    """Run the ranks to their end and return the exit status: the first failed rank's, or 1 if Ray has failed."""
+    local: dict[str, Any] = {}
+    if options.address == LOCAL:
+        counts = {"num_cpus": options.each, "num_gpus": options.each if options.gpus else 0}
+        local = {**counts, "include_dashboard": False, "object_store_memory": OBJECTS}
+    try:
+        nodes.connect(options.address, **local)
+    except Exception as reason:  # the cluster is gone, or what it needs did not start
+        print(f"Ray: {first_line(reason) or type(reason).__name__}", file=sys.stderr, flush=True)
+        return 1
+    chosen = options.nodes.split(",") if options.nodes else [node["id"] for node in nodes.alive()]
+    error = fit(run, trainer(run, options, chosen), chosen)
+    failed = failures(error, chosen)
+    if error and not failed:
+        print(f"Ray: {first_line(error) or type(error).__name__}", file=sys.stderr, flush=True)
+    write(run, failed)
+    ray.shutdown()
+    return failed[0].code % 256 if failed and failed[0].code else int(error is not None)
+
+
+def trainer(run: RunFolder, options: argparse.Namespace, chosen: list[str]) -> DataParallelTrainer:
+    """Return what runs one worker for each rank, `--each` of them on each of the nodes."""
+    needed = ("PYTHONPATH", "TORCH_EXTENSIONS_DIR")
+    given = variables.forwarded(os.environ) | {name: os.environ[name] for name in needed if name in os.environ}
+    places = [{"ray.io/node-id": chosen[number // options.each]} for number in range(options.ranks)]
+    return DataParallelTrainer(
+        rank.train,
+        train_loop_config={"folder": str(run.path), "environment": given},
+        backend_config=Ranks(),
+        scaling_config=ScalingConfig(num_workers=options.ranks, use_gpu=options.gpus, label_selector=places),
+        run_config=RunConfig(name="ray", storage_path=str(run.path), failure_config=FailureConfig(max_failures=0)),
+    )
+
+
+def fit(run: RunFolder, ready: DataParallelTrainer, chosen: list[str]) -> Exception | None:
+    """Train, and return why it failed. SIGINT and SIGTERM go to the ranks, which write a checkpoint and end."""
+    errors: list[Exception] = []
+    signals: list[int] = []
+
+    def work() -> None:
+        try:
+            ready.fit()
+        except Exception as error:
+            errors.append(error)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: signals.append(number))
+    thread = threading.Thread(target=work)  # Ray's own answer to Ctrl-C, in the main thread, ends the ranks at once
+    thread.start()
+    while thread.is_alive():
+        thread.join(output.POLL)
+        while signals:
+            pass_on(signals.pop(), run, chosen)
+    return errors[0] if errors else None
+
+
+def pass_on(number: int, run: RunFolder, chosen: list[str]) -> None:
+    """Send a signal to the ranks on each machine; what Ray counts as several nodes may be one."""
+    machines = {node["address"]: node["id"] for node in nodes.alive() if node["id"] in chosen}
+    ray.wait(
+        [nodes.on(node, rank.signal_ranks, number, str(run.path)) for node in machines.values()], timeout=output.POLL
+    )
+
+
+def failures(error: Exception | None, chosen: list[str]) -> list[FailedRank]:
+    """Return the nodes that were lost, or the ranks that have failed, the first one first."""
+    found = {number: cause_of(one) for number, one in getattr(error, "worker_failures", {}).items()}
+    said = sorted((one for one in found.values() if isinstance(one, rank.RankFailed)), key=lambda one: one.ended)
+    if error and (lost := lost_nodes(chosen, NODE_LOST if len(said) < len(found) else 0)):
+        return lost
+    # A worker that is gone has said nothing: it was killed, with its rank, and the others fail because of that.
+    gone = [FailedRank(number, -signal.SIGKILL, host_of(one)) for number, one in found.items() if one not in said]
+    return gone + [FailedRank(one.rank, one.code, one.host) for one in said]
+
+
+def lost_nodes(chosen: list[str], patience: float) -> list[FailedRank]:
+    """Return the nodes that are gone. Ray notices the end of a worker before that of its node: wait so many seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        gone = sorted(set(chosen) - {node["id"] for node in nodes.alive()})
+        if gone or time.monotonic() >= deadline:
+            known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            return [FailedRank(None, None, known.get(node, node)) for node in gone]
+        time.sleep(output.POLL)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return a rank's own error out of what Ray has wrapped around it."""
+    while not isinstance(error, rank.RankFailed):
+        inner = getattr(error, "cause", None) or error.__cause__ or getattr(error, "health_check_failure", None)
+        if not isinstance(inner, BaseException):
+            break
+        error = inner
+    return error
+
+
+def host_of(error: BaseException) -> str:
+    """Return the address that Ray gives of a worker that is gone."""
+    match = re.search(r"^\s*ip: (\S+)", str(error), re.MULTILINE)
+    return match[1] if match else "a node"
+
+
+def write(run: RunFolder, failed: list[FailedRank]) -> None:
+    """Leave the failures for the launcher."""
+    if failed:
+        write_json(output.failures(run), [asdict(one) for one in failed])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

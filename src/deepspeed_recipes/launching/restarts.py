@@ -1,0 +1,143 @@
+"""Restart a failed run from its newest complete checkpoint, on the remaining ranks.
+
+DeepSpeed removed its elasticity in 0.19. This is simpler: the run ends and starts again as with `--resume`, through a
+universal checkpoint if the number of ranks has changed. The global batch size stays the same.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..recipe import deepspeed_file, limits, run_folder
+from ..recipe.errors import FileUnusable, UserError
+from ..recipe.project import program
+from ..recipe.recipe import Recipe
+from ..recipe.run_folder import COMPLETE, REWIND, RunFolder, append_jsonl
+from ..training import universal_checkpoint
+from ..training.checkpoint import digests
+from ..training.tracking import afterwards
+from . import preflight
+from .supervise import Outcome
+
+REWINDS = 10
+"""How often a run may rewind by itself; `--max-restarts` counts only restarts after a failure."""
+
+
+def check(recipe: Recipe, most: int) -> None:
+    """Refuse restarts that would have no checkpoint to start from.
+
+    Raises:
+        UserError: names the option, the key and the fix.
+    """
+    if most < 0:
+        raise UserError(f"--max-restarts {most}: must be at least 0.")
+    if most and not recipe.save_steps:
+        raise UserError(
+            f"--max-restarts {most}: save_steps=0 writes no checkpoints to restart from; add save_steps=100."
+        )
+
+
+def run_with_restarts(
+    recipe: Recipe,
+    run: RunFolder,
+    ranks: int,
+    most: int,
+    start: Callable[[int], Outcome],
+    available: Callable[[], int],
+) -> int:
+    """Run to the end, restarting after failures at most `most` times; return the last exit status.
+
+    Args:
+        recipe: as it runs.
+        run: its folder, prepared for the first start.
+        ranks: how many to start with.
+        most: number of restarts allowed.
+        start: runs an attempt with that many ranks to its end.
+        available: returns how many ranks could be started now.
+
+    Raises:
+        UserError: there is no checkpoint to restart from, or no number of ranks that can resume it.
+    """
+    asked, restarts, rewinds = ranks, 0, 0
+    while True:
+        outcome = start(ranks)
+        if outcome.cause:
+            print(f"{program('launch')}: {outcome.cause}", file=sys.stderr, flush=True)
+        if outcome.stopped or outcome.status in (0, 2):
+            return told(run, outcome)
+        if outcome.status == REWIND:
+            rewinds += 1
+            if rewinds > REWINDS:
+                raise UserError(f"rewound {REWINDS} times, so single examples are not the cause; lower learning_rate.")
+        elif restarts == most:
+            return told(run, outcome)
+        else:
+            restarts += 1
+        try:
+            checkpoint = intact_checkpoint(recipe, run)
+            ranks = largest_world_size(recipe, run, min(asked, available()))  # it may grow again when a host is back
+            prepare(recipe, run, ranks, checkpoint)
+        except UserError as error:
+            afterwards.failed(run, "\n".join(filter(None, (outcome.cause, str(error)))), outcome.status)
+            raise
+        what = "rewinding" if outcome.status == REWIND else f"restart {restarts} of {most}"
+        print(f"{what}: resuming from {checkpoint} with {ranks} ranks", flush=True)
+        step = run_folder.step_of(checkpoint)
+        append_jsonl(run.restarts, {"time": time.time(), "cause": outcome.cause, "from_step": step, "ranks": ranks})
+
+
+def told(run: RunFolder, outcome: Outcome) -> int:
+    """Tell the trackers how the run has ended, unless a rank has, and return the exit status."""
+    if outcome.status:
+        afterwards.failed(run, outcome.cause, outcome.status)
+    return outcome.status
+
+
+def intact_checkpoint(recipe: Recipe, run: RunFolder) -> Path:
+    """Return the newest checkpoint, all files of which have been read and are as they were written.
+
+    Raises:
+        UserError: there is none.
+    """
+    checkpoint = digests.newest_intact(run)
+    if checkpoint is None:
+        raise UserError(
+            f"nothing to restart from: {run.checkpoints} has no complete checkpoint yet; lower save_steps "
+            f"(now {recipe.save_steps})."
+        )
+    return checkpoint
+
+
+def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
+    """Return the largest number of ranks, at most `most`, that can resume the run.
+
+    Raises:
+        UserError: none can; gives the reason for the largest.
+    """
+    file, known, reason = deepspeed_file.read(recipe.deepspeed), preflight.with_dimensions(recipe), None
+    for ranks in range(most, 0, -1):
+        try:
+            limits.check(known, ranks, file)
+            universal_checkpoint.check(recipe, run, file, ranks)
+        except FileUnusable:  # which fewer ranks would not change
+            raise
+        except UserError as error:
+            reason = reason or error
+        else:
+            return ranks
+    raise reason or UserError("cannot restart: no GPU is available.")
+
+
+def prepare(recipe: Recipe, run: RunFolder, ranks: int, checkpoint: Path) -> None:
+    """Convert the newest checkpoint if these ranks need another form of it, and discard the steps after it.
+
+    Raises:
+        UserError: no room for the other form, or DeepSpeed cannot convert it.
+    """
+    with run_folder.explained(checkpoint):
+        if universal_checkpoint.is_needed(recipe.layout, run, ranks):
+            written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
+            print(f"{checkpoint} was written by {written_by} ranks; converting it for {ranks}", flush=True)
+            universal_checkpoint.convert(checkpoint)
+    run_folder.forget_after(run, checkpoint)

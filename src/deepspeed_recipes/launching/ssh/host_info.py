@@ -1,0 +1,94 @@
+"""Facts about one host, printed as JSON before a run: `python -m ...ssh.host_info FOLDER FILE PEER`."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ...machine import software
+from ...machine.checks import output
+from ...recipe.project import CONFIGS, PACKAGE, PAGES
+
+GIB = 2**30
+
+
+def collect(folder: Path, file: str, peer: str) -> dict[str, Any]:
+    """Return the facts that have to be equal on all hosts, or sufficient on each.
+
+    Args:
+        folder: the folder in which the run's folder will be created.
+        file: the name of a file that the launcher has written there.
+        peer: the host where all ranks meet; empty on that host itself.
+    """
+    gpus = (output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
+    os.environ["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"  # so that `software.ops` does not import torch
+    address = route_to(peer) if peer else own_address()
+    interface, speed = network(address)
+    return {
+        "commit": output("git", "-C", str(PACKAGE), "rev-parse", "--short=9", "HEAD") or "",
+        "code": fingerprint(),
+        "versions": versions(),
+        "ops": sorted(check.name.removeprefix("op ") for check in software.ops() if check.state == "ok"),
+        "gpus": gpus,
+        "free_gib": round(shutil.disk_usage(folder).free / GIB, 1) if folder.is_dir() else None,
+        "address": address,
+        "interface": interface,
+        "megabits": speed,
+        "shared": (folder / file).is_file(),
+        "time": time.time(),
+    }
+
+
+def fingerprint(package: Path = PACKAGE, configs: Path = CONFIGS) -> str:
+    """Return a digest of the code and the configurations; checkouts with the same digest behave the same."""
+    digest = hashlib.sha256()
+    for folder, pattern in ((package, "**/*.py"), (PAGES, "*.py"), (configs, "*.json")):
+        for file in sorted(folder.glob(pattern)):
+            digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:8]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that have to be the same on all ranks."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in software.NEEDED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def route_to(peer: str) -> str:
+    """Return the address from which this host reaches `peer`; empty if it has no route or cannot resolve the name."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((peer, 9))  # sends nothing: only asks the kernel for the route
+            return route.getsockname()[0]
+    except OSError:
+        return ""
+
+
+def own_address() -> str:
+    """Return the address under which ssh has reached this host."""
+    return (os.environ.get("SSH_CONNECTION", "").split() or [""] * 4)[2]
+
+
+def network(address: str) -> tuple[str, int]:
+    """Return the interface that has `address`, and its speed in megabits per second, 0 if unknown."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return name, psutil.net_if_stats()[name].speed
+    return "", 0
+
+
+if __name__ == "__main__":
+    print(json.dumps(collect(Path(sys.argv[1]), sys.argv[2], sys.argv[3])))

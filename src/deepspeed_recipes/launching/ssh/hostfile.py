@@ -1,0 +1,201 @@
+"""A run's hosts: DeepSpeed's hostfile, read and filtered by the rules of its launcher, and the options it gets.
+
+The file has one `name slots=N` per line, without users' names and ports; `--include` and `--exclude` are DeepSpeed's
+too: `host1@host2:0,2`.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...recipe.errors import UserError
+
+HOST = re.compile(r"[A-Za-z0-9][\w.:-]*")
+"""A host's name or address. It goes into pdsh's comma-separated list and into shell commands."""
+WORD = re.compile(r"[\w@+=:,./-]+")
+"""What the shells on the way leave as it is, and pdsh too, which replaces `%`."""
+
+
+@dataclass(frozen=True)
+class HostPool:
+    """The hosts of a run, and the slots (GPUs, or CPU ranks) that it uses on each."""
+
+    slots: Mapping[str, tuple[int, ...]]
+    """In the hostfile's order, which is the order of the ranks."""
+    hostfile: Path
+    options: tuple[str, ...] = ()
+    """What DeepSpeed's launcher gets besides the file."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names."""
+        return tuple(self.slots)
+
+    @property
+    def ranks(self) -> int:
+        """The world size."""
+        return sum(map(len, self.slots.values()))
+
+    @property
+    def most_ranks(self) -> int:
+        """The number of ranks on the host that has most."""
+        return max(map(len, self.slots.values()))
+
+
+def read(
+    hostfile: Path, include: str = "", exclude: str = "", nodes: int | None = None, gpus: int | None = None
+) -> HostPool:
+    """Return the hosts that the options select from a hostfile, by the rules of DeepSpeed's launcher.
+
+    Raises:
+        UserError: the file is missing, empty, or has a line that DeepSpeed would misread; a filter names a host or a
+            slot that does not exist; more nodes or GPUs than there are.
+    """
+    slots = parse(hostfile)
+    if (include or exclude) and (nodes or gpus):
+        raise UserError("--include and --exclude already select hosts and slots; leave out --nodes and --gpus.")
+    if include and exclude:
+        raise UserError("--include and --exclude: give one of them, not both.")
+    options: tuple[str, ...] = ()
+    if include or exclude:
+        slots = _filtered(slots, include or exclude, bool(include), hostfile)
+        options = ("--include", include) if include else ("--exclude", exclude)
+    if nodes is not None:
+        if not 1 <= nodes <= len(slots):
+            raise UserError(f"--nodes {nodes}: {hostfile} has {len(slots)} hosts.")
+        slots = dict(list(slots.items())[:nodes])
+        options += ("--num_nodes", str(nodes))
+    if gpus is not None:
+        for host, there in slots.items():
+            if not 1 <= gpus <= len(there):
+                raise UserError(f"--gpus {gpus}: {host} has slots={len(there)} in {hostfile}.")
+        slots = {host: tuple(range(gpus)) for host in slots}
+        options += ("--num_gpus", str(gpus))
+    if not slots:
+        raise UserError(f"--exclude {exclude}: no host of {hostfile} is left.")
+    return HostPool(slots, hostfile.resolve(), options)
+
+
+def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
+    """Return a hostfile's hosts with their slots.
+
+    Raises:
+        UserError: names the line.
+    """
+    try:
+        lines = hostfile.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--hostfile {hostfile}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from None
+    slots: dict[str, tuple[int, ...]] = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        _check_plain(f"{hostfile}:{number}", words[0])
+        count = re.fullmatch(r"slots=(\d+)", words[1]) if len(words) == 2 else None
+        if not count or ":" in words[0] or not HOST.fullmatch(words[0]):
+            raise UserError(
+                f"{hostfile}:{number}: `{line.strip()}` is not a valid hostfile line; write `name slots=8`."
+            )
+        if int(count[1]) == 0:
+            raise UserError(f"{hostfile}:{number}: {words[0]} has slots=0; give it at least 1, or remove the line.")
+        if words[0] in slots:
+            raise UserError(f"{hostfile}:{number}: {words[0]} is listed twice; write one line per host.")
+        slots[words[0]] = tuple(range(int(count[1])))
+    if not slots:
+        raise UserError(f"{hostfile}: no hosts; write one `name slots=8` per line.")
+    return slots
+
+
+def _check_plain(place: str, word: str) -> None:
+    """Refuse a user's name, a port and an IPv6 address: DeepSpeed's filters split at `@` and `:`, pdsh at `:`.
+
+    Raises:
+        UserError: names the lines for ~/.ssh/config.
+    """
+    if not re.fullmatch(rf"([\w.-]+@)?{HOST.pattern}(?<!:)", word) or not {"@", ":"} & {*word}:
+        return
+    user, _, address = word.rpartition("@")
+    host, _, port = address.partition(":")
+    lines = [f"User {user}"] if user else []
+    if ":" in port:
+        host, lines = "NAME", [f"HostName {address}", *lines]
+    elif port:
+        lines.append(f"Port {port}")
+    raise UserError(
+        f"{place}: {word}: a hostfile has names and IPv4 addresses only; write `{host} slots=8`, and into "
+        f"~/.ssh/config, which ssh and pdsh both read: `Host {host}`, and below it `{'` and `'.join(lines)}`."
+    )
+
+
+def _filtered(
+    slots: dict[str, tuple[int, ...]], text: str, include: bool, hostfile: Path
+) -> dict[str, tuple[int, ...]]:
+    flag = "--include" if include else "--exclude"
+    named: dict[str, tuple[int, ...]] = {}
+    for part in text.split("@"):
+        host, _, listed = part.partition(":")
+        if host not in slots:
+            raise UserError(f"{flag} {text}: {host!r} is not in {hostfile}, which has {', '.join(slots)}.")
+        if not re.fullmatch(r"(\d+(,\d+)*)?", listed) or part.endswith(":"):
+            raise UserError(f"{flag} {text}: slots are numbers separated by commas, as in {host}:0,2.")
+        chosen = tuple(sorted({int(slot) for slot in listed.split(",")})) if listed else slots[host]
+        for slot in chosen:
+            if slot not in slots[host]:
+                raise UserError(f"{flag} {text}: {host} has slots 0 to {len(slots[host]) - 1} in {hostfile}.")
+        named[host] = tuple(sorted({*named.get(host, ()), *chosen}))
+    if include:
+        return {host: named[host] for host in slots if host in named}
+    left = {host: tuple(slot for slot in there if slot not in named.get(host, ())) for host, there in slots.items()}
+    return {host: there for host, there in left.items() if there}
+
+
+def launcher_options(pool: HostPool, master: str) -> list[str]:
+    """Return the options of `deepspeed` that select the hosts.
+
+    Raises:
+        UserError: pdsh is not installed.
+    """
+    if not shutil.which("pdsh"):
+        raise UserError("--hostfile: DeepSpeed's launcher needs pdsh on this machine (Debian: apt-get install pdsh).")
+    # Without --force_multi a pool of one host would run here, whatever the host's name.
+    return ["--hostfile", str(pool.hostfile), *pool.options, "--master_addr", master, "--force_multi"]
+
+
+def check_command(folder: Path, master: str | None) -> None:
+    """Refuse what DeepSpeed would put unquoted into the command that the shell of each host reads.
+
+    Raises:
+        UserError: names the option or the folder.
+    """
+    if master is not None and not HOST.fullmatch(master):
+        raise UserError(f"--master-addr {master!r}: not a host's name or address.")
+    for what, path in (("--output-dir", str(folder)), ("the current folder", os.getcwd()), ("Python", sys.executable)):
+        if not WORD.fullmatch(path):
+            raise UserError(
+                f"{what} {path!r}: with --hostfile a path may have letters, digits and @+=:,./_- only; choose another."
+            )
+
+
+def first_slots(pool: HostPool, ranks: int) -> HostPool:
+    """Return the pool with only its first `ranks` slots."""
+    if ranks == pool.ranks:
+        return pool
+    slots: dict[str, tuple[int, ...]] = {}
+    for host, there in pool.slots.items():
+        if ranks:
+            slots[host] = there[:ranks]
+            ranks -= len(slots[host])
+    return with_slots(pool, slots)
+
+
+def with_slots(pool: HostPool, slots: Mapping[str, tuple[int, ...]]) -> HostPool:
+    """Return the pool with other slots, which its launcher gets as a list."""
+    if slots == pool.slots:
+        return pool
+    listed = "@".join(f"{host}:{','.join(map(str, there))}" for host, there in slots.items())
+    return HostPool(slots, pool.hostfile, ("--include", listed))

@@ -1,0 +1,171 @@
+"""Run DeepSpeed's launcher and its ranks: forward signals, notice failures, and leave no process behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import psutil
+
+from ..machine import children
+from ..recipe.run_folder import RunFolder
+from . import causes
+from .causes import FailedRank
+from .ranks import POLL, RankMonitor, numbered
+
+RANK_MODULE = "deepspeed_recipes.training.run"
+LAST_GRACE = 12
+"""Seconds that ranks get to end after a second Ctrl-C, after another rank has failed, or after the DeepSpeed launcher
+has ended. The last two can follow each other and still take less than the 30 s that DeepSpeed's launcher waits per
+rank."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended."""
+
+    status: int
+    """Exit status; 128 plus the number of the signal that ended it."""
+    cause: str | None
+    """Why, in lines to print; None if it succeeded, was stopped, or has printed the reason itself."""
+    stopped: bool
+    """Whether the user has stopped it."""
+
+
+class RankWatcher(Protocol):
+    """Watches a launcher's ranks, wherever they run."""
+
+    def failed(self, seconds: float) -> list[FailedRank]:
+        """Wait at most that long, and return the ranks that have failed and the hosts that were lost meanwhile."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks."""
+
+    def close(self) -> None:
+        """Stop watching."""
+
+
+class LocalWatcher:
+    """Watches the ranks that a launcher has started on this machine."""
+
+    def __init__(self, expected: int, launcher: int) -> None:
+        """`launcher` is its process id, `expected` the number of ranks."""
+        self.launcher = launcher
+        self.monitor = RankMonitor(lambda known: find_ranks(launcher, known), expected)
+        self.close = self.monitor.close
+
+    def failed(self, seconds: float) -> list[FailedRank]:
+        """Wait at most that long, and return the ranks that have failed meanwhile."""
+        return [FailedRank(rank, code, socket.gethostname()) for rank, code in self.monitor.failed(seconds)]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks, or to the launchers above them while no rank runs yet."""
+        tree = psutil.Process(self.launcher).children(recursive=True)
+        ranks = [process for process in tree if is_rank(process)]
+        for process in ranks or [psutil.Process(self.launcher), *tree]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                process.send_signal(number)
+
+
+def supervise(
+    command: list[str],
+    environment: dict[str, str],
+    run: RunFolder,
+    ranks: int,
+    watcher_of: Callable[[int], RankWatcher] | None = None,
+) -> Outcome:
+    """Run the command in a session of its own and return how it ended; its processes outlive neither this call nor us.
+
+    SIGINT and SIGTERM go to the ranks, which write a checkpoint and end; a second signal ends them at once. When one of
+    the `ranks` fails, the others get `LAST_GRACE` seconds. `watcher_of(launcher)` watches ranks on other machines;
+    without it they run here.
+    """
+    causes.remove_stacks(run)
+    with children.running(command, env=environment) as launcher:
+        watcher = (watcher_of or partial(LocalWatcher, ranks))(launcher.pid)
+        signals = 0
+
+        def forward(number: int, frame: Any) -> None:
+            nonlocal signals
+            signals += 1
+            if signals == 1:
+                print("\nstopping: the ranks are writing a checkpoint (repeat to end at once)", flush=True)
+                watcher.signal(number)
+            else:
+                os.killpg(launcher.pid, signal.SIGKILL)
+
+        previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            failed, status = wait(launcher, watcher)
+        finally:
+            end_session(launcher.pid)
+            watcher.close()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+    cause = None if signals else causes.explain(run, failed, status, ranks)
+    return Outcome(status, cause, bool(signals))
+
+
+def wait(launcher: subprocess.Popen, watcher: RankWatcher) -> tuple[list[FailedRank], int]:
+    """Wait for the launcher; return the ranks that have failed, the first one first, and the exit status."""
+    failed: list[FailedRank] = []
+    deadline = 0.0
+    while launcher.poll() is None:
+        failed += watcher.failed(POLL)
+        if failed:
+            deadline = deadline or time.monotonic() + LAST_GRACE
+        # A lost host gets no grace: noticing that it is gone has taken long enough.
+        if deadline and (time.monotonic() > deadline or any(one.rank is None for one in failed)):
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+    failed += watcher.failed(0)
+    if launcher.returncode < 0 and failed and failed[0].code:
+        return failed, shell_status(failed[0].code)  # the launcher was killed here, after that rank had failed
+    return failed, shell_status(launcher.returncode)
+
+
+def shell_status(code: int) -> int:
+    """Return the exit status that a shell shows for an exit code, which is negative for a signal."""
+    return code if code >= 0 else 128 - code
+
+
+def find_ranks(launcher: int, known: set[int]) -> list[tuple[int, int]]:
+    """Return the process id and the number of every rank below the launcher that is not `known`."""
+    try:
+        tree = psutil.Process(launcher).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return numbered(process for process in tree if process.pid not in known and is_rank(process))
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Return whether a process is a rank, and not a launcher whose command contains the rank's."""
+    try:
+        command = process.cmdline()
+    except psutil.NoSuchProcess:  # also for a zombie
+        return False
+    return RANK_MODULE in command and "deepspeed.launcher.launch" not in command
+
+
+def end_session(session: int) -> None:
+    """Wait for the remaining processes of a session, and kill those that do not end by themselves."""
+    deadline = time.monotonic() + LAST_GRACE
+    while session_alive(session) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if session_alive(session):
+        os.killpg(session, signal.SIGKILL)
+
+
+def session_alive(session: int) -> bool:
+    """Return whether a process group still has members."""
+    try:
+        os.killpg(session, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,86 @@
+"""Fill the templates of job scripts and manifests; every value passes through a filter that quotes it.
+
+`shell` quotes for a POSIX shell, `yaml` writes a value as YAML, `yaml_block` text of several lines as an indented block
+for people to read, and `python` a value as Python does. `literal` keeps Kubernetes from replacing `$(NAME)`.
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..recipe import files
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def fill(template: Path, **values: Any) -> str:
+    """Return a template with its values filled in; it may include its neighbours.
+
+    Raises:
+        jinja2.UndefinedError: the template uses a value that is missing.
+    """
+    return _environment(template.parent).get_template(template.name).render(values)
+
+
+def write(folder: Path, texts: Mapping[str, str]) -> Path:
+    """Write files by their names into `folder`, which is made, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in texts.items():
+        files.write_text(folder / file, text)
+    return folder
+
+
+@cache
+def _environment(folder: Path) -> "Environment":
+    """Return what compiles a folder's templates, once each."""
+    # Imported here, so that commands that fill no template do not wait for it.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # the filters quote
+    )
+    environment.filters |= {"shell": shell, "yaml": yaml_scalar, "yaml_block": yaml_block, "literal": literal}
+    environment.filters["python"] = repr
+    return environment
+
+
+def shell(value: object) -> str:
+    """Return a value as one word of a POSIX shell."""
+    return shlex.quote(str(value))
+
+
+def literal(text: str) -> str:
+    """Return text for a variable or a command of a pod, in which Kubernetes then replaces nothing."""
+    return text.replace("$", "$$")
+
+
+def yaml_scalar(value: object) -> str:
+    """Return a string, a number or a truth value as YAML on one line."""
+    if not isinstance(value, str):
+        return json.dumps(value, default=str)  # where a value is missing, str raises
+    import yaml
+
+    return yaml.safe_dump(value, default_style='"', width=math.inf, allow_unicode=True).strip()
+
+
+def yaml_block(text: str, indent: int) -> str:
+    """Return text as a YAML block, indented by `indent` spaces, or quoted if a block cannot hold it."""
+    import yaml
+
+    lines = "\n".join(f"{' ' * indent}{line}" if line else "" for line in text.rstrip("\n").split("\n"))
+    block = ("|\n" if text.endswith("\n") else "|-\n") + lines
+    try:
+        same = yaml.safe_load(f"key: {block}\n") == {"key": text}
+    except yaml.YAMLError:
+        same = False
+    return block if same else yaml_scalar(text)

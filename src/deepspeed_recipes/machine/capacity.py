@@ -1,0 +1,56 @@
+"""Free disk space and host memory, checked before a checkpoint is written."""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from ..recipe.errors import UserError
+
+GIB = 2**30
+
+
+def check_disk(folder: Path, needed: int, what: str) -> None:
+    """Refuse to write `needed` bytes that the disk has no space for.
+
+    Raises:
+        UserError: names the folder, what is free and what is needed.
+    """
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"{folder}: {what} needs about {needed / GIB:.2f} GiB, but only {free / GIB:.2f} GiB is free.\n"
+            "Free some space, choose another --output-dir, or save less often (save_steps=0 keeps only the export)."
+        )
+
+
+def gathered_bytes(total: int, trainable: int, bytes_per_weight: int, stage: int) -> int:
+    """Return the bytes of host memory in which rank 0 gathers the trained weights for a checkpoint under ZeRO-3."""
+    return bytes_per_weight * (trainable if trainable < total else total) if stage == 3 else 0
+
+
+def free_memory() -> int:
+    """Return the bytes of host memory that are available without swapping, on the machine or in this container."""
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no cgroup of version 2, or one without a limit ("max")
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(cached["inactive_file"]))
+    return free
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Refuse to gather `needed` bytes that host memory cannot hold.
+
+    Raises:
+        UserError: names what is free and what is needed.
+    """
+    free = free_memory() if needed else 0
+    if free < needed:
+        raise UserError(
+            f"{what} gathers {needed / GIB:.2f} GiB in host memory, but only {free / GIB:.2f} GiB is free.\n"
+            "Free some memory, or save the weights only in DeepSpeed's own format: "
+            "stage3_gather_16bit_weights_on_model_save=false."
+        )

@@ -1,0 +1,88 @@
+"""Child processes and scratch folders that end with this process, whatever ends it: SIGKILL too."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def _at_death(script: str, *words: str) -> Iterator[None]:
+    """Run a shell script as soon as this process dies, during a `with` block.
+
+    A shell in a session of its own waits for the end of a pipe, of which only this process has the other side. Nothing
+    else would do it: a child that hangs in a library does not notice the death of its parent, and most do not look.
+    """
+    shell = subprocess.Popen(
+        ["/bin/sh", "-c", f"read -r _; {script}", "sh", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        shell.kill()
+        shell.communicate()
+
+
+def killed_with_this_process(group: int) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a process group is killed as soon as this process dies."""
+    return _at_death(f"kill -s KILL -- -{group}")
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[Any]"]:
+    """Start a command in a session of its own, and kill that session when the block ends or this process dies.
+
+    The child waits for a line from this process before it becomes the command, so that it never runs without anything
+    to end it. A command that does not exist ends with status 127.
+
+    Args:
+        command: the program and its arguments.
+        options: of `subprocess.Popen`.
+    """
+    gate, opened = os.pipe()
+    waiting = ["/bin/sh", "-c", f'read -r _ </dev/fd/{gate} && exec "$@"', "sh", *command]
+    try:
+        process = subprocess.Popen(waiting, pass_fds=[gate], start_new_session=True, **options)
+        try:
+            with killed_with_this_process(process.pid):
+                os.write(opened, b"\n")
+                yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    finally:
+        os.close(gate)
+        os.close(opened)
+
+
+def run(command: Sequence[str], timeout: float | None = None, **options: Any) -> "subprocess.CompletedProcess[Any]":
+    """Run a command as `subprocess.run` does; neither it nor what it has started outlives this call or this process."""
+    with running(command, **options) as process:
+        out, error = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(command, process.returncode, out, error)
+
+
+@contextlib.contextmanager
+def scratch(prefix: str = "ds-recipes-", inside: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder that is removed when the block ends or this process dies.
+
+    Args:
+        prefix: of its name.
+        inside: the folder that it is made in; by default the system's for temporary files.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, dir=inside, ignore_cleanup_errors=True) as place,
+        # Processes that are killed at the same moment may still write into it.
+        _at_death('for _ in 1 2 3 4 5; do sleep 0.2; rm -rf -- "$1"; done', os.path.abspath(place)),
+    ):
+        yield Path(place)

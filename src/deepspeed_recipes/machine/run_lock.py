@@ -1,0 +1,218 @@
+"""One writer per run folder: a lock that names its holder and that a dead process cannot hold.
+
+The run folder may be on a shared file system, where locks of the operating system are unreliable: NFS takes them from a
+host that is silent without telling it, and `filelock` builds on them. The lock is a file, made with a hard link, which
+is atomic there too. Its holder touches it every few seconds. A holder whose host was suspended for longer may have lost
+it: it looks before it writes, and ends.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..recipe.errors import UserError
+
+NAME = "writer.json"
+BEAT = 5
+"""Seconds between two heartbeats."""
+SILENT = 60
+"""Seconds without a heartbeat after which a process on another host is dead; network file systems cache times."""
+LISTENED = 3 * BEAT
+"""Seconds for which a silent process is watched before its lock is taken: the clocks of two hosts may differ."""
+
+_ENDING = threading.Lock()
+
+
+class Lock:
+    """A run folder's lock, as it was when this process began to write."""
+
+    def __init__(self, folder: Path, holder: dict[str, Any] | None) -> None:
+        """`holder`: the process that holds it, or None if the folder has no lock, as in tests that start ranks."""
+        self.folder = folder
+        self.holder = holder
+
+    def check(self) -> None:
+        """End this process at once, and with it the ranks that it watches, if another writer holds the lock now."""
+        try:
+            now = _read(self.folder / NAME)
+        except OSError:  # where nothing can be read, nothing can be written either
+            return
+        if self.holder and now and now != self.holder:
+            _ENDING.acquire()  # the heartbeat and the main thread may both get here
+            print(
+                f"{self.folder}: this run was silent for a minute, and process {now.get('pid')} on {now.get('host')} "
+                "has taken it over; ending, so that only one writes.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+
+
+def found(folder: Path) -> Lock:
+    """Return the lock of whoever holds it, for ranks to watch that their launcher still does."""
+    return Lock(folder, _read(folder / NAME))
+
+
+def check(folder: Path) -> None:
+    """Refuse a run folder that a living process writes to.
+
+    Raises:
+        UserError: names the process and its host.
+    """
+    holder = _read(folder / NAME)
+    if holder is not None and _lives(folder / NAME, holder):
+        pid, host = holder.get("pid"), holder.get("host")
+        who = f"process {pid} on {host}" if pid else f"a process that {NAME} does not name"
+        how = f" (kill {pid})" if pid else ""
+        raise UserError(
+            f"{folder}: this run is being written by {who}; wait until it ends, or stop it{how} before you resume."
+        )
+
+
+@contextlib.contextmanager
+def hold(folder: Path, wait: float = 0.0) -> Iterator[Lock]:
+    """Be the folder's only writer during a `with` block.
+
+    Args:
+        folder: the run's; made if it does not exist.
+        wait: seconds that the last writer gets to end or to be found dead.
+
+    Raises:
+        UserError: another process writes to it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline, ended = time.monotonic() + wait, threading.Event()
+    lock, before = Lock(folder, _self()), None
+    while not _taken(folder):
+        if time.monotonic() >= deadline:
+            check(folder)
+        time.sleep(0.2)
+    try:
+        threading.Thread(target=_beat, args=(lock, ended), daemon=True).start()
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGCONT, lambda number, frame: lock.check())  # before this thread writes
+        yield lock
+    finally:
+        ended.set()
+        if before is not None:
+            signal.signal(signal.SIGCONT, before)
+        with contextlib.suppress(OSError):
+            if _read(folder / NAME) == lock.holder:
+                (folder / NAME).unlink(missing_ok=True)
+            folder.rmdir()  # where nothing has been written
+
+
+def _taken(folder: Path) -> bool:
+    """Try to take the lock once; a dead holder's is removed."""
+    lock, own = folder / NAME, folder / f".{NAME}.{socket.gethostname()}.{os.getpid()}"
+    try:
+        own.write_text(json.dumps(_self()), encoding="utf-8")
+        with contextlib.suppress(FileExistsError):
+            _link(own, lock)
+            return True
+        holder = _read(lock)
+        if holder is None or _lives(lock, holder):
+            return False
+        # Two processes may have found it dead: what each moves away may be the other's new lock, and is put back.
+        moved = own.with_suffix(".dead")
+        with contextlib.suppress(FileNotFoundError):
+            lock.rename(moved)
+            if _read(moved) != holder:
+                _link(moved, lock)
+            moved.unlink()
+        return False
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _link(file: Path, lock: Path) -> None:
+    """Give a file the lock's name too, unless there is one."""
+    try:
+        os.link(file, lock)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        # No hard links here, as in a mounted bucket: the lock is empty for a moment, and an empty lock counts as alive.
+        with lock.open("x", encoding="utf-8") as opened:
+            opened.write(file.read_text(encoding="utf-8"))
+
+
+def _self() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
+        "processes": os.readlink("/proc/self/ns/pid"),  # containers may share a host's name, but not process ids
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+    }
+
+
+def _started(pid: int) -> int | None:
+    """Return when a process started, in clock ticks after the boot; None: it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state == "Z" else int(fields[18])
+
+
+def _read(lock: Path) -> dict[str, Any] | None:
+    """Return the record of a lock's holder, empty if the lock is empty or cut off, or None if there is no lock."""
+    try:
+        held = json.loads(lock.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
+def _lives(lock: Path, holder: dict[str, Any]) -> bool:
+    """Return whether a lock's holder is alive; on another host, whether it has touched the lock lately, or does now."""
+    own = _self()
+    if all(holder.get(key) == own[key] for key in ("host", "boot", "processes")) and "pid" in holder:
+        return _started(holder["pid"]) == holder.get("started")
+    try:
+        beaten = _beaten(lock)
+        if holder and 0 <= _now(lock) - beaten < SILENT:
+            return True
+        # Silent, from the future, or not a lock that this project writes. Look whether it is touched.
+        until = time.monotonic() + LISTENED
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            if _beaten(lock) != beaten:
+                return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
+def _beaten(lock: Path) -> float:
+    with lock.open("rb") as opened:  # opened, because a network file system may report an old time until then
+        return os.fstat(opened.fileno()).st_mtime
+
+
+def _now(lock: Path) -> float:
+    """Return the time by the file system's clock, not ours."""
+    file = lock.with_name(f".deepspeed_recipes.clock.{socket.gethostname()}.{os.getpid()}")
+    try:
+        file.touch()
+        return file.stat().st_mtime
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _beat(lock: Lock, ended: threading.Event) -> None:
+    while not ended.wait(BEAT):
+        with contextlib.suppress(OSError):
+            lock.check()
+            os.utime(lock.folder / NAME)

@@ -1,0 +1,130 @@
+"""Checks of the software: versions, the accelerator, compilers, and DeepSpeed's ops."""
+
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from ..recipe.project import CONSTRAINTS, command
+from . import ops as built_ops
+from . import supported
+from .checks import Check, output
+from .ops import Op
+
+NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "datasets")
+
+
+def versions() -> list[Check]:
+    """Compare the installed packages with the pinned versions (constraints.txt) and the ranges that are tested."""
+    pinned = supported.pins(CONSTRAINTS)
+    checks = [_judged("python", platform.python_version(), None, "install a Python of that range")]
+    for name in NEEDED:
+        checks.append(_version(name, pinned.get(name), f"pip install -r {CONSTRAINTS}"))
+    return checks
+
+
+def _version(name: str, pinned: str | None, fix: str) -> Check:
+    try:
+        return _judged(name, metadata.version(name), pinned, fix)
+    except metadata.PackageNotFoundError:
+        return Check(name, "error", "not installed", fix)
+
+
+def _judged(name: str, found: str, pinned: str | None, fix: str) -> Check:
+    """Judge a version: the pinned one is `ok`, and so is one of the tested range that has everything."""
+    if pinned is not None and found.split("+")[0] == pinned.split("+")[0]:
+        return Check(name, "ok", found)
+    oldest, newest = supported.RANGES[name]
+    if not supported.within(name, found):
+        return Check(name, "warning", f"{found} is outside the tested range, {oldest} to {newest}", fix)
+    if lacks := supported.lacking(name, found):
+        return Check(name, "warning", f"{found}, of the tested range {oldest} to {newest}; {'; '.join(lacks)}", fix)
+    return Check(name, "ok", f"{found}, of the tested range {oldest} to {newest}")
+
+
+def accelerator() -> list[Check]:
+    """Report the accelerator that torch sees, and whether driver, CUDA and NCCL match. Imports torch."""
+    import torch
+
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if not torch.cuda.is_available():
+        if driver is None:
+            return [Check("GPU", "ok", "none; runs use CPU ranks over gloo")]
+        built = torch.version.cuda or "no CUDA"
+        fix = f"install a torch built for CUDA that driver {driver.splitlines()[0]} supports"
+        return [Check("GPU", "error", f"nvidia-smi sees a GPU, torch ({built}) does not", fix)]
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return [
+        Check("GPU", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}"),
+        Check("driver", "ok", (driver or "unknown").splitlines()[0]),
+        Check("CUDA of torch", "ok", f"{torch.version.cuda}, NCCL {nccl}"),
+        _nvcc(torch.version.cuda or ""),
+    ]
+
+
+def _nvcc(wanted: str) -> Check:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    text = output(shutil.which("nvcc") or f"{home}/bin/nvcc", "--version")
+    found = re.search(r"release (\d+\.\d+)", text or "")
+    if not found:
+        fix = f"install the CUDA {wanted} toolkit, or avoid fused and quantised ops"
+        return Check("nvcc", "warning", "not found; CUDA ops cannot be built", fix)
+    if found[1].split(".")[0] != wanted.split(".")[0]:
+        fix = f"point CUDA_HOME to a CUDA {wanted} toolkit"
+        return Check("nvcc", "error", f"{found[1]}, but torch was built with {wanted}; ops cannot be built", fix)
+    return Check("nvcc", "ok", found[1])
+
+
+def compilers() -> list[Check]:
+    """Look for the tools that build DeepSpeed's ops."""
+    checks = []
+    for name, fix in (("g++", "apt-get install g++"), ("ninja", "pip install ninja")):
+        found = shutil.which(name) or (name == "ninja" and _beside_python("ninja"))
+        text = output(str(found), "--version") if found else None
+        what = text.splitlines()[0] if text else "not found; CPU Adam, which offload needs, cannot be built"
+        checks.append(Check(name, "ok" if text else "error", what, "" if text else fix))
+    header = built_ops.has_libaio()
+    fix = "" if header else "apt-get install libaio-dev"
+    found = "header found" if header else "no libaio.h; NVMe offload cannot be built"
+    checks.append(Check("libaio", "ok" if header else "warning", found, fix))
+    return checks
+
+
+def _beside_python(name: str) -> str | None:
+    path = Path(sys.executable).with_name(name)
+    return str(path) if path.exists() else None
+
+
+def ops() -> list[Check]:
+    """Report which ops are built; the first run that needs a missing one builds it."""
+    checks = []
+    for op in built_ops.OPS[built_ops.kind()]:
+        if not built_ops.missing([op]):
+            checks.append(Check(f"op {op.name}", "ok", f"built ({op.purpose})"))
+            continue
+        found = f"not built ({op.purpose}); the first run that needs it builds it"
+        checks.append(Check(f"op {op.name}", "warning", found, f"{command('doctor')} --build"))
+    return checks
+
+
+def build() -> list[Check]:
+    """Build all ops that runs on this machine may need, one after the other."""
+    accelerator = built_ops.kind()
+    os.environ.setdefault("DS_ACCELERATOR", accelerator)
+    wanted = built_ops.OPS[accelerator]
+    with built_ops.lock(op.name for op in wanted):
+        return [_build(op) for op in wanted]
+
+
+def _build(op: Op) -> Check:
+    started = time.monotonic()
+    try:
+        built_ops.load(op)
+    except Exception as error:  # a compiler can fail in any way
+        return Check(f"build {op.name}", "error", built_ops.why(error), "see g++, ninja, libaio and nvcc above")
+    return Check(f"build {op.name}", "ok", f"{time.monotonic() - started:.0f} s")

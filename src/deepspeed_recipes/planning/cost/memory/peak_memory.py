@@ -1,0 +1,240 @@
+"""Memory of a run: on the fullest GPU at each moment of a step, by component; on a node's host, NVMe and disk."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....recipe.recipe import Layout
+from ....recipe.run_folder import checkpoint_bytes
+from ...hardware.cluster import Cluster
+from ...model_profile.profile import ModelProfile
+from ..training_setup import TrainingSetup
+from . import activations, host_memory, weights
+from .stage_shards import StageShard, stage_shards
+from .states import ADAM_MOMENTS, EIGHT_BIT, WIDTH, Moment, States, mixture_bytes, muon_bytes, state_bytes
+
+# From documentation and from what others published: nobody has run these recipes on a GPU yet.
+CONTEXT = 1.343e9
+"""CUDA's context with PyTorch's kernels, as measured in Hugging Face's documentation (transformers, "Model training
+anatomy": a tensor of one number makes 1,343 MB)."""
+CUBLAS = 64 * 2**20
+"""cuBLAS' workspaces: two of 32 MiB (pytorch/pytorch#144397)."""
+NCCL = 2**30
+"""Buffers of process groups, outside PyTorch's allocator: up to "a few GB" in the same thread, with many groups."""
+FRAGMENTATION = 0.07
+"""Share that PyTorch reserves beyond what it allocates: fitted on published rows, in calibration/measurements."""
+FRAGMENTATION_SHARDED = 0.2
+"""More of it under ZeRO-3 and FSDP, as a share of the states: gathered weights come and go in blocks of all sizes, on a
+stream of their own, and a step copies gradients in groups, on a rank alone too. Not on one GPU with the optimizer on
+the host. Fitted."""
+ALL_REDUCE = 5 * 10**8
+"""Gradients that are copied into one buffer to be reduced, without ZeRO (deepspeed, runtime/engine.py,
+MEMORY_OPT_ALLREDUCE_SIZE)."""
+ON_THEIR_WAY = 5
+"""Layers whose inputs are on a GPU although they are offloaded: being copied (trl, `OffloadActivations`)."""
+MUON_BUFFERS = 2**28
+"""Gathered gradients and momenta that ZeRO-3 keeps for Muon's next step (deepspeed, stage3.py,
+`_muon_allgather_max_cached_bytes`)."""
+
+
+@dataclass(frozen=True)
+class GpuMoment:
+    """Bytes on one GPU at one moment."""
+
+    moment: str
+    """`loading`, `rollout` (where the model learns from its own answers), `loss`, `backward` (of the last layers),
+    `gradients` (the end of it), `step` or `saving`."""
+    components: Mapping[str, float]
+    """By what they are for; nothing counts twice."""
+
+    @property
+    def total(self) -> float:
+        """All components together."""
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a plan has to hold, in bytes."""
+
+    moments: tuple[GpuMoment, ...]
+    """Of the fullest GPU, in the order of a run."""
+    stage: int
+    """The pipeline stage of that GPU."""
+    host: Mapping[str, float]
+    """Of one node, by moment."""
+    nvme: float
+    """Of one node."""
+    checkpoint: int
+    """On disk, of one checkpoint."""
+
+    @property
+    def worst(self) -> GpuMoment:
+        """The fullest moment of that GPU."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -> Memory:
+    """Return what training takes on the fullest GPU, on a node, on its NVMe drives, and on disk per checkpoint.
+
+    Args:
+        profile: with the setup's training mode: `lookup.profile_of(config, lora)`.
+        setup: how the model is trained.
+        cluster: only its GPUs per node matter here.
+    """
+    stages = stage_shards(profile, setup)
+    moments = {stage: gpu_moments(profile, stages[stage], setup) for stage in first_stages(stages)}
+    fullest = max(moments, key=lambda stage: max(moment.total for moment in moments[stage]))
+    ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
+    whole = stage_shards(profile, replace(setup, layout=Layout()))[0]
+    return Memory(
+        moments=moments[fullest],
+        stage=fullest,
+        host=host_memory.host_bytes(whole, stages, setup, ranks_per_node, states),
+        nvme=ranks_per_node * max(host_memory.nvme_bytes(shard, setup) for shard in stages),
+        checkpoint=checkpoint_bytes(
+            int(whole.parameters + whole.adapter_parameters),
+            int(whole.trained(setup)),
+            WIDTH[setup.precision],
+        ),
+    )
+
+
+def first_stages(stages: Sequence[StageShard]) -> list[int]:
+    """Return the first of the stages that hold the same: none after it has as many micro-batches in flight."""
+    first: dict[Any, int] = {}
+    for index, shard in enumerate(stages):
+        counts = tuple((id(kind), count) for kind, count in shard.layer_counts)
+        held = (counts, id(shard.layers[0]), shard.parameters, shard.largest_module, shard.is_last)
+        first.setdefault(held, index)
+    return list(first.values())
+
+
+def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) -> tuple[GpuMoment, ...]:
+    """Return what a GPU of one pipeline stage holds at each moment of a run."""
+    kinds = [kind for kind, _ in shard.layer_counts]
+    kept = activations.waiting_bytes(shard.layer_counts, setup)
+    if setup.activation_offloading:
+        kept = min(kept, ON_THEIR_WAY * max(activations.kept_bytes(kind, setup) for kind in kinds))
+    waiting = shard.micro_batches_in_flight * kept + activations.mask_bytes(kinds, setup)
+    backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
+    first = activations.kept_bytes(shard.layers[0], setup) + activations.backward_bytes(shard.layers[0], setup)
+    loss = activations.loss_bytes(profile, setup) if shard.is_last else 0.0
+    gathered, between_passes = weights.gathered(shard, setup), weights.gathered_between_passes(shard, setup)
+    held = weights.held_by_autograd(shard.layers[0].expert_parameters, setup)
+    permanent_buckets, reduce_buckets = _buckets(shard, setup)
+    layout = setup.layout  # each kind of parallelism has groups of its own, beside those of all ranks
+    groups = 1 + sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence, layout.expert))
+
+    def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
+        allocated = {**states, **more} | ({"teacher": teacher} if (teacher := weights.teacher_bytes(setup)) else {})
+        allocated |= {"vision_tower": tower} if (tower := weights.tower_bytes(profile, setup)) else {}
+        runtime = CONTEXT + CUBLAS + (groups * NCCL if setup.world_size > 1 and moment != "loading" else 0)
+        alone = setup.zero_ranks == 1 and setup.offload_optimizer != "none"
+        sharded = setup.zero_stage == 3 and not alone and moment != "loading"
+        # Weights are allocated once, and nothing between them is released while they load.
+        fragmentation = FRAGMENTATION * sum(allocated.values()) + unusable if moment != "loading" else 0.0
+        if sharded:
+            fragmentation += FRAGMENTATION_SHARDED * sum(states.values())
+        return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
+
+    forward = held_bytes(shard, setup, "forward")
+    answers = activations.cache_bytes(profile, shard.layer_counts, setup)
+    written = at(
+        "rollout",
+        forward,
+        key_value_cache=answers,
+        live_parameters=max(gathered, weights.gathered_for_answers(shard, setup)),
+    )
+    return (
+        at("loading", weights.loading(shard, setup)),
+        *((written,) if setup.rollout_answers else ()),
+        at(
+            "loss",
+            forward,
+            activations.unusable_logits_bytes(profile, setup) if shard.is_last else 0.0,
+            activations=waiting,
+            logits=loss,
+            live_parameters=between_passes,
+            buckets=permanent_buckets,
+        ),
+        at("backward", forward, activations=waiting + backward, live_parameters=between_passes, buckets=reduce_buckets),
+        at(
+            "gradients",
+            held_bytes(shard, setup, "backward"),
+            activations=first,
+            live_parameters=gathered + held,
+            buckets=reduce_buckets + _all_reduce_buffer(shard, setup),
+        ),
+        at("step", held_bytes(shard, setup, "step"), buckets=permanent_buckets),
+        at("saving", held_bytes(shard, setup, "forward"), live_parameters=gathered, buckets=permanent_buckets),
+    )
+
+
+def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[str, float]:
+    """Return the states on a GPU; all states of adapters are one component."""
+    found = states(shard, setup, moment)
+    frozen = 0.0
+    if setup.lora or setup.reference:
+        frozen = weights.loaded_bytes(shard, setup) / (setup.zero_ranks if setup.zero_stage == 3 else 1)
+    second = WIDTH[setup.precision] * shard.parameters / setup.partition_size if setup.partition_size > 1 else 0.0
+    on_gpu = setup.offload_parameters == "none"
+    if setup.lora:
+        adapters = found.gradients + found.optimizer + (found.parameters if on_gpu else 0)
+        return {"parameters": (frozen if on_gpu else 0) + second, "adapters": adapters}
+    parameters = (found.parameters + frozen if on_gpu else 0) + second
+    return {"parameters": parameters, "gradients": found.gradients, "optimizer": found.optimizer}
+
+
+def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
+    """Return the states of what is trained on one rank of a pipeline stage, those on the host included."""
+    sharding = (setup.zero_stage, setup.zero_ranks, setup.precision)
+    options: dict[str, Any] = {
+        "offload": setup.offload_optimizer != "none",
+        "gradient_accumulation_steps": setup.gradient_accumulation_steps,
+        "moment": moment,
+        "fp32_accumulation": setup.fp32_accumulation,
+        "bf16_states": setup.bf16_states,
+        "sub_group": setup.sub_group_size,
+        "moments": _moments(shard, setup),
+        "foreach": setup.foreach_adam,
+    }
+    if setup.layout.expert > 1 and setup.lora is None:
+        dense = shard.parameters - shard.expert_parameters
+        return mixture_bytes(dense, shard.expert_parameters, *sharding, setup.layout.expert, **options)
+    trained = shard.trained(setup)
+    return state_bytes(trained, trained, *sharding, **options)
+
+
+def _moments(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes of the optimizer's moments per trained weight."""
+    if setup.optimizer == "adamw_8bit":
+        return EIGHT_BIT
+    if setup.optimizer == "muon":
+        matrices = shard.linear_parameters / shard.parameters
+        return matrices * muon_bytes(setup.zero_stage, setup.precision) + (1 - matrices) * ADAM_MOMENTS
+    return ADAM_MOMENTS
+
+
+def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
+    """Return the bytes of the buffers in which gradients are collected: always, and while they are reduced."""
+    size = setup.reduced(shard.hidden_size)
+    one = size * (4 if setup.fp32_accumulation else WIDTH[setup.precision])
+    if setup.zero_stage == 3:
+        kept = one + (MUON_BUFFERS if setup.optimizer == "muon" else 0)
+        return kept, kept + one  # the buffer, and a copy in the order of the ranks
+    if setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation):
+        return 0.0, 0.0
+    # What belongs to several ranks is copied flat to be reduced (deepspeed, stage_1_and_2.py, `allreduce_bucket`).
+    trained = shard.trained(setup)
+    flat = min(1.0, trained / size) if setup.zero_ranks > 1 else 0.0
+    return 0.0, one * ((2 if setup.overlap_comm else 1) + flat)
+
+
+def _all_reduce_buffer(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes of the copy that is reduced after the backward pass, where there are no buckets."""
+    unbucketed = setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation)
+    if setup.zero_ranks == 1 or not unbucketed:
+        return 0.0
+    trained = shard.trained(setup)
+    return min(trained, ALL_REDUCE) * (4 if setup.fp32_accumulation else WIDTH[setup.precision])

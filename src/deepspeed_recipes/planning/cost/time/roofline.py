@@ -1,0 +1,244 @@
+"""Compute time: a layer's arithmetic and the bytes it moves on one rank, and the seconds they take (a roofline)."""
+
+from dataclasses import dataclass
+from math import prod
+
+from ....recipe.recipe import Lora
+from ...hardware.gpus import Gpu
+from ...model_profile.profile import LayerProfile, ModelProfile
+from ..constants import Constants
+from ..memory.activations import TILE_COLUMNS, TILE_TOKENS
+from ..training_setup import TrainingSetup
+from .attention_time import attention_seconds
+from .host_time import adapted_share, host_seconds, waiting_seconds
+
+TILE = 128 * 256
+"""Elements of a matrix product's result that one streaming multiprocessor computes at a time: cuBLAS's largest tile."""
+RESIDUAL = 10
+"""Vectors of the model's width that a layer's norms and residual sums read and write: two of each, 2 and 3 vectors."""
+FUSED_PASSES = 1.0
+"""`Constants.passes` where each norm, rotary embedding and activation function is one kernel: 4, 2.5 and 10.5 vectors
+of the hidden size, and 6 for residual sums, over the 23 of one pass; llm-foundry's, which torch compiled, fits 0.96."""
+FP32_PASSES = 2.2
+"""How many times as much is moved where activations between 4-bit matrices are in fp32: of a Llama layer, in vectors of
+the hidden size, norms 28, residual sums 12, rotary embedding 30, activation function 35, casts of inputs 28 and of
+outputs 31, over the 74.5 in bf16."""
+ROUTED = 7
+"""Vectors of the model's width read and written for each expert of a token: gathered (2), weighted (2), summed (3)."""
+EXPERT_ROWS = 128
+"""Rows of a tile of the experts' product: the last tile of each expert is half empty on average."""
+DEQUANTIZED = 2.5
+"""Bytes moved per 4-bit weight each time that it is used: half a byte read and two written; the product that reads them
+again takes no longer for that, as with any other weight."""
+FUSED_ADAPTER_BYTES = 4 / 3
+"""Bytes moved per pass and output of a fused adapter, and per input without dropout: read and written once in the
+forward and the two backward passes (training/adapters/fused.py)."""
+LOSS = 30
+"""Bytes moved per logit: 2 written, 12 + 12 for the fp32 copy and its softmax in both directions, and 4 read back."""
+TILED_LOSS = 14
+"""The same in tiles: written and read in each direction, turned into its gradient in place, and read by two products
+(trl, kernels/chunked_logprob.py, with Triton)."""
+ADDED_UP = 8
+"""Bytes moved per number of the gradients in fp32 to which each tile adds: read and written."""
+
+
+@dataclass(frozen=True)
+class ComputeSeconds:
+    """Of one micro-batch on one rank, forward and backward pass."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    """Bound by memory bandwidth: norms, activation functions, residual sums, adapters, 4-bit weights."""
+    recomputation: float = 0.0
+    logits: float = 0.0
+    launch: float = 0.0
+    """In which the GPU waits for its next kernel."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all."""
+        return self.matmul + self.attention + self.elementwise + self.recomputation + self.logits + self.launch
+
+    def __add__(self, other: "ComputeSeconds") -> "ComputeSeconds":
+        """Return the sum."""
+        return ComputeSeconds(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def __mul__(self, times: int) -> "ComputeSeconds":
+        """Return a multiple."""
+        return ComputeSeconds(*(getattr(self, name) * times for name in self.__dataclass_fields__))
+
+
+def model_flops(profile: ModelProfile, setup: TrainingSetup) -> float:
+    """Return the operations of an optimizer step over all ranks, counted as `training.model.flops` does for MFU.
+
+    Two per weight in the forward pass, two for the gradient of the input and two for that of a trained weight.
+    Recomputation is not progress and not counted, and neither are windows.
+    """
+    per_weight = 6 if setup.lora is None else 4
+    layers = profile.layer_counts
+    weights = sum(count * kind.active_weights for kind, count in layers) + profile.hidden_size * profile.vocab_size
+    adapters = sum(count * linear_adapter_parameters(kind, setup) for kind, count in layers)
+    attention = 6 * sum(count * kind.attention_width for kind, count in layers) * setup.sequence_length
+    return (per_weight * weights + 6 * adapters + attention) * setup.tokens_per_step
+
+
+def linear_adapter_parameters(kind: LayerProfile, setup: TrainingSetup) -> int:
+    """Return the parameters of adapters on all linear layers of a decoder layer; 0 without adapters."""
+    return setup.lora.rank * sum(sum(shape) for shape in kind.linears) if setup.lora else 0
+
+
+def layer_seconds(
+    kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constants: Constants
+) -> ComputeSeconds:
+    """Return the seconds of a decoder layer."""
+    tokens = tokens_per_pass(setup)
+    forward, to_input, to_weights = _products(kind, tokens, setup, gpu, constants)
+    matmul = forward + to_input + (0 if setup.lora else to_weights)
+    attention, attention_backward = attention_seconds(kind, tokens, setup, gpu, constants)
+    bandwidth = gpu.memory_gbs * 1e9 * constants.memory
+    moved = _moved_bytes(kind, profile, tokens, setup, constants) / bandwidth
+    weights = DEQUANTIZED * _quantized_weights(kind, setup) / (gpu.memory_gbs * 1e9 * constants.dequantize)
+    once = forward + attention + moved + weights
+    # Checkpointing computes a layer once more, and so does DPO's comparison with the model that training starts from;
+    # a teacher computes as much more as it is larger.
+    again = setup.recomputes_layers + setup.reference + setup.teacher_parameters / profile.parameters
+    part = moved if setup.selective else 0.0
+    if setup.recomputes_feed_forward:
+        part = feed_forward_share(kind) * (forward + moved)
+    back = matmul - forward + attention_backward + 2 * moved + weights + part
+    passes = 3 + again
+    experts = experts_on_rank(kind, setup)
+    ahead, behind = host_seconds(kind, setup, constants, experts)
+    idle = (1 + again) * max(0.0, ahead - once) + max(0.0, behind - back)
+    waiting = waiting_seconds(experts, _expert_product(kind, tokens, setup, gpu, constants), setup, constants)
+    return ComputeSeconds(
+        matmul=matmul,
+        attention=attention + attention_backward,
+        elementwise=3 * moved + 2 * weights,
+        recomputation=again * once + part,
+        launch=passes * (constants.gap + waiting) + idle,
+    )
+
+
+def feed_forward_share(kind: LayerProfile) -> float:
+    """Return the share of a layer's linear layers that is its feed-forward part, which some levers compute again."""
+    return sum(map(prod, kind.feed_forward)) / sum(map(prod, kind.linears)) if kind.linears else 0.0
+
+
+def _quantized_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the weights of a layer on one rank that are in 4 bits: experts only where each is a module of its own."""
+    if not setup.quantized:
+        return 0.0
+    experts = 0.0 if setup.grouped_experts else kind.expert_parameters / setup.layout.expert
+    return sum(map(prod, kind.linears)) + experts
+
+
+def tokens_per_pass(setup: TrainingSetup) -> float:
+    """Return the tokens that go through a layer at once, on one rank."""
+    return setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
+
+
+def experts_on_rank(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return how many experts of a layer are on one rank; 0 without any."""
+    used = kind.active_weights - _dense_weights(kind)
+    return kind.experts_per_token * kind.expert_parameters / used / setup.layout.expert if used > 0 else 0.0
+
+
+def _dense_weights(kind: LayerProfile) -> float:
+    """Return the weights of a layer that every token is multiplied with, outside of routed experts."""
+    return min(kind.active_weights, kind.parameters - kind.expert_parameters)
+
+
+def head_seconds(profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> ComputeSeconds:
+    """Return the seconds of the output matrix and of the loss."""
+    if setup.scores:
+        return ComputeSeconds()
+    tokens = tokens_per_pass(setup)
+    width = profile.vocab_size / setup.layout.tensor
+    passes = (2 if setup.lora else 3) + setup.tiles(profile.vocab_size) + setup.reference
+    products = passes * _product(tokens, width, profile.hidden_size, gpu, constants)
+    moved = LOSS * tokens * width
+    if setup.tiles(profile.vocab_size):
+        added = 1 / TILE_COLUMNS + (0 if setup.lora else 1 / TILE_TOKENS)
+        moved = (TILED_LOSS + ADDED_UP * profile.hidden_size * added) * tokens * width
+    return ComputeSeconds(logits=products + moved / (gpu.memory_gbs * 1e9 * constants.memory))
+
+
+def _product(rows: float, columns: float, depth: float, gpu: Gpu, constants: Constants) -> float:
+    """Return the seconds of a matrix product of [rows, depth] and [depth, columns]."""
+    rate = gpu.bf16_tflops * 1e12 * constants.matmul
+    if any(size % 64 for size in (columns, depth)):
+        rate *= constants.unaligned
+    waves = rows * columns / (TILE * gpu.units)
+    return 2 * rows * columns * depth / rate * (1 + constants.waves / waves)
+
+
+def _products(
+    kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants
+) -> tuple[float, float, float]:
+    """Return the seconds of a layer's products: forward, for the inputs' gradients, and for the weights'."""
+    seconds = [0.0, 0.0, 0.0]
+    tensor = setup.layout.tensor
+    for inputs, outputs in kind.linears:
+        # A matrix that widens is split by its outputs, one that narrows to the model's width by its inputs.
+        shape = (inputs, outputs / tensor) if outputs > inputs else (inputs / tensor, outputs)
+        for index, (rows, columns, depth) in enumerate(
+            ((tokens, shape[1], shape[0]), (tokens, shape[0], shape[1]), (shape[1], shape[0], tokens))
+        ):
+            seconds[index] += _product(rows, columns, depth, gpu, constants)
+    in_linears = sum(map(prod, kind.linears))
+    others = _expert_product(kind, tokens, setup, gpu, constants)
+    share = min(1.0, kind.active_weights / in_linears) if in_linears else 0.0
+    forward, to_input, to_weights = (share * each + others for each in seconds)
+    return forward, to_input, to_weights
+
+
+def _expert_product(kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> float:
+    """Return the seconds of one pass's products with fused experts, which are no linear layers to torch and PEFT."""
+    rest = max(0.0, kind.active_weights - sum(map(prod, kind.linears)))
+    if not rest:
+        return 0.0
+    rate = gpu.bf16_tflops * 1e12 * constants.matmul
+    computed = 2 * tokens * rest / setup.layout.tensor / rate * _half_empty_tiles(kind, tokens, setup)
+    read = 2 * kind.expert_parameters / setup.layout.expert / (gpu.memory_gbs * 1e9 * constants.memory)
+    return max(computed, read)
+
+
+def _half_empty_tiles(kind: LayerProfile, tokens: float, setup: TrainingSetup) -> float:
+    """Return how much longer the experts' products take than their operations, since tiles are computed whole."""
+    experts = experts_on_rank(kind, setup)
+    if not experts:
+        return 1.0
+    tokens_per_expert = tokens * kind.experts_per_token / experts
+    return min(1 + EXPERT_ROWS / 2 / tokens_per_expert, EXPERT_ROWS)
+
+
+def _moved_bytes(
+    kind: LayerProfile, profile: ModelProfile, tokens: float, setup: TrainingSetup, constants: Constants
+) -> float:
+    """Return the bytes that element-wise operations move in the forward pass."""
+    tensor, hidden = setup.layout.tensor, profile.hidden_size
+    # One side of each matrix has the model's width; the widths of the other sides are what the layer computes.
+    passes = min(constants.passes, FUSED_PASSES) if setup.fuses else constants.passes
+    passes *= FP32_PASSES if setup.fp32_activations else 1.0
+    moved = 2 * tokens * passes * (kind.active_weights / hidden / tensor + RESIDUAL * hidden)
+    if setup.attention == "eager" and kind.attention_width:
+        moved += tokens * setup.sequence_length * profile.attention_heads / tensor * constants.scores
+    moved += 2 * tokens * ROUTED * kind.experts_per_token * hidden
+    if setup.lora:
+        moved += tokens * _adapter_bytes(kind, setup, setup.lora) * adapted_share(kind, setup) / tensor
+    return moved
+
+
+def _adapter_bytes(kind: LayerProfile, setup: TrainingSetup, lora: Lora) -> float:
+    """Return the bytes per token and pass that adapters on all linear layers of a layer move."""
+    # Reads the input, with dropout two more times; adds to the output, which is read twice and written.
+    per_input, per_output = 6.0 if lora.dropout else 2.0, 6.0
+    if lora.fused:  # products add to the output, and to the input's gradient, in place
+        per_input, per_output = per_input if lora.dropout else FUSED_ADAPTER_BYTES, FUSED_ADAPTER_BYTES
+    if setup.fp32_adapters:
+        # The input is cast to fp32 (2 + 4), with dropout read and written beside a mask (4 + 4 + 1), cast back by
+        # autocast (4 + 2) and read (2); the result is written (2), scaled (2 + 2) and added (2 + 2 + 2).
+        per_input, per_output = 23 if lora.dropout else 14, 12
+    return sum(per_input * inputs + per_output * outputs for inputs, outputs in kind.linears)

@@ -1,0 +1,160 @@
+"""The machines that a plan is for: equal nodes of equal GPUs, from the command line's flags or this machine's own."""
+
+import math
+import os
+import re
+from dataclasses import dataclass, replace
+
+from ...recipe.errors import UserError
+from .gpus import Gpu, all_names, find, host_gbs, with_memory
+from .instances import INSTANCES
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs."""
+
+    gpu: Gpu
+    gpus_per_node: int = 1
+    nodes: int = 1
+    host_memory_gib: float = 0.0
+    """Of one node; 0: unknown, so no plan is refused for it."""
+    nvme_gib: float = 0.0
+    """Of one node; 0: none."""
+    nvme_gbs: float = 3.0
+    """Reading or writing, one node's drives together."""
+    network_gbs: float = 0.0
+    """From one node to the others, in GB/s and one direction, all cards together; 0: the GPU's usual network."""
+    cores: int = 0
+    """Of one node's CPUs; 0: unknown."""
+    instance: str = ""
+    """What is rented, a name in `instances.INSTANCES`, whether all its GPUs are used or not; empty: not said."""
+
+    @property
+    def gpus(self) -> int:
+        """Over all nodes."""
+        return self.gpus_per_node * self.nodes
+
+    @property
+    def host_gbs(self) -> float:
+        """Memory bandwidth of a node's host, as is usual for its GPUs, in GB/s."""
+        return host_gbs(self.gpu, self.gpus_per_node)
+
+    @property
+    def node_network_gbs(self) -> float:
+        """From one node to the others, as given or as usual."""
+        return self.network_gbs or self.gpu.network_gbs * self.gpus_per_node
+
+
+def cluster(
+    gpu: str | None = None,
+    gpus: int | None = None,
+    nodes: int = 1,
+    gpu_memory: float | None = None,
+    host_memory: float | None = None,
+    nvme: float | None = None,
+) -> Cluster:
+    """Return the cluster that `ds-recipes plan`'s flags describe.
+
+    Args:
+        gpu: a GPU or a cloud instance (`H100`, `p5.48xlarge`); None: this machine's, or `gpu_memory`.
+        gpus: per node; None: all that the instance or this machine has, otherwise 1.
+        nodes: how many, all equal.
+        gpu_memory: in GiB, of a GPU that is not listed: it is assumed to be as fast as the slowest one of that memory.
+        host_memory: of one node in GiB; None: the instance's, or unknown.
+        nvme: of one node in GiB; None: the instance's, or none.
+
+    Raises:
+        UserError: the flags contradict each other, name nothing known, or exceed what the instance has.
+    """
+    for flag, value in (("--gpus", gpus), ("--nodes", nodes), ("--gpu-memory", gpu_memory)):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{flag} {value:g}: must be above 0.")
+    for flag, value in (("--host-memory", host_memory), ("--nvme", nvme)):
+        if value is not None and not 0 <= value < math.inf:
+            raise UserError(f"{flag} {value:g}: must be at least 0, in GiB.")
+    if gpu is not None and gpu_memory is not None:
+        raise UserError(f"--gpu {gpu} --gpu-memory {gpu_memory:g}: give one of them; a GPU's name says its memory.")
+    _refuse_count(gpu)
+    node = _node(gpu, gpu_memory)
+    if gpus is not None and gpu is not None and instance_name(gpu) and gpus > node.gpus_per_node:
+        raise UserError(f"--gpus {gpus}: {gpu} has {node.gpus_per_node} per node; add --nodes.")
+    return replace(
+        node,
+        gpus_per_node=gpus or node.gpus_per_node,
+        nodes=nodes,
+        host_memory_gib=node.host_memory_gib if host_memory is None else host_memory,
+        nvme_gib=node.nvme_gib if nvme is None else nvme,
+    )
+
+
+def _refuse_count(gpu: str | None) -> None:
+    """Refuse a number of GPUs in a GPU's name: `8xH100`, `8 x H100`, `gpu_8x_h100_sxm5`, `h100x8`.
+
+    Raises:
+        UserError: with the option that says how many.
+    """
+    if gpu is None or instance_name(gpu):
+        return
+    before = re.match(r"(?:gpu[_ -])?(\d{1,2})\s*x[_ -]*(\w.*)", gpu, re.IGNORECASE)
+    after = re.fullmatch(r"(.*\d)\s*x\s*(\d{1,2})", gpu, re.IGNORECASE)
+    count, name = (before[1], before[2]) if before else (after[2], after[1]) if after else ("", "")
+    if count:
+        raise UserError(
+            f"--gpu {gpu}: the number has an option of its own: --gpu {name.replace(' ', '-')} --gpus {count}."
+        )
+
+
+def _node(gpu: str | None, gpu_memory: float | None) -> Cluster:
+    if gpu_memory is not None:
+        return Cluster(with_memory(gpu_memory))
+    if gpu is None:
+        here = this_machine()
+        if here is None:
+            raise UserError(f"This machine has no GPU: give --gpu NAME or --gpu-memory GIB; {all_names()}.")
+        return here
+    name = instance_name(gpu)
+    if name is None:
+        return Cluster(find(gpu))
+    return of_instance(name)
+
+
+def of_instance(name: str) -> Cluster:
+    """Return one node, by its name in `instances.INSTANCES`."""
+    instance = INSTANCES[name]
+    return Cluster(
+        find(instance.gpu),
+        instance.gpus,
+        host_memory_gib=instance.host_memory_gib,
+        nvme_gib=instance.nvme_gib,
+        network_gbs=instance.network_gbits / 8,
+        cores=instance.cores,
+        instance=name,
+    )
+
+
+def instance_name(name: str) -> str | None:
+    """Return the name in `instances.INSTANCES` of what a person calls an instance; None: it is none."""
+    known = {known.lower(): known for known in INSTANCES}
+    return known.get(name.lower().removeprefix("standard_"))
+
+
+def this_machine() -> Cluster | None:
+    """Return the GPUs and the host of the machine that this runs on; None without a GPU, or without torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    gib = properties.total_memory / GIB
+    try:
+        gpu = replace(find(properties.name), memory_gib=gib)
+    except UserError:
+        # NVIDIA's compute capability 8.0, Ampere, is the first with bf16.
+        gpu = replace(with_memory(gib, properties.name), bf16=getattr(properties, "major", 8) >= 8)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    return Cluster(gpu, torch.cuda.device_count(), host_memory_gib=host, cores=len(os.sched_getaffinity(0)))

@@ -1,0 +1,212 @@
+"""A model's profile, looked up before it is computed.
+
+`python -m deepspeed_recipes.planning.model_profile.lookup` stores them.
+
+The decoders of the catalogue are in `profiles/`, a file per `model_type`; others are profiled once (`meta_device.py`,
+which imports torch and transformers) and kept in the user's cache. The cache is keyed by the version of transformers,
+since another one may compute differently; the shipped profiles are used with any version, or none.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ...recipe import files, pages
+from ...recipe.errors import UserError
+from ...recipe.project import require
+from ...recipe.recipe import Lora
+from .profile import LayerProfile, ModelProfile, SavedBytes, training_mode
+
+PROFILES = Path(__file__).parent / "profiles"
+USUAL_ADAPTERS = (Lora(), Lora(dropout=0.05), Lora(dora=True))
+"""Profiled for the whole catalogue, where a model can have them, beside those on the pages."""
+
+
+def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProfile:
+    """Return a decoder's profile, with what its layers save when all weights are trained, or adapters like `lora`.
+
+    Milliseconds for the catalogue; seconds for what nobody has asked for before, most of them for imports.
+
+    Args:
+        config: as in a `config.json`; `model_type` and the dimensions are enough.
+        lora: its rank and alpha do not matter.
+
+    Raises:
+        UserError: not a decoder that transformers knows, or one that cannot have these adapters; or it has to be
+            profiled first, and torch or transformers is not installed.
+    """
+    cached = cache() / f"{key(config)} {profiler_digest()}.json"
+    stored = [*shipped(config), *read(cached).values()]
+    for profile in stored:
+        if training_mode(lora) in profile.saved_outside_layers:
+            return profile
+    require("transformers")
+    from .meta_device import profile_model
+
+    # What all weights take is known of every profile that is stored.
+    profile = profile_model(config, [lora] if stored else [None, lora] if lora else [None])
+    for other in stored:
+        profile = merged(profile, other)
+    _write(cached, {key(config): profile})
+    return profile
+
+
+def shipped(config: Mapping[str, Any]) -> list[ModelProfile]:
+    """Return the profiles of this model in `profiles/`: at most one, by whichever version of transformers."""
+    profiles = read(PROFILES / f"{config.get('model_type')}.json")
+    return [profile for name, profile in profiles.items() if name.endswith(f" {digest(config)}")]
+
+
+def key(config: Mapping[str, Any]) -> str:
+    """Return what a profile is stored under: the version of transformers, or `any` without it, and a digest."""
+    return f"{_transformers()} {digest(config)}"
+
+
+@lru_cache
+def _transformers() -> str:
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return "any"
+
+
+def digest(config: Mapping[str, Any]) -> str:
+    """Return a digest of a configuration."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=dict).encode()).hexdigest()[:16]
+
+
+@lru_cache
+def profiler_digest() -> str:
+    """Return a digest of the code that profiles models: what an older version of it computed is computed again."""
+    names = ("profile.py", "meta_device.py", "batch_fit.py", "allocations.py")
+    sources = [Path(__file__).with_name(name).read_bytes() for name in names]
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:8]
+
+
+def cache() -> Path:
+    """Return the folder of the profiles that are not in the catalogue."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed-recipes" / "profiles"
+
+
+def merged(one: ModelProfile, other: ModelProfile) -> ModelProfile:
+    """Return a model's profile with all training modes that either has."""
+    kinds = tuple(
+        replace(
+            mine,
+            adapter_parameters={**mine.adapter_parameters, **theirs.adapter_parameters},
+            saved={**mine.saved, **theirs.saved},
+            backward_peak={**mine.backward_peak, **theirs.backward_peak},
+        )
+        for mine, theirs in zip(one.layer_kinds, other.layer_kinds, strict=True)
+    )
+    return replace(
+        one,
+        layer_kinds=kinds,
+        saved_outside_layers={**one.saved_outside_layers, **other.saved_outside_layers},
+        loss_peak={**one.loss_peak, **other.loss_peak},
+    )
+
+
+def read(file: Path) -> dict[str, ModelProfile]:
+    """Return the profiles in a file by their keys; none where there is no such file, or one of an older form."""
+    try:
+        return dict(_parsed(file, file.stat().st_mtime_ns))
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
+
+@lru_cache(maxsize=64)
+def _parsed(file: Path, written: int) -> dict[str, ModelProfile]:
+    """Return what was in a file when it was `written`; a search asks for the same one hundreds of times."""
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    return {name: from_dict(values) for name, values in stored.items()}
+
+
+def _write(file: Path, profiles: Mapping[str, ModelProfile]) -> None:
+    lines = (f"{json.dumps(name)}: {json.dumps(to_dict(one))}" for name, one in profiles.items())
+    files.write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def to_dict(profile: ModelProfile) -> dict[str, Any]:
+    """Return plain JSON types, with a list of three numbers for each `SavedBytes`."""
+
+    def plain(items: list[tuple[str, Any]]) -> Any:
+        values = dict(items)
+        return [_number(value) for value in values.values()] if set(values) == _SAVED_BYTES else values
+
+    return asdict(profile, dict_factory=plain)
+
+
+_SAVED_BYTES = {"per_token", "per_pair", "fixed"}
+
+
+def _number(value: float) -> float:
+    """Return a number without the digits that solving equations leaves after those that mean something."""
+    short = round(value, 6)
+    return int(short) if short == int(short) else short
+
+
+def from_dict(values: Mapping[str, Any]) -> ModelProfile:
+    """Return the profile that `to_dict` was given."""
+    kinds = [
+        LayerProfile(
+            **kind | _saved_bytes(kind, "saved", "backward_peak") | {"linears": tuple(map(tuple, kind["linears"]))}
+        )
+        for kind in values["layer_kinds"]
+    ]
+    rest = {"layer_kinds": tuple(kinds), "layer_order": tuple(values["layer_order"])}
+    return ModelProfile(**dict(values) | _saved_bytes(values, "saved_outside_layers", "loss_peak") | rest)
+
+
+def _saved_bytes(values: Mapping[str, Any], *fields: str) -> dict[str, dict[str, SavedBytes]]:
+    return {field: {mode: SavedBytes(*numbers) for mode, numbers in values[field].items()} for field in fields}
+
+
+def catalogue() -> Iterator[tuple[str, Mapping[str, Any], list[Lora]]]:
+    """Yield every size of every page: its name, its configuration, and the adapters that are worth profiling."""
+    for family in pages.families():
+        module = pages.page(family)
+        for size, model in module.SIZES.items():
+            own = [pages.build(module, size, variant).lora for variant in pages.variants(module)]
+            loras = {training_mode(lora): lora for lora in (*USUAL_ADAPTERS, *own) if lora}
+            yield f"{family}-{size}", model.config, list(loras.values())
+
+
+def compute_profile(config: Mapping[str, Any], loras: Sequence[Lora]) -> ModelProfile:
+    """Return a model's profile with all weights, and with those of `loras` that it can have."""
+    from .meta_device import profile_model
+
+    profile = profile_model(config)
+    for lora in loras:
+        try:
+            profile = merged(profile, profile_model(config, [lora]))
+        except UserError:
+            continue  # adapters on fused experts have neither dropout nor magnitudes
+    return profile
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Profile what `profiles/` lacks of the catalogue (all of it with `--again`), and drop what is no longer in it."""
+    files: dict[str, dict[str, ModelProfile]] = {}
+    for name, config, loras in catalogue():
+        known = None if "--again" in arguments else read(PROFILES / f"{config['model_type']}.json").get(key(config))
+        start = time.perf_counter()
+        files.setdefault(config["model_type"], {})[key(config)] = known or compute_profile(config, loras)
+        if not known:
+            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+    for old in PROFILES.glob("*.json"):
+        old.unlink()
+    for model_type, profiles in files.items():
+        _write(PROFILES / f"{model_type}.json", profiles)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,310 @@
+"""Profile a Hugging Face decoder on the meta device: no weights, no GPU, about a second per training mode.
+
+A model with two layers of each kind is run forward and backward. Measured is what autograd saves in the second layer of
+each kind, counting every storage once and weights not at all, and the peak of its backward pass. Shapes cost nothing on
+the meta device, so the sequences are as long as real ones.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.pytorch_utils import Conv1D
+
+from ...recipe.conversions import lora_options
+from ...recipe.errors import UserError, errors_only, first_line
+from ...recipe.recipe import Lora
+from . import decoders
+from .batch_fit import BatchFit, decoder_layers, fit, measure_batch
+from .profile import LayerProfile, ModelProfile, training_mode
+
+RANKS = (8, 64)
+"""Of the adapters that are measured: what they take is linear in the rank."""
+VALUES_OF_POSITIONS = "dynamic"
+"""The type of rotary embedding that reads how long a sequence is off its positions, which have no values here."""
+NEVER = 2**30
+"""A window wider than any sequence."""
+SPLIT = ("colwise", "rowwise")
+"""Styles of a Hugging Face tensor-parallel plan that split a matrix, and its output or its input with it."""
+SPLIT_WEIGHT = ("colwise_gather_output", "rowwise_split_input")
+"""Styles that split the matrix, while every rank has its whole output, or input."""
+
+
+def profile_model(
+    config: Mapping[str, Any], loras: Sequence[Lora | None] = (None,), device: str = "cuda"
+) -> ModelProfile:
+    """Return a decoder's profile, with what its layers save in each of some training modes.
+
+    Args:
+        config: as in a `config.json`; `model_type` and the dimensions are enough.
+        loras: None is training all weights; the rank does not matter.
+        device: whose kernels compute, "cuda" or "cpu"; `allocations.Kernels` says how they differ.
+
+    Raises:
+        UserError: not a decoder that transformers knows, or one whose sizes contradict each other.
+    """
+    whole = build(config)
+    inner = whole.config.get_text_config()
+    if not getattr(inner, "num_attention_heads", None):
+        raise UserError(f"{inner.model_type}: has no attention; plans are for transformers.")
+    layers = decoder_layers(whole)
+    signatures = [_signature(layer, inner, index) for index, layer in enumerate(layers)]
+    kinds = list(dict.fromkeys(signatures))
+    first = [signatures.index(kind) for kind in kinds]
+    try:
+        fits = {mode: one for lora in loras for mode, one in _modes(config, lora, first, device).items()}
+    except (RuntimeError, ZeroDivisionError) as error:  # from the model's own code: it cannot compute with such sizes
+        raise UserError(f"{inner.model_type}: its sizes contradict each other: {first_line(error)[:200]}") from error
+    adapted = {f"{training_mode(lora)}{end}" for lora in loras if lora for end in ("", " rank")}
+    widths = [_attention_width(layers[index], inner) for index in first]
+    embedding, output = whole.get_input_embeddings().weight, whole.get_output_embeddings().weight
+    tied = bool(inner.tie_word_embeddings)
+    before, after = (sum(map(parameter_count, modules)) for modules in _around_layers(whole))
+    return ModelProfile(
+        model_type=inner.model_type,
+        hidden_size=inner.hidden_size,
+        vocab_size=embedding.shape[0],
+        attention_heads=inner.num_attention_heads,
+        key_value_heads=_key_value_heads(inner),
+        layer_kinds=tuple(
+            replace(
+                _layer_profile(layers[index], inner, index, widths[number]),
+                saved={mode: one.layers[number].saved for mode, one in fits.items()},
+                backward_peak={mode: one.layers[number].backward_peak for mode, one in fits.items()},
+                adapter_parameters={
+                    mode: one.layers[number].adapter_parameters for mode, one in fits.items() if mode in adapted
+                },
+            )
+            for number, index in enumerate(first)
+        ),
+        layer_order=tuple(kinds.index(kind) for kind in signatures),
+        embedding_parameters=before,
+        head_parameters=after + (0 if tied else output.numel()),
+        tied_embeddings=tied,
+        saved_outside_layers={mode: one.saved_outside_layers for mode, one in fits.items()},
+        loss_peak={mode: one.loss_peak for mode, one in fits.items()},
+        tower_parameters=_tower_parameters(config) if config.get("vision_config") else 0,
+    )
+
+
+@errors_only("transformers")
+def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrainedModel:
+    """Return the model on the meta device, in bf16 and ready to train.
+
+    Raises:
+        UserError: not a decoder that transformers knows.
+    """
+    stated = decoders.decoder_of(config) if decoders.is_stand_in(config) else config
+    values = {name: value for name, value in stated.items() if name != "quantization_config"}
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = values.get(name)
+        if isinstance(rope, Mapping) and VALUES_OF_POSITIONS in (rope.get("type"), rope.get("rope_type")):
+            theta = rope.get("rope_theta") or values.get("rope_theta")
+            values[name] = {"rope_type": "default"} | ({"rope_theta": theta} if theta else {})
+    try:
+        known = AutoConfig.for_model(**copy.deepcopy(values)).get_text_config()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(known, dtype=torch.bfloat16, attn_implementation=attention)
+    except Exception as error:  # of any kind: whatever a model's class finds wrong with its dimensions
+        why = " ".join(str(error).split())[:200]
+        if "Unrecognized model" in why:
+            raise UserError(
+                f"model_type={values.get('model_type')}: transformers {version('transformers')} knows no such decoder; "
+                "a newer one may, or name a model that is built alike."
+            ) from error
+        raise UserError(f"{values.get('model_type')}: transformers knows no decoder like this: {why}") from error
+    model.config.use_cache = False
+    model.config.pad_token_id = None  # models look for it among the tokens, which have no values here
+    return model.train()
+
+
+@errors_only("transformers")
+def _tower_parameters(config: Mapping[str, Any]) -> int:
+    """Return the parameters of a model that sees outside its decoder and head."""
+    known = AutoConfig.for_model(**copy.deepcopy(dict(config)))
+    if type(known) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return 0
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(known, dtype=torch.bfloat16)
+    language = {id(one) for part in (model.get_decoder(), model.get_output_embeddings()) for one in part.parameters()}
+    return sum(one.numel() for one in model.parameters() if id(one) not in language)
+
+
+def _around_layers(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules before the layers and after them, without the head."""
+    children = list(model.base_model.children())
+    at = children.index(decoder_layers(model))
+    return children[:at], children[at + 1 :]
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Return how many parameters a module has."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _signature(layer: nn.Module, config: PreTrainedConfig, index: int) -> tuple[Any, ...]:
+    """Return what is equal for two layers that compute the same and allocate the same."""
+    listed = tuple(
+        str(value[index])
+        for value in vars(config).values()
+        if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
+    )
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    classes = tuple(type(module).__name__ for module in layer.modules())
+    settings = tuple(
+        (name, value)
+        for module in layer.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | None) and name not in ("layer_idx", "layer_id", "layer_number")
+    )
+    return listed, shapes, classes, settings
+
+
+def _attention_width(layer: nn.Module, config: PreTrainedConfig) -> int:
+    """Return heads x (width of keys + width of values) / 2; 0 for a layer whose attention is linear."""
+    attention = next(
+        (one for name, one in layer.named_modules() if name in ("self_attn", "self_attention", "attn")), None
+    )
+    attention = attention or getattr(layer, "attention", None)
+    if attention is None:
+        return 0
+    width = getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys, values = getattr(attention, "qk_head_dim", width), getattr(attention, "v_head_dim", width)
+    return config.num_attention_heads * (keys + values) // 2
+
+
+def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, attention_width: int) -> LayerProfile:
+    """Return the sizes of a layer; what it saves is added later."""
+    linears = {
+        name: tuple(one.weight.shape) if isinstance(one, Conv1D) else (one.in_features, one.out_features)
+        for name, one in layer.named_modules()
+        if isinstance(one, nn.Linear | Conv1D)
+    }
+    experts = {name: one for name, one in layer.named_parameters() if ".experts." in name}
+    in_all_experts = sum(one.numel() for one in experts.values())
+    count = next((one.shape[0] for one in experts.values()), 1)
+    matrices = sum(one.numel() for one in layer.parameters() if one.dim() > 1)
+    expert_matrices = sum(one.numel() for one in experts.values() if one.dim() > 1)
+    used = getattr(config, "num_experts_per_tok", 1) / count if experts else 0
+    styles = tensor_plan(config)
+    own = [sum(one.numel() for one in module.parameters(recurse=False)) for module in layer.modules()]
+    return LayerProfile(
+        parameters=parameter_count(layer),
+        tensor_split=sum(
+            layer.get_submodule(name).weight.numel()
+            for name, _ in planned_submodules(layer, styles, (*SPLIT, *SPLIT_WEIGHT))
+            if name in linears
+        ),
+        expert_parameters=in_all_experts,
+        linears=tuple(linears.values()),
+        active_weights=matrices - expert_matrices * (1 - used),
+        attention_width=attention_width,
+        window=_window(layer, config, index),
+        experts_per_token=getattr(config, "num_experts_per_tok", 1) if experts else 0,
+        largest_module=max(own),
+        modules=sum(size > 0 for size in own),
+        checkpoint_bytes=2 * config.hidden_size,
+    )
+
+
+def _key_value_heads(config: PreTrainedConfig) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _window(layer: nn.Module, config: PreTrainedConfig, index: int) -> int | None:
+    own = [vars(module)["sliding_window"] for module in layer.modules() if "sliding_window" in vars(module)]
+    if own:
+        return own[0]
+    types = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if types is None or "sliding" in types[index] else None
+
+
+def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
+    """Return how tensor parallelism splits each linear layer of a decoder layer, by its name inside it."""
+    whole = config.base_model_tp_plan or {}
+    return {pattern.removeprefix("layers.*."): style for pattern, style in whole.items()}
+
+
+def planned_submodules(layer: nn.Module, styles: Mapping[str, str], wanted: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the submodules of a layer whose style is one of `wanted`."""
+    for name, _ in layer.named_modules():
+        for end, style in styles.items():
+            if f".{name}".endswith(f".{end}") and style in wanted:
+                yield name, style
+
+
+def _modes(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int], device: str) -> dict[str, BatchFit]:
+    """Return what training with `lora` takes, by the names that `training_mode` explains."""
+    mode = training_mode(lora)
+    if lora is not None:
+        small, large = (_adapted(_two_of_each_kind(build(config), first), replace(lora, rank=rank)) for rank in RANKS)
+        smaller = fit(small, device)
+        per_rank = 1 / (RANKS[1] - RANKS[0]) * smaller.difference_to(measure_batch(large, device))
+        return {mode: smaller + -RANKS[0] * per_rank, f"{mode} rank": per_rank}
+    model = _two_of_each_kind(build(config), first)
+    full = fit(model, device)
+    modes = {mode: full}
+    if model.config._attn_implementation == "sdpa":
+        modes["masked"] = fit(model, device, mask=True) + -1 * full
+        modes["eager"] = fit(_two_of_each_kind(build(config, "eager"), first), device) + -1 * full
+    if tensor_plan(model.config) and not (model.config.num_attention_heads % 2 or _key_value_heads(model.config) % 2):
+        modes["split"] = -2 * full.difference_to(measure_batch(_half(model), device))
+    return modes
+
+
+def _two_of_each_kind(model: PreTrainedModel, first: Sequence[int]) -> PreTrainedModel:
+    """Return the model with two equal layers of each kind and no others."""
+    chosen = [index for index in first for _ in range(2)]
+    layers, config = decoder_layers(model), model.config
+    kept = [copy.deepcopy(layers[index]) for index in chosen]
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":
+            setattr(config, name, [value[index] for index in chosen])
+    config.num_hidden_layers = len(chosen)
+    del layers[:]
+    layers.extend(kept)
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = NEVER  # a narrower one needs a mask, which is a mode of its own
+    return model
+
+
+def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
+    """Return the model with adapters in its own dtype, as `deepspeed_recipes.training.adapters` does."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and its warnings do not apply
+    from peft import LoraConfig, get_peft_model
+
+    model.enable_input_require_grads()  # as checkpointing needs it; without, the first layer saves a little less
+    try:
+        options = lora_options(replace(lora, init="zero"), kind=model.config.model_type)  # no values to decompose
+        adapted = get_peft_model(model, LoraConfig(**options), autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise UserError(f"lora.target_modules={lora.target_modules}: {first_line(error)}") from error
+    return adapted.to(torch.bfloat16)
+
+
+def _half(model: PreTrainedModel) -> PreTrainedModel:
+    """Return what one of two tensor-parallel ranks computes: matrices that are split have half their shape."""
+    halved = copy.deepcopy(model)
+    for layer in set(decoder_layers(halved)):
+        for name, style in list(planned_submodules(layer, tensor_plan(halved.config), SPLIT)):
+            linear = layer.get_submodule(name)
+            if isinstance(linear, nn.Linear):
+                outputs, inputs = linear.weight.shape
+                shape = (outputs // 2, inputs) if style == "colwise" else (outputs, inputs // 2)
+                linear.weight = nn.Parameter(linear.weight.new_empty(shape))
+                if linear.bias is not None and style == "colwise":
+                    linear.bias = nn.Parameter(linear.bias.new_empty(outputs // 2))
+    return halved

@@ -1,0 +1,112 @@
+"""What the launcher asks the planner: what a run will cost, settings that fit, and how right the prediction was."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ...recipe import overrides
+from ...recipe.errors import UserError
+from ...recipe.project import CONFIGS
+from ...recipe.recipe import Layout, Recipe
+from ...recipe.run_folder import RunFolder, read_json, write_json
+from ..hardware.cluster import Cluster, this_machine
+from . import suggestions
+from .plans import Plan
+from .strategies import evaluate, plan_request, search
+
+AUTO = "auto"
+"""As `deepspeed`: the planner chooses file, layout, micro-batch size and checkpointing."""
+
+
+def machines(gpus: int, nodes: int = 1) -> Cluster | None:
+    """Return a cluster of machines like this one, with so many GPUs each; None where this one has no GPU."""
+    here = this_machine()
+    return here and replace(here, gpus_per_node=gpus, nodes=nodes)
+
+
+def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_length: float | None = None) -> Recipe:
+    """Return the recipe with the settings of the best plan, or of a tight one, of which `line` warns.
+
+    Args:
+        recipe: with its model's dimensions.
+        given: the keys that the user has set, which stay as they are.
+        cluster: where it is to run.
+        document_length: as in `TrainingSetup`.
+
+    Raises:
+        UserError: nothing fits; with what would.
+    """
+    fixed = frozenset(given) - {"deepspeed"}
+    sizes = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in fixed}
+    request = plan_request(replace(recipe, layout=Layout(**sizes)), cluster, fixed, document_length)
+    result = search(request)
+    for plan in (*result.plans, *result.tight):
+        return plan.recipe
+    raise UserError(f"deepspeed={AUTO}: {suggestions.sentence(request, result)}")
+
+
+def forecast(recipe: Recipe, cluster: Cluster, document_length: float | None = None) -> Plan | None:
+    """Return what a run will cost; None for a draft, and for a model whose dimensions are unknown.
+
+    Args:
+        recipe: with its model's dimensions.
+        cluster: where it runs.
+        document_length: as in `TrainingSetup`.
+
+    Raises:
+        UserError: it does not fit; with the nearest settings that do.
+    """
+    if recipe.draft.enabled or not recipe.model.config:
+        return None
+    path = Path(recipe.deepspeed)
+    recipe = replace(recipe, deepspeed=path.name if path.parent == CONFIGS else recipe.deepspeed)
+    try:
+        request = plan_request(recipe, cluster, document_length=document_length)
+    except UserError:  # the model's own code, for instance: what cannot be planned may still run
+        return None
+    plan = evaluate(request, recipe)
+    if not plan.shortfalls:
+        return plan
+    result = search(request)
+    if result.best:
+        hint = f"What fits: {' '.join(overrides.differences(recipe, result.best.recipe))}"
+    else:
+        hint = suggestions.sentence(request, result).rstrip(".")
+    raise UserError(f"this run needs {' and '.join(plan.shortfalls)}.\n{hint}; or start it anyway: --no-plan")
+
+
+def line(plan: Plan) -> str:
+    """Return the forecast as one line."""
+    tight = f", which is tight: up to {plan.gpu_gib_range[1]:.1f}" if plan.tight else ""
+    return (
+        f"forecast: {plan.gpu_gib:.1f} GiB per GPU ({plan.share:.0%}{tight}), "
+        f"{plan.speed * plan.setup.world_size:,.0f} tokens/s"
+    )
+
+
+def compare(run: RunFolder, plan: Plan | None) -> None:
+    """Add what was predicted and what was measured to the summary of a run that has ended; None: no prediction."""
+    if not run.summary.exists():
+        return
+    summary: dict[str, Any] = read_json(run.summary)
+    if summary.get("stopped"):
+        return
+    # On a GPU, PyTorch measures what it allocates and reserves itself, without CUDA's context and NCCL's buffers.
+    measured = {
+        "gpu_allocated_gib": summary.get("gpu_peak_gib"),
+        "gpu_reserved_gib": summary.get("gpu_reserved_gib"),
+        "tokens_per_second": summary["tokens_per_second"],
+    }
+    predicted = _predicted(plan) if plan else dict.fromkeys(measured)
+    write_json(run.summary, summary | {"predicted": predicted, "measured": measured})
+
+
+def _predicted(plan: Plan) -> dict[str, Any]:
+    reserved = plan.gpu_gib - plan.components["runtime"]
+    return {
+        "gpu_allocated_gib": reserved - plan.components["fragmentation"],
+        "gpu_reserved_gib": reserved,
+        "tokens_per_second": plan.speed * plan.setup.world_size,
+        "components_gib": dict(plan.components),
+    }

@@ -1,0 +1,239 @@
+"""The recipe to plan for a model that is named by a recipe, a page, a Hub id or a `config.json`."""
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ...recipe import pages
+from ...recipe.errors import UserError, first_line
+from ...recipe.limits import positions
+from ...recipe.recipe import Model, Recipe
+from ...recipe.run_folder import read_json
+from ..model_profile import decoders
+from ..model_profile.lookup import profile_of
+from .nearest import nearest
+
+METHODS = ("full", "lora", "qlora")
+"""From the one that needs most memory to the one that needs least."""
+PINNED_FILES = ("zero2_offload.json", "zero3_offload.json", "zero3_offload_params.json", "zero3_nvme.json")
+"""DeepSpeed files that say what a variant is: `full_offload` offloads, wherever it runs."""
+DECODERS = ("ForCausalLM", "LMHeadModel")
+"""How the names of Hugging Face's decoder classes end."""
+SIZES = {
+    "hidden_size": ("n_embd", 10**6),
+    "num_hidden_layers": ("n_layer", 2000),
+    "num_attention_heads": ("n_head", 10**5),
+    "num_key_value_heads": ("", 10**5),
+    "head_dim": ("", 10**5),
+    "intermediate_size": ("n_inner", 10**7),
+    "vocab_size": ("", 10**8),
+    "max_position_embeddings": ("n_positions", 10**9),
+}
+"""Keys of a config.json: the name that GPT-2's and BLOOM's use, and a maximum that no model comes near."""
+
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Of these, every decoder's file has some."""
+
+
+def find(name: str, method: str, to_launch: bool = False) -> Recipe:
+    """Return the recipe that trains a model with a method, with the model's dimensions.
+
+    Args:
+        name: `RECIPE[-SIZE]`, `PATH/TO/page.py[-SIZE]`, a Hub id, or a path to a config.json or to its folder.
+        method: a variant of its page; for a model without one, of the page nearest to it.
+        to_launch: the model has to be one that transformers loads as a decoder, not only one like it.
+
+    Raises:
+        UserError: there is no such model, it cannot be read, it is not a decoder, or it does not support the method.
+    """
+    config = config_of(name)
+    if config is None:
+        family, _ = pages.split(name)
+        page = family.endswith(".py") or family in pages.families()
+        return pages.find(name if page else _page_of(name) or name, method)
+    check(config, name)
+    if to_launch and decoders.is_stand_in(config):
+        kind = decoders.inner_of(config)["model_type"]
+        alike = _page_with(lambda model: model.config["model_type"] == config["model_type"])
+        fix = (
+            f"train it with a page: ds-recipes launch {alike} lora model.path={name}"
+            if alike
+            else "it cannot be trained"
+        )
+        raise UserError(f"{name}: transformers has no decoder {kind}; ds-recipes plan plans for it; {fix}.")
+    return borrowed_recipe(name, config, method)
+
+
+def config_of(name: str) -> dict[str, Any] | None:
+    """Return the config.json of a model that is named by its path or its Hub id; None: a page describes it.
+
+    Raises:
+        UserError: there is no such model, or it cannot be read.
+    """
+    path = Path(name).expanduser()
+    if pages.split(name)[0].endswith(".py"):
+        return None
+    if path.exists() or name.endswith(".json"):
+        return _with_floats(_read(path))
+    if pages.split(name)[0] in pages.families() or _page_of(name):
+        return None
+    return _with_floats(_download(name))
+
+
+def remark(name: str) -> str | None:
+    """Return what a plan leaves out of a model, or takes for it; None for a page's, and where it is nothing."""
+    config = config_of(name)
+    return decoders.remark(config) if config else None
+
+
+def method_of(recipe: Recipe) -> str:
+    """Return which of `METHODS` a recipe uses."""
+    return "full" if recipe.lora is None else "lora" if recipe.model.quantization == "none" else "qlora"
+
+
+def pinned(recipe: Recipe) -> frozenset[str]:
+    """Return the keys of a page's variant that say what it is, so that a plan keeps them: its layout, its offload."""
+    sizes = {f"layout.{name}" for name, size in asdict(recipe.layout).items() if size > 1}
+    return frozenset(sizes | ({"deepspeed"} if recipe.deepspeed in PINNED_FILES else set()))
+
+
+def _page_of(hub_id: str) -> str | None:
+    """Return the name of the recipe whose weights have a Hub id."""
+    return _page_with(lambda model: model.path == hub_id)
+
+
+def _page_with(is_it: Callable[[Model], bool]) -> str | None:
+    """Return the name of the first recipe whose model is the one that is looked for."""
+    sizes = ((family, size, model) for family in pages.families() for size, model in pages.page(family).SIZES.items())
+    return next((f"{family}-{size}" for family, size, model in sizes if is_it(model)), None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: not a Hugging Face config.json, which is one JSON object.")
+    return config
+
+
+def _download(hub_id: str) -> dict[str, Any]:
+    if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
+        if "/" in hub_id:
+            raise UserError(f"{hub_id}: no such file or folder; name a config.json or the folder that holds it.")
+        raise UserError(_unknown(hub_id))
+    try:
+        import huggingface_hub as hub  # half a second that no recipe waits for
+    except ImportError:
+        raise UserError(
+            f"{hub_id}: reading from the Hub needs huggingface_hub: pip install 'deepspeed-recipes[train]'\n"
+            "Or get its config.json in any other way and give the path: ds-recipes plan path/to/config.json"
+        ) from None
+    try:
+        file = hub.try_to_load_from_cache(hub_id, "config.json")
+        if not isinstance(file, str):
+            # Asked once first: the download itself retries six times, for half a minute, and prints each attempt.
+            hub.get_hf_file_metadata(hub.hf_hub_url(hub_id, "config.json"), timeout=5)
+            file = hub.hf_hub_download(hub_id, "config.json", etag_timeout=5)
+        return json.loads(Path(file).read_text(encoding="utf-8"))
+    except Exception as error:  # no network, no such model, a licence to accept: each has its own exception
+        raise UserError(
+            f"{hub_id}: cannot read its config.json ({first_line(error)[:120].rstrip(' .')}).\n"
+            "Without a network, get that one small file and give its path: ds-recipes plan path/to/config.json"
+        ) from None
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a configuration with infinity where transformers has written `{"__float__": "Infinity"}`, as for Mamba."""
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"]) if set(value) == {"__float__"} else {k: _with_floats(v) for k, v in value.items()}
+        )
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
+
+
+def _unknown(name: str) -> str:
+    known = [f"{family}-{size}" for family in pages.families() for size in pages.page(family).SIZES]
+    near = difflib.get_close_matches(name, [*known, *pages.families()], n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"recipes are {', '.join(pages.families())}."
+    return f"{name}: not a recipe, Hub id (OWNER/NAME) or path to a config.json; {hint}"
+
+
+def check(config: Mapping[str, Any], name: str) -> None:
+    """Refuse what is not a decoder, and sizes that no model can have.
+
+    Raises:
+        UserError: names the file, the key and its value.
+    """
+    if not isinstance(config.get("model_type"), str):
+        raise UserError(f"{name}: has no model_type, so it is not a Hugging Face model's config.json.")
+    if config.get("is_encoder_decoder"):
+        raise UserError(f"{name}: {config['model_type']} is an encoder-decoder; plans are for decoders only.")
+    classes = config.get("architectures") or []
+    classes = [classes] if isinstance(classes, str) else classes
+    inner = decoders.inner_of(config)
+    # A vision-language model has a decoder inside, and its class may end in another word.
+    whole = inner is config and not decoders.is_stand_in(config)
+    ends = DECODERS if whole else (*DECODERS, "ForConditionalGeneration")
+    if classes and not any(str(each).endswith(ends) for each in classes):
+        raise UserError(
+            f"{name}: {classes[0]} is not a decoder; plans are for causal language models (...ForCausalLM)."
+        )
+    if not isinstance(inner, dict) or not isinstance(inner.get("model_type"), str):
+        raise UserError(f"{name}: its text_config has no model_type; give the config.json of the decoder alone.")
+    check_sizes(inner, name)
+    _check_heads(inner, name)
+
+
+def check_sizes(config: Mapping[str, Any], name: str) -> None:
+    """Refuse sizes that no model can have.
+
+    Raises:
+        UserError: names the file, the key and its value.
+    """
+    if not any(name in config for key in NEEDED for name in (key, SIZES[key][0])):
+        raise UserError(f"{name}: has none of {', '.join(NEEDED)}: is this the whole config.json?")
+    for key, (other, most) in SIZES.items():
+        value = config.get(key, config.get(other))
+        if isinstance(value, list | None):  # one value per layer: transformers knows whether that is allowed
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{name}: {key}={value}: must be a whole number of at least 1.")
+        if value > most:
+            raise UserError(f"{name}: {key}={value}: exceeds the maximum of {most:,}.")
+
+
+def _check_heads(config: Mapping[str, Any], name: str) -> None:
+    width, heads = (config.get(key, config.get(SIZES[key][0])) for key in ("hidden_size", "num_attention_heads"))
+    shared = config.get("num_key_value_heads")
+    if width and heads and not config.get("head_dim") and width % heads:
+        raise UserError(f"{name}: hidden_size={width} is not a multiple of num_attention_heads={heads}.")
+    if heads and shared and heads % shared:
+        raise UserError(f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}.")
+
+
+def borrowed_recipe(name: str, config: Mapping[str, Any], method: str) -> Recipe:
+    """Return a recipe for a model without a page: that of the nearest architecture and size (`nearest.py`).
+
+    Data, rates and batch are a starting point; `model.path` and the dimensions are the model's own and, where the
+    architecture is another, so are how its attention is computed and its chats are written.
+
+    Raises:
+        UserError: no page has the method, or a path to a file that no model folder has.
+    """
+    inner = decoders.decoder_of(config)
+    recipe = nearest(inner, method)
+    path = Path(name).expanduser()
+    if path.is_file() and path.name != "config.json":
+        raise UserError(
+            f"{name}: a model is a folder with a config.json; put this file into a folder of its own, under that name."
+        )
+    folder = path.parent if path.is_file() else path
+    where = str(folder) if path.exists() else name
+    model = replace(recipe.model, path=where, parameters=profile_of(inner).parameters, config=inner)
+    if inner["model_type"] != recipe.model.config["model_type"]:
+        model = replace(model, attention="auto", chat_template="auto")
+    return replace(recipe, model=model, sequence_length=int(min(recipe.sequence_length, positions(inner))))

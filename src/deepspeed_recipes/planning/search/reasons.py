@@ -1,0 +1,184 @@
+"""Why a plan is as it is, in one sentence, each part with the number that decided it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ...recipe.layout import bubble
+from ...recipe.recipe import Layout
+from ..cost.memory.peak_memory import peak_memory
+from ..cost.ranges import memory_range
+from ..cost.training_setup import TrainingSetup
+from .plans import GIB, Plan, PlanRequest
+
+LARGEST = 3
+"""Components that are named."""
+TIMES = {
+    "matmul": "products",
+    "attention": "attention",
+    "elementwise": "norms and other element-wise operations",
+    "recomputation": "recomputation",
+    "logits": "the output matrix and the loss",
+    "launch": "launching kernels",
+    "tensor": "all-reduces of tensor parallelism",
+    "sequence": "all-to-alls of sequence parallelism",
+    "expert": "all-to-alls of expert parallelism",
+    "zero": "collectives of ZeRO",
+    "pipeline": "sending activations between stages",
+    "bubble": "stages that wait for each other",
+    "optimizer": "the optimizer",
+    "offload": "transfers to the host",
+    "nvme": "transfers to the drives",
+}
+"""What the components of a step are, as parts of a sentence."""
+
+
+def behind(plan: Plan, first: Plan) -> str:
+    """Return what makes a plan slower than another, by the time of a token; or why it is behind although it is not."""
+    longer = first.speed / plan.speed - 1
+    if longer < SAME:
+        faster = plan.speed / first.speed - 1
+        speed = f"{faster:.0%} faster than the first" if faster >= SAME else "as fast as the first within 1 %"
+        larger = " and with more memory" if plan.gpu_gib > first.gpu_gib else ""
+        return f"{speed}, but less simple{larger}"
+    theirs = {name: seconds / first.time.tokens * first.time.gpus for name, seconds in first.time.components.items()}
+    own = {name: seconds / plan.time.tokens * plan.time.gpus for name, seconds in plan.time.components.items()}
+    more = sorted(((own[name] - theirs[name]) * first.speed, name) for name in own)[::-1][:LARGEST]
+    parts = ", ".join(f"+{share:.0%} for {TIMES[name]}" for share, name in more if share >= SAME)
+    return f"{longer:.0%} more time per token, mainly {parts}"
+
+
+SAME = 0.01
+"""Of a token's time: less is no difference."""
+PARTLY = {
+    "selective": "checkpointing keeps products and attention, as asked",
+    "feed_forward": "feed-forward layers alone are checkpointed, as asked",
+}
+"""Kinds of checkpointing that the search never chooses by itself."""
+
+
+def why(request: PlanRequest, plan: Plan) -> str:
+    """Return the reasons for a plan, or what it needs more of than there is."""
+    if plan.shortfalls:
+        largest = sorted(plan.components.items(), key=lambda item: -item[1])[:LARGEST]
+        most = ", ".join(f"{name.replace('_', ' ')} {size:,.1f}" for name, size in largest)
+        return f"Does not fit: {' and '.join(plan.shortfalls)}. Most of it: {most}."
+    parts = [*_states(request, plan), *_layout(request, plan), *_activations(request, plan)]
+    if plan.tight:
+        parts.append(tightness(plan))
+    sentence = "; ".join(parts)
+    return sentence[0].upper() + sentence[1:] + "."
+
+
+def tightness(plan: Plan) -> str:
+    """Return what makes a plan tight."""
+    most, have = plan.gpu_gib_range[1], plan.cluster.gpu.memory_gib
+    return f"tight: likely {plan.gpu_gib:,.1f} GiB, but runs of its kind took up to {most:,.1f} of {have:,.1f}"
+
+
+def _gpu_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
+    """Return the GiB that a GPU would need with another setup."""
+    return peak_memory(request.profile, replace(setup, **changes), request.cluster).worst.total / GIB
+
+
+def _most_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
+    """Return the high value of what a GPU would need with another setup, which decides whether a plan fits."""
+    return memory_range(replace(setup, **changes)).high * _gpu_gib(request, setup, **changes)
+
+
+def _leanest(setup: TrainingSetup) -> TrainingSetup:
+    """Return the setup with one sequence at a time and checkpointing: what remains are the states."""
+    steps = setup.micro_batch_size * setup.gradient_accumulation_steps
+    return replace(setup, micro_batch_size=1, gradient_accumulation_steps=steps, gradient_checkpointing=True)
+
+
+def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    setup, have = plan.setup, request.cluster.gpu.memory_gib
+    lean = _leanest(setup)
+    if setup.quantized:
+        without = _gpu_gib(request, lean, quantized=False)
+        yield f"4-bit weights, because in bf16 a GPU would need {without:,.0f} GiB"
+    if setup.offload_optimizer != "none":
+        place = "NVMe" if setup.offload_optimizer == "nvme" else "the CPU"
+        what = "weights and optimizer states" if setup.offload_parameters != "none" else "the optimizer states"
+        without = _gpu_gib(request, lean, offload_optimizer="none", offload_parameters="none")
+        if without > have:
+            yield f"{what} go to {place}, because with them a GPU would need {without:,.0f} GiB"
+        else:
+            yield f"{what} go to {place}, which leaves room for more sequences"
+    elif setup.bf16_states:
+        without = _gpu_gib(request, lean, bf16_states=False)
+        yield f"optimizer states rounded to bf16, because in fp32 a GPU would need {without:,.0f} GiB: watch the loss"
+    elif setup.layout.pipeline > 1:
+        return
+    elif setup.zero_stage == 0:
+        alone = "everything fits on the GPU, so there is nothing to shard"
+        yield alone if setup.world_size == 1 else "everything fits on each GPU, so only gradients are communicated"
+    elif setup.zero_ranks == 1:
+        where = "on one GPU" if setup.world_size == 1 else "with one data-parallel rank"
+        yield f"ZeRO-{setup.zero_stage} {where} shards nothing, but its optimizer step peaks lower"
+    elif setup.zero_stage < 3:
+        what = "the optimizer states" if setup.zero_stage == 1 else "gradients and optimizer states"
+        without = _gpu_gib(request, lean, zero_stage=setup.zero_stage - 1)
+        gain = f"without it a GPU would need {without:,.0f} GiB" if without > have else "it leaves room at no cost"
+        yield f"ZeRO-{setup.zero_stage} shards {what}: {gain}"
+    else:
+        without = _gpu_gib(request, lean, zero_stage=2)
+        gain = (
+            f"unsharded a GPU would need {without:,.0f} GiB"
+            if without > have
+            else "this leaves room for more sequences"
+        )
+        yield f"ZeRO-3 shards the weights too: {gain}"
+    if setup.partition_size > 1:
+        yield f"the {setup.partition_size} GPUs of a node share a copy of the weights, so that gathers stay inside it"
+
+
+def _layout(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    setup, layout, cluster = plan.setup, plan.setup.layout, request.cluster
+    if layout.tensor > 1:
+        yield f"tensor {layout.tensor} stays inside the node because its all-reduces run per layer"
+    if layout.pipeline > 1:
+        waits = bubble(layout.pipeline, setup.gradient_accumulation_steps)
+        across = "goes across nodes " if cluster.nodes > 1 else ""
+        yield (
+            f"pipeline {layout.pipeline} {across}because only activations pass between stages, which wait {waits:.0%} "
+            f"of the time with {setup.gradient_accumulation_steps} micro-batches"
+        )
+    if layout.sequence > 1:
+        yield f"sequence {layout.sequence} because {_split_sequences(request, plan)}"
+    if layout.expert > 1:
+        whole = _gpu_gib(request, _leanest(setup), layout=Layout())
+        yield f"experts over {layout.expert} GPUs, because with all of them a GPU would need {whole:,.0f} GiB"
+
+
+def _split_sequences(request: PlanRequest, plan: Plan) -> str:
+    """Return what would be if sequences were split over fewer GPUs."""
+    setup, layout, have = plan.setup, plan.setup.layout, request.cluster.gpu.memory_gib
+    fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
+    where = "on one GPU" if fewer == 1 else f"over {fewer} GPUs"
+    wider = replace(layout, sequence=fewer)
+    lean = _leanest(setup)
+    if (most := _most_gib(request, lean, layout=wider)) > have:
+        return f"{where} a sequence of {setup.sequence_length:,} tokens would need up to {most:,.0f} GiB"
+    if (batch := plan.recipe.global_batch_size) < setup.data_parallel_size * layout.sequence // fewer:
+        return f"{batch} sequences per step are too few for all GPUs without it"
+    whole = replace(lean, gradient_checkpointing=setup.gradient_checkpointing)
+    if (most := _most_gib(request, whole, layout=wider)) > have:
+        return f"{where} all activations of a sequence would need up to {most:,.0f} GiB, so that some were recomputed"
+    return f"{where} a sequence leaves less room for others beside it"
+
+
+def _activations(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    setup = plan.setup
+    if not setup.gradient_checkpointing:
+        yield "activations fit, so nothing is recomputed"
+        return
+    if setup.gradient_checkpointing is not True:
+        yield PARTLY[setup.gradient_checkpointing]
+        return
+    without = _gpu_gib(request, setup, gradient_checkpointing=False)
+    if without > request.cluster.gpu.memory_gib:
+        yield f"checkpointing, because with all activations a GPU would need {without:,.0f} GiB"
+    else:
+        yield "checkpointing, for more room at little cost"

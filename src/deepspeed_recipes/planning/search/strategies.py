@@ -1,0 +1,284 @@
+"""The search: every way to train a model on a cluster that is possible and fits, best first.
+
+A candidate is a file in `configs/`, a layout, a micro-batch size and whether to checkpoint. Candidates that cannot run
+are dropped by the launcher's own rules (`spec.limits`), those that do not fit by `cost.memory`, and
+`cost.time.step_time` ranks the rest.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+from ...recipe import deepspeed_file, limits
+from ...recipe.deepspeed_file import DeepSpeedFile
+from ...recipe.errors import UserError
+from ...recipe.layout import data_parallel_size
+from ...recipe.project import CONFIGS
+from ...recipe.recipe import Layout, Recipe, changed
+from ..cost.memory.peak_memory import peak_memory
+from ..cost.time.step_time import step_time
+from ..cost.training_setup import TrainingSetup, training_setup
+from ..hardware.cluster import Cluster
+from ..model_profile.lookup import profile_of
+from .plans import (
+    LAST_RESORT,
+    REFUSE,
+    SIMPLICITY,
+    TIERS,
+    Plan,
+    PlanRequest,
+    SearchResult,
+    is_dominated,
+    ranked,
+    shortfalls,
+)
+
+MOST_SEQUENCES = 64
+"""Per forward pass; more does not make a GPU faster."""
+MOST_STAGES = 64
+
+
+def plan_request(
+    recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = (), document_length: float | None = None
+) -> PlanRequest:
+    """Return the request to plan a recipe on a cluster, with its model's profile.
+
+    Raises:
+        UserError: not a decoder that transformers knows, or one that cannot have such adapters; or a micro-batch that
+            the method refuses.
+    """
+    keys = frozenset(fixed)
+    if "micro_batch_size" in keys:
+        limits.check_micro_batch(recipe)
+    profile = profile_of(recipe.model.config, recipe.lora)
+    return PlanRequest(recipe, profile, cluster, keys, document_length)
+
+
+def search(request: PlanRequest) -> SearchResult:
+    """Return the plans that fit, those that are tight, and for each other file the one that comes nearest.
+
+    Of the tiers after the first in which anything fits, the best plan is kept where no other is as fast and as lean.
+
+    Raises:
+        UserError: `precision=bf16` is asked for on a GPU without it.
+    """
+    request = replace(request, recipe=_with_divisible_batch(request))
+    request = replace(request, recipe=_with_supported_precision(request))
+    fitting: list[Plan] = []
+    tight: list[Plan] = []
+    rejected: dict[str, Plan] = {}
+    for tier in ((request.recipe.deepspeed,),) if "deepspeed" in request.fixed else TIERS:
+        if fitting and tier == LAST_RESORT:
+            break
+        found, narrow, too_large = _fitting(request, tier)
+        if fitting:
+            fitting += [plan for plan in ranked(found)[:1] if not is_dominated(plan, fitting)]
+        else:
+            fitting, rejected = found, rejected | too_large
+            tight += narrow if tier != LAST_RESORT or not tight else []
+    tight = [plan for plan in tight if not is_dominated(plan, fitting)]
+    used = {plan.recipe.deepspeed for plan in (*fitting, *tight)}
+    return SearchResult(
+        tuple(ranked(fitting)),
+        tuple(_with_room_first(tight)),
+        tuple(plan for name, plan in rejected.items() if name not in used),
+    )
+
+
+def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], list[Plan], dict[str, Plan]]:
+    """Return the best plan of each file and layout of a tier: those that fit, the tight, and by file the nearest."""
+    fitting: list[Plan] = []
+    tight: list[Plan] = []
+    rejected: dict[str, Plan] = {}
+    for name, recipes in _candidates(request, tier):
+        wide: list[Plan] = []
+        narrow: list[Plan] = []
+        for recipe in recipes:
+            plans = list(_sized(request, recipe))
+            if fits := ranked([plan for plan in plans if plan.fits]):
+                if wide and fits[0].speed <= wide[-1].speed:
+                    break  # splitting sequences further has stopped making it faster
+                wide.append(fits[0])
+            narrow += [plan for plan in plans if plan.tight]
+            for plan in plans:
+                if plan.shortfalls and (name not in rejected or plan.gpu_gib < rejected[name].gpu_gib):
+                    rejected[name] = plan
+        fitting += wide
+        tight += _with_room_first(narrow)[:1] if not wide else []
+    return fitting, tight, rejected
+
+
+def _with_room_first(tight: Sequence[Plan]) -> list[Plan]:
+    """Return the plans, best first, after all others those that are likely to fill a GPU to the last gigabytes."""
+    return sorted(ranked(tight), key=lambda plan: plan.gpu_gib > REFUSE * plan.cluster.gpu.memory_gib)
+
+
+def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:
+    """Return the plan that a recipe is as it is written; `recipe.deepspeed` may be a path."""
+    file = template(recipe.deepspeed, request.cluster)
+    return _plan(request, recipe, file, _setup(request, recipe, file))
+
+
+def _setup(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile) -> TrainingSetup:
+    setup = training_setup(recipe, file, request.cluster.gpus)
+    return replace(setup, document_length=request.document_length)
+
+
+def template(deepspeed: str, cluster: Cluster) -> DeepSpeedFile:
+    """Return a DeepSpeed file by its name in `configs/` or its path, hpZ's groups as large as the cluster's nodes."""
+    file = _read(deepspeed)
+    if deepspeed != "zero3_hpz.json":
+        return file
+    return deepspeed_file.with_zero(file, zero_hpz_partition_size=cluster.gpus_per_node)
+
+
+@cache
+def _read(deepspeed: str) -> DeepSpeedFile:
+    for path in (CONFIGS / deepspeed, Path(deepspeed)):
+        if path.is_file():
+            return deepspeed_file.read(path)
+    known = [path.name for path in CONFIGS.glob("*.json")]
+    near = get_close_matches(deepspeed, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"in configs/ there are {', '.join(sorted(known))}."
+    raise UserError(f"deepspeed={deepspeed}: no such file; {hint}")
+
+
+def _with_divisible_batch(request: PlanRequest) -> Recipe:
+    """Return the recipe with its global batch raised to the next size that is divisible among all ranks."""
+    recipe, gpus = request.recipe, request.cluster.gpus
+    if "global_batch_size" in request.fixed or gpus > recipe.global_batch_size:
+        return recipe
+    fixed = "micro_batch_size" in request.fixed
+    micro_batch = recipe.micro_batch_size if fixed else recipe.traits.least_micro_batch
+    sequences = math.ceil(recipe.global_batch_size / (gpus * micro_batch)) * gpus * micro_batch
+    return replace(recipe, global_batch_size=sequences, micro_batch_size=micro_batch)
+
+
+def _with_supported_precision(request: PlanRequest) -> Recipe:
+    """Return the recipe in fp16 where it is in bf16, which the GPU does not compute in."""
+    recipe, gpu = request.recipe, request.cluster.gpu
+    if recipe.precision != "bf16" or gpu.bf16:
+        return recipe
+    if "precision" in request.fixed:
+        raise UserError(f"precision=bf16: {gpu.name} has no bf16; write precision=fp16, or leave it out.")
+    return replace(recipe, precision="fp16")
+
+
+def _candidates(request: PlanRequest, files: Sequence[str]) -> Iterator[tuple[str, Iterator[Recipe]]]:
+    """Yield every file with the possible layouts that differ in sequence parallelism only, the smallest first."""
+    for layouts in _layouts(request):
+        for name in files:
+            yield name, _possible(request, name, layouts)
+
+
+def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Iterator[Recipe]:
+    """Yield the recipe in each of some layouts in which it can run, with one sequence per pass."""
+    world_size = request.cluster.gpus
+    for layout in layouts:
+        recipe = changed(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
+        if recipe is None:
+            continue
+        data_parallel = data_parallel_size(layout, world_size)
+        if not data_parallel or recipe.global_batch_size % data_parallel or not _suits(name, layout, request):
+            continue
+        file = template(name, request.cluster)
+        if limits.limit(recipe, world_size, file) is None:
+            yield recipe
+
+
+def _layouts(request: PlanRequest) -> Iterator[list[Layout]]:
+    """Yield every layout that may be sensible: tensor parallelism stays inside a node, where links are fast."""
+
+    def sizes(name: str, most: int) -> list[int]:
+        if f"layout.{name}" in request.fixed:
+            return [getattr(request.recipe.layout, name)]
+        return limits.divisors(most)
+
+    world_size = request.cluster.gpus
+    experts = request.recipe.layout.expert if "layout.expert" in request.fixed else 1
+    for tensor in sizes("tensor", request.cluster.gpus_per_node) if experts == 1 else []:
+        for pipeline in sizes("pipeline", world_size // tensor):
+            if pipeline <= MOST_STAGES:
+                sequences = sizes("sequence", world_size // tensor // pipeline)
+                yield [
+                    Layout(tensor, pipeline, sequence)
+                    for sequence in sequences
+                    if world_size % (tensor * pipeline * sequence) == 0
+                ]
+    if _is_mixture(request):
+        for expert in sizes("expert", world_size):
+            yield [Layout(expert=expert)] if expert > 1 else []
+
+
+def _is_mixture(request: PlanRequest) -> bool:
+    return any(kind.expert_parameters for kind in request.profile.layer_kinds)
+
+
+def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
+    """Return whether a file is one to take for a layout and a method."""
+    if "deepspeed" in request.fixed:
+        file = _read(name)
+        suits = file.has_tensor_block <= (layout.tensor > 1)
+        suits &= name != "pipeline.json" or layout.pipeline > 1
+        return suits and file.has_expert_block == (layout.expert > 1)
+    if request.recipe.model.quantization != "none" and name.startswith("zero3") and name != "zero3_adapters.json":
+        return False  # packed weights are not offloaded
+    if layout.pipeline > 1 or layout.expert > 1:
+        return name == ("pipeline.json" if layout.pipeline > 1 else "expert_parallel.json")
+    if name in LAST_RESORT and request.recipe.precision != "bf16":
+        return False
+    adapters = request.recipe.lora is not None
+    zero3 = "zero3_moe.json" if _is_mixture(request) else "zero3_adapters.json" if adapters else "zero3.json"
+    if layout.tensor > 1:
+        return name in ("tensor_parallel.json", "zero2.json", zero3)
+    later_tiers = SIMPLICITY[len(TIERS[0]) :]
+    if layout.sequence > 1:
+        long = "sequence_parallel.json" if zero3 == "zero3.json" else zero3
+        return name in ("zero1.json", "zero2.json", long, *later_tiers)
+    if name == "zero3_hpz.json":
+        return request.cluster.nodes > 1 and request.cluster.gpus_per_node > 1
+    return name in ("zero0.json", "zero1.json", "zero2.json", zero3, *later_tiers)
+
+
+def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
+    """Yield plans with every micro-batch size that fits, with and without checkpointing; or the smallest that does not.
+
+    Memory grows with the micro-batch, and checkpointing never adds to it: what does not fit ends the series.
+    """
+    file = template(recipe.deepspeed, request.cluster)
+    setup = _setup(request, recipe, file)
+    sequences = recipe.global_batch_size // setup.data_parallel_size
+    sizes = _micro_batches(request, sequences)
+    fixed = recipe.gradient_checkpointing if "gradient_checkpointing" in request.fixed else None
+    for checkpointing in (True, False) if fixed is None else (fixed,):
+        for size in sizes:
+            sized = replace(recipe, micro_batch_size=size, gradient_checkpointing=checkpointing)
+            sized_setup = replace(
+                setup,
+                micro_batch_size=size,
+                gradient_accumulation_steps=sequences // size,
+                gradient_checkpointing=checkpointing,
+            )
+            plan = _plan(request, sized, file, sized_setup)
+            smallest = size == sizes[0]
+            if not plan.shortfalls or smallest:
+                yield plan
+            if plan.shortfalls:
+                if smallest and checkpointing:
+                    return
+                break
+
+
+def _micro_batches(request: PlanRequest, sequences: int) -> list[int]:
+    least, size = request.recipe.traits.least_micro_batch, request.recipe.micro_batch_size
+    sizes = [size] if "micro_batch_size" in request.fixed else range(1, min(sequences, MOST_SEQUENCES) + 1)
+    return [size for size in sizes if size >= least and sequences % size == 0]
+
+
+def _plan(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile, setup: TrainingSetup) -> Plan:
+    memory = peak_memory(request.profile, setup, request.cluster)
+    time = step_time(request.profile, setup, request.cluster)
+    return Plan(recipe, file, setup, request.cluster, memory, time, shortfalls(memory, request.cluster))

@@ -1,0 +1,297 @@
+"""A search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ...recipe import overrides, pages, project
+from ...recipe.recipe import Checkpointing, Layout, Recipe
+from ..hardware.cluster import Cluster
+from ..hardware.instances import INSTANCES
+from ..search.model_recipe import method_of
+from ..search.plans import Plan, PlanRequest, SearchResult
+from ..search.reasons import behind, why
+from ..search.run_cost import RESTART, Workload
+
+SHOWN = 8
+"""Plans in the table."""
+COLUMNS = (
+    "",
+    "config",
+    "layout",
+    "micro-batch",
+    "checkpointing",
+    "GPU GiB",
+    "",
+    "host GiB",
+    "NVMe GiB",
+    "tokens/s/GPU",
+)
+COST_COLUMNS = ("hours", "dollars")
+LARGE_CHECKPOINT = 10
+"""GiB of a checkpoint that are worth a note."""
+WAITS = 0.25
+"""Share of a step in which the GPU waits for its next kernel that is worth a note. With some 200 tokens at a time, LoRA
+took 4.7 ms per layer on one published host with its software (Qwen's) and 8.7 on another (Param_Recommend's)."""
+BAR = 40
+"""Characters of a GPU's whole memory."""
+HOSTS = "HOSTS"
+"""Stands for the hostfile in a command."""
+
+
+def as_json(request: PlanRequest, result: SearchResult, workload: Workload | None = None) -> dict[str, Any]:
+    """Return the answer as `ds-recipes plan --json` prints it: the plans that fit, the tight, then those that do not.
+
+    With a workload, each plan has `hours`, and `dollars` where the price of the hardware is known.
+    """
+    cluster, recipe = request.cluster, request.recipe
+    plans = [*result.plans, *result.tight, *result.rejected]
+    return {
+        "model": {
+            "recipe": pages.typed(recipe),
+            "path": recipe.model.path,
+            "model_type": request.profile.model_type,
+            "parameters": request.profile.parameters,
+            "method": recipe.variant or method_of(recipe),
+            "sequence_length": recipe.sequence_length,
+            "global_batch_size": (plans[0].recipe if plans else recipe).global_batch_size,
+        },
+        "hardware": {
+            "gpu": cluster.gpu.name,
+            "instance": cluster.instance or None,
+            "gpu_memory_gib": cluster.gpu.memory_gib,
+            "gpus_per_node": cluster.gpus_per_node,
+            "nodes": cluster.nodes,
+            "host_memory_gib": cluster.host_memory_gib or None,
+            "nvme_gib": cluster.nvme_gib or None,
+            "network_gbs": cluster.node_network_gbs if cluster.nodes > 1 else None,
+            "calibrated": bool(plans) and plans[0].time.measured,
+        },
+        "plans": [_plan_as_json(request, plan, workload) for plan in plans],
+        "best": 0 if result.best else None,
+    }
+
+
+def _plan_as_json(request: PlanRequest, plan: Plan, workload: Workload | None) -> dict[str, Any]:
+    cost = {"hours": workload.hours(plan), "dollars": workload.dollars(plan)} if workload else {}
+    return cost | {
+        "config": plan.recipe.deepspeed,
+        "layout": {"data": plan.setup.data_parallel_size, **asdict(plan.recipe.layout)},
+        "micro_batch_size": plan.setup.micro_batch_size,
+        "gradient_accumulation_steps": plan.setup.gradient_accumulation_steps,
+        "gradient_checkpointing": plan.setup.gradient_checkpointing,
+        "gpu_peak_gib": plan.gpu_gib,
+        "gpu_peak_gib_range": list(plan.gpu_gib_range),
+        "gpu_breakdown_gib": dict(plan.components),
+        "host_gib": plan.host_gib,
+        "nvme_gib": plan.nvme_gib,
+        "checkpoint_gib": plan.checkpoint_gib,
+        "tokens_per_second_per_gpu": plan.speed,
+        "tokens_per_second_per_gpu_range": list(plan.speed_range),
+        "step_seconds": plan.time.seconds,
+        "fits": plan.fits,
+        "tight": plan.tight,
+        "why": why(request, plan),
+        "command": command(plan.recipe, request.cluster),
+    }
+
+
+def command(recipe: Recipe, cluster: Cluster) -> str:
+    """Return the command that starts a recipe on a cluster, with a hostfile `HOSTS` where that has several nodes."""
+    page = pages.find(pages.typed(recipe), recipe.variant)
+    where = ["--hostfile", HOSTS, "--nodes", str(cluster.nodes)] if cluster.nodes > 1 else []
+    words = [pages.typed(recipe), recipe.variant, *where, "--gpus", str(cluster.gpus_per_node)]
+    return f"{project.command('launch')} {shlex.join([*words, *overrides.differences(page, recipe)])}"
+
+
+def show(
+    request: PlanRequest,
+    result: SearchResult,
+    console: Console,
+    explain: bool,
+    workload: Workload | None = None,
+    remarks: Iterable[str] = (),
+) -> None:
+    """Print the answer: the table, the best plan's memory as a bar, its reasons, remarks on it and its command."""
+    possible = [*result.plans, *result.tight]
+    plans = [*shown(possible), *(result.rejected if explain or not possible else ())]
+    planned = replace(request, recipe=plans[0].recipe) if plans else request
+    console.print(f"{asked(planned)}, on {hardware_in_words(request.cluster)}")
+    console.print(_table(plans, workload))
+    if result.best is None:
+        for number, plan in enumerate(plans if explain else (), start=1):
+            console.print(f"\n{number}. {why(request, plan)}")
+        return
+    for line in bar(result.best):
+        console.print(line)
+    for number, plan in enumerate(plans if explain else plans[:1], start=1):
+        rank = f" Behind the first: {behind(plan, plans[0])}." if number > 1 and not plan.shortfalls else ""
+        console.print(f"\n{f'{number}. ' if explain else ''}{why(request, plan)}{rank}")
+    costs = cost_notes(result.best, workload) if workload else ()
+    for note in (*notes(request, result.best), *costs, *remarks):
+        console.print(f"\n{note}")
+    console.print(f"\n{command(result.best.recipe, request.cluster)}", soft_wrap=True)
+
+
+def shown(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the first plans, and of those after them the best of each tier that is not among the first."""
+    first = list(plans[:SHOWN])
+    for plan in plans[SHOWN:]:
+        if plan.tier not in {one.tier for one in first}:
+            first.append(plan)
+    return first
+
+
+def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    """Yield what else a person should know of a plan."""
+    batch, gpus = plan.recipe.global_batch_size, plan.setup.world_size
+    (low, high), (slow, fast) = plan.gpu_gib_range, plan.speed_range
+    speeds = f"{slow:,.0f} to {fast:,.0f} tokens/s/GPU"
+    yield f"Range, by published runs of its kind: {low:,.0f} to {high:,.0f} GiB, {speeds}."
+    if plan.setup.offload_optimizer != "none" and not plan.cluster.host_memory_gib:
+        yield f"That takes {plan.host_gib:,.0f} GiB of host memory per node, which is not checked: give --host-memory."
+    if batch != (before := request.recipe.global_batch_size):
+        yield f"global_batch_size={batch}, not {before}, gives every GPU as many sequences: each step learns from more."
+    if plan.recipe.writes_answers:
+        yield "Speeds are of training alone: the answers that it learns from are written before each step."
+    if not pages.is_own_model(plan.recipe):
+        yield f"Data, rates and batch are those of {pages.typed(plan.recipe)}, the nearest recipe: check them."
+    if plan.checkpoint_gib > LARGE_CHECKPOINT:
+        kept = plan.recipe.keep_checkpoints
+        yield f"A checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} of them are kept."
+    if (waits := plan.time.launch / plan.time.seconds) > WAITS:
+        yield (
+            f"In {waits:.0%} of a step the GPU waits for Python: with a slow CPU it takes up to twice as long, and "
+            "more tokens per pass (micro_batch_size, packing) cost little."
+        )
+    if not plan.time.measured:
+        yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order most."
+    if plan.recipe.precision == "fp16" and not plan.cluster.gpu.bf16:
+        yield f"{plan.cluster.gpu.name} has no bf16, so this trains in fp16: its first steps look for a loss scale."
+    if batch < gpus:
+        yield f"{batch} sequences per step are fewer than the GPUs: use global_batch_size={gpus} to give each one."
+
+
+def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
+    """Yield what hours and dollars are made of."""
+    tokens = (
+        f"about {workload.tokens:,.0f} tokens ({workload.about})"
+        if workload.about
+        else f"{workload.tokens:,.0f} tokens"
+    )
+    padding = "" if plan.recipe.packing else ", and so does padding, since packing is off"
+    steps = _counted(workload.steps(plan), "step")
+    yield f"Hours are of training {tokens}, in {steps}; loading and checkpoints come on top{padding}."
+    documents = workload.document_length
+    if plan.recipe.packs and documents and documents < plan.recipe.sequence_length:
+        yield f"Sequences are packed: a token attends to its own document only, on average of {documents:,.0f} tokens."
+    if workload.node_hours is not None:
+        yield (
+            f"Interruptions, of a node every {workload.node_hours:g} h on average, add "
+            f"{workload.interrupted_hours(plan):,.1f} h: {60 * RESTART:.0f} minutes each, and the steps since the last "
+            f"of the checkpoints, one per save_steps={plan.recipe.save_steps}. Run with --max-restarts."
+        )
+    hourly = workload.prices.per_hour(plan.cluster)
+    if hourly is None:
+        instances = workload.prices.instances(plan.cluster.gpu)
+        named = f", or name an instance that has it (--gpu {' or '.join(instances)})" if instances else ""
+        what = plan.cluster.instance or plan.cluster.gpu.name
+        yield f"What {what} costs is not known here: give --price, in dollars per hour of a node{named}."
+        return
+    nodes, gpus = plan.cluster.nodes, plan.cluster.gpus
+    where = "the node" if nodes == 1 else f"{nodes} nodes"
+    each = "" if gpus == 1 else f", {hourly / gpus:,.2f} of each GPU"
+    yield f"Dollars: {hourly:,.2f} per hour of {where}{each}, {workload.prices.source(plan.cluster)}."
+    idle = INSTANCES[plan.cluster.instance].gpus - plan.cluster.gpus_per_node if plan.cluster.instance else 0
+    if idle > 0:
+        yield f"{plan.cluster.instance} has {_counted(idle, 'GPU')} more, idle and paid for."
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def asked(request: PlanRequest) -> str:
+    """Return what is planned, without the hardware: model, method, batch and sequence length."""
+    recipe = request.recipe
+    parameters = pages.human(request.profile.parameters)
+    name = f"{pages.typed(recipe)} ({recipe.model.path}, {parameters})"
+    if not pages.is_own_model(recipe):
+        name = f"{recipe.model.path} ({parameters})"
+    what = "pairs of sequences" if recipe.traits.sequences == 2 else "sequences"
+    step = f"{recipe.global_batch_size} {what} of {recipe.sequence_length:,} tokens per step"
+    return f"{name}, {recipe.variant}, {step}"
+
+
+def hardware_in_words(cluster: Cluster) -> str:
+    """Return a cluster in words: `4 x 8 x H100 (79.1 GiB), 3,200 Gbit/s per node`."""
+    gpu = cluster.gpu
+    about = f"assumed to be as fast as {gpu.like}" if gpu.like else f"{gpu.memory_gib:g} GiB"
+    node = f"{cluster.gpus_per_node} x {gpu.name} ({about})"
+    if cluster.nodes == 1:
+        return node
+    return f"{cluster.nodes} x {node}, {8 * cluster.node_network_gbs:,.0f} Gbit/s per node"
+
+
+def _table(plans: list[Plan], workload: Workload | None) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (*COLUMNS, *(COST_COLUMNS if workload else ())):
+        table.add_column(name, justify="left" if name in ("config", "layout") else "right", no_wrap=True)
+    for number, plan in enumerate(plans, start=1):
+        table.add_row(
+            str(number),
+            plan.recipe.deepspeed.removesuffix(".json"),
+            layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
+            f"{plan.setup.micro_batch_size} x {plan.setup.gradient_accumulation_steps}",
+            _checkpointing(plan.setup.gradient_checkpointing),
+            f"{plan.gpu_gib:.1f}",
+            f"{plan.share:.0%}",
+            _size(plan.host_gib),
+            _size(plan.nvme_gib),
+            "does not fit" if plan.shortfalls else f"{'tight: ' if plan.tight else ''}{plan.speed:,.0f}",
+            *(cost(plan, workload) if workload and not plan.shortfalls else ()),
+            style=None if plan.fits else "yellow" if plan.tight else "red",
+        )
+    return table
+
+
+def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
+    """Return the cells of a plan's hours and dollars."""
+    hours, dollars = workload.hours(plan), workload.dollars(plan)
+    return (
+        f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}",
+        "-" if dollars is None else f"{dollars:,.2f}" if dollars < 100 else f"{dollars:,.0f}",
+    )
+
+
+def _checkpointing(how: Checkpointing) -> str:
+    return how if isinstance(how, str) else "yes" if how else "no"
+
+
+def _size(size: float) -> str:
+    return f"{size:,.0f}" if size >= 0.5 else "-"
+
+
+def layout_in_words(layout: Layout, data_parallel_size: int) -> str:
+    """Return a layout in words: `data 4 x tensor 8`."""
+    sizes = {"data": data_parallel_size, **asdict(layout)}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
+
+
+def bar(plan: Plan) -> Iterator[str]:
+    """Yield a plan's memory on a GPU as a bar, a line per component, and what is free."""
+    components = {name.replace("_", " "): size for name, size in plan.components.items()}
+    components = dict(sorted(components.items(), key=lambda item: -item[1]))
+    memory_gib = plan.cluster.gpu.memory_gib
+    components["free"] = memory_gib - sum(components.values())
+    yield ""
+    before = 0.0
+    for name, size in components.items():
+        start, stop = round(BAR * before / memory_gib), round(BAR * (before + size) / memory_gib)
+        line = " " * start + ("." if name == "free" else "#") * (stop - start)
+        yield f"{name:<18}{size:>8.1f} GiB  |{line:<{BAR}}|"
+        before += size

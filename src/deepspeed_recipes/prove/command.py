@@ -1,0 +1,99 @@
+"""`ds-recipes doctor --prove`: whether this stack trains what it should."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+
+from ..launching.command import rank_count, visible_gpus
+from ..machine import ops
+from ..recipe import deepspeed_file
+from ..recipe.errors import UserError, cannot_write
+from ..recipe.project import CONFIGS, require
+from ..recipe.run_folder import write_json
+from . import defects, prove, show
+from .techniques import TECHNIQUES, Technique
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prove and look for defects as the command line asks, show it, and return the exit status.
+
+    Raises:
+        UserError: more GPUs than there are, or an unknown name.
+    """
+    techniques, looked_for = chosen(arguments.only)
+    gpus = visible_gpus()
+    ranks = rank_count(arguments.gpus, gpus)
+    require("deepspeed")
+    writable(arguments.reports)
+    begun, to_screen = time.monotonic(), arguments.json == "-"
+    console = Console(stderr=to_screen)
+    proven: list[prove.Finding] = []
+    found: list[prove.Finding] = []
+    with prove.workshop(ranks, gpus) as shop, console.status("preparing") as status:
+        compile_ops(techniques, gpus)
+        prove.prepare(shop, techniques)
+        for technique in announced(status, techniques):
+            proven.append(prove.prove(shop, technique))
+        for defect in announced(status, looked_for):
+            found.append(prove.look_for(shop, defect))
+        environment = shop.environment() | {"ranks": ranks, "backend": "nccl" if gpus else "gloo"}
+    if not to_screen:
+        show.terminal(console, environment, proven, found)
+    if arguments.reports:
+        for folder in show.reports(arguments.reports, environment, list(zip(looked_for, found, strict=True))):
+            console.print(f"report: {folder}", highlight=False, soft_wrap=True)
+    if arguments.json:
+        result = show.data(environment, proven, found, time.monotonic() - begun)
+        if to_screen:
+            print(json.dumps(result, indent=2))
+        else:
+            write_json(Path(arguments.json), result)
+    return show.status(proven)
+
+
+def chosen(only: str | None) -> tuple[Sequence[Technique], Sequence[defects.Defect]]:
+    """Return the techniques and defects of the names in `only`; all without it.
+
+    Raises:
+        UserError: a name is neither.
+    """
+    known = {technique.name: technique for technique in TECHNIQUES}
+    listed = {defect.name: defect for defect in defects.known()}
+    if only is None:
+        return TECHNIQUES, tuple(listed.values())
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in known and name not in listed]:
+        raise UserError(
+            f"--only {only}: {unknown[0]!r} is neither a technique ({', '.join(known)}) nor a known defect "
+            f"({', '.join(listed)})."
+        )
+    return [known[name] for name in names if name in known], [listed[name] for name in names if name in listed]
+
+
+def writable(folder: Path | None) -> None:
+    """Refuse a folder that cannot be written, before minutes are spent."""
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(cannot_write(error, folder) or f"--reports {folder}: {error.strerror}.") from error
+
+
+def compile_ops(techniques: Sequence[Technique], gpus: int) -> None:
+    """Compile the ops that the ranks need, once and before they start."""
+    files = [deepspeed_file.read(str(CONFIGS / config)) for config in {technique.config for technique in techniques}]
+    by_itself = set() if gpus else {ops.SHARED_MEMORY}
+    ops.prepare(sorted(by_itself.union(*map(ops.needed, files)), key=lambda op: op.name), os.environ)
+
+
+def announced(status: Status, what: Sequence) -> Iterator:
+    """Yield each, and say which one is being tried."""
+    for number, one in enumerate(what, 1):
+        status.update(f"{one.name} ({number} of {len(what)})")
+        yield one

@@ -1,0 +1,139 @@
+"""The techniques that are proven: each trains a small model as a real run does, beside a plain PyTorch loop."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ..recipe.recipe import Layout, Lora, Model, Recipe
+from .settings import Settings
+from .small import of_settings
+
+WHOLE = Layout()
+"""Every rank has a replica."""
+SETTINGS = Settings(steps=4)
+IN_BF16 = Settings(steps=4, learning_rate=1e-3)
+"""At the rate of fp32, rounding to 8 bits alone leads elsewhere within a few steps."""
+LORA = Lora(rank=4, alpha=8)
+PACKED_ROWS = 4
+"""The sequences of `PACKED_LENGTH` tokens that the conversations fill."""
+PACKED_LENGTH = 96
+
+Kind = Literal["dense", "adapters", "qlora", "mixture", "bf16"]
+"""Which plain loop a technique is compared with."""
+
+
+def train(run: str) -> None:
+    """Train what a run folder says; on every rank."""
+    from ..training import run as training_run
+
+    training_run.main(run)
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A way to train that must not change what is trained."""
+
+    name: str
+    config: str
+    """Of configs/."""
+    layout: Layout = WHOLE
+    kind: Kind = "dense"
+    packing: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    attention: str = "auto"
+    accumulates: bool = False
+    device: Literal["any", "cpu", "gpu"] = "any"
+    needs_package: str | None = None
+    train: Callable[[str], None] = train
+
+    @property
+    def smallest(self) -> int:
+        """The fewest ranks."""
+        return self.layout.tensor * self.layout.pipeline * self.layout.sequence * self.layout.expert
+
+    def ranks(self, most: int) -> int:
+        """Return how many of `most` ranks it takes: a number that divides the batch among them."""
+        replicas = (PACKED_ROWS if self.packing else 8) * self.layout.tensor * self.layout.pipeline
+        return max(number for number in (1, 2, 4, 8) if number <= min(most, replicas * self.layout.sequence))
+
+    def lacks(self, ranks: int, gpus: int) -> str | None:
+        """Return why it cannot be proven here; None: it can."""
+        if ranks < self.smallest:
+            return f"needs {self.smallest} ranks"
+        if self.device == "gpu" and not gpus:
+            return "needs a GPU"
+        if self.device == "cpu" and gpus:
+            return "for CPUs"
+        if self.needs_package and not _is_installed(self.needs_package):
+            return f"{self.needs_package} is not installed"
+        return None
+
+    def settings(self) -> Settings:
+        """Return what the plain loop and the run have in common."""
+        return IN_BF16 if self.kind == "bf16" else SETTINGS
+
+    def recipe(self, model: Path, data: Path, ranks: int) -> Recipe:
+        """Return the recipe, for `ranks(...)` ranks."""
+        rows = PACKED_ROWS if self.packing else 8
+        copies = ranks // (self.layout.tensor * self.layout.pipeline * self.layout.sequence)
+        changes = {
+            "model": Model(
+                path=str(model), attention=self.attention, quantization="nf4" if self.kind == "qlora" else "none"
+            ),
+            "layout": self.layout,
+            "lora": LORA if self.kind in ("adapters", "qlora") else None,
+            "precision": "bf16" if self.kind == "bf16" else "fp32",
+            "packing": self.packing,
+            "sequence_length": PACKED_LENGTH,
+            "global_batch_size": rows,
+            "micro_batch_size": max(1, rows // copies // (2 if self.accumulates else 1)),
+            **self.changes,
+        }
+        return of_settings(self.settings(), model, data, self.config, **changes)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # nor is the one that it would be part of
+        return False
+
+
+TECHNIQUES = (
+    Technique("zero0", "zero0.json"),
+    Technique("zero1", "zero1.json", accumulates=True),
+    Technique("zero2", "zero2.json", changes={"gradient_checkpointing": True}),
+    Technique("zero3", "zero3.json", accumulates=True),
+    Technique("selective", "zero3.json", changes={"gradient_checkpointing": "selective"}),
+    Technique("feed_forward", "zero3.json", changes={"gradient_checkpointing": "feed_forward"}),
+    Technique("offload", "zero2_offload.json"),
+    Technique("tensor", "zero1.json", Layout(tensor=2), accumulates=True),
+    Technique("sequence", "zero2.json", Layout(sequence=2), accumulates=True),
+    Technique("pipeline", "zero1.json", Layout(pipeline=2), changes={"micro_batch_size": 1}),
+    Technique("expert", "expert_parallel.json", Layout(expert=2), kind="mixture"),
+    Technique("adapters", "zero3.json", kind="adapters"),
+    Technique("fused_adapters", "zero3.json", kind="adapters", changes={"lora": replace(LORA, fused=True)}),
+    Technique("qlora", "zero2.json", kind="qlora", needs_package="bitsandbytes"),
+    Technique("packing", "zero2.json", packing=True),
+    Technique("tiled_loss", "zero2.json", packing=True, changes={"tiled_loss": True}),
+    Technique("eager", "zero1.json", packing=True, attention="eager"),
+    Technique("varlen_boundaries", "zero1.json", packing=True, attention="varlen", device="cpu"),
+    Technique("varlen", "zero1.json", kind="bf16", packing=True, attention="varlen", device="gpu"),
+    Technique("flex", "zero1.json", kind="bf16", packing=True, attention="flex_attention", device="gpu"),
+    *(
+        Technique(
+            f"flash{version}", "zero1.json", kind="bf16", packing=True, attention=f"flash_attention_{version}",
+            device="gpu", needs_package=package,
+        )
+        for version, package in ((2, "flash_attn"), (3, "flash_attn_interface"), (4, "flash_attn.cute"))
+    ),
+    Technique("compiled", "zero1.json", kind="bf16", packing=True, changes={"compile": "regional"}, device="gpu"),
+    Technique(
+        "liger", "zero1.json", kind="bf16", packing=True, changes={"liger_kernel": True},
+        device="gpu", needs_package="liger_kernel",
+    ),
+)  # fmt: skip
+"""`packing` computes attention with SDPA. `varlen_boundaries` computes one document at a time, where varlen's kernel
+would compute all of them: it proves where documents begin, and not the kernel."""

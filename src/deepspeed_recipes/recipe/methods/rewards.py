@@ -1,0 +1,109 @@
+"""The reward functions that a recipe names, `FILE.py:FUNCTION` with commas; checked without running the user's code."""
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UserError
+
+EXAMPLE = "reward=src/deepspeed_recipes/samples/rewards.py:exact_match"
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function in a file of the user."""
+
+    path: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
+
+def functions(reward: str | None) -> list[Function]:
+    """Return what the recipe's `reward` names.
+
+    Raises:
+        UserError: nothing, or not of the form FILE.py:FUNCTION.
+    """
+    found = [text.strip() for text in (reward or "").split(",") if text.strip()]
+    if not found:
+        raise UserError(f"reward: GRPO needs a function that scores an answer, FILE.py:FUNCTION; e.g. {EXAMPLE}.")
+    named = []
+    for text in found:
+        path, _, name = text.rpartition(":")
+        if not path.endswith(".py") or not name.isidentifier():
+            raise UserError(f"reward={text}: write FILE.py:FUNCTION, e.g. {EXAMPLE}.")
+        named.append(Function(path, name))
+    if len({function.name for function in named}) < len(named):
+        raise UserError(f"reward={reward}: two functions of the same name, which is what their numbers are logged by.")
+    return named
+
+
+def weights(reward: str | None, reward_weights: str | None) -> list[float]:
+    """Return the weight of each function.
+
+    Raises:
+        UserError: not one number for each.
+    """
+    named = functions(reward)
+    if reward_weights is None:
+        return [1.0] * len(named)
+    try:
+        found = [float(weight) for weight in reward_weights.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != len(named) or any(abs(weight) == float("inf") or weight != weight for weight in found):
+        raise UserError(
+            f"grpo.reward_weights={reward_weights}: reward names {len(named)} functions, so {len(named)} numbers are "
+            f"expected, with commas ({','.join(['1'] * len(named))})."
+        )
+    return found
+
+
+def check_files(reward: str | None) -> None:
+    """Look for each function in its file, without running it.
+
+    Raises:
+        UserError: the file is not there or not Python, or has no such function.
+    """
+    for function in functions(reward):
+        key = f"reward={function}"
+        if not Path(function.path).is_file():
+            raise UserError(f"{key}: no such file.")
+        try:
+            tree = ast.parse(Path(function.path).read_bytes())
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            where = f" at line {line}" if line else ""
+            raise UserError(f"{key}: not Python{where} ({getattr(error, 'msg', error)}).") from None
+        _check_defined(key, function, tree)
+
+
+def _check_defined(key: str, function: Function, tree: ast.Module) -> None:
+    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    found = defined.get(function.name)
+    if found is None:
+        if not _may_be_assigned(function.name, tree):
+            has = f"it has {', '.join(defined)}" if defined else "it defines none"
+            raise UserError(f"{key}: no function of that name in the file; {has}.")
+        return
+    if isinstance(found, ast.AsyncFunctionDef):
+        raise UserError(f"{key}: an async function; write `def {function.name}(answer, example)`.")
+    least = len(found.args.posonlyargs + found.args.args) - len(found.args.defaults)
+    most = len(found.args.posonlyargs + found.args.args)
+    if least > 2 or (most < 2 and found.args.vararg is None):
+        raise UserError(
+            f"{key}: is called with two arguments, so write `def {function.name}(answer, example)`: the text, and the "
+            "fields of its example."
+        )
+
+
+def _may_be_assigned(name: str, tree: ast.Module) -> bool:
+    """Return whether the file may define the name in another way: by an import or an assignment."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias) and ((node.asname or node.name) == name or node.name == "*"):
+            return True
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+            return True
+    return False

@@ -1,0 +1,295 @@
+"""Overrides: `learning_rate=5e-5 lora.rank=32` makes a new Recipe of one, and two recipes give their differences."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from .bounds import expected, shown
+from .conversions import dataclass_in, from_dict, hints_of, to_dict
+from .errors import UserError, redact
+from .methods.traits import TRAITS
+from .optimization.optimizers import impossible
+from .recipe import Lora, Recipe
+
+# Names in TrainingArguments, TRL, PEFT, LLaMA-Factory, Axolotl and torchtune -> our keys.
+FOREIGN_NAMES = {
+    "per_device_train_batch_size": "micro_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "micro_batch": "micro_batch_size",
+    "gradient_accumulation_steps": "global_batch_size",
+    "train_batch_size": "global_batch_size",
+    "batch_size": "global_batch_size",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_length": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "max_seq_len": "sequence_length",
+    "sequence_len": "sequence_length",
+    "cutoff_len": "sequence_length",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "schedule.kind",
+    "lr_scheduler": "schedule.kind",
+    "warmup_ratio": "schedule.warmup",
+    "warmup_steps": "schedule.warmup",
+    "max_norm": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "bf16": "precision",
+    "fp16": "precision",
+    "torch_dtype": "precision",
+    "dtype": "precision",
+    "model_name_or_path": "model.path",
+    "base_model": "model.path",
+    "model": "model.path",
+    "dataset": "data.path",
+    "dataset_name": "data.path",
+    "datasets": "data.path",
+    "data_path": "data.path",
+    "eval_dataset": "data.validation",
+    "test_datasets": "data.validation",
+    "max_samples": "data.max_examples",
+    "max_train_samples": "data.max_examples",
+    "val_size": "data.validation_share",
+    "val_set_size": "data.validation_share",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "lora.r": "lora.rank",
+    "r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_target": "lora.target_modules",
+    "lora_target_modules": "lora.target_modules",
+    "target_modules": "lora.target_modules",
+    "use_dora": "lora.dora",
+    "use_rslora": "lora.rslora",
+    "init_lora_weights": "lora.init",
+    "pissa_init": "lora.init",
+    "loraplus_lr_ratio": "lora.plus_ratio",
+    "neftune_noise_alpha": "neftune_alpha",
+    "optim": "optimizer",
+    "optimizer_name": "optimizer",
+    "layerwise_lr_decay": "layer_decay",
+    "llrd": "layer_decay",
+    "precompute_ref_log_probs": "dpo.precompute",
+    "lora_target_parameters": "lora.target_parameters",
+    "target_parameters": "lora.target_parameters",
+    "attn_implementation": "model.attention",
+    "flash_attn": "model.attention",
+    "trust_remote_code": "model.trust_remote_code",
+    "load_in_4bit": "model.quantization",
+    "quantization_bit": "model.quantization",
+    "template": "model.chat_template",
+    "chat_template": "model.chat_template",
+    "beta": "dpo.beta",
+    "pref_beta": "dpo.beta",
+    "ds_config": "deepspeed",
+    "zero_stage": "deepspeed",
+    "tensor_parallel_size": "layout.tensor",
+    "autotp_size": "layout.tensor",
+    "pipeline_parallel_size": "layout.pipeline",
+    "sequence_parallel_size": "layout.sequence",
+    "context_parallel_size": "layout.sequence",
+    "expert_parallel_size": "layout.expert",
+    "moe_aux_loss_coef": "router_aux_loss_coef",
+    "report_to": "tracking",
+    "wandb_project": "wandb.project",
+    "wandb_entity": "wandb.entity",
+    "wandb_group": "wandb.group",
+    "wandb_run_group": "wandb.group",
+    "wandb_tags": "wandb.tags",
+    "run_name": "wandb.project",
+    "save_total_limit": "keep_checkpoints",
+    "activation_checkpointing": "gradient_checkpointing",
+    "sample_packing": "packing",
+    "dataloader_num_workers": "data.workers",
+    "torch_compile": "compile",
+    "use_liger_kernel": "liger_kernel",
+    "use_liger": "liger_kernel",
+    "enable_liger_kernel": "liger_kernel",
+    "use_flash_attention_2": "model.attention",
+    "selective_checkpointing": "gradient_checkpointing",
+    "enable_activation_offloading": "activation_offloading",
+    "recompute_granularity": "gradient_checkpointing",
+}
+
+FOREIGN_OPTIONS = {
+    "output_dir": "--output-dir",
+    "resume_from_checkpoint": "--resume",
+    "num_processes": "--gpus",
+    "nproc_per_node": "--gpus",
+    "num_machines": "--nodes",
+    "nnodes": "--nodes",
+}
+"""Names from other tools -> the option of ds-recipes launch that does the same."""
+
+# What identifies a recipe is chosen by its name, not by an override.
+_IDENTITY = {"family", "size", "variant", "page", "method", "model.config", "model.parameters", "draft.enabled"}
+
+
+def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:
+    """Return every override key with its type, in the order of the fields."""
+    keys: dict[str, Any] = {}
+    for name, hint in hints_of(kind).items():
+        nested = dataclass_in(hint)
+        if nested:
+            keys |= override_keys(nested, f"{prefix}{name}.")
+        elif prefix + name not in _IDENTITY:
+            keys[prefix + name] = hint
+    return keys
+
+
+def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
+    """Return `recipe` with all `key=value` assignments applied; of several for one key the last one counts.
+
+    They are applied at once, so their order never makes a valid set invalid.
+
+    Raises:
+        UserError: not of the form key=value, an unknown key (names the nearest), or a value that does not fit the
+            key's type.
+    """
+    keys = override_keys()
+    values = to_dict(recipe)
+    given = set()
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise UserError(f"{redact(assignment)!r} is not an override; write key=value, e.g. learning_rate=5e-5.")
+        if key not in keys:
+            raise UserError(unknown(key, list(keys)))
+        section, _, name = key.rpartition(".")
+        if section == "lora" and values["lora"] is None:
+            # Setting one of its values asks for adapters.
+            values["lora"] = dataclasses.asdict(Lora())
+        (values[section] if section else values)[name] = parse(key, text, keys[key])
+        given.add(key)
+    _settle_data(values["data"], given)
+    if "distill.teacher" in given and values["method"] == "sft":
+        # Supervised fine-tuning with a teacher is distillation.
+        values["method"] = "distill"
+    if "optimizer" in given and "max_grad_norm" not in given and values["optimizer"] == "muon":
+        values["max_grad_norm"] = 0.0  # see `recipe._check_optimizer`
+    changed = from_dict(values)
+    _check_methods(changed.method, given)
+    return changed
+
+
+def _check_methods(method: str, given: set[str]) -> None:
+    """Refuse settings of other methods, which the run would ignore.
+
+    Raises:
+        UserError: names the first, and where its method is.
+    """
+    for key in sorted(given):
+        wanted = "grpo" if key == "reward" else key.partition(".")[0]
+        if wanted in TRAITS and wanted != method:
+            taught = wanted == "distill" and method == "sft"  # of no other method a teacher makes distillation
+            how = "add distill.teacher=MODEL" if taught else "ds-recipes launch --list has its variants"
+            raise UserError(f"{key}: a setting of the method {wanted}, and this recipe's method is {method}; {how}.")
+
+
+def _settle_data(data: dict[str, Any], given: set[str]) -> None:
+    """Change what follows from `data.path`: other data is read whole, and judged by itself, with no page's metric.
+
+    A share of it is held out instead, unless the user has said otherwise; a stream cannot be split.
+    """
+    own, chosen = "data.path" in given, "data.validation" in given
+    if own and not chosen:
+        data["validation"] = None
+    if own and "data.max_examples" not in given:
+        data["max_examples"] = None
+    if (own or chosen) and "data.validation_share" not in given:
+        data["validation_share"] = 0.0 if chosen or data["streaming"] else "auto"
+    if own and "data.metric" not in given and data["metric"] == "exact_match" and not data["validation"]:
+        data["metric"] = "loss"
+
+
+def keys_of(assignments: Iterable[str]) -> list[str]:
+    """Return the keys of `key=value` assignments."""
+    return [assignment.partition("=")[0] for assignment in assignments]
+
+
+def differences(before: Recipe, after: Recipe) -> list[str]:
+    """Return the overrides, as they are typed, that turn one recipe into another.
+
+    Other data sets where the held-out examples come from, which is then not said again.
+    """
+    path = as_typed(after, ["data.path"]) if after.data.path != before.data.path else []
+    start = apply(before, path)
+    return [*path, *as_typed(after, [key for key in override_keys() if _get(after, key) != _get(start, key)])]
+
+
+def as_typed(recipe: Recipe, keys: Iterable[str]) -> list[str]:
+    """Return a recipe's values of some keys as overrides: `key=value`."""
+    return [f"{key}={_as_text(_get(recipe, key))}" for key in keys]
+
+
+def _get(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def parse(key: str, text: str, hint: Any) -> Any:
+    """Return `text` as a value of type `hint`.
+
+    Raises:
+        UserError: names the key, the value and what is expected.
+    """
+    options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    if type(None) in options and text.lower() in ("none", "null"):
+        return None
+    kind = next(option for option in options if option is not type(None))
+    words = [word for option in options[1:] for word in typing.get_args(option)]
+    if text in words:
+        return text
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if key == "optimizer" and (why := impossible(text)):
+            raise UserError(f"{key}={shown(text)}: {why}; use one of {', '.join(choices)}.")
+        if text not in choices:
+            raise UserError(f"{key}={shown(text)}: must be one of {', '.join(choices)}.")
+        return text
+    if kind is bool:
+        switches = {
+            "true": True,
+            "1": True,
+            "yes": True,
+            "on": True,
+            "false": False,
+            "0": False,
+            "no": False,
+            "off": False,
+        }
+        if text.lower() not in switches:
+            raise UserError(f"{key}={shown(text)}: must be {', '.join(['true', *words])} or false.")
+        return switches[text.lower()]
+    try:
+        value = kind(text)
+    except ValueError:
+        raise UserError(f"{key}={shown(text)}: must be {expected((kind,), tuple(words))}.") from None
+    if kind is str and not text.strip():
+        raise UserError(f"{key}={text}: the value is missing.")
+    return value
+
+
+def unknown(key: str, known: list[str]) -> str:
+    """Return what to say of a key that does not exist: ours for the name that another tool has, or the nearest."""
+    if key in FOREIGN_NAMES:
+        ours = FOREIGN_NAMES[key]
+        meaning = " (sequences per optimizer step over all ranks)" if ours == "global_batch_size" else ""
+        return f"unknown key {key!r}; use {ours!r}{meaning}."
+    if key in FOREIGN_OPTIONS:
+        return f"unknown key {key!r}; use ds-recipes launch's option {FOREIGN_OPTIONS[key]}."
+    if key in _IDENTITY:
+        return f"{key!r} cannot be overridden; it follows from the recipe that you choose (ds-recipes launch --list)."
+    short = {name.rpartition(".")[2]: name for name in known}
+    near = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.6)
+    hint = f" Did you mean {short.get(near[0], near[0])!r}?" if near else ""
+    return f"unknown key {key!r}.{hint} ds-recipes launch --help lists all keys."

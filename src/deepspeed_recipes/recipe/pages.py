@@ -1,0 +1,260 @@
+"""Find and list the recipes: a page is a file that defines `SIZES`, and its functions are its variants.
+
+All pages are loaded by their path. One in `recipes/` is named by its family, one that lies anywhere else by its file:
+`llama3-8b`, `my/page.py-8b`.
+"""
+
+import difflib
+import functools
+import importlib.util
+import inspect
+import re
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from .errors import UserError, first_line
+from .project import PAGES
+from .recipe import Recipe
+
+TEMPLATE = "_template"
+"""The page to copy: not listed, and a recipe like any other."""
+
+
+def families() -> list[str]:
+    """Return the names of all pages of the project, found by their `SIZES`."""
+    return [path.stem for path in sorted(PAGES.glob("*.py")) if _is_family(path.stem)]
+
+
+def _is_family(name: str) -> bool:
+    path = PAGES / f"{name}.py"
+    return name.isidentifier() and name[0].islower() and path.is_file() and _defines_sizes(path)
+
+
+def _defines_sizes(path: Path) -> bool:
+    # Read as text: plain_loop.py lies beside the pages and imports torch, and a page outside may not be one.
+    return re.search(r"^SIZES\b", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE) is not None
+
+
+@functools.cache
+def page(family: str) -> ModuleType:
+    """Load one page of the project."""
+    return _load(PAGES / f"{family}.py", family)
+
+
+def _load(path: Path, family: str) -> ModuleType:
+    # Not in sys.modules: pages of two folders may have the same name.
+    found = importlib.util.spec_from_file_location(family, path)
+    assert found is not None and found.loader is not None, path
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def split(recipe: str) -> tuple[str, str]:
+    """Return a page's name and the size, `""` where none is named: `llama3-8b`, `Qwen2.5-7B`, `my/page.py-8b`.
+
+    A size may hold dashes (`30b-a3b`), a family never does, and a file ends in `.py`.
+    """
+    outside = re.fullmatch(r"(.+\.py)(?:-([^/]+))?", recipe)
+    if outside:
+        return outside[1], outside[2] or ""
+    family, _, size = recipe.partition("-") if "/" in recipe else recipe.lower().partition("-")
+    return family.replace(".", "_"), size
+
+
+def known_page(name: str) -> ModuleType:
+    """Import the page that a person has named, by its family or its file.
+
+    Raises:
+        UserError: there is none, with the nearest that there is; or the file is not a page.
+    """
+    if name.endswith(".py"):
+        path = Path(name).expanduser().resolve()
+        inside = path.parent == PAGES and _is_page(path.stem)
+        return page(path.stem) if inside else _outside(path)
+    if not _is_page(name):
+        raise UserError(_unknown("recipe", name, families()))
+    return page(name)
+
+
+def _is_page(name: str) -> bool:
+    """Return whether a page of the project has this name; reads one file, where `families` reads all."""
+    return name == TEMPLATE or _is_family(name)
+
+
+def _outside(path: Path) -> ModuleType:
+    """Load a page that lies outside the project.
+
+    Raises:
+        UserError: no such file, no `SIZES` in it, or an error in it, with the line.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file.")
+    if not _defines_sizes(path):
+        raise UserError(f"{path}: not a recipe page, since it defines no SIZES; start from a copy of _template.py.")
+    family = re.sub(r"\W+", "_", path.stem).strip("_") or "page"  # of the run's folder: no dash, no blank
+    try:
+        module = _load(path, family)
+    except Exception as error:
+        if isinstance(error, ImportError) and "relative import" in str(error):
+            raise UserError(_before_the_move(path, error)) from error
+        raise UserError(_broken(path, error)) from error
+    if not isinstance(module.SIZES, dict) or not module.SIZES or not variants(module):
+        raise UserError(f"{path}: a page needs at least one size in SIZES, and one function that returns a Recipe.")
+    return module
+
+
+def _before_the_move(path: Path, error: Exception) -> str:
+    return (
+        f"{_line_of(path, error)}: this page imports as pages did when the package stood in recipes/.\n"
+        "Write `from deepspeed_recipes.recipe import ...` instead of `from .spec...`, as recipes/_template.py does."
+    )
+
+
+def _broken(path: Path, error: Exception) -> str:
+    """Return where a page outside the project failed, and of what."""
+    what = first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+    return f"{_line_of(path, error)}: {what}"
+
+
+def _line_of(path: Path, error: Exception) -> str:
+    """Return the file and the line in it at which an error was raised."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else lines[-1:] and lines[-1]
+    return f"{path}{f':{line}' if line else ''}"
+
+
+def family_of(module: ModuleType) -> str:
+    """Return the family's name: the page's own, in letters, digits and underscores."""
+    return module.__name__
+
+
+def _is_outside(module: ModuleType) -> bool:
+    return Path(str(module.__file__)).parent != PAGES
+
+
+def name(module: ModuleType) -> str:
+    """Return what a person types for a page, without a size."""
+    return str(module.__file__) if _is_outside(module) else family_of(module)
+
+
+def page_of(recipe: Recipe) -> ModuleType:
+    """Import the page that a recipe is from."""
+    return known_page(recipe.page or recipe.family)
+
+
+def typed(recipe: Recipe) -> str:
+    """Return a recipe's name as it is typed for the launcher, without its variant."""
+    return f"{recipe.page or recipe.family}-{recipe.size}"
+
+
+def variants(module: ModuleType) -> list[str]:
+    """Return the names of a page's variants in the page's order."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def build(module: ModuleType, size: str, variant: str) -> Recipe:
+    """Return one recipe of a page, with its identity filled in.
+
+    Raises:
+        UserError: a page outside the project fails at it, with the line.
+    """
+    outside = _is_outside(module)
+    try:
+        recipe = getattr(module, variant)(size)
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"a variant returns a Recipe, not {type(recipe).__name__}")
+        file = str(module.__file__) if outside else ""
+        return replace(recipe, family=family_of(module), size=size, variant=variant, page=file)
+    except Exception as error:
+        if not outside:
+            raise
+        path = Path(str(module.__file__))
+        raise UserError(f"{_broken(path, error)} (in {variant}({size!r}))") from error
+
+
+def find(recipe: str, variant: str) -> Recipe:
+    """Return the recipe for `FAMILY[-SIZE]` or `PATH/TO/page.py[-SIZE]` and a variant.
+
+    The size may be left out where there is one.
+
+    Raises:
+        UserError: unknown family, size or variant, with the nearest right one.
+    """
+    name, size = split(recipe)
+    if "/" in recipe and not name.endswith(".py"):
+        raise UserError(
+            f"unknown recipe {recipe!r}: a Hub id or a path is given as model.path={recipe}, with the "
+            "recipe of a model like it (ds-recipes launch --list)."
+        )
+    module = known_page(name)
+    if not size:
+        if len(module.SIZES) > 1:
+            raise UserError(f"{name} comes in several sizes; choose one of: {_sizes(module)}.")
+        size = next(iter(module.SIZES))
+    if size not in module.SIZES:
+        elsewhere = [f"{other}-{size}" for other in families() if size in page(other).SIZES]
+        hint = f"\nThere is {' and '.join(elsewhere)}." if elsewhere else ""
+        raise UserError(_unknown(f"size of {name}", size, list(module.SIZES)) + hint)
+    if variant not in variants(module):
+        if variant.startswith("qlora") and any("experts" in key for key in module.SIZES[size].config):
+            raise UserError(
+                f"{name} has no {variant}: transformers keeps all experts of a layer, most of the weights, in one 3-D "
+                "weight,\nwhich bitsandbytes does not pack in 4 bits. Take lora with deepspeed=zero3_moe.json, which "
+                "shards it over the GPUs."
+            )
+        raise UserError(_unknown(f"variant of {name}", variant, variants(module)))
+    return build(module, size, variant)
+
+
+def is_own_model(recipe: Recipe) -> bool:
+    """Return whether a recipe's model is its page's; otherwise the model has borrowed the recipe."""
+    return find(typed(recipe), recipe.variant).model.path == recipe.model.path
+
+
+def choices(recipe: str) -> str:
+    """Return the variants and sizes of the page that a person has named, as a sentence.
+
+    Raises:
+        UserError: there is no such page.
+    """
+    module = known_page(split(recipe)[0])
+    return f"{recipe}: name a variant too: {', '.join(variants(module))}. Sizes: {_sizes(module)}."
+
+
+def recipes(module: ModuleType) -> list[Recipe]:
+    """Return every variant of each size of a page."""
+    return [build(module, size, variant) for size in module.SIZES for variant in variants(module)]
+
+
+def listing() -> list[Recipe]:
+    """Return every recipe of the project, in the order of the pages."""
+    return [recipe for module in map(page, families()) for recipe in recipes(module)]
+
+
+def about(thing: object) -> str:
+    """Return the first line of a page's or a variant's docstring, without the page's own name."""
+    line = (inspect.getdoc(thing) or "").partition("\n")[0]
+    return line.removeprefix(f"{Path(str(thing.__file__)).stem}: ") if isinstance(thing, ModuleType) else line
+
+
+def human(parameters: int) -> str:
+    """Return a parameter count as the pages and the index show it: `8.03B`, `124.44M`."""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
+
+
+def _sizes(module: ModuleType) -> str:
+    return ", ".join(f"{name(module)}-{size}" for size in module.SIZES)
+
+
+def _unknown(what: str, name: str, known: list[str]) -> str:
+    close = [difflib.get_close_matches(name.lower(), known, n=1, cutoff=cutoff) for cutoff in (0.8, 0.5)]
+    near = close[0] or [other for other in known if name.lower() in other.split("_")] or close[1]  # dpo_lora, not dora
+    hint = f"did you mean {near[0]!r}? There" if near else "there"
+    return f"unknown {what} {name!r}; {hint} are: {', '.join(known)}. (ds-recipes launch --list)"

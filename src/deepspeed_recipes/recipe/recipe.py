@@ -1,0 +1,533 @@
+"""What a recipe is: frozen data that describes a run completely before it exists.
+
+A variant is another one with a few fields changed: `replace(full(size), deepspeed="zero2.json", lora=Lora(rank=16))`.
+The field names are the override keys of the command line (`learning_rate=5e-5 lora.rank=32`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Annotated, Any, Literal
+
+from . import bounds
+from .bounds import Bounds
+from .errors import UserError
+from .methods import rewards
+from .methods.settings import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Simpo
+from .methods.traits import TRAITS, Method, Traits
+from .optimization.lora import Lora as Lora
+from .optimization.optimizers import Optimizer
+from .tracking import trackers
+from .tracking.trackers import Wandb
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Checkpointing = bool | Literal["selective", "feed_forward"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Where the weights are, and the architecture's dimensions."""
+
+    path: str
+    """A Hub id, or a folder in Hugging Face form with safetensors (relative paths: from the project's root)."""
+    parameters: Annotated[int, Bounds(least=0, most=10**15)] = 0
+    """As published, in all; what the dimensions give on the meta device is within 1 % of it."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """`AutoConfig.for_model(**config)`: `model_type` and the dimensions, for planning and drafts without a network."""
+    quantization: Literal["none", "nf4"] = "none"
+    """`nf4`: frozen linear layers in 4 bits (Dettmers et al. 2023, arXiv:2305.14314), by bitsandbytes; needs `lora`."""
+    chat_template: str = "auto"
+    """`auto`: the tokenizer's own, or ChatML where it has none (base models); `chatml`; or a Jinja file."""
+    attention: str = "auto"
+    """Attention implementation, as `from_pretrained(attn_implementation=...)` names it, or `varlen`, torch's own for
+    packed sequences. `auto`: on a GPU, for packed sequences, the first with which a draft keeps documents apart, of
+    flash_attention_3 (on Hopper), flash_attention_4 (Hopper, Blackwell) and flash_attention_2 where their packages are
+    installed, varlen and flex_attention; they need no mask of length times length, which costs SDPA its flash kernel
+    and computes all pairs of tokens of a sequence. Otherwise `sdpa`. With the `kernels` package,
+    `kernels-community/flash-attn3` is downloaded from the Hub, built."""
+    trust_remote_code: bool = False
+    """Run Python code from the model's repository. Leave it off unless you have read that code."""
+    vision: bool = False
+    """Load the model with its vision tower, and train on conversations with pictures; false: on text alone."""
+    train_vision: bool = False
+    """Train the vision tower too, or put adapters on it and on what projects its outputs; false: it is frozen."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the model learns from, and what it is measured on."""
+
+    path: str
+    """A file (.jsonl, .json, .csv, .parquet, .arrow; .txt for `pretrain`), a folder of them, or a Hub name; several
+    with commas."""
+    columns: str | None = None
+    """What the columns of other names hold, with commas: `question:prompt,answer:completion`."""
+    weights: str | None = None
+    """The proportions in which several sources are mixed, with commas (`3,1`); None: every example of each once."""
+    form: Literal[
+        "auto",
+        "messages",
+        "sharegpt",
+        "alpaca",
+        "prompt_completion",
+        "preference",
+        "judged",
+        "judged_messages",
+        "judged_sharegpt",
+        "judged_alpaca",
+        "text",
+        "prompt",
+        "labelled_text",
+        "labelled_prompt",
+        "labelled_messages",
+        "anchor_positive",
+        "query_positive",
+    ] = "auto"
+    """The form of an example; `auto` detects it by its fields, and the run says which it found."""
+    thinking: Literal["learn", "read", "strip"] = "learn"
+    """Of reasoning in the assistant's turns (`reasoning_content`, or `<think>...</think>` before the answer), as far as
+    the chat template renders it. `learn`: it is in the loss; `read`: it is in the sequence and not in the loss;
+    `strip`: it is taken out of the examples."""
+    max_examples: Annotated[int | None, Bounds(least=1)] = None
+    """Train on so many of the examples, drawn with the run's seed; None: on all. To try a recipe out, or to see what
+    more data would bring."""
+    split: str = "train"
+    """Which split of a Hub dataset."""
+    streaming: bool = False
+    """Read during training instead of before it: for data that does not fit on the disk. Needs `max_steps`."""
+    validation: str | None = None
+    """The held-out examples, in the same form; None: no evaluation, unless `validation_share` is set. A page's own say
+    nothing of other data, so setting `data.path` alone replaces them by `validation_share=auto`."""
+    validation_share: Annotated[float | Literal["auto"], Bounds(least=0, below=1, usual=0.05)] = 0.0
+    """Share of the examples that is held out where `validation` is None; `auto`: 5 %, and at most 500 examples."""
+    metric: Literal["loss", "exact_match", "preference_accuracy", "judgement_accuracy"] = "loss"
+    """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked correctly.
+
+    `exact_match` compares the last answer of each held-out conversation with everything that training would have the
+    model write there, think blocks and tool calls included, up to white space at its ends."""
+    max_pixels: Annotated[int, Bounds(least=784)] = 1_000_000
+    """Pictures with more pixels are made smaller, in the same proportions, before the model's own processor sees them;
+    of models whose pictures are not all of one size, this is what bounds their tokens."""
+    max_new_tokens: Annotated[int, Bounds(least=1)] = 96
+    """Longest answer that the exact-match metric generates, in tokens; one that has not ended by then is wrong."""
+    workers: Annotated[int | None, Bounds(least=0, most=1024)] = None
+    """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, so that it does not wait for
+    the next batch; 0 without a GPU, where they would take cores from the computation, and for streams."""
+    changed: bool = False
+    """On `--resume`: accept other data, another order or another tokenizer than those of the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks share one copy of the model, by kind of parallelism; remaining ranks are data parallel."""
+
+    tensor: Annotated[int, Bounds(least=1)] = 1
+    """Ranks that split every matrix."""
+    pipeline: Annotated[int, Bounds(least=1)] = 1
+    """Stages that split the layers."""
+    sequence: Annotated[int, Bounds(least=1)] = 1
+    """Ranks that split every sequence."""
+    expert: Annotated[int, Bounds(least=1)] = 1
+    """Ranks that split the experts of a mixture; they read different sequences."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the run."""
+
+    kind: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
+    """The shape after the warm-up: `linear` and `cosine` fall to zero; `constant` has no warm-up."""
+    warmup: Annotated[float, Bounds(least=0)] = 0.03
+    """Share of the steps during which the rate rises, from above zero; 1 or more: a number of steps."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The same recipe on a shrunken, randomly initialised model of the same class."""
+
+    enabled: bool = False
+    layers: Annotated[int, Bounds(least=1, most=1024)] = 2
+    """Of the draft model."""
+    hidden_size: Annotated[int, Bounds(least=16, most=65536)] = 64
+    """Of the draft model."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of some steps goes: `ds-recipes launch --profile`."""
+
+    steps: str | None = None
+    """The first and the last step that are recorded (`10:12`); `auto`: three after the warm-up; None: nothing is."""
+    ranks: str = "auto"
+    """The ranks that record, with commas, or `all`. `auto`: all ranks of one host, the first of each of several."""
+    nsys: bool = False
+    """Mark the steps for Nsight Systems, under which `--nsys` starts the ranks, instead of using torch.profiler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run: model, data, method, optimisation, DeepSpeed configuration and parallel layout."""
+
+    family: str = ""
+    """With `size` and `variant` the recipe's identity: `pages.find` fills them in, a page never does."""
+    size: str = ""
+    variant: str = ""
+    page: str = ""
+    """The file of a page outside the project; empty for the project's own pages."""
+    method: Method
+    model: Model
+    data: Data
+    deepspeed: str = "zero3.json"
+    """A file in `configs/`, or a path to any DeepSpeed JSON."""
+    lora: Lora | None = None
+    layout: Layout = Layout()
+    schedule: Schedule = Schedule()
+    dpo: Dpo = field(default_factory=Dpo)
+    kto: Kto = field(default_factory=Kto)
+    orpo: Orpo = field(default_factory=Orpo)
+    simpo: Simpo = field(default_factory=Simpo)
+    classify: Classify = field(default_factory=Classify)
+    embed: Embed = field(default_factory=Embed)
+    distill: Distill = field(default_factory=Distill)
+    grpo: Grpo = field(default_factory=Grpo)
+    draft: Draft = Draft()
+    tracking: str | None = "wandb"
+    """What gets the numbers of metrics.jsonl too, with commas: `wandb`, `tensorboard`, `mlflow`, `trackio`; None:
+    nothing."""
+    wandb: Wandb = field(default_factory=Wandb)
+    profile: Profile = Profile()
+    reward: str | None = None
+    """What scores the answers of `grpo`: `FILE.py:FUNCTION`, several with commas. It is called with an answer and the
+    fields of its example, and returns a number. Your own code, run without a sandbox."""
+    optimizer: Optimizer = "adamw"
+    """What updates the weights. `adamw_8bit`: AdamW with moments in 8 bits, 2 instead of 8 bytes per weight
+    (Dettmers et al. 2021, arXiv:2110.02861), by bitsandbytes. `muon`: AdamW for embeddings, head and norms, while the
+    updates of matrices are orthogonalised (Liu et al. 2025, arXiv:2502.16982), by DeepSpeed, at AdamW's rates."""
+    learning_rate: Annotated[float, Bounds(above=0, usual=2e-5)] = 2e-5
+    """At its highest; `schedule` says how it rises and falls."""
+    layer_decay: Annotated[float, Bounds(above=0, most=1, usual=0.9)] = 1.0
+    """Each layer's learning rate as a share of that of the layer above it, from the head down to the embeddings, so
+    that the first layers change least (Clark et al. 2020, arXiv:2003.10555); 1: all alike."""
+    weight_decay: Annotated[float, Bounds(least=0)] = 0.0
+    """AdamW's, of all weights but norms and biases."""
+    adam_beta2: Annotated[float, Bounds(least=0, below=1)] = 0.999
+    """Adam's decay of the squared gradients' average."""
+    adam_epsilon: Annotated[float, Bounds(least=1e-30)] = 1e-8
+    """Adam's, added to the denominator."""
+    max_grad_norm: Annotated[float, Bounds(least=0)] = 1.0
+    """Gradients are clipped to this global norm; 0 turns clipping off, as for Muon, whose updates have fixed norms."""
+    epochs: Annotated[float, Bounds(above=0, most=1_000_000, usual=1)] = 1.0
+    """Passes over the training data."""
+    max_steps: Annotated[int | None, Bounds(least=1)] = None
+    """Optimizer steps; when set, `epochs` is ignored."""
+    global_batch_size: Annotated[int, Bounds(least=1)] = 32
+    """Sequences per optimizer step over all ranks; with packing, packed sequences."""
+    micro_batch_size: Annotated[int, Bounds(least=1)] = 1
+    """Sequences per forward pass and GPU."""
+    sequence_length: Annotated[int, Bounds(least=8)] = 2048
+    """Longest sequence in tokens. Longer conversations are dropped, longer raw texts are split."""
+    packing: bool = True
+    """Put several documents into one sequence; they never attend to each other."""
+    neftune_alpha: Annotated[float, Bounds(least=0)] = 0.0
+    """Add noise to the embeddings of training examples, uniform within alpha / sqrt(length x width) of each document
+    (NEFTune, Jain et al. 2023, arXiv:2310.05914, which takes 5 to 15); 0: none."""
+    precision: Precision = "bf16"
+    """What the model is loaded and computed in; the optimizer keeps fp32 weights besides."""
+    router_aux_loss_coef: Annotated[float, Bounds(least=0)] = 0.0
+    """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0 (usual for fine-tuning) leaves it
+    out, whatever `output_router_logits` and `router_aux_loss_coef` in config.json say."""
+    gradient_checkpointing: Checkpointing = True
+    """Recompute activations in the backward pass: about a third more compute for much less memory. `selective`: keep
+    the results of matrix products and attention, and recompute what is cheap, for a few percent; `feed_forward`:
+    recompute the feed-forward layers only, which hold most activations."""
+    activation_offloading: bool = False
+    """Keep what checkpointing keeps, the layers' inputs, in host memory between the passes: for sequences so long that
+    they fill a GPU. Copies run beside the computation; needs gradient_checkpointing=true."""
+    tiled_loss: bool | None = None
+    """Compute the loss for some tokens at a time, so that whole logits never exist. Costs one more product with the
+    output matrix, for labelled tokens alone. None: where whole logits would take a GiB or more, and tiles compute the
+    same as the model's own head, which a shrunken model shows before the run."""
+    tiled_mlp: bool = False
+    """Compute feed-forward layers for some tokens at a time: for sequences so long that one layer's activations do not
+    fit. Costs their forward pass once more."""
+    compile: Literal["off", "regional"] = "off"
+    """`regional`: torch.compile each layer by itself, so that one is compiled and not each of them. Takes a
+    minute at the start, and again for every other sequence length; not under ZeRO-3, whose fetches break the graph."""
+    liger_kernel: bool = False
+    """Liger's fused RMSNorm, RoPE and SwiGLU on a GPU, where it is installed (pip install liger-kernel)."""
+    fp8: bool = False
+    """The decoder's linear layers multiply in 8-bit floats while they train, by torchao (pip install torchao), on GPUs
+    that can (Ada, Hopper and later). Weights, gradients and evaluation stay in bf16; not with adapters. CPU ranks
+    emulate it, to be tried on a draft."""
+    numa_binding: bool = True
+    """On machines with several NUMA nodes keep each rank on the cores of the node of its GPU, unless more GPUs are
+    attached to it than these cores can serve."""
+    seed: Annotated[int, Bounds(least=0, below=2**32)] = 42
+    """Of the order of the data, of adapters and of what is held out."""
+    logging_steps: Annotated[int, Bounds(least=1)] = 10
+    """Log every so many steps, and the first and the last."""
+    layer_stats: bool | None = None
+    """With every log, by layer: gradient norm, update as a share of the weights, share of weights without a gradient.
+    None: unless the optimizer is offloaded, where the host would compute it; not under tensor parallelism with ZeRO 2
+    and 3."""
+    eval_steps: Annotated[int | None, Bounds(least=1)] = None
+    """Evaluate the held-out loss every so many steps; None: only before and after training."""
+    eval_examples: Annotated[int | None, Bounds(least=1)] = None
+    """Then also the metric, on the first so many held-out examples; None: the loss alone."""
+    save_steps: Annotated[int, Bounds(least=0)] = 500
+    """Write a checkpoint every so many steps; 0: only the final export."""
+    keep_checkpoints: Annotated[int, Bounds(least=2)] = 2
+    """How many checkpoints stay on disk. At least 2, so that one survives while the next is written."""
+    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    """If the loss or the gradient norm is not finite: end the run; skip that update, as DeepSpeed does; or go back to
+    the newest checkpoint and train without those examples (PaLM, Chowdhery et al. 2022, arXiv:2204.02311)."""
+    on_spike: Literal["warn", "stop", "rewind"] = "warn"
+    """If a logged loss is 6 standard deviations above the mean of the 128 before it (OLMo-core's skip-step rule)."""
+    hang_minutes: Annotated[float, Bounds(least=0, most=525_600)] = 25.0
+    """If no step ends for so long, write every rank's Python stack into the run folder and end the run; 0: never.
+    The default is below the collectives' own timeout of 30 minutes, which gives no cause."""
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values.
+
+        Raises:
+            UserError: names the key, the value and what is allowed.
+        """
+        bounds.check(self)
+        if self.eval_examples and not self.eval_steps:
+            raise UserError(f"eval_examples={self.eval_examples}: measured during training; add eval_steps=100.")
+        _check_adapters(self)
+        _check_optimizer(self)
+        _check_selective(self)
+        _check_offloading(self)
+        _check_fp8(self)
+        _check_vision(self)
+        trackers.check(names(self.tracking))
+        self.dpo.check()
+        if self.data.thinking != "learn" and self.traits.examples != "conversations":
+            raise UserError(
+                f"data.thinking={self.data.thinking}: {self.traits.title} reads no conversations; leave data.thinking "
+                "out, and change the data's reasoning itself."
+            )
+        if self.traits.teacher:
+            self.distill.check(self.data.streaming, self.packs, self.sequence_length)
+        if self.traits.rollouts:
+            rewards.weights(self.reward, self.grpo.reward_weights)
+            self.grpo.check(self.global_batch_size, self.micro_batch_size, self.sequence_length)
+        if self.router_aux_loss_coef and self.traits.own_loss:
+            raise UserError(
+                f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.traits.title} trains without the "
+                "load-balancing loss of a mixture; use router_aux_loss_coef=0."
+            )
+        if self.model.quantization != "none" and self.lora is None:
+            raise UserError(
+                f"model.quantization={self.model.quantization}: 4-bit weights cannot be trained; add adapters, e.g. "
+                "lora.rank=16, or use the variant qlora."
+            )
+        if self.tiled_loss:
+            for key, used, why in (
+                ("method", self.traits.whole_loss, self.traits.whole_loss),
+                ("layout.pipeline", self.layout.pipeline > 1, "a pipeline's last stage returns whole logits"),
+                ("router_aux_loss_coef", self.router_aux_loss_coef, "TRL's tiles use the model's own"),
+            ):
+                if used:
+                    raise UserError(f"tiled_loss=true with {key}={_get(self, key)}: {why}; use tiled_loss=false.")
+        for key in ("on_nan", "on_spike"):
+            if _get(self, key) == "rewind" and (not self.save_steps or self.data.streaming):
+                missing = "numbered examples, so not data.streaming=true" if self.save_steps else "save_steps above 0"
+                raise UserError(f"{key}=rewind: needs {missing}; or use {key}=stop.")
+        if rest := self.global_batch_size % self.micro_batch_size:
+            batch, micro = self.global_batch_size, self.micro_batch_size
+            fitting = math.gcd(batch, micro)
+            smaller = f" or micro_batch_size={fitting}" if fitting >= self.traits.least_micro_batch else ""
+            raise UserError(
+                f"global_batch_size={batch} is not a multiple of micro_batch_size={micro}; use "
+                f"global_batch_size={batch - rest + micro}{smaller}."
+            )
+
+    @property
+    def name(self) -> str:
+        """`family-size-variant`, the name of its run folders and of its W&B runs."""
+        return f"{self.family}-{self.size}-{self.variant}"
+
+    @property
+    def traits(self) -> Traits:
+        """What is particular to the method."""
+        return TRAITS[self.method]
+
+    @property
+    def metric(self) -> str:
+        """What the run is judged by: the method's metric where it has its own, otherwise `data.metric`."""
+        if self.traits.rollouts and self.data.metric == "loss":
+            return "reward"
+        return self.traits.metric or self.data.metric
+
+    @property
+    def asks_reference(self) -> bool:
+        """Whether every step compares with the model as it was; without adapters that is a second one."""
+        precomputed = self.traits.precomputes and self.dpo.precompute
+        return self.traits.reference and not precomputed and getattr(getattr(self, self.method), "beta", None) != 0
+
+    @property
+    def trackers(self) -> list[str]:
+        """The names of the trackers that the run reports to."""
+        return [name for name in names(self.tracking) if name != "wandb" or self.wandb.mode != "disabled"]
+
+    @property
+    def writes_answers(self) -> bool:
+        """Whether the model that is trained writes answers to learn from."""
+        return self.traits.rollouts or (self.traits.teacher and self.distill.on_policy > 0)
+
+    @property
+    def packs(self) -> bool:
+        """Whether documents share sequences: `packing`, where the method has it."""
+        return self.packing and self.traits.packs
+
+
+def changed(recipe: Recipe, **changes: Any) -> Recipe | None:
+    """Return the recipe with changes, or None if it refuses them: GRPO's batches are whole groups, for example."""
+    try:
+        return replace(recipe, **changes)
+    except UserError:
+        return None
+
+
+def _check_adapters(recipe: Recipe) -> None:
+    lora = recipe.lora
+    if lora is None:
+        return
+    if lora.init == "pissa":
+        for key, used, why in (
+            ("model.quantization", recipe.model.quantization != "none", "4-bit weights cannot give up a part"),
+            ("lora.dora", lora.dora, "DoRA's magnitudes are those of the weights before that"),
+            ("lora.target_parameters", lora.target_parameters, "PEFT decomposes linear layers only"),
+            ("method", recipe.traits.reference, f"without its adapters the model is not {recipe.method}'s reference"),
+        ):
+            if used:
+                raise UserError(f"lora.init=pissa with {key}={_get(recipe, key)}: {why}; use lora.init=zero.")
+    if lora.fused:
+        selective = recipe.gradient_checkpointing == "selective"
+        for key, used, why in (
+            ("lora.dora", lora.dora, "DoRA rescales the sum of both outputs, so the product cannot simply be added"),
+            ("gradient_checkpointing", selective, "it keeps layers' outputs, and fused adapters add to them in place"),
+            ("compile", recipe.compile != "off", "compiled layers fuse scaling and addition themselves"),
+        ):
+            if used:
+                raise UserError(f"lora.fused=true with {key}={_get(recipe, key)}: {why}; use lora.fused=false.")
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    if recipe.neftune_alpha and not recipe.traits.packs:
+        raise UserError(f"neftune_alpha={recipe.neftune_alpha}: NEFTune is for sft and pretrain; use neftune_alpha=0.")
+    if recipe.optimizer != "muon":
+        return
+    if recipe.lora is not None:
+        raise UserError(
+            "optimizer=muon with adapters: Muon orthogonalises updates of whole matrices, and an adapter is two that "
+            "are multiplied; use optimizer=adamw, or a full variant."
+        )
+    if recipe.max_grad_norm:
+        raise UserError(
+            f"max_grad_norm={recipe.max_grad_norm} with optimizer=muon: DeepSpeed would clip the orthogonalised "
+            "updates, whose norm is far above 1 whatever the gradients are; set max_grad_norm=0."
+        )
+
+
+def _check_selective(recipe: Recipe) -> None:
+    """Refuse what is not a sequence of operators, or would keep what it is there to forget; layouts: `limits`."""
+    if recipe.gradient_checkpointing != "selective":
+        return
+    for key, used, why in (
+        ("compile", recipe.compile != "off", "compiled layers choose by themselves what to keep"),
+        ("tiled_mlp", recipe.tiled_mlp, "it would keep what tiles are there to forget"),
+        ("model.vision", recipe.model.vision, "it is not tested with a vision tower"),
+    ):
+        if used:
+            raise UserError(
+                f"gradient_checkpointing=selective with {key}={_get(recipe, key)}: {why}; use "
+                "gradient_checkpointing=true or feed_forward."
+            )
+
+
+def _check_offloading(recipe: Recipe) -> None:
+    """Refuse to move what is not there, or where it is not tested."""
+    if not recipe.activation_offloading:
+        return
+    cases = (
+        ("model.vision", recipe.model.vision, "activation_offloading=false"),
+        ("gradient_checkpointing", recipe.gradient_checkpointing is not True, "gradient_checkpointing=true"),
+        ("compile", recipe.compile != "off", "compile=off"),
+        ("layout.pipeline", recipe.layout.pipeline > 1, "layout.pipeline=1: stages keep their inputs themselves"),
+    )
+    _refuse(recipe, "activation_offloading=true", cases)
+
+
+def _check_fp8(recipe: Recipe) -> None:
+    """Refuse 8-bit products where they are not tested."""
+    if not recipe.fp8:
+        return
+    layout = recipe.layout
+    cases = (
+        ("lora", recipe.lora is not None, "fp8=false: adapters' products are too small to gain"),
+        ("model.vision", recipe.model.vision, "fp8=false"),
+        ("precision", recipe.precision != "bf16", "precision=bf16"),
+        ("layout.tensor", layout.tensor > 1, "layout.tensor=1: DeepSpeed replaces the layers that it splits"),
+        ("layout.pipeline", layout.pipeline > 1, "layout.pipeline=1"),
+        ("layout.expert", layout.expert > 1, "layout.expert=1"),
+    )
+    _refuse(recipe, "fp8=true", cases)
+
+
+def _refuse(recipe: Recipe, setting: str, cases: Sequence[tuple[str, bool, str]]) -> None:
+    """Refuse a setting beside the first key that is `used`, of cases with a key, whether it is, and what to use.
+
+    Cases in which the setting itself has to go come first: whoever has mended another key would be refused again.
+    """
+    for key, used, fix in cases:
+        if used:
+            value = _get(recipe, key)
+            shown = "..." if is_dataclass(value) else str(value).lower()
+            raise UserError(f"{setting} with {key}={shown}: use {fix}.")
+
+
+def _check_vision(recipe: Recipe) -> None:
+    """Refuse what is not there, or not tested, for models that see."""
+    if not recipe.model.vision:
+        if recipe.model.train_vision:
+            raise UserError(
+                "model.train_vision=true: without its tower a model has nothing to train; add model.vision=true."
+            )
+        return
+    if recipe.method != "sft":
+        how = "leave out distill.teacher" if recipe.method == "distill" else "train the variant full or lora"
+        raise UserError(
+            f"method={recipe.method} with model.vision=true: only supervised fine-tuning reads images; {how}."
+        )
+    layout = recipe.layout
+    for key, used, fix in (
+        ("packing", recipe.packing, "packing=false: sequences with pictures are not packed"),
+        ("data.streaming", recipe.data.streaming, "data.streaming=false"),
+        ("layout.tensor", layout.tensor > 1, "layout.tensor=1: the tower is not split"),
+        ("layout.pipeline", layout.pipeline > 1, "layout.pipeline=1: the tower is in no stage"),
+        ("layout.sequence", layout.sequence > 1, "layout.sequence=1: pictures are not split"),
+        ("layout.expert", layout.expert > 1, "layout.expert=1"),
+        ("neftune_alpha", recipe.neftune_alpha, "neftune_alpha=0: noise would reach pictures"),
+        ("layer_decay", recipe.layer_decay != 1, "layer_decay=1: the tower has layers of its own"),
+        ("tiled_mlp", recipe.tiled_mlp, "tiled_mlp=false"),
+        ("compile", recipe.compile != "off", "compile=off"),
+        ("liger_kernel", recipe.liger_kernel, "liger_kernel=false"),
+    ):
+        if used:
+            raise UserError(f"{key}={_get(recipe, key)} with model.vision=true: set {fix}.")
+
+
+def _get(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = None if value is None else getattr(value, part)
+    return value
+
+
+def names(text: str | None) -> list[str]:
+    """Return the values of a field that takes several, separated by commas, such as `data.path`."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -1,0 +1,122 @@
+"""Charts as SVG, drawn by matplotlib, in the colours of the page that holds them."""
+
+import io
+import re
+from collections.abc import Sequence
+from xml.etree import ElementTree
+
+from ..recipe.errors import printable
+from .document import Chart, Curve
+
+SVG = "http://www.w3.org/2000/svg"
+LINK = "{http://www.w3.org/1999/xlink}href"
+INK, GRID, MARK = "#0a0b01", "#0a0b02", "#0a0b03"
+"""Placeholders that the page's own colours replace, light or dark as on the reader's device."""
+SERIES = tuple(f"#0a0c0{index}" for index in range(6))
+"""The same, of the curves."""
+PAGE_COLOURS = {INK: "currentColor", GRID: "var(--grid)", MARK: "var(--mark)"} | {
+    colour: f"var(--curve-{index})" for index, colour in enumerate(SERIES)
+}
+MOST_DRAWN = 2000
+"""Points per curve; more than a chart has pixels from left to right."""
+MOST_POINTS = 150
+"""Per curve, that say their numbers when pointed at."""
+
+
+def svg(chart: Chart, name: str, log: bool = False) -> str:
+    """Return a chart as an SVG element.
+
+    Args:
+        chart: what to draw.
+        name: begins the ids in it, which have to differ from those of all other charts of a page.
+        log: draw the vertical axis logarithmically, without what is not above zero.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure  # half a second, needed once
+
+    options = {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "font.size": 11}
+    with matplotlib.rc_context(options):
+        figure = Figure(figsize=(7, 3), layout="constrained")
+        axes = figure.add_subplot()
+        for index, curve in enumerate(chart.curves):
+            _draw(axes, curve, index, log)
+        for at in chart.marks:
+            axes.axvline(at, color=MARK, linestyle="--", linewidth=1)
+        if log:
+            axes.set_yscale("log", nonpositive="mask")
+        axes.set_xlabel(chart.x_label)
+        axes.margins(x=0.02)
+        axes.grid(color=GRID, linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(GRID)
+        axes.tick_params(which="both", colors=INK)
+        axes.xaxis.label.set_color(INK)
+        axes.patch.set_visible(False)
+        figure.patch.set_visible(False)
+        file = io.StringIO()
+        # Neither date nor creator, so that the same run has the same report.
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return _for_page(file.getvalue(), chart, name, log)
+
+
+def _draw(axes: object, curve: Curve, index: int, log: bool) -> None:
+    """Draw a curve, and above it the invisible dots that say their numbers."""
+    kept = visible(curve, log)
+    if not kept:
+        return
+    colour, x, y = SERIES[index % len(SERIES)], [at for at, _ in kept], [value for _, value in kept]
+    style = {"linewidth": 1.8, "alpha": 0.35 if curve.faint else 1}
+    axes.plot(x, y, color=colour, marker="o" if curve.dotted or len(kept) == 1 else None, markersize=4, **style)  # type: ignore[attr-defined]
+    some = spoken(curve, log)
+    dots = {"linestyle": "none", "marker": "o", "markersize": 9, "alpha": 0, "markeredgewidth": 0}
+    axes.plot([at for at, _ in some], [value for _, value in some], color=colour, gid=f"dots-{index}", **dots)  # type: ignore[attr-defined]
+
+
+def visible(curve: Curve, log: bool) -> Sequence[tuple[float, float]]:
+    """Return the points of a curve that its axis can show; of very many those that an eye can tell apart."""
+    kept = [(at, value) for at, value in curve.points if value > 0 or not log]
+    every = -(-len(kept) // MOST_DRAWN)
+    if every <= 1:
+        return kept
+    parts = (kept[start : start + 2 * every] for start in range(0, len(kept), 2 * every))
+    return [point for part in parts for point in sorted({min(part, key=_height), max(part, key=_height)})]
+
+
+def _height(point: tuple[float, float]) -> float:
+    return point[1]
+
+
+def spoken(curve: Curve, log: bool) -> Sequence[tuple[float, float]]:
+    """Return the points that say their numbers: all, or every n-th; none of a curve that is drawn smoothed too."""
+    kept = [] if curve.faint else visible(curve, log)
+    return kept[:: -(-len(kept) // MOST_POINTS) or 1]
+
+
+def _for_page(text: str, chart: Chart, name: str, log: bool) -> str:
+    """Return matplotlib's file as an element of a page: with ids of its own, tooltips, and the page's style."""
+    ElementTree.register_namespace("", SVG)
+    ElementTree.register_namespace("xlink", LINK[1:].partition("}")[0])
+    root = ElementTree.fromstring(text)
+    for needless in (*root.findall(f"{{{SVG}}}metadata"), *root.findall(f"{{{SVG}}}defs[{{{SVG}}}style]")):
+        root.remove(needless)  # the page has a style sheet
+    for size in ("width", "height"):
+        root.attrib.pop(size, None)  # as wide as the page; viewBox keeps the proportions
+    root.attrib |= {"role": "img", "aria-label": printable(chart.title)}
+    for index, curve in enumerate(chart.curves):
+        group = root.find(f".//*[@id='dots-{index}']")
+        dots = group.findall(f".//{{{SVG}}}use") if group is not None else []
+        for dot, (at, value) in zip(dots, spoken(curve, log), strict=bool(dots)):
+            ElementTree.SubElement(dot, f"{{{SVG}}}title").text = f"{printable(curve.label)}, {at:,g}: {value:.6g}"
+    for element in root.iter():
+        if "id" in element.attrib:
+            element.set("id", f"{name}-{element.get('id')}")
+        if LINK in element.attrib:
+            element.set("href", f"#{name}-{element.attrib.pop(LINK).removeprefix('#')}")
+        for key, given in element.attrib.items():
+            element.set(key, _styled(given.replace("url(#", f"url(#{name}-")))
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _styled(value: str) -> str:
+    value = re.sub(r"font-family:[^;]*; ", "", value)  # the page's own
+    return re.sub("#0a0[bc]0[0-9]", lambda found: PAGE_COLOURS[found[0]], value)

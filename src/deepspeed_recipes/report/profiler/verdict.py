@@ -1,0 +1,279 @@
+"""The verdict on a run's recorded steps: what bounds them, and what to change."""
+
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from typing import Any
+
+from ...recipe.layout import bubble, rank_position
+from ...recipe.recipe import Layout
+from . import collectives, operators, shares
+from .collectives import Collective
+from .operators import Operator
+from .shares import Shares
+from .trace import RankTrace
+
+MATTERS = 0.15
+"""A share of the step above which what is not computation is worth changing."""
+KINDS = ("compute", "communication_hidden", "communication_waited", "data", "host", "idle")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank recorded."""
+
+    number: int
+    host: str
+    steps: tuple[int, ...]
+    measured: float
+    """Seconds of the recorded steps by the rank's clock."""
+    shares: Shares
+    operators: tuple[Operator, ...]
+    collectives: tuple[Collective, ...]
+    optimizer: float
+    """Seconds of the optimizer's own step."""
+
+    def share(self, kind: str) -> float:
+        """Return a kind's share of the rank's steps."""
+        return getattr(self.shares, kind) / self.shares.seconds if self.shares.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What bounds the steps."""
+
+    name: str
+    """`compute`, `communication`, `pipeline`, `data`, `host`, `optimizer`, `idle`, `slow rank` or `slow stage`."""
+    words: str
+    change: str
+    """One line, with the key to change."""
+
+
+def of_trace(trace: RankTrace) -> Rank:
+    """Return what one rank's trace says."""
+    steps = trace.steps
+    spans = [event for event in trace.events if event.name.startswith("Optimizer.step#")]
+    return Rank(
+        number=trace.about.get("rank", 0),
+        host=trace.about.get("host", ""),
+        steps=tuple(one["step"] for one in trace.about.get("steps", ())),
+        measured=sum(one["seconds"] for one in trace.about.get("steps", ())),
+        shares=shares.of_rank(trace),
+        operators=tuple(operators.most_expensive(trace)),
+        collectives=tuple(collectives.of_rank(trace)),
+        optimizer=sum(event.end - event.begin for event in spans if event.begin < steps[-1].end) / 1e6,
+    )
+
+
+def cause(ranks: list[Rank], about: dict[str, Any]) -> Cause:
+    """Return what bounds the steps; `about` is that of any rank's trace."""
+    stages = about.get("layout", {}).get("pipeline", 1)
+    slow = slow_rank(ranks) if stages == 1 else None
+    if slow is not None:
+        return _slow(slow, ranks)
+    slow_ones = slow_stage(ranks, about) if stages > 1 else []
+    if slow_ones:
+        return _slow_stage(slow_ones, ranks, about)
+    waited = mean(rank.share("communication_waited") for rank in ranks)
+    most = {kind: mean(rank.share(kind) for rank in ranks) for kind in KINDS[3:]} | {"communication_waited": waited}
+    worst = max(most, key=lambda kind: most[kind])
+    if most[worst] < MATTERS:
+        return Cause(
+            "compute",
+            f"computes {mean(rank.share('compute') for rank in ranks):.0%} of the time",
+            "it computes nearly all of the time; a larger micro_batch_size may use the hardware better",
+        )
+    if worst == "communication_waited":
+        return _pipeline(waited, about) if stages > 1 else _network(waited, ranks, about)
+    return {"data": _data, "host": _host, "idle": _idle}[worst](most[worst], ranks, about)
+
+
+def slow_rank(ranks: list[Rank]) -> Rank | None:
+    """Return the rank that the others wait for: it waits much less than they do; None: there is none."""
+    if len(ranks) < 2:
+        return None
+    order = sorted(ranks, key=lambda rank: rank.share("communication_waited"))
+    least, others = order[0], order[1:]
+    gap = median(rank.share("communication_waited") for rank in others) - least.share("communication_waited")
+    return least if gap > MATTERS else None
+
+
+def slow_stage(ranks: list[Rank], about: dict[str, Any]) -> list[Rank]:
+    """Return the ranks of the pipeline stage that the others wait for, the busiest first; none: there is no such stage.
+
+    Equal stages all wait for the pipeline to fill and to drain, as long as each other.
+    """
+    layout, found = Layout(**about["layout"]), dict[int, list[Rank]]()
+    for rank in sorted(ranks, key=lambda rank: rank.share("communication_waited")):
+        found.setdefault(rank_position(layout, rank.number, about["world_size"]).stage, []).append(rank)
+    if len(found) < 2:
+        return []
+    waits = {stage: mean(rank.share("communication_waited") for rank in of) for stage, of in found.items()}
+    least = min(waits, key=lambda stage: waits[stage])
+    gap = median(waits[stage] for stage in waits if stage != least) - waits[least]
+    return found[least] if gap > MATTERS else []
+
+
+def _slow_stage(slow: list[Rank], ranks: list[Rank], about: dict[str, Any]) -> Cause:
+    others = [rank for rank in ranks if rank not in slow]
+    what, waited = _more_of(slow[0], others), median(rank.share("communication_waited") for rank in others)
+    stages, layout = about["layout"]["pipeline"], Layout(**about["layout"])
+    stage = rank_position(layout, slow[0].number, about["world_size"]).stage
+    micro_batches, who = about["micro_batches"], f"rank {slow[0].number} on {slow[0].host}"
+    return Cause(
+        "slow stage",
+        f"stage {stage} ({who}) is slow ({what}): the others wait {waited:.0%} of the time; of {stages} stages and "
+        f"{micro_batches} micro-batches {bubble(stages, micro_batches):.0%} has to be",
+        f"{who}: look at that host for other processes, or a slower or hotter GPU; if it is the model, whose last "
+        "stage has the head, another layout.pipeline divides its layers otherwise",
+    )
+
+
+def _more_of(slow: Rank, others: list[Rank]) -> str:
+    """Return on what a rank spends a larger share than the others."""
+    more = {kind: slow.share(kind) - mean(rank.share(kind) for rank in others) for kind in ("compute", *KINDS[3:])}
+    return max(more, key=lambda kind: more[kind])
+
+
+def _slow(slow: Rank, ranks: list[Rank]) -> Cause:
+    others = [rank for rank in ranks if rank is not slow]
+    what, waited = _more_of(slow, others), median(rank.share("communication_waited") for rank in others)
+    fixes = {
+        "compute": "look at that host: other processes, a slower or hotter GPU, or more of the model on that rank",
+        "data": "data.workers=4 loads ahead in processes of their own; look at that host's disk",
+        "host": "look at that host: other processes, fewer cores or a slower CPU",
+        "idle": "look at that host: other processes, a slow disk, or something that sleeps",
+    }
+    return Cause(
+        "slow rank",
+        f"rank {slow.number} on {slow.host} is slow ({what}): the others wait {waited:.0%} of the time",
+        f"rank {slow.number} on {slow.host}: {fixes[what]}",
+    )
+
+
+def _data(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
+    return Cause(
+        "data",
+        f"waits for data {share:.0%} of the time",
+        "data.workers=4 loads ahead in processes of their own; packing=true makes fewer, fuller sequences",
+    )
+
+
+def _host(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
+    optimizer = mean(rank.optimizer / rank.shares.seconds for rank in ranks if rank.shares.seconds)
+    if about.get("offload_optimizer", "none") != "none" and optimizer > share / 2:
+        return Cause(
+            "optimizer",
+            f"the optimizer on the host takes {optimizer:.0%} of the time",
+            "deepspeed=zero2.json or zero3.json keeps it on the GPUs if it fits; else a larger global_batch_size "
+            "updates less often",
+        )
+    return Cause(
+        "host",
+        f"Python between operators takes {share:.0%} of the time",
+        "a larger micro_batch_size gives each operator more to do; compile=regional or a lower ZeRO stage runs less "
+        "Python",
+    )
+
+
+def _idle(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
+    return Cause(
+        "idle",
+        f"does nothing {share:.0%} of the time",
+        "other processes may have its cores (fewer ranks: --gpus), or it waits for a disk (deepspeed=...nvme...)",
+    )
+
+
+def _pipeline(share: float, about: dict[str, Any]) -> Cause:
+    stages, micro_batches = about["layout"]["pipeline"], about["micro_batches"]
+    return Cause(
+        "pipeline",
+        f"stages wait for each other {share:.0%} of the time; of {stages} stages and {micro_batches} micro-batches "
+        f"{bubble(stages, micro_batches):.0%} has to be",
+        "a larger global_batch_size or a smaller micro_batch_size gives more micro-batches, so stages wait less",
+    )
+
+
+def _network(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
+    totals: dict[tuple[str, tuple[int, ...]], float] = {}
+    for rank in ranks:
+        for one in rank.collectives:
+            totals[one.kind, one.ranks] = totals.get((one.kind, one.ranks), 0.0) + one.waited
+    (kind, group), _ = max(totals.items(), key=lambda item: item[1], default=(("communication", ()), 0.0))
+    who = f" of ranks {', '.join(map(str, group))}" if group else ""
+    return Cause(
+        "communication",
+        f"waits for the network {share:.0%} of the time, mostly for {kind}{who}",
+        _less_traffic(ranks[0], about),
+    )
+
+
+def _less_traffic(rank: Rank, about: dict[str, Any]) -> str:
+    """Return what to change so that less is sent per token."""
+    layout, several = about.get("layout", {}), about.get("micro_batches", 1) > 1
+    if layout.get("tensor", 1) > 1 or layout.get("sequence", 1) > 1:
+        return "a smaller layout.tensor or layout.sequence, within one host, exchanges less"
+    if about.get("stage", 0) < 2:
+        return "a larger global_batch_size with the same micro_batch_size communicates less often per token"
+    # At stages 2 and 3 every micro-batch communicates, so more of them do not help.
+    changes = []
+    if _gathers_again(rank, about):
+        changes.append("deepspeed=zero3_hpz.json gathers weights over the network once per step")
+    if several:
+        changes.append("deepspeed=zero1.json communicates once per step and not for each micro-batch, if it fits")
+    changes.append("a larger micro_batch_size communicates less often per token")
+    return "; ".join(changes)
+
+
+def _gathers_again(rank: Rank, about: dict[str, Any]) -> bool:
+    """Return whether weights are gathered more than once per update, and not already within a host."""
+    gathered = sum(one.bytes for one in rank.collectives if one.kind == "all-gather") / len(rank.steps)
+    whole = about.get("held", {}).get("total", 0) * about.get("weight_bytes", 0)
+    return bool(whole) and about.get("partition_size", 1) == 1 and gathered > 1.1 * whole
+
+
+def as_json(ranks: list[Rank], found: Cause, about: dict[str, Any], others: float | None) -> dict[str, Any]:
+    """Return the content of `verdict.json`; operators and, in `traffic`, collectives are those of one step.
+
+    Args:
+        ranks: what each recorded.
+        found: what bounds their steps.
+        about: of any rank's trace.
+        others: median seconds of the steps that were not recorded, of all ranks; None: there were none.
+    """
+    count = len(ranks[0].steps)
+    recorded = mean(rank.measured for rank in ranks) / count
+    layout, micro_batches = about.get("layout", {}), about.get("micro_batches", 1)
+    stages = layout.get("pipeline", 1)
+    return {
+        "steps": list(ranks[0].steps),
+        "step_seconds": recorded,
+        "other_step_seconds": others,
+        "slower": recorded / others - 1 if others else None,
+        "bound_by": found.name,
+        "words": found.words,
+        "change": found.change,
+        "ranks": [
+            {
+                "rank": rank.number,
+                "host": rank.host,
+                "step_seconds": rank.measured / count,
+                "shares": {kind: rank.share(kind) for kind in KINDS},
+                "operators": [
+                    asdict(one) | {"calls": one.calls / count, "seconds": one.seconds / count} for one in rank.operators
+                ],
+                "collectives": [
+                    asdict(one) | {"ranks": list(one.ranks), "bytes_per_second": one.bandwidth}
+                    for one in rank.collectives
+                ],
+            }
+            for rank in ranks
+        ],
+        "pipeline": {
+            "stages": stages,
+            "micro_batches": micro_batches,
+            "waited": mean(rank.share("communication_waited") for rank in ranks),
+            "bubble": bubble(stages, micro_batches),
+        }
+        if stages > 1
+        else None,
+    }

@@ -1,0 +1,125 @@
+"""A run folder, read into frozen data."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..recipe.errors import UserError
+from ..recipe.recipe import Recipe
+from ..recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run folder holds; what it lacks is empty."""
+
+    folder: RunFolder
+    recipe: Recipe
+    metrics: tuple[Row, ...]
+    """At least one; each has a `step`."""
+    evaluations: tuple[Row, ...]
+    answers: tuple[Row, ...]
+    """Answers to the same few held-out examples, before and after training."""
+    restarts: tuple[Row, ...]
+    summary: Row
+    """Empty until the run has ended."""
+    environment: Row
+    deepspeed: Row
+    data: Row
+    """What the training data is: counts, lengths, and examples with their loss masks."""
+    evaluation: Row
+    """What `ds-recipes evaluate` has measured last; empty where it has not."""
+    ranks: tuple[Row, ...]
+    """What each rank holds, by rank."""
+    command: str
+    rollouts: tuple[Row, ...] = ()
+    """Training answers with the highest and the lowest reward of logged steps."""
+    profile: Row = field(default_factory=dict)
+    """The verdict on the steps that `--profile` recorded."""
+    system: tuple[Row, ...] = ()
+    """How busy GPUs and nodes were, in the order of time; each has a `time`, a `node` and a `rank`."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end, and was not stopped before it."""
+        return bool(self.summary) and not self.summary.get("stopped")
+
+
+def read(path: Path) -> RunData:
+    """Return what the run folder at `path` holds.
+
+    Raises:
+        UserError: not a run folder, no step was logged, or a file in it cannot be read.
+    """
+    run = RunFolder(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder.")
+    if not run.recipe.is_file():
+        raise UserError(f"{path}: not a run folder, since it has no recipe.json.")
+    metrics = rows(run.metrics)
+    if not metrics:
+        raise UserError(f"{path}: nothing to report, since this run has not logged a step (no metrics.jsonl).")
+    return RunData(
+        folder=run,
+        recipe=read_recipe(run),
+        metrics=metrics,
+        evaluations=rows(run.evaluations),
+        answers=rows(run.answers),
+        rollouts=rows(run.rollouts),
+        restarts=_objects(run.restarts),
+        summary=_object(run.summary),
+        environment=_object(run.environment),
+        deepspeed=_object(run.deepspeed),
+        data=_object(run.data),
+        evaluation=_object(run.evaluation),
+        ranks=tuple(_object(file) for file in sorted(run.ranks.glob("rank-*.json"), key=_rank)),
+        command=run.command.read_text(encoding="utf-8", errors="replace") if run.command.is_file() else "",
+        profile=_object(run.profile / "verdict.json"),
+        system=samples(run),
+    )
+
+
+def rows(path: Path) -> tuple[Row, ...]:
+    """Return the objects of a log, each of which has a `step`.
+
+    Raises:
+        UserError: the log cannot be read; names the file.
+    """
+    found = _objects(path)
+    if not all(isinstance(row.get("step"), int) for row in found):
+        raise UserError(f"{path}: a line without a step; was it written by a run?")
+    return found
+
+
+def samples(run: RunFolder) -> tuple[Row, ...]:
+    """Return what all ranks have sampled; of a run that is still training or has failed, from several files.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    found = [row for path in (run.system, *run.ranks.glob(run.system_of("*").name)) for row in _objects(path)]
+    known = [row for row in found if isinstance(row.get("time"), int | float) and isinstance(row.get("rank"), int)]
+    return tuple(sorted(known, key=lambda row: row["time"]))
+
+
+def _objects(path: Path) -> tuple[Row, ...]:
+    try:
+        return tuple(read_jsonl(path))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not JSON lines ({error}).") from None
+
+
+def _object(path: Path) -> Row:
+    found = read_json(path) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: not a JSON object.")
+    return found
+
+
+def _rank(file: Path) -> int:
+    digits = file.stem.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else -1

@@ -1,0 +1,122 @@
+"""The curves of a run over its steps, and the numbers that they are drawn from."""
+
+from collections.abc import Iterable, Iterator
+from math import isfinite
+from typing import Any, TypeGuard
+
+from ...recipe.methods import metrics
+from ..document import Block, Cell, Chart, Curve, Note, Section, Table, number
+from ..run_data import Row, RunData
+
+SMOOTHING = 0.9
+"""Share of the average that remains at each logged step."""
+SMOOTHED_FROM = 20
+"""Logged steps from which on a smoothed curve says more than the curve itself."""
+MOST_ROWS = 400
+"""Logged steps shown as numbers; of longer runs every n-th, and the last."""
+FORMS = {"step": ",d", "tokens": ",d", "loss": ".4f", "learning_rate": ".3g", "seconds": ",.1f", "mfu": ".1%"}
+"""How the columns of metrics.jsonl are shown; all others with four digits."""
+
+Points = tuple[tuple[float, float], ...]
+
+
+def section(run: RunData) -> Section:
+    """Return the charts, the numbers behind them, and what they were drawn from."""
+    charts = tuple(chart for chart in _charts(run) if any(curve.points for curve in chart.curves))
+    note = () if charts else (Note("Nothing was logged that could be drawn."),)
+    return Section("Curves", (*note, *charts, *_tables(run)))
+
+
+def _charts(run: RunData) -> Iterator[Chart]:
+    restarts = tuple(row["from_step"] for row in run.restarts if isinstance(row.get("from_step"), int | float))
+    of_pairs = not run.recipe.traits.packs
+    loss = points(run.metrics, "loss")
+    held_out = Curve("held out", points(run.evaluations, "loss"), dotted=True)
+    yield Chart(run.recipe.traits.loss, STEP, (*with_smoothed(loss), held_out), log=not of_pairs, marks=restarts)
+    for key in (*metrics.SHARES, "reward"):
+        measured = (points(run.evaluations, key), points(run.evaluations, f"sampled_{key}"))
+        if len(measured[0]) + len(measured[1]) > 2:
+            drawn = [
+                Curve(name, line, dotted=True)
+                for name, line in zip((key, "of a sample"), measured, strict=True)
+                if line
+            ]
+            yield Chart(f"{metrics.title(key).capitalize()}, held out", STEP, tuple(drawn))
+    for key, title in TITLES.items():
+        yield Chart(title, STEP, with_smoothed(points(run.metrics, key)), marks=restarts)
+    yield Chart(WAITED, STEP, (Curve("waiting for data", tuple(waits(run.metrics))),), marks=restarts)
+    for key in sorted({key for row in run.metrics for key in row if key.startswith(MORE)})[:8]:
+        yield Chart(key, STEP, with_smoothed(points(run.metrics, key)), marks=restarts)
+
+
+STEP = "step"
+WAITED = "Share of the time spent waiting for data"
+TITLES = {
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm, before clipping",
+    "tokens_per_second": "Tokens per second, all ranks",
+    "mfu": "Model FLOPs utilisation",
+    "gpu_utilization": "GPU busy (%), rank 0",
+}
+MORE = (
+    *("reward", "kl", "nll_", "odds_", "divergence", "cross_entropy", "router_", "expert_load", "accuracy", "entropy"),
+    "completions/mean_length",
+)
+"""Beginnings of the keys that some methods and models add."""
+
+
+def points(rows: Iterable[Row], key: str, x: str = "step") -> Points:
+    """Return (x, value) of the rows that have a finite number under `key`."""
+    found = ((row.get(x), row.get(key)) for row in rows)
+    return tuple((at, value) for at, value in found if finite(at) and finite(value))
+
+
+def finite(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a number that can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def with_smoothed(line: Points, label: str = "training") -> tuple[Curve, ...]:
+    """Return a curve, and for a long one also its average, in front of it."""
+    if len(line) < SMOOTHED_FROM:
+        return (Curve(label, line),)
+    return Curve(f"{label}, each logged step", line, faint=True), Curve(f"{label}, smoothed", tuple(smoothed(line)))
+
+
+def smoothed(line: Points) -> Iterator[tuple[float, float]]:
+    """Yield the exponential moving average, without the bias towards its start (as Adam corrects it)."""
+    average = 0.0
+    for count, (at, value) in enumerate(line, 1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * value
+        yield at, average / (1 - SMOOTHING**count)
+
+
+def waits(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
+    """Yield (step, share of the time since the log before that ranks waited for data on average)."""
+    before = 0.0
+    for row in rows:
+        seconds, waited = row.get("seconds"), row.get("data_wait_seconds")
+        if finite(seconds) and finite(waited):
+            if seconds > before:
+                yield row["step"], waited / (seconds - before)
+            before = seconds
+
+
+def _tables(run: RunData) -> Iterator[Block]:
+    for name, rows in (("metrics.jsonl", run.metrics), ("evaluations.jsonl", run.evaluations)):
+        if rows:
+            every = -(-len(rows) // MOST_ROWS)
+            kept = [index for index in range(len(rows)) if index % every == 0 or index == len(rows) - 1]
+            which = f", every {every}th of {len(rows)} rows" if every > 1 else ""
+            # What is known by layer has a section of its own.
+            columns = tuple(dict.fromkeys(key for row in rows for key, value in row.items() if type(value) is not dict))
+            yield Table(
+                columns,
+                tuple(tuple(_cell(rows[at], key, f"{name}:{at + 1}:{key}") for key in columns) for at in kept),
+                folded=f"The numbers: {name}{which}",
+            )
+
+
+def _cell(row: Row, key: str, source: str) -> Cell:
+    value = row.get(key)
+    return number(value, FORMS.get(key, ".4g"), source) or (None if value is None else str(value))

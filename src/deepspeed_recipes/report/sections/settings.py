@@ -1,0 +1,138 @@
+"""What a run was told: its recipe against its page, the DeepSpeed file, the versions, and what interrupted it."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import PurePath
+from typing import Any
+
+from ...recipe import pages
+from ...recipe.conversions import to_dict
+from ...recipe.errors import UserError, redact
+from ...recipe.overrides import override_keys
+from ...recipe.recipe import Recipe, names
+from ..document import Chart, Code, Curve, Note, Section, Table, number
+from ..run_data import RunData
+from .curves import finite, points
+
+
+def recipe_section(run: RunData) -> Section:
+    """Return the keys whose values differ from the recipe's page, and the whole recipe."""
+    whole = Code("recipe.json", redact(json.dumps(to_dict(run.recipe), indent=2)))
+    command = (Code("command.txt", run.command),) if run.command else ()
+    name, page = pages.typed(run.recipe), of_page(run.recipe)
+    if page is None:
+        return Section("Recipe", (Note(f"{name} {run.recipe.variant}: {WITHOUT_PAGE}"), *command, whole))
+    changed = tuple(differences(page, run.recipe))
+    if not changed:
+        return Section("Recipe", (Note(f"{name} {run.recipe.variant}, as its page says."), *command, whole))
+    table = Table(("key", "page", "this run"), changed)
+    return Section("Recipe", (Note(f"{name} {run.recipe.variant}, with these changes:"), table, *command, whole))
+
+
+WITHOUT_PAGE = "not compared, since its page is outside the project or no longer has this recipe."
+
+
+def of_page(recipe: Recipe) -> Recipe | None:
+    """Return the recipe as its page has it now; None where it has not, or is not the project's own.
+
+    A page outside the project is Python code that a run folder names; it is not run in order to show the folder.
+    """
+    if recipe.page or recipe.family not in pages.families():
+        return None
+    try:
+        return pages.find(f"{recipe.family}-{recipe.size}", recipe.variant)
+    except UserError:
+        return None
+
+
+def differences(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, value before, value after) of the override keys that differ.
+
+    A path that the launcher made absolute is what the page names.
+    """
+    left, right = values(before), values(after)
+    for key in [*left, "draft.enabled"]:
+        old, new = left.get(key, before.draft.enabled), right.get(key, after.draft.enabled)
+        if old != new and not _same_path(old, new):
+            yield key, redact(shown(old)), redact(shown(new))
+
+
+def values(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe's value of each override key; None for those of a section that it lacks."""
+    found = {}
+    for key in override_keys():
+        value: Any = recipe
+        for part in key.split("."):
+            value = getattr(value, part, None)
+        found[key] = value
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _same_path(page: Any, absolute: Any) -> bool:
+    if not isinstance(page, str) or not isinstance(absolute, str):
+        return False
+    pairs = list(zip(names(page), names(absolute), strict=False))
+    return len(names(page)) == len(names(absolute)) and all(
+        PurePath(right).is_absolute() and PurePath(right).parts[-len(PurePath(left).parts) :] == PurePath(left).parts
+        for left, right in pairs
+    )
+
+
+def deepspeed_section(run: RunData) -> Section:
+    """Return the file that the engine got."""
+    if not run.deepspeed:
+        return Section("DeepSpeed", (Note("The engine was not made, so there is no deepspeed.json."),))
+    about = Note(f"From {run.recipe.deepspeed}, with every value resolved, as the engine got it:")
+    return Section("DeepSpeed", (about, Code("deepspeed.json", redact(json.dumps(run.deepspeed, indent=2)))))
+
+
+def version_section(run: RunData) -> Section:
+    """Return versions and hardware."""
+    packages = run.environment.get("packages") or {}
+    rows = [(name, shown(version)) for name, version in packages.items()]
+    for name, value in run.environment.items():
+        if name != "packages" and value not in (None, []):
+            text = ", ".join(map(str, value)) if isinstance(value, list) else shown(value)
+            rows.append((name.replace("_", " "), text))
+    rows.append(("run folder", str(run.folder.path)))
+    return Section("Versions and hardware", (Table(("", ""), tuple(rows)),))
+
+
+def restart_section(run: RunData) -> Section:
+    """Return when the run was restarted, and why, with its steps over the time that they took."""
+    if not run.restarts:
+        return Section("Restarts and failures", (Note("None: the run was started once, or resumed only by hand."),))
+    rows = []
+    for index, row in enumerate(run.restarts, 1):
+        step, ranks = (number(row.get(key), "d", f"restarts.jsonl:{index}:{key}") for key in ("from_step", "ranks"))
+        rows.append((moment(row.get("time")), step, ranks, str(row.get("cause") or "rewound")))
+    head = ("time (UTC)", "resumed after step", "ranks", "cause")
+    return Section("Restarts and failures", (Table(head, tuple(rows)), _over_time(run)))
+
+
+def _over_time(run: RunData) -> Chart:
+    """Return the steps over the seconds of training, with a line where each restart resumed."""
+    steps = points(run.metrics, "step", "seconds")
+    resumed = (row.get("from_step") for row in run.restarts)
+    marks = (max((at for at, step in steps if step <= one), default=0.0) for one in resumed if finite(one))
+    return Chart("Steps over the time of training", "second", (Curve("steps", steps),), marks=tuple(marks))
+
+
+def moment(seconds: Any) -> str | None:
+    """Return seconds since 1970 as a date and a time in UTC."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (TypeError, ValueError, OverflowError, OSError):
+        return None
+
+
+def change_line(recipe: Recipe) -> str:
+    """Return what differs from the recipe's page, as it is typed on the command line."""
+    page = of_page(recipe)
+    return " ".join(f"{key}={new}" for key, _, new in differences(page, recipe)) if page else ""

@@ -1,0 +1,129 @@
+"""Translates a recipe into `transformers.TrainingArguments`, and puts the layout into its DeepSpeed configuration."""
+
+import copy
+from typing import Any
+
+from peft import PeftModel
+from transformers import TrainingArguments
+
+from ..recipe import limits
+from ..recipe.deepspeed_file import DeepSpeedFile, fill_prefetch, with_zero
+from ..recipe.errors import UserError
+from ..recipe.layout import gradient_accumulation_steps
+from ..recipe.recipe import Recipe
+from ..recipe.run_folder import RunFolder
+from . import checkpointing, universal_checkpoint, upstream
+from .parallel import expert_check
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def common_arguments(
+    recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int, on_gpu: bool
+) -> dict[str, Any]:
+    """Return the Trainer's arguments that do not depend on the method.
+
+    The DeepSpeed file goes in as it is: the Trainer fills its `"auto"` values from these arguments.
+    """
+    config = deepspeed_config(recipe, file)
+    return {
+        "output_dir": str(run.checkpoints),
+        "deepspeed": universal_checkpoint.loading(config, recipe.layout, run, world_size),
+        "use_cpu": not on_gpu,
+        "per_device_train_batch_size": recipe.micro_batch_size,
+        "per_device_eval_batch_size": recipe.micro_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps(recipe, world_size),
+        "num_train_epochs": recipe.epochs,
+        "max_steps": recipe.max_steps or -1,
+        "learning_rate": recipe.learning_rate,
+        "lr_scheduler_type": recipe.schedule.kind,
+        "warmup_steps": recipe.schedule.warmup,  # below 1 the Trainer reads it as a share of the steps
+        "weight_decay": recipe.weight_decay,
+        "adam_beta2": recipe.adam_beta2,
+        "adam_epsilon": recipe.adam_epsilon,
+        "max_grad_norm": recipe.max_grad_norm,
+        "optim": "adamw_torch_fused",  # one kernel for all weights; under CPU offload it becomes DeepSpeed's CPUAdam
+        "bf16": recipe.precision == "bf16",
+        "fp16": recipe.precision == "fp16",
+        # The stages of a pipeline turn it on by themselves.
+        "gradient_checkpointing": checkpointing.of_layers(recipe) and recipe.layout.pipeline == 1,
+        "gradient_checkpointing_kwargs": checkpointing.options(recipe),
+        "torch_compile": file.deepcompile,  # else accelerate never calls engine.compile(), and it is plain ZeRO
+        "seed": recipe.seed,
+        "logging_steps": recipe.logging_steps,
+        "save_strategy": "steps" if recipe.save_steps else "no",
+        "save_steps": recipe.save_steps or 1,
+        "dataloader_num_workers": loader_processes(recipe, on_gpu),
+        # Streams: accelerate would read on rank 0 and broadcast, which needs sequences of equal length. Pinned memory
+        # lets sequences be copied while the GPU computes.
+        "accelerator_config": {"dispatch_batches": False, "non_blocking": on_gpu},
+        "dataloader_pin_memory": on_gpu,
+        "disable_tqdm": True,  # our own progress bar says more
+        "report_to": "none",  # trackers get the numbers of metrics.jsonl, from tracking/
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,  # it hides NaN losses, and costs a device synchronisation per step
+        "ddp_timeout": 1800,
+    }
+
+
+def gather_layers(arguments: TrainingArguments, model: Any, file: DeepSpeedFile) -> None:
+    """Let ZeRO-3 gather a layer's weights in one message, where its file has "auto"; before the engine is made.
+
+    Args:
+        arguments: the Trainer's.
+        model: with adapters, if it has any; sharded or whole.
+        file: of the run.
+    """
+    if file.stage < 3:
+        return
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    layers = [one for one in inner.modules() if type(one).__name__ in (inner._no_split_modules or ())]
+    sizes = [sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters()) for layer in layers]
+    hidden = inner.config.get_text_config().hidden_size
+    fill_prefetch(arguments.hf_deepspeed_config.config, hidden, max(sizes, default=0))
+
+
+def loader_processes(recipe: Recipe, on_gpu: bool) -> int:
+    """Return how many processes load data for a rank."""
+    workers = recipe.data.workers if recipe.data.workers is not None else 2 * (on_gpu and not recipe.data.streaming)
+    # Only one process can read a stream; the others would have nothing to read.
+    return min(workers, 1) if recipe.data.streaming else workers
+
+
+def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
+    """Return the recipe's DeepSpeed configuration, with the layout's tensor- and expert-parallel sizes.
+
+    Raises:
+        UserError: of the layout and the file only one splits the model over ranks; or the file has the wrong
+            stage for experts, or AutoEP cannot do it.
+    """
+    limits.check_blocks(recipe, file)
+    if recipe.optimizer == "muon" and file.stage == 3:
+        file = with_zero(file, reduce_scatter=False)  # Muon needs whole gradients
+    config, layout = copy.deepcopy(dict(file.content)), recipe.layout
+    for key in ("sequence_parallel_size", "data_parallel_size"):  # `sequence.attend_over_ranks` makes the groups
+        config.pop(key, None)
+    if layout.pipeline > 1:
+        config.pop("tensor_parallel", None)  # stages are split by `tensor.shard`
+    elif layout.tensor > 1:
+        sizes: dict[str, Any] = {"autotp_size": layout.tensor}
+        if upstream.has_vocabulary_parallel_heads():
+            # A head that keeps its logits apart saves memory, but evaluation and generation need them whole.
+            sizes["vocab_parallel_lm_head"] = False
+        config["tensor_parallel"] = config.get("tensor_parallel", {}) | sizes
+        # The Trainer and DeepSpeed count tensor-parallel ranks differently; each works it out from the rest.
+        config.pop("train_batch_size", None)
+    if layout.expert > 1:
+        if file.stage == 0:
+            # DeepSpeed clips at the mean of the ranks' norms: `test_deepspeed_averages_the_norms_of_different_experts`.
+            raise UserError(
+                f"layout.expert={layout.expert}: without ZeRO, DeepSpeed computes the wrong gradient norm; set "
+                f"zero_optimization.stage to 1 in {file.name}, which also needs less memory."
+            )
+        config["expert_parallel"] |= {"autoep_size": layout.expert, **expert_check.mixture(recipe).keys}
+        config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and does not decay norms
+    if layout.pipeline > 1:
+        config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank
+        # Sending one shard per tensor rank fixes the first shape, but unpacked sequences vary in length.
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False, **config.get("pipeline", {})}
+    return config

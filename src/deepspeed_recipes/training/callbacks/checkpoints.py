@@ -1,0 +1,108 @@
+"""Reliable checkpoints: disk and memory are checked before each, and each is marked once it is complete."""
+
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from ...machine import run_lock
+from ...machine.capacity import check_disk, check_memory
+from ...recipe.errors import FileUnusable, UserError, first_line, of_system
+from ...recipe.run_folder import (
+    COMPLETE,
+    RunFolder,
+    checkpoints,
+    is_marked,
+    read_recipe,
+    remove_checkpoint,
+    sizes,
+    truncated,
+    write_json,
+)
+from .. import distributed
+from ..checkpoint import digests
+from ..console import say
+
+
+class Checkpoints(TrainerCallback):
+    """Checks disk and memory before each save, and marks a checkpoint as complete once every rank has saved."""
+
+    def __init__(self, run: RunFolder, mark: dict[str, Any], keep: int, needed: int, gathered: int) -> None:
+        """Keep what each save needs.
+
+        Args:
+            run: the run.
+            mark: its fingerprint, which each checkpoint records.
+            keep: how many complete checkpoints stay.
+            needed: bytes that one checkpoint takes.
+            gathered: bytes of host memory that rank 0 writes it from.
+        """
+        self.run = run
+        self.mark = mark
+        self.keep = keep
+        self.needed = needed
+        self.gathered = gathered
+        self.lock = run_lock.found(run.path)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Refuse to start if a checkpoint could not be saved."""
+        if control.should_save or args.save_strategy != "no":
+            self._check_space()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop, with the last checkpoint untouched, if the next would not fit, or if another writer has taken over."""
+        if distributed.is_first() and (control.should_log or control.should_evaluate or control.should_save):
+            self.lock.check()
+        if control.should_save:
+            self._check_space()
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Mark the checkpoint as complete once all of it is on the disk; each rank reads a share of the files."""
+        dist.barrier()
+        folder = self.run.checkpoints / f"checkpoint-{state.global_step}"
+        written: list[Any] = [sizes(folder) if distributed.is_first() else None]
+        dist.broadcast_object_list(written)
+        share = [folder / name for name in sorted(written[0])[dist.get_rank() :: dist.get_world_size()]]
+        digests.flush(share)
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, {str(path.relative_to(folder)): digests.of_file(path) for path in share})
+        if distributed.is_first():
+            layout = asdict(read_recipe(self.run).layout)
+            complete = {"step": state.global_step, "world_size": dist.get_world_size(), "layout": layout}
+            complete["fingerprint"] = self.mark
+            complete |= {"files": written[0], "digests": {key: share[key] for share in shares for key in sorted(share)}}
+            folders = [path for path in folder.rglob("*") if path.is_dir()]
+            digests.flush([*folders, folder, self.run.checkpoints])
+            self.lock.check()
+            write_json(folder / COMPLETE, complete)
+            digests.flush([folder])
+            self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove all but the newest complete checkpoints; leave everything that the run has not written.
+
+        Not by the Trainer, which removes by age, links and `checkpoint-9-backup` too, before the new one is complete.
+        """
+        try:
+            own = [one for one in checkpoints(self.run) if not one.is_symlink()]
+            complete = (one for one in own if is_marked(one) and truncated(one) is None)
+            kept = list(islice(complete, self.keep))
+            for old in own[own.index(kept[-1]) + 1 :] if len(kept) == self.keep else ():
+                remove_checkpoint(old)
+        except (OSError, FileUnusable) as error:
+            reason = of_system(error) if isinstance(error, OSError) else first_line(error)
+            say(f"an older checkpoint cannot be removed: {reason}")
+
+    def _check_space(self) -> None:
+        message = ""
+        if distributed.is_first():
+            try:
+                check_disk(self.run.checkpoints, self.needed, "a checkpoint")
+                check_memory(self.gathered, "a checkpoint")
+            except UserError as error:
+                message = str(error)
+        # Every rank has to stop, or the others would wait for rank 0 in the next collective.
+        if distributed.total(float(bool(message)))[0]:
+            raise UserError(message)

@@ -1,0 +1,127 @@
+"""The held-out data, measured before, during and after training."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+
+from ...recipe.methods.metrics import shown, title
+from ...recipe.project import display
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import RunFolder, append_jsonl, read_jsonl
+from .. import distributed
+from ..console import say
+from ..data.load import Datasets
+
+
+class Evaluation(TrainerCallback):
+    """Measures loss and metric at the start and the end; every `eval_steps` the loss, and the metric on a sample."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        datasets: Datasets,
+        parallel: ModuleType,
+        method: ModuleType,
+        on_record: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`parallel` measures the loss and `method` (a module of `methods`) the metric."""
+        self.recipe = recipe
+        self.run = run
+        self.datasets = datasets
+        self.parallel = parallel
+        self.method = method
+        self.on_record = on_record
+
+    @property
+    def metric(self) -> str:
+        """What the run is judged by: the method's metric where it has its own, otherwise the recipe's."""
+        return self.recipe.metric
+
+    def before(self) -> float:
+        """Return the metric before the first step, from the log, so that a resumed run knows it too."""
+        return read_jsonl(self.run.evaluations)[0][self.metric]
+
+    def described(self) -> dict[str, Any]:
+        """Return what the export's model card says of the held-out examples, beside the metric after training."""
+        return {"metric": self.metric, "before": self.before(), "held_out": len(self.judged)}
+
+    @property
+    def judged(self) -> Dataset:
+        """The held-out examples that count: as tokens where the run tokenizes them, since too long ones are left out.
+
+        A method that tokenizes by itself gets the examples as they were read.
+        """
+        found = self.datasets.held_out_sequences
+        return self.datasets.held_out if found is None else found
+
+    def last_line(self, after: float) -> str:
+        """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
+        what = f"{title(self.metric)} on {len(self.judged)} held-out examples"
+        return f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}{self._beside()}"
+
+    def warning(self, after: float) -> str | None:
+        """Return a warning with the fix if no answer is right, or None."""
+        if self.metric != "exact_match" or after > 0:
+            return None
+        cut_off = round(read_jsonl(self.run.evaluations)[-1].get("cut_off", 0.0) * len(self.judged))
+        long = (
+            f"; {cut_off} of them were cut off at data.max_new_tokens={self.recipe.data.max_new_tokens}, raise it if "
+        )
+        long += "answers in the data are longer"
+        return (
+            f"warning: 0 of {len(self.judged)} answers are the expected ones to the letter{long if cut_off else ''}. "
+            f"The first are in {display(self.run.answers)}.\n"
+            "Train for more steps; for answers in free text, which may be right in other words, use data.metric=loss."
+        )
+
+    def _beside(self) -> str:
+        """Return what the last line adds: the margin of preferences, or the method's second number."""
+        rows, traits = read_jsonl(self.run.evaluations), self.recipe.traits
+        key = traits.beside or self.metric.replace("_accuracy", "_margin")
+        found = [row[key] for row in rows if key != self.metric and key in row]
+        if not found:
+            return ""
+        if traits.beside:
+            return f", {title(key)} {shown(key, found[0])} -> {shown(key, found[-1])}"
+        return f", margin {found[0]:.2f} -> {found[-1]:.2f} {traits.unit}"
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Request an evaluation where one is due, and a log before it, which ends the timed window."""
+        every = self.recipe.eval_steps
+        if every and state.global_step % every == 0 and state.global_step < state.max_steps:
+            control.should_log = control.should_evaluate = True
+        return control
+
+    def measure(self, trainer: Trainer, with_metric: bool) -> dict[str, float]:
+        """Measure, log, and return the numbers; a collective.
+
+        Args:
+            trainer: whose model is measured.
+            with_metric: also compute a metric that needs more than the loss's forward passes, such as generated
+                answers; otherwise on `eval_examples` only, as `sampled_METRIC`.
+        """
+        record = {"step": trainer.state.global_step, **self._measured(trainer, with_metric)}
+        if distributed.is_first():
+            append_jsonl(self.run.evaluations, record)
+            shown = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in record.items() if key != "step")
+            say(f"held-out, step {record['step']}: {shown}")
+            self.on_record({f"held_out/{key}" if key != "step" else key: value for key, value in record.items()})
+        return record
+
+    def _measured(self, trainer: Trainer, with_metric: bool) -> dict[str, float]:
+        training = trainer.model.training
+        trainer.model.eval()
+        sequences = self.datasets.held_out_sequences
+        measured = self.parallel.measure(trainer, sequences) if sequences is not None else {}
+        measured = {name: value for name, value in measured.items() if name in ("loss", self.metric)}
+        if self.metric not in measured and (with_metric or sequences is None):
+            measured |= self.method.metric(trainer, self.judged)
+        elif self.metric not in measured and self.recipe.eval_examples:
+            sample = self.judged.select(range(min(self.recipe.eval_examples, len(self.judged))))
+            measured[f"sampled_{self.metric}"] = self.method.metric(trainer, sample)[self.metric]
+        trainer.model.train(training)
+        return measured

@@ -1,0 +1,228 @@
+"""Gradients and weights by layer, at the steps that are logged: what vanishes, explodes, or no longer learns.
+
+Measured by a hook of the optimizer, which sees every gradient and every weight once, in fp32, on the rank that updates
+it. Between logs the hook returns at once; at a log one collective adds up a few numbers per layer.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from ...recipe.recipe import Recipe
+from .. import distributed
+from ..console import say
+from ..parallel import fragments
+
+PIECE = 2**24
+"""Elements that are looked at together: 64 MiB for each of some five temporary tensors, when activations are gone."""
+VANISHING, EXPLODING = 1e-3, 1e2
+"""Size of a layer's gradient, as a multiple of the median layer's; within a healthy model they differ by 10 or so."""
+GROWN = 10.0
+"""The same, of the largest in the last `EARLIER` logs, once there are `ENOUGH`. Gradients are largest when training
+begins, and jump by more than this when the loss is near zero."""
+EARLIER, ENOUGH = 50, 5
+FIELDS = 6
+"""Sums per layer: squares, zeros and number of gradients; squares of updates and of weights, and their number."""
+
+
+class LayerStats(TrainerCallback):
+    """Adds `layers` to the logs: by layer the norm of its gradient, its update as a share of its weights, and more.
+
+    `grad_norm` is before clipping; the squares of all layers add up to the square of the logged norm. `update_ratio` is
+    the norm of the update divided by that of the weights before it; of Adam only, and of weights that are not all zero.
+    `dead` is the share of weights with a gradient of exactly zero: of units that are off or saturated for every token,
+    of tokens that do not occur, of experts that get none. `verdict` says `vanishing` or `exploding` where that is so.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.engine: Any = None
+        self.names: list[str] = []
+        self.places: dict[int, list[fragments.Fragment]] = {}
+        self.looks = self.stepped = False
+        self.found: list[tuple[str, torch.Tensor]] = []
+        self.earlier: dict[str, deque[float]] = {}
+        self.said: set[tuple[str, str]] = set()
+
+    def watch(self, engine: Any) -> None:
+        """Measure at the optimizer steps of an engine; a collective."""
+        self.engine = engine
+        self.names = fragments.layers(engine)
+        others = (engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None))
+        for optimizer in others:  # the second one steps on the GPU what is only partly offloaded
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.register_step_post_hook(self._look)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Find out whether this step will be logged."""
+        step, recipe = state.global_step + 1, self.recipe
+        saves = recipe.save_steps and step % recipe.save_steps == 0
+        self.looks = bool(step % recipe.logging_steps == 0 or step in (1, state.max_steps) or saves)
+        self.stepped, self.found = False, []
+
+    @torch.no_grad()
+    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Measure what the optimizer has just updated: all of it, or one of ZeRO's groups."""
+        if not self.looks:
+            return
+        self.stepped = True
+        self.places = self.places or fragments.by_tensor(self.engine, self.recipe.layout)
+        for group in optimizer.param_groups:
+            if group.get("use_muon"):
+                continue  # its gradients are no longer those of the loss
+            for weight in group["params"]:
+                for one in self.places.get(id(weight), []) if weight.grad is not None else []:
+                    self.found += [(one.layer, sums) for sums in _sums(weight, optimizer, group, one)]
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Add the numbers to a training log, for the callbacks that come after; called on every rank."""
+        if not self.stepped or "loss" not in (logs or {}):
+            return  # DeepSpeed has refused the update, or nothing was trained since the last log
+        self.stepped = False
+        measured = numbers(self._added(), _unclipped(self.engine))
+        finite = all(math.isfinite(one["grad_norm"]) for one in measured.values())
+        if measured and finite:  # of what is not finite the loss guard says more
+            self._judge(measured)
+            logs["layers"] = measured
+            for verdict, name in self._new(measured):
+                say(f"step {state.global_step}: {_sentence(verdict, name, measured)}")
+
+    def _added(self) -> dict[str, list[float]]:
+        """Return each layer's sums over all ranks, each element counted once; a collective."""
+        device = distributed.device()
+        table = torch.zeros(len(self.names), FIELDS, dtype=torch.float64, device=device)
+        if self.found:
+            at = torch.tensor([self.names.index(name) for name, _ in self.found])
+            table.index_add_(0, at.to(device), torch.stack([sums for _, sums in self.found]).to(device))
+        self.found = []
+        dist.all_reduce(table)
+        table /= fragments.copies(self.engine, self.recipe.layout)
+        return dict(zip(self.names, table.tolist(), strict=True))
+
+    def _judge(self, measured: dict[str, dict[str, Any]]) -> None:
+        """Say in the numbers themselves which layers' gradients vanish or explode."""
+        sizes = {name: one["grad_norm"] for name, one in measured.items()}
+        for name, verdict in verdicts(sizes, self.earlier).items():
+            measured[name]["verdict"] = verdict
+        for name, size in sizes.items():
+            self.earlier.setdefault(name, deque(maxlen=EARLIER)).append(size)
+
+    def _new(self, measured: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+        """Yield the verdicts that were not said before."""
+        for name, one in measured.items():
+            found = (one.get("verdict", ""), name)
+            if found[0] and found not in self.said:
+                self.said.add(found)
+                yield found
+
+
+def numbers(sums: Mapping[str, list[float]], unclipped: float) -> dict[str, dict[str, Any]]:
+    """Return `grad_norm`, `update_ratio` and `dead` of each layer from its sums; of those that were updated."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, (gradients, zeros, count, updates, weights, updated) in sums.items():
+        if count:
+            found[name] = {"grad_norm": _short(unclipped * math.sqrt(gradients))}
+            if updated == count and weights:
+                found[name]["update_ratio"] = _short(math.sqrt(updates / weights))
+            found[name]["dead"] = _short(zeros / count)
+    return found
+
+
+def verdicts(sizes: Mapping[str, float], earlier: Mapping[str, Any]) -> dict[str, str]:
+    """Return which layers' gradients vanish or explode, beside those of the median layer or of the steps before.
+
+    Only layers that have a number are alike enough to be compared with each other.
+
+    Args:
+        sizes: the norm of each layer's gradient.
+        earlier: the same of the logs before.
+    """
+    found: dict[str, str] = {}
+    usual = usual_size(sizes)
+    for name, size in sizes.items():
+        before, alike = earlier.get(name, ()), usual and _numbered(name)
+        grown = len(before) >= ENOUGH and size > GROWN * max(before) > 0
+        if grown or (alike and size > EXPLODING * usual):
+            found[name] = "exploding"
+        elif alike and size < VANISHING * usual:
+            found[name] = "vanishing"
+    return found
+
+
+def usual_size(sizes: Mapping[str, float]) -> float:
+    """Return the median over the layers that have a number; 0 where there are too few to compare."""
+    alike = [size for name, size in sizes.items() if _numbered(name)]
+    return statistics.median(alike) if len(alike) > 2 else 0.0
+
+
+def _numbered(name: str) -> bool:
+    return name.rpartition(".")[2].isdigit()
+
+
+def _sentence(verdict: str, name: str, measured: Mapping[str, Mapping[str, Any]]) -> str:
+    usual = usual_size({other: one["grad_norm"] for other, one in measured.items()})
+    beside = f" ({usual:.2g} in the median layer)" if usual else ""
+    advice = "lower learning_rate or max_grad_norm" if verdict == "exploding" else "it learns next to nothing"
+    return f"{verdict} gradient in {name}: its norm is {measured[name]['grad_norm']:.2g}{beside}; {advice}"
+
+
+def _unclipped(engine: Any) -> float:
+    """Return by how much gradients were larger before DeepSpeed clipped them."""
+    norm, most = engine.get_global_grad_norm(), engine.gradient_clipping()
+    return max(1.0, (float(norm) + 1e-6) / most) if norm is not None and most else 1.0
+
+
+def _sums(weight: torch.Tensor, optimizer: Any, group: Mapping[str, Any], one: Any) -> Iterator[torch.Tensor]:
+    """Yield `FIELDS` numbers of each piece of a fragment, in fp64, on the weight's device."""
+    assert weight.grad is not None
+    state = optimizer.state.get(weight, {})
+    moments = [state.get(key) for key in ("exp_avg", "exp_avg_sq")]
+    is_adam = all(torch.is_tensor(each) and each.shape == weight.shape for each in moments) and (
+        group.get("decoupled_weight_decay") or getattr(optimizer, "adam_w_mode", False)
+    )
+    for start in range(one.start, one.start + one.numel, PIECE):
+        size = min(PIECE, one.start + one.numel - start)
+        gradient, after, mean, square = (
+            held.detach().reshape(-1).narrow(0, start, size).float() if torch.is_tensor(held) else None
+            for held in (weight.grad, weight, *(moments if is_adam else (None, None)))
+        )
+        zeros = size - torch.count_nonzero(gradient)
+        sums = [_square(gradient), zeros.double(), torch.full_like(zeros, size, dtype=torch.float64)]
+        if is_adam:
+            before, update = _adam_update(after, mean, square, _steps(state, group), group)
+            sums += [_square(update), _square(before), sums[2]]
+        else:
+            sums += [torch.zeros_like(sums[2])] * 3
+        yield torch.stack(sums)
+
+
+def _adam_update(after: Any, mean: Any, square: Any, steps: Any, group: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the weights before AdamW's update, and the update, from what it has left behind.
+
+    A copy from before would take as much memory as the weights, in fp32.
+    """
+    (beta1, beta2), rate = group["betas"], group["lr"]
+    moved = mean * (rate / (1 - beta1**steps)) / (square.sqrt() / (1 - beta2**steps) ** 0.5 + group["eps"])
+    before = (after + moved) / (1 - rate * group["weight_decay"])
+    return before, before * (-rate * group["weight_decay"]) - moved
+
+
+def _steps(state: Mapping[str, Any], group: Mapping[str, Any]) -> Any:
+    """Return the number of updates, left on its device; 1 - 0.999**1 needs more digits than fp32 has."""
+    steps = state.get("step", group.get("step"))
+    return steps.double() if torch.is_tensor(steps) else steps
+
+
+def _square(tensor: Any) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor).double() ** 2
+
+
+def _short(number: float) -> float:
+    """Return a number with the digits that fp32 has: a record is written for every log."""
+    return float(f"{number:.7g}")

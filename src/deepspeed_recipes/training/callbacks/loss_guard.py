@@ -1,0 +1,188 @@
+"""Guards against NaNs and loss spikes: a loss or gradient norm that is not finite, and a loss that jumps.
+
+This needs no extra reads from the GPU. DeepSpeed checks on every rank whether an update is finite before it applies it,
+and the loss is checked when it is fetched for the log. Only when a number is bad does each rank look for the sequences
+that caused it.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from ...recipe.errors import UserError
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import RunFolder, read_jsonl
+from .. import distributed, upstream
+from ..console import say
+from ..data import example_numbers
+from . import gradient_groups
+
+WINDOW, DEVIATIONS = 128, 6
+"""Of the spike guard, as in OLMo-core's `SkipStepOptimizer`; it waits until half a window is full."""
+SKIPS = 10
+"""Updates skipped in a row, after which `on_nan=skip` ends the run: by then the model itself is beyond repair."""
+SHOWN = 20
+"""Sequence numbers that a message lists."""
+
+
+class Rewind(Exception):
+    """The run has to resume from its newest checkpoint; the launcher does that."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of this rank since the last log."""
+
+    step: int
+    numbers: Sequence[int]
+    """Numbers of its sequences in the training data."""
+    loss: torch.Tensor
+
+
+class LossGuard(TrainerCallback):
+    """Ends the run, skips an update or rewinds, as `on_nan` and `on_spike` say; names step, rank and sequences."""
+
+    def __init__(self, recipe: Recipe, run: RunFolder) -> None:
+        self.recipe = recipe
+        self.run = run
+        self.engine: Any = None
+        self.seen: list[MicroBatch] = []
+        self.last_finite: torch.Tensor | None = None
+        self.skipped = 0
+        self.groups: list[str] = []
+        self.said_no_gradient = False
+        self.losses = deque((record["loss"] for record in read_jsonl(run.metrics)), maxlen=WINDOW)
+
+    def watch(self, engine: Any) -> None:
+        """Watch an engine that has not trained yet.
+
+        Raises:
+            UserError: the recipe asks for what this engine cannot do.
+        """
+        self.engine = engine
+        if self.recipe.on_nan == "skip" and not hasattr(engine.optimizer, "overflow"):
+            raise UserError(
+                "on_nan=skip: without ZeRO, in fp32, DeepSpeed applies an update before it is checked; use "
+                "deepspeed=zero1.json, or on_nan=rewind."
+            )
+        upstream.before_refused_updates(engine, lambda: self.groups.extend(gradient_groups.not_finite(engine)))
+
+    def keep(self, step: int, numbers: Sequence[int], loss: torch.Tensor) -> torch.Tensor:
+        """Keep a micro-batch until the next log, and return the loss to log for it.
+
+        Under `on_nan=skip` a loss that is not finite is replaced by the one before it; computed on the device.
+        """
+        self.seen.append(MicroBatch(step, numbers, loss))
+        if self.recipe.on_nan != "skip":
+            return loss
+        before = torch.zeros_like(loss) if self.last_finite is None else self.last_finite
+        self.last_finite = torch.where(torch.isfinite(loss), loss, before)
+        return self.last_finite
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Act if DeepSpeed has refused an update; in fp16 that is how it finds its loss scale."""
+        refused = self.recipe.precision != "fp16" and getattr(self.engine.optimizer, "overflow", False)
+        self.skipped = self.skipped + 1 if refused else 0
+        if refused:
+            self._bad_number(state.global_step, "gradient norm", skippable=self.skipped <= SKIPS)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Check the numbers that were fetched for the log; they are the same on every rank."""
+        if not logs or "loss" not in logs:
+            return
+        norm = logs.get("grad_norm")
+        if norm is not None and not math.isfinite(norm):
+            logs["grad_norm"] = None  # JSON cannot express it
+            if self.recipe.precision != "fp16" and not self.skipped:
+                self._bad_number(state.global_step, "gradient norm", skippable=False)
+        if not math.isfinite(logs["loss"]):
+            self._bad_number(state.global_step, "loss", skippable=False)
+        if norm == 0 and not self.said_no_gradient:
+            self.said_no_gradient = True
+            say(no_gradient(state.global_step, self.recipe))
+        if is_spike(logs["loss"], self.losses):
+            self._spike(state.global_step, logs["loss"])
+        self.losses.append(logs["loss"])
+        self.seen.clear()
+
+    def _bad_number(self, step: int, what: str, skippable: bool) -> None:
+        """Act on a number that is not finite; a collective."""
+        mine = [seen for seen in self.seen if not math.isfinite(seen.loss.item())]
+        steps = gather([seen.step for seen in mine])
+        if steps:
+            what, step = "loss", min(steps)
+        if not steps or self.recipe.layout.pipeline > 1:  # no single loss is to blame, or one covers all micro-batches
+            mine = self.seen
+        found = gather([(dist.get_rank(), list(seen.numbers)) for seen in mine if seen.step == step])
+        groups = sorted(set(gather(self.groups)))
+        self.groups.clear()
+        numbers = sorted({number for _, listing in found for number in listing})
+        where = (
+            f"step {step}: the {what} is not finite on rank {listed([*{rank for rank, _ in found}])}, "
+            f"sequences {listed(numbers)} of the training data"
+            + (f"; gradients of {', '.join(groups)}" if groups else "")
+        )
+        if self.recipe.on_nan == "skip" and skippable:
+            say(f"{where}: this update is skipped")
+            self.seen.clear()
+            return
+        self._act("on_nan", where, numbers)
+
+    def _spike(self, step: int, loss: float) -> None:
+        """Act on a loss that has jumped; a collective."""
+        numbers = sorted(set(gather([number for seen in self.seen for number in seen.numbers])))
+        where = (
+            f"step {step}: the loss jumped to {loss:.4f}, from {statistics.fmean(self.losses):.4f} on average; "
+            f"sequences since the last log: {listed(numbers)}"
+        )
+        if self.recipe.on_spike == "warn":
+            say(where)
+        else:
+            self._act("on_spike", where, numbers)
+
+    def _act(self, key: str, where: str, numbers: Sequence[int]) -> None:
+        if getattr(self.recipe, key) == "rewind":
+            if distributed.is_first():
+                example_numbers.leave_out(self.run, numbers)
+            dist.barrier()
+            raise Rewind(f"{where}: resuming from the newest checkpoint without them")
+        raise UserError(f"{where}.\nInspect these sequences, lower learning_rate, or add --resume {key}=rewind.")
+
+
+def is_spike(loss: float, before: Sequence[float]) -> bool:
+    """Return whether a loss is far above those before it."""
+    if len(before) < WINDOW // 2:
+        return False
+    return loss > statistics.fmean(before) + DEVIATIONS * statistics.stdev(before)
+
+
+def no_gradient(step: int, recipe: Recipe) -> str:
+    """Return the warning about an update whose gradient is zero; it is printed once."""
+    why = "every example of it is answered with certainty, or no trained weight takes part in the loss"
+    if recipe.traits.rollouts:
+        why = (
+            "in no group did the rewards of the answers differ. If that stays so, look for a reward function that "
+            "always returns the same number, raise grpo.temperature or grpo.group_size, or use other prompts"
+        )
+    return f"warning: step {step}: the gradient norm is 0, so this update teaches the model nothing: {why}."
+
+
+def gather(mine: Sequence[Any]) -> list[Any]:
+    """Return the items of all ranks, in the order of the ranks; a collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(mine))
+    return [item for items in everyone for item in items]
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers separated by commas; of many, the first ones."""
+    ordered = sorted(numbers)
+    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return (", ".join(map(str, ordered[:SHOWN])) or "unknown") + more

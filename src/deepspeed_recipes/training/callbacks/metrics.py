@@ -1,0 +1,154 @@
+"""The numbers of a run, once per logged step: into metrics.jsonl, to the tracker, and on the screen."""
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from ...recipe.gpus import peak_flops
+from ...recipe.run_folder import RunFolder, append_jsonl, read_jsonl
+from .. import distributed
+from ..console import say
+from ..model.flops import TrainingFlops
+from .progress import step_line
+
+GIB = 2**30
+OTHERS = (
+    "reward",
+    "kl",
+    "nll_",
+    "odds_",
+    "divergence",
+    "cross_entropy",
+    "accuracy",
+    "expert_load",
+    "router_",
+    "layers",
+    "clip_ratio/",
+    "entropy",
+    "completions/",
+)
+"""How the names of what some methods and models log besides begin."""
+
+
+class Metrics(TrainerCallback):
+    """Counts tokens and waiting time as batches come out of the loader, and writes a record at every log.
+
+    `tokens_per_second` counts every token that is not padding, over all ranks, in the training time between two logs:
+    evaluations and checkpoints are left out.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        on_record: Callable[[dict[str, Any]], None],
+        counts: bool,
+        flops: TrainingFlops,
+        utilization: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        """Continue the numbers of an earlier start of the same run.
+
+        Args:
+            run: the run's folder.
+            on_record: called on rank 0 with every record.
+            counts: whether this is the rank that counts, of those that read the same sequences.
+            flops: what the model computes per token.
+            utilization: returns how busy this rank's GPU was since the last call.
+        """
+        self.run = run
+        self.on_record = on_record
+        self.counts = counts
+        earlier = read_jsonl(run.metrics)
+        self.tokens = earlier[-1]["tokens"] if earlier else 0
+        self.seconds = earlier[-1]["seconds"] if earlier else 0.0
+        self.new_tokens = 0
+        self.new_squares = 0
+        self.waited = 0.0
+        self.window_start: float | None = None
+        self.flops = flops
+        self.utilization = utilization
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of a `with` block as waiting for data, and open the window that is timed."""
+        start = time.perf_counter()
+        self.window_start = self.window_start or start
+        yield
+        self.waited += time.perf_counter() - start
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave out time in which the run did something else than train: it wrote a profile."""
+        if self.window_start is not None:
+            self.window_start += seconds
+
+    def count(self, batches: Iterable[dict[str, Any]]) -> None:
+        """Count the batches of an optimizer step, and take their counts out of them."""
+        for batch in batches:
+            tokens, squares = _count(batch)
+            self.new_tokens += tokens * self.counts
+            self.new_squares += squares * self.counts
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Log the first and the last step too, and before every checkpoint.
+
+        The window of an average then never spans a checkpoint, and a resumed run logs what an unbroken one would.
+        """
+        if state.global_step in (1, state.max_steps) or control.should_save:
+            control.should_log = True
+        return control
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Write one record; called on every rank, since the token counts are summed over them."""
+        if not logs or "loss" not in logs:
+            return
+        elapsed = time.perf_counter() - (self.window_start or time.perf_counter())
+        tokens, squares, waited = distributed.total(self.new_tokens, self.new_squares, self.waited)
+        self.tokens += int(tokens)
+        self.seconds += elapsed
+        self.new_tokens, self.new_squares, self.waited, self.window_start = 0, 0, 0.0, None
+        if not distributed.is_first():
+            return
+        record = {
+            "step": state.global_step,
+            "loss": logs["loss"],
+            "learning_rate": logs["learning_rate"],
+            "grad_norm": logs.get("grad_norm"),
+            "tokens_per_second": tokens / elapsed if elapsed else None,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "data_wait_seconds": waited / torch.distributed.get_world_size(),
+            **memory(),
+            **self.utilization(),
+            **self._utilisation(tokens, squares, elapsed, logs),
+            **{key: value for key, value in logs.items() if key.startswith(OTHERS)},
+        }
+        append_jsonl(self.run.metrics, record)
+        say(step_line(record, state.max_steps))
+        self.on_record(record)
+
+    def _utilisation(self, tokens: float, squares: float, elapsed: float, logs: dict[str, Any]) -> dict[str, float]:
+        """Return `mfu` on a GPU whose peak is known; not where a second model runs or answers are written."""
+        peak = peak_flops(torch.cuda.get_device_name()) if distributed.on_gpu() else None
+        if peak is None or not elapsed or "rewards/chosen" in logs or "reward" in logs:
+            return {}
+        return {"mfu": self.flops.of(tokens, squares) / (elapsed * peak * torch.distributed.get_world_size())}
+
+
+def _count(batch: dict[str, Any]) -> tuple[int | torch.Tensor, int]:
+    """Return the tokens in a batch and the sum of its documents' squared lengths."""
+    if "tokens" in batch:  # our collator counts
+        return batch.pop("tokens"), batch.pop("squared_lengths")
+    return batch["attention_mask"].sum(), 0  # TRL's preference collator gives a mask; on the device, not waited for
+
+
+def memory() -> dict[str, float]:
+    """Return this rank's peak memory in GiB."""
+    peak = {"host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+    if distributed.on_gpu():
+        peak["gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        peak["gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    return peak

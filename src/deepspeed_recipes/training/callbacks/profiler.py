@@ -1,0 +1,267 @@
+"""Records some steps with torch.profiler, or marks them for Nsight Systems; without `--profile` it does nothing.
+
+The trace is read by `src/deepspeed_recipes/report/profiler` when the run has ended.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import shutil
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules import module as hooks
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from ...recipe.errors import first_line
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import RunFolder, write_json
+from ...report.profiler import window
+from ...report.profiler.trace import MODULE, OTHERS, RECORD, STEP, SUFFIX
+from .. import distributed
+from ..console import say
+from ..model.load import parameter_counts
+
+WARMUP = 2
+"""Steps that are not compared with: ZeRO-3 finds the order of its fetches in the first, the second makes buffers."""
+
+
+class Phases:
+    """The phases of a step of a run that records nothing."""
+
+    def begin(self, step: int) -> None:
+        """Begin a step."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager:
+        """Return what surrounds a phase of a step: `data`, `forward`, `backward` or `step`."""
+        return contextlib.nullcontext()
+
+
+class Profiler(Phases, TrainerCallback):
+    """Times every step, and records those that were asked for.
+
+    The time of a step runs from the fetch of its batches to its update; evaluations, logs and checkpoints are
+    not in it.
+    """
+
+    def __init__(
+        self, recipe: Recipe, run: RunFolder, about: dict[str, Any], leave_out: Callable[[float], None]
+    ) -> None:
+        """Record what `recipe.profile` says.
+
+        Args:
+            recipe: as it runs.
+            run: its folder.
+            about: what the verdict needs to know of the run, see `RankTrace.about`.
+            leave_out: called with the seconds in which the run waited for its profiler.
+        """
+        self.settings = recipe.profile
+        self.names_modules = recipe.compile == "off"  # a range within a compiled layer would break its graph
+        self.folder = run.profile
+        self.about = about
+        self.leave_out = leave_out
+        self.first = self.last = 0
+        self.steps: list[dict[str, float]] = []
+        self.others: list[float] = []
+        self.collectives: list[dict[str, Any]] = []
+        self.recording: contextlib.ExitStack | None = None
+        self.profile: torch.profiler.profile | None = None
+        self.written: Path | None = None
+        self.span: Any = None
+        self.now: dict[str, float] = {}
+        self.model: torch.nn.Module | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Find out which steps to record, now that it is known how many there are.
+
+        Raises:
+            UserError: they are not of this run.
+        """
+        self.first, self.last = window.parse(self.settings.steps or window.AUTO, state.max_steps)
+        self.model = kwargs.get("model")
+
+    @property
+    def chosen(self) -> bool:
+        """Whether this rank records; the launcher has chosen, and a restart may have fewer ranks."""
+        asked = self.settings.ranks
+        return asked in ("all", window.AUTO) or dist.get_rank() in map(int, asked.split(","))
+
+    def begin(self, step: int) -> None:
+        """Begin a step, and the recording before its first."""
+        if step == self.first:
+            start = time.perf_counter()
+            if self.chosen:
+                self._start()
+            dist.barrier()  # starting takes the ranks unequally long: the first step would wait for the last of them
+            self.leave_out(time.perf_counter() - start)
+        self.now = {"step": step, "data_seconds": 0.0, "data_cpu_seconds": 0.0}
+        if self.recording:
+            self.span = self._range(f"{STEP}{step}")
+            self.span.__enter__()
+        self.now |= {"cpu": time.thread_time(), "wall": time.perf_counter()}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Surround a phase with a range of its name."""
+        if not self.recording:
+            yield
+            return
+        cpu, wall = time.thread_time(), time.perf_counter()
+        with self._range(STEP + name):
+            yield
+        if name == "data":
+            self.now["data_seconds"] += time.perf_counter() - wall
+            self.now["data_cpu_seconds"] += time.thread_time() - cpu
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """End a step, and the recording after its last."""
+        if self.recording and state.global_step == self.last and distributed.on_gpu():
+            torch.cuda.synchronize()  # so that the last step's kernels are recorded
+        cpu, begun = time.thread_time() - self.now.pop("cpu"), self.now.pop("wall")
+        wall = time.perf_counter() - begun
+        if self.recording:
+            self.span.__exit__(None, None, None)
+            self.steps.append(self.now | {"seconds": wall, "cpu_seconds": cpu})
+            self.collectives += self._gloo_collectives()
+        elif state.global_step > WARMUP and not self.first <= state.global_step <= self.last:
+            self.others.append(wall)
+        if state.global_step == self.last:
+            if self.recording:
+                self._stop()
+            dist.barrier()  # the traces take the ranks unequally long
+            self.leave_out(time.perf_counter() - wall - begun)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write how long the steps took that were not recorded, to be compared with the recorded ones."""
+        if self.recording:  # stopped before its last
+            self._stop()
+        if self.written:
+            others = {"count": len(self.others), "median": statistics.median(self.others or [0.0])}
+            write_json(self.written.with_name(self.written.name.removesuffix(SUFFIX) + OTHERS), others)
+
+    # torch.profiler, or the profiler that watches the process
+
+    def _start(self) -> None:
+        self.recording = contextlib.ExitStack()
+        if distributed.on_gpu():
+            torch.cuda.synchronize()
+        if self.settings.nsys:
+            torch.cuda.profiler.start()
+            self.recording.callback(torch.cuda.profiler.stop)
+            return
+        if distributed.on_gpu():
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        self.profile = torch.profiler.profile(record_shapes=True)
+        if self.names_modules:
+            self.recording.enter_context(module_ranges(self.model))
+        self.recording.enter_context(self.profile)
+
+    def _range(self, name: str) -> contextlib.AbstractContextManager:
+        if self.settings.nsys:
+            return torch.cuda.nvtx.range(name.removeprefix(STEP))
+        return torch.profiler.record_function(name)
+
+    def _stop(self) -> None:
+        assert self.recording
+        self.recording.close()
+        self.recording = None
+        if self.profile is None:
+            return
+        try:
+            self._write(self.profile)
+        except Exception as error:  # no room, for instance: the run is worth more than its trace
+            say(f"rank {dist.get_rank()}: the trace could not be written: {type(error).__name__}: {first_line(error)}")
+        self.profile = None
+
+    def _gloo_collectives(self) -> list[dict[str, Any]]:
+        """Return gloo's collectives since the last call, with their process group, which a trace does not name.
+
+        PyTorch's flight recorder keeps the latest 2,000.
+        """
+        if distributed.on_gpu() or self.settings.nsys:
+            return []
+        since = self.collectives[-1]["ns"] if self.collectives else 0
+        kept = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
+        return [
+            {
+                "name": one["profiling_name"],
+                "ns": one["time_created_ns"],
+                "group": one["process_group"][0],
+                "dtype": (one["input_dtypes"] or [""])[0],
+            }
+            for one in kept
+            if one["time_created_ns"] > since
+        ]
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if distributed.on_gpu():
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"rank-{dist.get_rank()}.memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        path = self.folder / f"rank-{dist.get_rank()}{SUFFIX}"
+        total, trained = parameter_counts(self.model) if self.model is not None else (0, 0)
+        written = self.about | {
+            "held": {"total": total, "trained": trained},
+            "rank": dist.get_rank(),
+            "host": socket.gethostname(),
+            "world_size": dist.get_world_size(),
+            "steps": self.steps,
+            "collectives": self.collectives,
+        }
+        write_trace(profile.export_chrome_trace, path, written)
+        self.written = path
+
+
+@contextlib.contextmanager
+def module_ranges(model: torch.nn.Module | None) -> Iterator[None]:
+    """Surround every module's forward pass with a range of its name, by hooks that exist only in this block."""
+    names = {one: name for name, one in model.named_modules()} if model is not None else {}
+    entered: list[Any] = []
+
+    def enter(module: torch.nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            entered.append(torch.profiler.record_function(MODULE + (names.get(module) or type(module).__name__)))
+            entered[-1].__enter__()
+
+    def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if entered and not torch.compiler.is_compiling():
+            entered.pop().__exit__(None, None, None)
+
+    handles = (
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def write_trace(export: Callable[[str], Any], path: Path, about: dict[str, Any]) -> None:
+    """Write a gzipped Chrome trace, with `about` in it; nothing stays of one that cannot be written.
+
+    In the run folder, whose room was looked at, and not in the temporary folder, as torch does it.
+
+    Raises:
+        OSError: no room.
+    """
+    raw, draft = path.with_name(f"{path.name}.raw"), path.with_name(f"{path.name}.part")
+    try:
+        export(str(raw))
+        with raw.open("rb") as file, gzip.open(draft, "wb", compresslevel=4) as packed:
+            head = file.readline()
+            assert head.strip() == b"{", head
+            packed.write(f'{{"{RECORD}": {json.dumps(about)},'.encode())
+            shutil.copyfileobj(file, packed)
+        os.replace(draft, path)
+    finally:
+        raw.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)

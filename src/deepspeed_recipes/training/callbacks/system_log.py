@@ -1,0 +1,124 @@
+"""Writes system.jsonl: how busy each rank's GPU and each node is, sampled by a thread of its own.
+
+Each rank samples its GPU, and the first rank of a node also the node. Rank 0 writes `system.jsonl` itself and the
+others files in `ranks/`, since nodes cannot append to one file over a network; rank 0 joins them when training ends.
+"""
+
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from ...machine.gpu_readings import Gpu
+from ...machine.host_readings import Host
+from ...recipe.errors import first_line
+from ...recipe.run_folder import RunFolder, append_jsonl, read_jsonl, write_jsonl
+from ..console import say
+
+SECONDS = 5.0
+"""Between samples."""
+MOST = 1000
+"""Samples after which they get rarer, each a thousandth of the run apart: a day has 4,000, and not 17,000."""
+
+
+class SystemLog(TrainerCallback):
+    """Samples from a thread that never touches the training: no lock, no tensor, and no error leaves it."""
+
+    def __init__(self, run: RunFolder, gpu: str | None) -> None:
+        """Sample nothing yet.
+
+        Args:
+            run: the run's folder.
+            gpu: the UUID of this rank's GPU; None without one that NVML knows.
+        """
+        self.run = run
+        self.uuid = gpu
+        self.rank = dist.get_rank()
+        self.path = run.system if self.rank == 0 else run.system_of(self.rank)
+        self.place = {"node": socket.gethostname(), "rank": self.rank}
+        self.step = 0
+        self.gpu: Gpu | None = None
+        self.host: Host | None = None
+        self.said = False
+        self.loads: list[float] = []
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._sample, name="system-log", daemon=True)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start sampling, on ranks that have anything to sample."""
+        self.step = state.global_step
+        if self.uuid:
+            try:
+                self.gpu = Gpu(self.uuid)
+            except ImportError:
+                say("system.jsonl has no load, power and temperature of the GPUs; for these: pip install nvidia-ml-py")
+            except Exception as error:
+                self._say(error)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            self.host = Host()
+        if self.gpu or self.host:
+            self.thread.start()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Know the step, for the samples after it."""
+        self.step = state.global_step
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take a last sample, and join the files of all ranks; a collective."""
+        self.ended.set()
+        if self.thread.is_alive():
+            self.thread.join(2 * SECONDS)  # a reading that hangs in the driver does not keep the run from its export
+        dist.barrier()
+        if self.rank == 0:
+            join(self.run)
+
+    def utilization(self) -> dict[str, float]:
+        """Return `gpu_utilization`, the mean of the samples since the last call, in percent; empty without any."""
+        loads, self.loads = self.loads, []
+        return {"gpu_utilization": sum(loads) / len(loads)} if loads else {}
+
+    def _sample(self) -> None:
+        start = time.monotonic()
+        try:
+            while not self.ended.wait(max(SECONDS, (time.monotonic() - start) / MOST)):
+                self._write()
+            self._write()
+        except Exception as error:  # a full disk, for instance: a measurement never ends a run
+            self._say(error)
+
+    def _write(self) -> None:
+        found: dict[str, float] = {}
+        if self.host:
+            found |= self.host.read()
+        if self.gpu:
+            found |= self.gpu.read()
+            for error in self.gpu.errors:
+                self._say(error)
+        if "gpu_utilization" in found:
+            self.loads.append(found["gpu_utilization"])
+        append_jsonl(self.path, {"time": round(time.time(), 3), **self.place, "step": self.step, **found})
+
+    def _say(self, error: Exception) -> None:
+        """Say once, whichever rank it is, what cannot be measured."""
+        if not self.said:
+            self.said = True
+            about = f"{type(error).__name__}: {first_line(error)}"
+            print(f"rank {self.rank}: system.jsonl is incomplete, training continues: {about}", flush=True)
+
+
+def join(run: RunFolder) -> None:
+    """Put what the other ranks have sampled into system.jsonl, in the order of time; on one rank, once all are done."""
+    parts = [part for part in run.ranks.glob(run.system_of("*").name) if part.is_file()]
+    if not parts:
+        return
+    try:
+        rows = [row for path in (run.system, *parts) for row in read_jsonl(path)]
+        write_jsonl(run.system, sorted(rows, key=lambda row: row["time"]))
+        for part in parts:
+            part.unlink()
+    except (OSError, ValueError, KeyError) as error:  # the report reads the parts, too
+        say(f"{run.system}: the samples of other ranks stay in {run.ranks}: {first_line(error)}")

@@ -1,0 +1,98 @@
+"""Digests of a checkpoint's files: written with it, compared before it is loaded.
+
+DeepSpeed and torch load a file with a flipped bit without a word. XXH3 reads 10 GB/s, so digests cost 2 % of a save:
+for 800 MB on two cores 0.075 s, after 3.9 s to save and 0.25 s to flush (2026-11-22; CRC-32 takes 0.31 s). The launcher
+compares them, so nothing is imported here that it does not need.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ...recipe.errors import UserError
+from ...recipe.run_folder import COMPLETE, RunFolder, checkpoints, explained, is_marked, read_json, truncated
+
+BLOCK = 2**18
+"""Bytes per read; fits the processor's cache."""
+
+
+def of_file(path: Path) -> str:
+    """Return a file's digest."""
+    import xxhash
+
+    digest, block = xxhash.xxh3_64(), memoryview(bytearray(BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(block[:size])
+    return digest.hexdigest()
+
+
+def flush(paths: Iterable[Path]) -> None:
+    """Wait until files or folders are on the disk: a checkpoint must not be marked complete before it is."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
+    """Return the name of a file that is missing or differs from its digest in `record`; None if all are as written.
+
+    Raises:
+        FileUnusable: a file cannot be read now.
+    """
+    digests = read_json(checkpoint / record).get("digests", {})
+
+    def differs(name: str) -> bool:
+        with explained(checkpoint / name):
+            try:
+                return of_file(checkpoint / name) != digests[name]
+            except FileNotFoundError:
+                return True
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return next((name for name, bad in zip(digests, pool.map(differs, digests), strict=True) if bad), None)
+
+
+def newest_intact(run: RunFolder) -> Path | None:
+    """Return the newest complete checkpoint whose files are as they were written, or None if the run has written none.
+
+    Damaged ones that are newer are named, and set aside under another name.
+
+    Raises:
+        FileUnusable: a checkpoint cannot be read now.
+        UserError: all are damaged.
+    """
+    bad: dict[Path, str] = {}
+    for checkpoint in filter(is_marked, checkpoints(run)):
+        name = truncated(checkpoint) or damaged(checkpoint)
+        if name is None:
+            for one, file in bad.items():
+                aside = _free_name(one)
+                with explained(one):
+                    one.rename(aside)
+                print(
+                    f"{one / file} is not as it was written (a disk or memory error): skipping this checkpoint, which "
+                    f"is now {aside.name}; delete it if you do not need it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return checkpoint
+        bad[checkpoint] = name
+    if bad:
+        one, file = next(iter(bad.items()))
+        raise UserError(
+            f"{run.checkpoints} has no complete checkpoint any more: {one.name}/{file} is not as it was written (a "
+            "disk or memory error), and no older checkpoint is intact; copy one back, or start a new run."
+        )
+    return None
+
+
+def _free_name(checkpoint: Path) -> Path:
+    """Return where a damaged checkpoint is put; the run's next one of this step takes the old name."""
+    names = (f"{checkpoint.name}-damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 1000))))
+    return next(one for one in map(checkpoint.with_name, names) if not one.exists())

@@ -1,0 +1,115 @@
+"""What a checkpoint was trained from: the recipe, the model's dimensions, the tokenizer, the data and their order.
+
+A run that resumes on other data skips sequences that it has never seen, or sees some twice, without a word.
+"""
+
+import json
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import torch.distributed as dist
+import xxhash
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ...recipe.errors import UserError
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import COMPLETE, read_json
+from ..data.load import Datasets
+from ..data.stream import Stream
+from ..model.load import load_config
+from ..universal_checkpoint import dimensions
+
+FIRST = 64
+"""How many sequences of a stream are compared, whose end nobody has seen."""
+MEANT = {
+    "recipe": "another recipe",
+    "model": "a model with other dimensions",
+    "tokenizer": "another tokenizer or chat template",
+    "data": "other data",
+    "order": "another order of the data",
+}
+"""What a difference means, by what differs."""
+ACCEPTABLE = ("tokenizer", "data", "order")
+"""What `data.changed=true` accepts."""
+
+
+def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Datasets) -> dict[str, Any]:
+    """Return the fingerprint of a run, computed by rank 0; a collective."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        found = [
+            {
+                "recipe": recipe.name,
+                "model": dimensions(load_config(recipe).to_dict()),
+                "tokenizer": of_tokenizer(tokenizer),
+                "data": of_data(datasets.training),
+                # A step's place in the data is its number times the global batch size.
+                "order": {"seed": recipe.seed, "global_batch_size": recipe.global_batch_size},
+            }
+        ]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def check(fingerprint: dict[str, Any], checkpoint: Path | None, changed: bool) -> None:
+    """Refuse to resume from a checkpoint that was trained from something else.
+
+    Args:
+        fingerprint: the run's.
+        checkpoint: None: a new run. One of an older version has no fingerprint, and is accepted.
+        changed: accept other data, as the user asks.
+
+    Raises:
+        UserError: names what differs, and the key that accepts it.
+    """
+    saved = read_json(checkpoint / COMPLETE).get("fingerprint", {}) if checkpoint else {}
+    for name, meaning in MEANT.items():
+        then, now = saved.get(name, fingerprint[name]), fingerprint[name]
+        if then == now or (changed and name in ACCEPTABLE):
+            continue
+        pairs = "" if isinstance(now, str) and name != "recipe" else f" ({_shown(then)}, now {_shown(now)})"
+        fix = "data.changed=true accepts it" if name in ACCEPTABLE else "remove that checkpoint, or start a new run"
+        raise UserError(f"{checkpoint} was trained with {meaning}{pairs}: resuming would not continue it; {fix}.")
+
+
+def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of a tokenizer's vocabulary, special tokens and chat template."""
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    text = json.dumps([sorted(tokenizer.get_vocab().items()), special, str(tokenizer.chat_template)], sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def of_data(training: Dataset | Stream) -> str:
+    """Return a digest of everything that is trained on, in its order: 1 GB of tokens takes a second."""
+    if isinstance(training, Stream):
+        return of_sequences(islice(training.sequences, FIRST))
+    digest = xxhash.xxh3_128()
+    for table in training.with_format("arrow").iter(batch_size=1000):
+        for name in sorted(table.column_names):
+            digest.update(name.encode())
+            for part in _bytes(table[name].combine_chunks()):
+                digest.update(part)
+    return digest.hexdigest()
+
+
+def of_sequences(sequences: Iterable[dict[str, Any]]) -> str:
+    """Return a digest of sequences as they are read."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(list(sequences), sort_keys=True, default=str).encode())
+
+
+def _bytes(column: Any) -> Iterable[bytes]:
+    """Yield what a column holds, however Arrow has laid it out."""
+    kind = column.type
+    if pyarrow.types.is_list(kind) and pyarrow.types.is_primitive(kind.value_type):
+        yield column.flatten().to_numpy(zero_copy_only=False).tobytes()
+        yield column.value_lengths().to_numpy(zero_copy_only=False).tobytes()
+    else:
+        yield json.dumps(column.to_pylist(), sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+
+
+def _shown(value: Any) -> str:
+    return " ".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else str(value)

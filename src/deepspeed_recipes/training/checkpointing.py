@@ -1,0 +1,100 @@
+"""Checkpointing of layers: which of their activations are kept and where, and which are computed again."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from ..recipe.recipe import Recipe
+
+KEPT = (
+    *("aten::mm", "aten::addmm", "aten::_grouped_mm", "transformers::grouped_mm_fallback", "torch_attn::_varlen_attn"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
+    *("aten::_flash_attention_forward", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
+)
+"""What `selective` does not compute again: products with weights, and attention; nearly all of a layer's time."""
+
+
+def of_layers(recipe: Recipe) -> bool:
+    """Return whether whole layers are checkpoints, whatever is kept of them besides their inputs."""
+    return recipe.gradient_checkpointing in (True, "selective")
+
+
+def options(recipe: Recipe) -> dict[str, Any]:
+    """Return how transformers is to call `torch.utils.checkpoint`."""
+    kept = {"context_fn": keep_products} if recipe.gradient_checkpointing == "selective" else {}
+    return {"use_reentrant": False} | kept
+
+
+def keep_products() -> Any:
+    """Return the contexts of a layer's forward pass and of its recomputation: what KEPT computes is computed once.
+
+    The policy is PyTorch's: its dispatch modes see every operator, also of 4-bit layers and of ZeRO-3's.
+    """
+    return create_selective_checkpoint_contexts(_operators())
+
+
+@cache  # asked for by each layer in each pass
+def _operators() -> list[Any]:
+    """Return those of KEPT that this environment has."""
+    spaces = (name.split("::") for name in KEPT)
+    found = (getattr(getattr(torch.ops, space), short, None) for space, short in spaces)
+    return [packet.default for packet in found if packet is not None]
+
+
+def offload_inputs(model: PreTrainedModel, on_gpu: bool) -> "LayerInputs":
+    """Make checkpointed layers of `model` keep their inputs in host memory between its passes.
+
+    On GPUs TRL copies them on a stream of its own, there and back; on CPU ranks torch copies them, which saves nothing
+    there and computes the same. Only the layers are watched: of what is saved through hooks torch forgets whether it is
+    a parameter, which TRL's tiled loss asks the head under ZeRO-3.
+
+    Args:
+        model: without adapters; they may be added.
+        on_gpu: whether this rank computes on one.
+    """
+    mover: saved_tensors_hooks = save_on_cpu()
+    if on_gpu:
+        from trl.models.activation_offloading import OffloadActivations  # imported by those alone that need it
+
+        mover = OffloadActivations()
+    inputs = LayerInputs(mover, model.config.get_text_config().hidden_size)
+    layers = model.base_model
+    layers.register_forward_pre_hook(lambda *_: inputs.__enter__())
+    layers.register_forward_hook(lambda *_: inputs.__exit__(), always_call=True)
+    return inputs
+
+
+class LayerInputs(saved_tensors_hooks):
+    """Gives tensors of the layers' width to another context's hooks, and keeps all others where they are."""
+
+    def __init__(self, mover: saved_tensors_hooks, hidden: int) -> None:
+        self.mover, self.hidden = mover, hidden
+        self.bytes = 0
+        """Of what the mover holds."""
+        super().__init__(self._keep, self._give_back)
+
+    def __enter__(self) -> None:
+        self.mover.__enter__()
+        super().__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self.mover.__exit__(*failure)
+
+    def _keep(self, tensor: torch.Tensor) -> Any:
+        if tensor.dim() != 3 or tensor.shape[-1] != self.hidden or not tensor.is_floating_point():
+            return tensor
+        self.bytes += tensor.nbytes
+        return tensor.nbytes, self.mover.pack_hook(tensor)
+
+    def _give_back(self, kept: Any) -> torch.Tensor:
+        if torch.is_tensor(kept):
+            return kept
+        size, moved = kept
+        self.bytes -= size
+        return self.mover.unpack_hook(moved)

@@ -1,0 +1,80 @@
+"""What rank 0 prints, and which messages of libraries a run leaves out."""
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from itertools import chain
+
+from rich.console import Console
+from rich.text import Text
+from tqdm import tqdm
+
+from ..recipe.errors import printable
+from . import distributed
+
+NOISE = {
+    "accelerate.accelerator": ["Gradient accumulation steps mismatch"],  # the Trainer's doing, and DeepSpeed is right
+    "DeepSpeed": [
+        "Pipeline parallelism does not support overlapped communication",  # so it turns it off
+        "ds_autotp_parsed' attribute already exists",
+        "AutoTP: ",  # which weights it leaves whole
+        "AutoEP: ",  # "2.5 overrides 2.5"
+        "MPU is not provided",
+    ],
+}
+"""Beginnings of messages that a user cannot act on, by the logger that prints them."""
+
+WARNINGS = {
+    "torch": ["`torch.distributed."],  # collectives have new names, and DeepSpeed calls the old ones
+    "peft": ["fan_in_fan_out is set to False"],  # of GPT-2
+    "trl": ["You are importing from 'trl.experimental'"],  # parity with it is tested, and its version pinned
+}
+"""Beginnings of Python warnings, by the package that gives them."""
+
+
+def leave_out_noise() -> None:
+    """Print no message of `NOISE` and no warning of `WARNINGS`."""
+    for name, beginnings in NOISE.items():
+        logging.getLogger(name).addFilter(_Without(tuple(beginnings)))
+    for beginning in chain.from_iterable(WARNINGS.values()):
+        warnings.filterwarnings("ignore", message=beginning)
+
+
+class _Without(logging.Filter):
+    """Drops messages by how they begin, after DeepSpeed's `[Rank 0]`."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self.beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not re.sub(r"^\[(Rank|RANK) \d+\] ", "", text).startswith(self.beginnings)
+
+
+def say(text: str = "") -> None:
+    """Print on rank 0, above a progress bar if there is one."""
+    if distributed.is_first():
+        encoding = sys.stdout.encoding or "utf-8"
+        tqdm.write(text.encode(encoding, "replace").decode(encoding), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def highlighted(pieces: Sequence[tuple[str, bool]]) -> str:
+    """Return text with the parts in the loss in colour, or between « and » where there is no colour."""
+    pieces = [(printable(text), learned) for text, learned in pieces]
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    if not console.is_terminal or console.no_color:
+        return "".join(f"«{text}»" if learned else text for text, learned in pieces)
+    with console.capture() as captured:
+        console.print(Text.assemble(*((text, "green" if learned else "dim") for text, learned in pieces)), end="")
+    return captured.get()
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as `1:05` or `2:03:20`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

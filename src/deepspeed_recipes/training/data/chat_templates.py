@@ -1,0 +1,301 @@
+"""Chat templates: which one a run uses, and how it marks the assistant's tokens for the loss."""
+
+import contextlib
+import copy
+import resource
+import signal
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers, supports_tool_calling
+
+from ...recipe.errors import UserError
+from ...recipe.recipe import Recipe
+from ..model import stored
+from ..model.control_tokens import ControlTokens, control_tokens
+from ..model.load import cannot_load
+from ..model.shown import owners, shown
+from ..model_folder import weights
+
+Turns = list[dict[str, Any]]
+Marked = tuple[list[int], list[bool]]
+"""Tokens, and whether each is the assistant's."""
+Rendered = tuple[str, list[tuple[int, int]]]
+"""A conversation as text, and where in it the assistant speaks."""
+Mark = Callable[..., Marked]
+"""Called with a conversation's turns, tools, and arguments of the template, or None."""
+
+RENDER_SECONDS = 10.0
+"""How long a template may take for a conversation, or a probe; those in use take milliseconds."""
+RENDER_BYTES = 2**31
+"""How much memory it may take beside what the process has; those in use take kilobytes."""
+CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
+"""The project's own, for base models."""
+_TOOL_USE, _OTHERWISE = "{% if tools %}", "{# without tools #}{% else %}"
+"""Before and between two templates that become one."""
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer, with a pad token and the chat template that the recipe asks for.
+
+    Raises:
+        UserError: the folder or Hub id has none, or the template cannot be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(cannot_load("tokenizer", recipe, error)) from error
+    if tokenizer.pad_token is None:  # attention masks it, so any token will do
+        spare = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token, tokenizer.convert_ids_to_tokens(0))
+        tokenizer.pad_token = next(token for token in spare if token is not None)
+    choose(recipe, tokenizer)
+    _check_rows(recipe, tokenizer)
+    _probe(recipe, tokenizer)
+    return tokenizer
+
+
+def _check_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse tokens without rows in the embeddings; special ones only where the template or the tokenizer adds them.
+
+    Raises:
+        UserError: names both numbers.
+    """
+    folder = stored.folder_of(recipe.model.path)
+    if folder is None:
+        return
+    adds = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - adds
+    unwritten = {token for token in special if token not in str(tokenizer.chat_template)}
+    weights.check_tokens(folder, tokenizer.get_vocab(), unwritten, f"model.path={recipe.model.path}")
+
+
+def _probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Render a conversation, so that a template that never ends is noticed in every method.
+
+    Raises:
+        UserError: it does not end in time.
+    """
+    if tokenizer.chat_template is None:
+        return
+    # A template may refuse this conversation; what it is used for will say why.
+    with contextlib.suppress(TemplateError, TypeError, ValueError), bounded(f"model.path={recipe.model.path}"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+
+
+@contextlib.contextmanager
+def bounded(where: str) -> Iterator[None]:
+    """Stop a template that does not end: the sandbox that it runs in has no limit of its own.
+
+    Raises:
+        UserError: it takes longer than RENDER_SECONDS, or more memory than RENDER_BYTES.
+    """
+
+    def stop(number: int, frame: Any) -> None:
+        raise UserError(
+            f"{where}: its chat template has not ended after {RENDER_SECONDS:g} s; correct it, or name another with "
+            "model.chat_template."
+        )
+
+    if threading.current_thread() is not threading.main_thread():  # signals reach only that one
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    # Read directly, since this is done for every conversation: psutil takes twice as long, 85 us.
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + RENDER_BYTES
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
+        yield
+    except (MemoryError, OverflowError) as error:
+        raise UserError(f"{where}: its chat template needs too much memory; correct it.") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer the template that `model.chat_template` asks for; the export then carries it too.
+
+    Raises:
+        UserError: a template file that cannot be read, or is not Jinja.
+    """
+    asked = recipe.model.chat_template
+    if isinstance(tokenizer.chat_template, dict) and asked == "auto" and recipe.method != "pretrain":
+        named = tokenizer.chat_template
+        if "default" not in named:
+            raise UserError(
+                f"model.path={recipe.model.path}: its chat templates have names ({', '.join(sorted(named))}), and none "
+                "is the default; save the right one to a file, and name that file: model.chat_template=FILE."
+            )
+        tokenizer.chat_template = named["default"]
+        if "tool_use" in named:  # transformers takes it where an example has tools
+            both = [named[name].removesuffix("\n") for name in ("tool_use", "default")]
+            if len({*map(has_generation_markers, both)}) == 1:  # else one of them would have nothing to learn
+                tokenizer.chat_template = _TOOL_USE + _OTHERWISE.join(both) + "{% endif %}"
+    elif asked == "chatml" or (asked == "auto" and tokenizer.chat_template is None and recipe.method != "pretrain"):
+        tokenizer.chat_template = CHATML
+    elif asked != "auto":
+        try:
+            tokenizer.chat_template = Path(asked).read_text(encoding="utf-8")
+            with bounded(f"model.chat_template={asked}"):
+                tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+        except (OSError, UnicodeDecodeError, TemplateError) as error:
+            raise UserError(f"model.chat_template={asked}: not a chat template in Jinja: {error}") from error
+
+
+def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mark]:
+    """Return the template that a run trains with, and the function that marks the assistant's tokens in it.
+
+    The marks come from the template itself, from TRL's version of it, or, where TRL has none, from rendering it turn by
+    turn. All put a thinking model's empty think block into the loss, since the model has to write it before its answer.
+
+    Raises:
+        UserError: the tokenizer has no template, or none of the three shows where the assistant's turns end.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError(f"model.path={recipe.model.path}: no chat template; add model.chat_template=chatml.")
+    template = training_template(tokenizer)
+    if template is not None:
+        return template, partial(_by_template, tokenizer, template)
+    question, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}
+    try:
+        probe = shown(tokenizer, tokenizer.chat_template, [question, answer, question, answer]).turns
+        _by_rendering(tokenizer, probe, None)
+    except (UserError, TemplateError, NotImplementedError) as error:
+        raise UserError(
+            f"model.path={recipe.model.path}: its chat template does not mark the assistant's tokens, and they cannot "
+            f"be found in what it renders ({error}).\nPut {{% generation %}} ... {{% endgeneration %}} around the "
+            "assistant's turn in a copy of it, and name that file: model.chat_template=FILE."
+        ) from None
+    return tokenizer.chat_template, partial(_by_rendering, tokenizer)
+
+
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokenizer's template if it marks the assistant's tokens, else TRL's version that does, or None."""
+    if has_generation_markers(tokenizer.chat_template):
+        return tokenizer.chat_template
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError:
+        return None
+
+
+def _by_template(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: Any, options: Any = None
+) -> Marked:
+    known = control_tokens(tokenizer, template)
+    if known.occur(messages, tools) or _left_out(messages):
+        chat, spans = _with_spans(tokenizer, template, known, messages, tools, options)
+        ids, places = known.encode(tokenizer, chat)
+        return ids, [any(first < end and start < last for first, last in spans) for start, end in places]
+    how = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
+    tokens = tokenizer.apply_chat_template(messages, tools, **how, **(options or {}))
+    return tokens["input_ids"], [bool(assistant) for assistant in tokens["assistant_masks"]]
+
+
+def renderer(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, images: Collection[str]
+) -> tuple[str, Callable[..., Rendered]]:
+    """Return the template that a run trains with, and the function that renders a conversation in it.
+
+    It returns the text, in which control tokens that people wrote are marked (`ControlTokens.encode` reads that), and
+    where the assistant speaks in turns that are learned. See `marker` for how that is found. `images` are the tokens in
+    whose place the model sees an image; in the text of an example such a token is text.
+
+    Raises:
+        UserError: see `marker`.
+    """
+    marker(recipe, tokenizer)
+    template = training_template(tokenizer)
+    known = control_tokens(tokenizer, template or tokenizer.chat_template, images)
+    if template is None:
+        return tokenizer.chat_template, partial(_turn_by_turn, tokenizer, known)
+    return template, partial(_with_spans, tokenizer, template, known)
+
+
+def _with_spans(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    known: ControlTokens,
+    messages: Turns,
+    tools: Any,
+    options: Any = None,
+) -> Rendered:
+    arguments = tokenizer.special_tokens_map | (options or {})
+
+    def render(turns: Turns, described: Any) -> Rendered:
+        (chat,), (spans,) = render_jinja_template(
+            [turns], described, chat_template=template, return_assistant_tokens_mask=True, **arguments
+        )
+        return chat, spans
+
+    chat, spans = render(*known.mark(messages, tools))
+    if left_out := _left_out(messages):
+        owned = owners(messages, tools, render)
+        if len(owned) != len(spans):
+            raise UserError("it divides the assistant's turns by what they say, so none can be left out of the loss")
+        spans = [span for span, number in zip(spans, owned, strict=True) if number not in left_out]
+    return chat, spans
+
+
+def _left_out(messages: Turns) -> set[int]:
+    """Return the numbers of the turns that stay out of the loss."""
+    return {number for number, turn in enumerate(messages) if turn.get("train") is False}
+
+
+def _turn_by_turn(
+    tokenizer: PreTrainedTokenizerBase, known: ControlTokens, messages: Turns, tools: Any, options: Any = None
+) -> Rendered:
+    """Render a conversation, and each beginning of it, to see what an assistant turn adds to what is before it."""
+    left_out = _left_out(messages)
+    messages, tools = known.mark(messages, tools)
+    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **(options or {}))
+    whole = render(messages)
+    spans = []
+    for index, turn in enumerate(messages):
+        if turn["role"] == "assistant":
+            before = render(messages[:index], add_generation_prompt=True)
+            after = render(messages[: index + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise UserError("it renders a turn differently once another follows")
+            if index not in left_out:
+                spans.append((len(before), len(after)))
+    return whole, spans
+
+
+def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any, options: Any = None) -> Marked:
+    """Mark what each assistant turn adds to the conversation before it and the generation prompt."""
+    known = control_tokens(tokenizer, tokenizer.chat_template)
+    whole, spans = _turn_by_turn(tokenizer, known, messages, tools, options)
+    ids, places = known.encode(tokenizer, whole)
+    starts = [start for start, _ in places]
+    control = tokenizer.get_added_vocab().values()
+    assistant = [False] * len(starts)
+    for first, last in spans:
+        inside = range(bisect_left(starts, first), bisect_left(starts, last))
+        said = [ids[i] for i in inside if whole[starts[i] : last].strip()]
+        if not said or said[-1] not in control:
+            raise UserError(
+                "it ends the assistant's turn without a control token, so the model would not learn to stop"
+            )
+        assistant[inside.start : inside.stop] = [True] * len(inside)
+    return ids, assistant
+
+
+def renders_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether `template` writes out tool calls and their results; some drop them silently."""
+    probe = copy.copy(tokenizer)
+    probe.chat_template = template
+    if template.startswith(_TOOL_USE):  # TRL asks without tools
+        probe.chat_template = template.removeprefix(_TOOL_USE).partition(_OTHERWISE)[0]
+    return supports_tool_calling(probe)

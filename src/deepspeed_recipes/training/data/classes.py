@@ -1,0 +1,87 @@
+"""What has to hold of all examples of labelled and of matching texts together; standard library only.
+
+The launcher asks for files that it can read, the ranks for all data.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from ...recipe.errors import UserError
+
+SHOWN = 5
+"""How many names of classes a message lists."""
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Return the names of classes in the order of the model's outputs: by number if all are numbers, else by name."""
+    found = sorted(set(names))
+    return sorted(found, key=int) if all(name.lstrip("-").isdecimal() for name in found) else found
+
+
+def check(key: str, counts: Mapping[str, int]) -> None:
+    """Refuse labels from which no classes can be learned.
+
+    Args:
+        key: that names the data.
+        counts: examples by class.
+
+    Raises:
+        UserError: there is one class only, or no class has two examples.
+    """
+    total = sum(counts.values())
+    if len(counts) == 1:
+        (name,) = counts
+        raise UserError(f"{key}: all {total} examples have the label {name!r}; add examples of another class.")
+    if max(counts.values()) == 1:
+        raise UserError(
+            f"{key}: {total} examples with {total} different labels, so these are no classes; name the column that "
+            "holds the class: data.columns=COLUMN:label."
+        )
+
+
+def check_known(key: str, names: Iterable[str], known: Collection[str], where: str = "the training data") -> None:
+    """Refuse classes that the model will not have.
+
+    Raises:
+        UserError: names some of them.
+    """
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise UserError(
+            f"{key}: the label {shown(unknown)} is not among those of {where} ({shown(ordered(known))}); correct the "
+            "label, or remove these examples."
+        )
+
+
+def shown(names: Collection[str]) -> str:
+    """Return the first of some names, for messages."""
+    listed = ", ".join(map(repr, list(names)[:SHOWN]))
+    return listed if len(names) <= SHOWN else f"{listed} and {len(names) - SHOWN} more"
+
+
+def check_pairs(key: str, pairs: int, global_batch_size: int) -> None:
+    """Refuse fewer pairs of texts than a batch has: an anchor learns from the others' texts.
+
+    Raises:
+        UserError: names the number, and the batch that it allows.
+    """
+    if pairs < max(2, global_batch_size):
+        fix = (
+            f"set global_batch_size and micro_batch_size to at most {pairs}, or add pairs" if pairs > 1 else "add pairs"
+        )
+        raise UserError(
+            f"{key}: {pairs} {'pair' if pairs == 1 else 'pairs'}, fewer than global_batch_size={global_batch_size}; "
+            f"the other pairs of a batch are what each is told from: {fix}."
+        )
+
+
+def check_negatives(key: str, negatives: int, pairs: int) -> None:
+    """Refuse pairs of which only some have a negative: ranks could not exchange batches of different sizes.
+
+    Raises:
+        UserError: names how many have one.
+    """
+    if 0 < negatives < pairs:
+        raise UserError(
+            f"{key}: {negatives} of {pairs} examples have a 'negative'; give one to all of them, or to none "
+            "(the other pairs of a batch are negatives too)."
+        )

@@ -1,0 +1,381 @@
+"""The forms in which examples are written, and the one form per kind of method that training reads.
+
+Standard library only: the launcher checks local files with these functions before it starts a process, and the ranks
+convert every source with the same ones.
+
+    a method that reads  gets from every form
+    conversations        messages (turns in OpenAI's form; `train`: false marks those that stay out of the loss), tools,
+                         given (leading turns that are not in the loss)
+    pairs                prompt, chosen, rejected (turns each), tools
+    judged answers       prompt, completion (turns each), label (true: good), tools
+    texts                text
+    labelled texts       text or messages (the other is None), tools, label (the class's name)
+    matching texts       anchor, positive, negative (None: there is none)
+    prompts              what conversations get, with or without an answer, and fields (all other fields)
+
+Beside tools there are options, where an example has arguments for the chat template.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from ....recipe.errors import UserError
+from ....recipe.methods.traits import TRAITS, Examples, Method, reading
+from . import keys
+from .turns import (
+    NOT_LEARNED,
+    READ,
+    Example,
+    Turn,
+    as_conversation,
+    fields_of,
+    in_order,
+    read_arguments,
+    read_side,
+    read_string,
+    read_tools,
+    read_turns,
+    said,
+    with_system,
+    wrong,
+)
+
+FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
+    "messages": ("conversations", ("messages",)),
+    "sharegpt": ("conversations", ("conversations",)),
+    "alpaca": ("conversations", ("instruction", "output")),
+    "prompt_completion": ("conversations", ("prompt", "completion")),
+    "preference": ("pairs", ("chosen", "rejected")),
+    "judged": ("judged answers", ("prompt", "completion", "label")),
+    "judged_messages": ("judged answers", ("messages", "label")),
+    "judged_sharegpt": ("judged answers", ("conversations", "label")),
+    "judged_alpaca": ("judged answers", ("instruction", "output", "label")),
+    "text": ("texts", ("text",)),
+    "labelled_text": ("labelled texts", ("text", "label")),
+    "labelled_prompt": ("labelled texts", ("prompt", "label")),
+    "labelled_messages": ("labelled texts", ("messages", "label")),
+    "anchor_positive": ("matching texts", ("anchor", "positive")),
+    "query_positive": ("matching texts", ("query", "positive")),
+    "prompt": ("prompts", ("prompt",)),
+}
+"""Each form's kind of examples, and the fields by which it is recognised."""
+
+PASSAGES = ("input", "context")
+"""Fields with a passage that a question is about, which follows the question: Alpaca's and Dolly's names."""
+ASKING = ("prompt", "instruction")
+"""The fields with a question, to which passages and an earlier `history` belong."""
+PROMPTS = ("prompt", "conversations", "messages", "instruction")
+"""The fields with a pair's prompt, LLaMA-Factory's too; the first of them that an example has is read."""
+
+FIELDS = (
+    *dict.fromkeys(field for _, fields in FORMS.values() for field in fields),
+    *(*PASSAGES, "history", "system", "tools", "negative"),
+)
+"""Every field that a conversion reads, and that `data.columns` may name."""
+
+
+def read_by(form: str, method: Method) -> set[str]:
+    """Return the fields of an example that a method reads in a form."""
+    kind, fields = FORMS[form]
+    read = {*fields, *(("negative",) if kind == "matching texts" else ())}
+    if kind == "texts" or kind == "matching texts" or form == "labelled_text":
+        return read
+    read |= {"system", "tools", *keys.OPTIONS, *(() if TRAITS[method].examples == "prompts" else keys.OF_EXAMPLES)}
+    read |= {"prompt"} if form == "preference" else {"completion"} if form == "labelled_prompt" else set()
+    return read | ({*PASSAGES, "history"} if read & {*ASKING} and _takes_passages(form, method) else set())
+
+
+def _takes_passages(form: str, method: Method) -> bool:
+    """Return whether a question's passage is joined to it; a reward function gets the fields of other names itself."""
+    return TRAITS[method].examples != "prompts" or form == "alpaca"
+
+
+def form_of(where: str, example: Example, method: Method, asked: str = "auto") -> str:
+    """Return the form of a source, recognised by the fields of its first example unless the recipe names one.
+
+    Raises:
+        UserError: the fields belong to no form, or to one that another method reads.
+    """
+    example = keys.with_usual_names(where, example)
+    if asked != "auto":
+        if not _reads(method, asked):
+            raise UserError(f"data.form={asked}: is {_serves(asked)}; {_needs(method)}.")
+        return asked
+    found = [form for form, (_, fields) in FORMS.items() if all(example.get(field) is not None for field in fields)]
+    suitable = [form for form in found if _reads(method, form)]
+    found = [form for form in found if form != "prompt"]  # its one field is in most forms, known or not
+    first = (suitable or found)[:1]
+    if first and FORMS[first[0]][0] == "conversations" and method != "kto":
+        _refuse_judged(where, example)
+    if suitable:
+        return suitable[0]
+    for kind, fields in FORMS.values():
+        if kind == TRAITS[method].examples and all(field in example for field in fields):
+            empty = next(field for field in fields if example[field] is None)
+            raise UserError(f"{where}: the field {empty!r} is empty; fill it, or remove the example.")
+    if found:
+        raise UserError(f"{where}: is in the form {found[0]}, {_serves(found[0])}; {_needs(method)}.")
+    raise UserError(
+        f"{where}: its fields ({fields_of(example)}) belong to no known form; {_needs(method)}. Say which is which: "
+        "data.columns=question:prompt,answer:completion."
+    )
+
+
+def _reads(method: Method, form: str) -> bool:
+    """Return whether a method reads a form; where prompts are enough, those of conversations are too."""
+    wanted = TRAITS[method].examples
+    return FORMS[form][0] == wanted or (wanted == "prompts" and FORMS[form][0] == "conversations")
+
+
+def _refuse_judged(where: str, example: Example) -> None:
+    """Refuse KTO's forms, whose fields contain those of others: half of the answers are examples of what not to say."""
+    if keys.yes_or_no(example.get("label"), keys.JUDGEMENTS) is not None:
+        raise UserError(
+            f"{where}: a 'label' of yes or no marks answers that were judged (KTO), good ones and bad ones; the method "
+            "kto reads them.\nOr keep those whose label is true and remove the label, or make pairs of 'chosen' and "
+            "'rejected' for dpo; data.form, set to the form without the label, trains on all of them as they are."
+        )
+
+
+def converted(located: Iterable[tuple[str, Example]], method: Method, form: str = "auto") -> Iterator[Example]:
+    """Yield the examples of one source, (place, example) each, as the method reads them.
+
+    Raises:
+        UserError: names the place, the field, what was expected and the fix.
+    """
+    found = None
+    kind = TRAITS[method].examples
+    for where, given in located:
+        example = keys.with_usual_names(where, given)
+        found = found or form_of(where, example, method, form)
+        if kind != "texts":
+            keys.refuse_media(where, example)
+        if not _takes_passages(found, method):
+            example = {name: value for name, value in example.items() if name not in (*PASSAGES, "history")}
+        read = CONVERSIONS[found](where, example)
+        if kind == "prompts":
+            yield _prompt_of(where, read, given, found)
+        elif kind in ("conversations", "pairs", "judged answers"):
+            yield _flagged(where, read, example, kind)
+        else:
+            yield read
+
+
+def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Example:
+    """Return a conversation whose turns are marked as its flags say, or refuse flags of answers that are compared."""
+    if kind == "conversations":
+        if keys.is_example_learned(where, example):
+            return read
+        turns = [turn | NOT_LEARNED if turn["role"] == "assistant" else turn for turn in read["messages"]]
+        return read | {"messages": turns}
+    sides = [turn for name in ("chosen", "rejected", "completion") for turn in read.get(name, ())]
+    if not keys.is_example_learned(where, example) or any("train" in turn for turn in sides):
+        raise UserError(
+            f"{where}: a flag leaves this answer out of the loss, and the method compares whole answers; remove the "
+            "example, or the flag."
+        )
+    return read
+
+
+def unread(where: str, example: Example, form: str, method: Method) -> list[str]:
+    """Return the keys of an example that no conversion reads, and after a dot those that only a template may read."""
+    example = keys.with_usual_names(where, example)
+    read = read_by(form, method) | ({_prompt_field(example)} if form == "preference" else set())
+    found = [name for name, value in example.items() if name not in read and value not in keys.EMPTY]
+    found = [] if TRAITS[method].examples == "prompts" else found
+    lists = [value for name, value in example.items() if name in read and isinstance(value, list)]
+    turns = [one for turns in lists for one in turns if isinstance(one, dict) and ("role" in one or "from" in one)]
+    known = {*READ, *keys.FLAGS, keys.DETAIL, "from", "value", "function_call"}
+    found += [f"turns.{key}" for turn in turns for key, value in turn.items() if value is not None and key not in known]
+    if "chat_template_kwargs" in read:
+        found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
+    return list(dict.fromkeys(found))
+
+
+def _serves(form: str) -> str:
+    *others, last = reading(FORMS[form][0])
+    return f"for the method {', '.join(others)}{' or ' if others else ''}{last}"
+
+
+def _needs(method: Method) -> str:
+    forms = (f"{form} ({', '.join(fields)})" for form, (_, fields) in FORMS.items() if _reads(method, form))
+    return f"the method {method} reads {', '.join(forms)}"
+
+
+def _messages(where: str, example: Example, field: str = "messages") -> Example:
+    return as_conversation(where, example, field, read_turns(where, example, field))
+
+
+def _sharegpt(where: str, example: Example) -> Example:
+    return _messages(where, example, "conversations")
+
+
+def _alpaca(where: str, example: Example) -> Example:
+    turns = _asked(where, example, "instruction")
+    return as_conversation(where, example, "output", [*turns, said("assistant", read_string(where, example, "output"))])
+
+
+def _asked(where: str, example: Example, field: str = "prompt") -> list[Turn]:
+    """Return the turns of a question: earlier ones, then the field with what it is about."""
+    asked = read_side(where, example, field, "user")
+    for name in PASSAGES:
+        passage = read_string(where, example, name) if example.get(name) not in keys.EMPTY else ""
+        if not any(passage in turn["content"] for turn in asked):
+            if not isinstance(example[field], str):
+                raise UserError(
+                    f"{where}: {name!r} follows a question that is text; put it into the turns of {field!r}."
+                )
+            asked = [said("user", f"{asked[0]['content']}\n\n{passage}")]
+    history = example.get("history") or []
+    if isinstance(history, str):
+        history = keys.parsed(f"{where}: 'history'", history)
+    if not isinstance(history, list | tuple):
+        raise wrong(where, example, "history", "a list of pairs, question and answer")
+    turns = []
+    for pair in history:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise UserError(f"{where}: every item of 'history' must be a pair of strings, question and answer.")
+        turns += [said("user", pair[0]), said("assistant", pair[1])]
+    return turns + asked
+
+
+def _prompt_completion(where: str, example: Example) -> Example:
+    prompt = _asked(where, example)
+    completion = read_side(where, example, "completion", "assistant")
+    return as_conversation(where, example, "completion", prompt + completion, given=len(prompt))
+
+
+def _prompt_field(pair: Example) -> str:
+    return next((name for name in PROMPTS if pair.get(name) not in keys.EMPTY), PROMPTS[0])
+
+
+def _preference(where: str, example: Example) -> Example:
+    chosen, rejected = (read_side(where, example, field, "assistant") for field in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise UserError(f"{where}: 'chosen' and 'rejected' are equal, so there is no preference; remove the example.")
+    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        prompt = _asked(where, example, _prompt_field(example))
+    else:  # whole conversations: their common start is the prompt, whatever `prompt` says
+        pairs = zip(chosen, rejected, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    sides: dict[str, Any] = {}
+    for field, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not prompt or not answer or answer[0]["role"] != "assistant":
+            raise UserError(
+                f"{where}: {field!r} must continue the prompt with an assistant turn; give 'prompt', and in 'chosen' "
+                "and 'rejected' only the answers, or two conversations that diverge at an assistant turn."
+            )
+        whole = as_conversation(where, example, field, prompt + answer, given=len(prompt))
+        sides |= whole | {"prompt": whole["messages"][: whole["given"]], field: answer}
+    del sides["messages"], sides["given"]
+    return sides
+
+
+def _judged(where: str, example: Example, form: str = "prompt_completion") -> Example:
+    label = keys.yes_or_no(example.get("label"), keys.JUDGEMENTS)
+    if label is None:
+        raise UserError(f"{where}: 'label' must be true (a good answer) or false; it is {example.get('label')!r}.")
+    whole = CONVERSIONS[form](where, example)
+    turns = whole.pop("messages")
+    given = whole.pop("given") or len(turns) - 1
+    if not given or turns[given]["role"] != "assistant":
+        raise UserError(f"{where}: must end with the assistant's answer, which the label judges, after a question.")
+    return {**whole, "prompt": turns[:given], "completion": turns[given:], "label": label}
+
+
+def _prompt(where: str, example: Example) -> Example:
+    """Return a prompt without an answer; what a reward function needs is in the example's other fields."""
+    turns, _ = in_order(where, example, "prompt", read_side(where, example, "prompt", "user"))
+    if turns[-1]["role"] not in ("user", "tool"):
+        raise UserError(f"{where}: 'prompt' must end with a user's turn, which the model answers.")
+    return {"messages": turns, "tools": read_tools(where, example), "given": len(turns)}
+
+
+def _prompt_of(where: str, conversation: Example, example: Example, form: str) -> Example:
+    """Return a conversation as a prompt, which is its `given` turns, and the answer that may follow."""
+    turns = conversation["messages"]
+    if keys.options(where, example):
+        raise UserError(f"{where}: has arguments for the chat template, which prompts are not given; remove them.")
+    read = read_by(form, "grpo")
+    fields = {name: value for name, value in example.items() if name not in read}
+    return {
+        **conversation,
+        "given": len(turns) - (turns[-1]["role"] == "assistant"),
+        "fields": json.loads(json.dumps(fields, default=str)),
+    }
+
+
+def _text(where: str, example: Example) -> Example:
+    return {"text": read_string(where, example, "text", empty=True)}
+
+
+def _labelled_text(where: str, example: Example) -> Example:
+    text = read_string(where, example, "text")
+    return {"text": text, "messages": None, "tools": None, "label": _class(where, example)}
+
+
+def _labelled_prompt(where: str, example: Example) -> Example:
+    """Return a prompt with its class; with a `completion` it is the answer that is classified."""
+    turns = _asked(where, example)
+    if example.get("completion"):
+        turns += read_side(where, example, "completion", "assistant")
+    return _labelled(where, example, turns)
+
+
+def _labelled_messages(where: str, example: Example) -> Example:
+    return _labelled(where, example, read_turns(where, example, "messages"))
+
+
+def _labelled(where: str, example: Example, turns: list[Turn]) -> Example:
+    turns = with_system(where, example, turns)
+    turns = [{name: value for name, value in turn.items() if name not in NOT_LEARNED} for turn in turns]
+    return {"text": None, "messages": turns, "label": _class(where, example), **read_arguments(where, example)}
+
+
+def _class(where: str, example: Example) -> str:
+    """Return the name of an example's class."""
+    label = example.get("label")
+    if isinstance(label, bool | int):
+        return str(label).lower()
+    if not isinstance(label, str) or not label.strip():
+        found = "missing" if "label" not in example else "empty" if label in (None, "") else f"{label!r}"
+        raise UserError(
+            f"{where}: 'label' is {found}; it must be the class, as text or a whole number: add it, or remove the "
+            "example."
+        )
+    return label.strip()
+
+
+def _anchor_positive(where: str, example: Example, anchor: str = "anchor") -> Example:
+    found = {"anchor": read_string(where, example, anchor), "positive": read_string(where, example, "positive")}
+    negative = None if example.get("negative") is None else read_string(where, example, "negative")
+    if negative == found["positive"]:
+        raise UserError(f"{where}: 'positive' and 'negative' are equal; remove 'negative', or the example.")
+    return {**found, "negative": negative}
+
+
+def _query_positive(where: str, example: Example) -> Example:
+    return _anchor_positive(where, example, "query")
+
+
+CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+    "prompt_completion": _prompt_completion,
+    "preference": _preference,
+    "judged": _judged,
+    "judged_messages": partial(_judged, form="messages"),
+    "judged_sharegpt": partial(_judged, form="sharegpt"),
+    "judged_alpaca": partial(_judged, form="alpaca"),
+    "text": _text,
+    "labelled_text": _labelled_text,
+    "labelled_prompt": _labelled_prompt,
+    "labelled_messages": _labelled_messages,
+    "anchor_positive": _anchor_positive,
+    "query_positive": _query_positive,
+    "prompt": _prompt,
+}

@@ -1,0 +1,197 @@
+"""Keys of public datasets other than text: aliases of fields, flags, template arguments, media.
+
+Standard library only, as `formats.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ....recipe.errors import UserError
+from ..text_files import from_json
+
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Values that count as missing: tables fill empty cells with them."""
+ALIASES = {"kto_tag": "label", "functions": "tools"}
+"""LLaMA-Factory's and OpenAI's older names of fields."""
+FLAGS = {
+    **dict.fromkeys(("train", "training", "trainable"), True),
+    **dict.fromkeys(("loss", "weight", "loss_weight", "loss_scale", "loss_mask"), True),
+    **dict.fromkeys(("masked", "is_masked"), False),
+}
+"""Flags that put an assistant's turn into the loss, and the value that means yes: axolotl's, ms-swift's, OpenAI's and
+torchtune's. Turns of others are never learned, whatever these say."""
+OF_EXAMPLES = ("train", "training", "trainable", "loss", "weight")
+"""Flags that an example may have for the whole conversation; there `loss` may also be a number, a measurement
+that nothing reads."""
+DETAIL = "train_detail"
+"""axolotl's flags of parts of a turn."""
+OPTIONS = ("chat_template_kwargs", "enable_thinking")
+"""Arguments of the chat template."""
+NOT_OPTIONS = {
+    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding"),
+    *("truncation", "max_length", "sanitize_control_tokens", "tokenizer_kwargs"),
+}
+"""Arguments of `apply_chat_template` that a template does not get, or that belong elsewhere."""
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+"""Fields with what a model would see or hear."""
+TEXTS = (None, "text", "input_text", "output_text")
+"""The types of content parts whose `text` is what is said; a `reasoning` or an `image` may have a text, too."""
+PLACEHOLDERS = ("<image>", "<video>", "<audio>")
+WORDS = {
+    **dict.fromkeys(("true", "yes", "1", "1.0"), True),
+    **dict.fromkeys(("false", "no", "0", "0.0"), False),
+}
+JUDGEMENTS = {
+    **WORDS,
+    **dict.fromkeys(("good", "desirable", "chosen", "accepted"), True),
+    **dict.fromkeys(("bad", "undesirable", "rejected", "-1"), False),
+}
+
+
+def yes_or_no(value: Any, words: Mapping[str, bool]) -> bool | None:
+    """Return the meaning of a bool, a number or a word of `words`, or None if the value has none."""
+    return words.get(str(value).strip().lower()) if isinstance(value, bool | int | float | str) else None
+
+
+def with_usual_names(where: str, example: dict[str, Any]) -> dict[str, Any]:
+    """Return the example with the names of fields that the forms have.
+
+    Raises:
+        UserError: it has a field under two names.
+    """
+    for other, usual in ALIASES.items():
+        if example.get(other) not in EMPTY:
+            if example.get(usual) not in EMPTY:
+                raise UserError(f"{where}: {other!r} and {usual!r} mean the same; remove one of them.")
+            example = {**example, usual: example[other]}
+            del example[other]
+    return example
+
+
+def refuse_media(where: str, example: Mapping[str, Any]) -> None:
+    """Refuse images, videos and sounds, about which a model without them would learn to make answers up."""
+    for name in MEDIA:
+        if example.get(name) not in EMPTY:
+            raise UserError(f"{where}: {name!r} {_unseen(name)}; remove the field to train on the text alone.")
+
+
+def refuse_placeholder(where: str, content: str) -> None:
+    """Refuse the place of an image or the like at a text's start or end; elsewhere it may be HTML."""
+    text = content.strip()
+    for written in PLACEHOLDERS:
+        if text.startswith(written) or text.endswith("\n" + written):
+            raise UserError(
+                f"{where} has the place of a file, {written}, and the example names none; give it in 'images', which "
+                "only recipes with model.vision=true read, or remove it."
+            )
+
+
+def _unseen(name: str) -> str:
+    if name.startswith("image"):
+        return "holds images, which only recipes with model.vision=true read, such as tiny_vision's"
+    return f"holds {'sound' if name.startswith('audio') else 'video'}, which no recipe reads"
+
+
+def is_text(part: Any) -> bool:
+    """Return whether a content part is text and nothing else."""
+    if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
+        return False
+    return all(value in EMPTY for key, value in part.items() if key not in ("type", "text"))
+
+
+def refuse_parts(where: str, parts: Iterable[Any]) -> None:
+    """Refuse content parts that are not text, or have more than that."""
+    for part in parts:
+        if not is_text(part):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if isinstance(part, dict) and kind in TEXTS:
+                kind = ", ".join(sorted(part))
+            raise UserError(
+                f"{where} has 'content' parts that are not text ({kind}), which is all that this recipe reads; recipes "
+                "with model.vision=true, such as tiny_vision's, read images too."
+            )
+
+
+def is_learned(where: str, turn: Mapping[str, Any]) -> bool:
+    """Return whether the flags of an assistant's turn leave it in the loss.
+
+    Raises:
+        UserError: a flag is neither yes nor no, or stands for a part of the turn.
+    """
+    if turn.get(DETAIL):
+        raise UserError(
+            f"{where} has {DETAIL!r}, flags of parts of a turn; a turn is learned whole or not at all: write 'train' "
+            "for all of it, or make a turn of each part."
+        )
+    given = {name: turn[name] for name in FLAGS if turn.get(name) not in EMPTY}
+    return all([_flag(where, name, value) is FLAGS[name] for name, value in given.items()])
+
+
+def is_example_learned(where: str, example: Mapping[str, Any]) -> bool:
+    """Return whether the flags of a whole conversation leave it in the loss.
+
+    Raises:
+        UserError: see `is_learned`.
+    """
+    given = {name: example[name] for name in OF_EXAMPLES if example.get(name) not in EMPTY}
+    if str(given.get("loss")).lower() not in ("true", "false"):
+        given.pop("loss", None)
+    return all([_flag(f"{where}: the example", name, value) for name, value in given.items()])
+
+
+def _flag(where: str, name: str, value: Any) -> bool:
+    found = yes_or_no(value, WORDS)
+    if found is None:
+        raise UserError(
+            f"{where} has {name!r} {value!r}; every token in the loss counts alike, so it must be 1 (or true), or 0 "
+            "(or false) to leave the text out of the loss: round it, or remove it."
+        )
+    return found
+
+
+def options(where: str, example: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the example's arguments for the chat template, or None if it has none.
+
+    Raises:
+        UserError: they are not an object, or name what no template gets.
+    """
+    found = example.get("chat_template_kwargs") or {}
+    if isinstance(found, str):
+        found = parsed(f"{where}: 'chat_template_kwargs'", found)
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: 'chat_template_kwargs' must be an object, the arguments by their names.")
+    found = without_nulls(found)
+    for name in found:
+        if name in NOT_OPTIONS:
+            raise UserError(f"{where}: 'chat_template_kwargs' names {name!r}, which templates do not get; remove it.")
+    if example.get("enable_thinking") not in EMPTY:
+        thinks = yes_or_no(example["enable_thinking"], WORDS)
+        if thinks is None:
+            raise UserError(f"{where}: 'enable_thinking' must be true or false; it is {example['enable_thinking']!r}.")
+        found["enable_thinking"] = thinks
+    return found or None
+
+
+def without_nulls(value: Any) -> Any:
+    """Return an object without its keys that are null.
+
+    Arrow gives every object of a column the keys of all others, so that Parquet cannot tell a null from a key that is
+    not there; JSON Lines are read alike. Arguments that are written as JSON text keep theirs.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def parsed(where: str, text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        UserError: it is not JSON.
+    """
+    try:
+        return from_json(text)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", None) or str(error).partition(";")[0]
+        raise UserError(f"{where} holds text that should be JSON and is not ({reason}): {text[:40]!r}.") from None

@@ -1,0 +1,211 @@
+"""What an example's fields hold: turns in OpenAI's form, their tool calls, and the tools that may be called.
+
+Standard library only, as `formats.py`. Every function raises UserError, which names the place, the field, what was
+expected and the fix.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+from ....recipe.conversation import REASONING, ROLES
+from ....recipe.errors import UserError
+from . import keys
+from .keys import parsed, without_nulls
+
+Example = dict[str, Any]
+Turn = dict[str, Any]
+
+NOT_LEARNED = {"train": False}
+"""Marks an assistant's turn that stays in the context and not in the loss."""
+READ = ("role", "content", "tool_calls", "tool_call_id", "name", *NOT_LEARNED, *REASONING)
+"""Keys of a turn that are read here, or by most templates; a template may read others too."""
+
+CALL = ("id", "type", "index", "function", "name", "arguments")
+"""Keys of a tool call."""
+
+
+def as_conversation(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> Example:
+    """Return the turns with the example's system prompt and tools, once their order has been checked."""
+    turns, given = in_order(where, example, field, turns, given)
+    if not any(turn["role"] == "assistant" for turn in turns[given:]):
+        raise UserError(f"{where}: no assistant turn in {field!r}, so there is nothing to learn; remove the example.")
+    return {"messages": turns, "given": given, **read_arguments(where, example)}
+
+
+def in_order(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> tuple[list[Turn], int]:
+    """Return the turns with the example's system prompt, and how many are given, once their order has been checked."""
+    count = len(turns)
+    turns = with_system(where, example, turns)
+    given += (len(turns) - count) * (given > 0)
+    for number, (before, turn) in enumerate(pairwise(turns), start=2):
+        if before["role"] == turn["role"] == "user":
+            raise UserError(
+                f"{where}: turns {number - 1} and {number} of {field!r} are both the user's; join them, or add the "
+                "answer between them."
+            )
+    return turns, given
+
+
+def with_system(where: str, example: Example, turns: list[Turn]) -> list[Turn]:
+    """Return the turns with the system prompt that stands beside them."""
+    if not example.get("system"):
+        return turns
+    system = said("system", read_string(where, example, "system"))
+    if turns[0]["role"] != "system":
+        return [system, *turns]
+    if turns[0]["content"].strip() != system["content"].strip():
+        raise UserError(f"{where}: 'system' and the first turn are two system prompts that differ; remove one of them.")
+    return turns
+
+
+def read_side(where: str, example: Example, field: str, role: str) -> list[Turn]:
+    """Return the turns of a field, which is a list of them, one of them, or one string, spoken by `role`."""
+    value = example.get(field)
+    if isinstance(value, dict):
+        return [_turn(f"{where}: {field!r}", value)]
+    if not isinstance(value, str):
+        return read_turns(where, example, field, "a string or a list of turns")
+    if role == "user":
+        keys.refuse_placeholder(f"{where}: {field!r}", value)
+    return [said(role, read_string(where, example, field))]
+
+
+def read_turns(where: str, example: Example, field: str, expected: str = "a list of turns") -> list[Turn]:
+    """Return the turns of a field, which is a list of them, or the same as JSON text, as in the cell of a table."""
+    turns = example.get(field)
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = parsed(f"{where}: {field!r}", turns)
+    if not isinstance(turns, list) or not turns:
+        raise wrong(where, example, field, expected)
+    return [_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in enumerate(turns, start=1)]
+
+
+def _turn(where: str, turn: Any) -> Turn:
+    if not isinstance(turn, dict):
+        raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}.")
+    # Tables give a turn the keys of all others, empty, and templates would print or count them.
+    turn = {key: value for key, value in turn.items() if value is not None and value != []}
+    for one, other in (("role", "from"), ("content", "value"), ("tool_calls", "function_call")):
+        if one in turn and other in turn:
+            raise UserError(f"{where} has {one!r} and {other!r}, which mean the same; remove one of them.")
+    if shown := [name for name in keys.MEDIA if turn.get(name) not in keys.EMPTY]:
+        raise UserError(
+            f"{where} has {shown[0]!r}, which no turn has: name images in the example's own 'images', which recipes "
+            "with model.vision=true read, or remove the field to train on the text alone."
+        )
+    said = turn.pop("from", None) if "role" not in turn else turn.pop("role")
+    content = turn.pop("value", "") if "content" not in turn else turn.pop("content")
+    if not isinstance(said, str):
+        raise UserError(f"{where} needs a 'role' and a 'content', both strings.")
+    role = ROLES.get(said.lower())
+    if role is None:
+        raise UserError(f"{where} has the unknown role {said!r}; known roles are {', '.join(ROLES)}.")
+    if isinstance(content, list):
+        keys.refuse_parts(where, content)
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise UserError(f"{where} needs a 'role' and a 'content', both strings; the content is {_kind(content)}.")
+    if role == "user":
+        keys.refuse_placeholder(where, content)
+    if role == "call":
+        role, content, turn["tool_calls"] = "assistant", "", parsed(where, content)
+    if "function_call" in turn:
+        turn["tool_calls"] = turn.pop("function_call")
+    if role != "assistant" and "tool_calls" in turn:
+        raise UserError(f"{where} ({said}) has 'tool_calls'; only the assistant calls tools: correct the role.")
+    if turn.get("tool_calls"):
+        turn["tool_calls"] = _calls(where, turn["tool_calls"])
+    reasons = _check_reasoning(where, role, turn)
+    if not (content.strip() or turn.get("tool_calls") or reasons or role == "tool"):
+        raise UserError(f"{where} ({said}) is empty: no 'content'; fill it, or remove the example.")
+    learned = role != "assistant" or keys.is_learned(where, turn)
+    turn = {key: value for key, value in turn.items() if key not in (*keys.FLAGS, keys.DETAIL)}
+    return {"role": role, "content": content, **turn, **({} if learned else NOT_LEARNED)}
+
+
+def _check_reasoning(where: str, role: str, turn: Turn) -> bool:
+    """Return whether a turn has reasoning outside its content; empty reasoning is removed."""
+    for name in REASONING:
+        if turn.get(name) in ("", False):
+            del turn[name]
+        elif name in turn and not (role == "assistant" and isinstance(turn[name], str)):
+            raise UserError(f"{where} has {name!r}, which must be a string, and only the assistant's turns have it.")
+    return any(name in turn for name in REASONING)
+
+
+def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Return tool calls in OpenAI's form, with arguments as an object: templates write them as JSON themselves."""
+    if isinstance(calls, str):
+        calls = parsed(where, calls)
+    checked = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = (call.get("function") or call) if isinstance(call, dict) else {}
+        arguments = function.get("arguments") if isinstance(function, dict) else 0
+        held = {**call, **function} if isinstance(call, dict) and isinstance(function, dict) else {}
+        if other := [key for key, value in held.items() if key not in CALL and value not in keys.EMPTY]:
+            raise UserError(
+                f"{where} has a tool call with {other[0]!r}, which nothing reads; a call has a 'name' and 'arguments'."
+            )
+        if isinstance(arguments, str):
+            arguments = parsed(where, arguments) if arguments.strip() else {}
+        elif arguments is None:
+            arguments = {}
+        else:
+            arguments = without_nulls(arguments)
+        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+            raise UserError(f"{where}: every tool call needs a 'name' and 'arguments', a string and an object.")
+        function = {"name": function["name"], "arguments": arguments}
+        checked.append({**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": function})
+    return checked
+
+
+def read_arguments(where: str, example: Example) -> Example:
+    """Return the chat template's other arguments: the tools, or None, and options if the example has any."""
+    options = keys.options(where, example)
+    return {"tools": read_tools(where, example), **({"options": options} if options else {})}
+
+
+def read_tools(where: str, example: Example) -> list[dict[str, Any]] | None:
+    """Return the example's tools in OpenAI's form, or None if it has none."""
+    tools = example.get("tools") or None
+    if isinstance(tools, str):
+        tools = parsed(f"{where}: 'tools'", tools) if tools.strip() else None
+    elif isinstance(tools, list):
+        tools = [parsed(f"{where}: 'tools'", tool) if isinstance(tool, str) else without_nulls(tool) for tool in tools]
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise wrong(where, example, "tools", "a list of function descriptions")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()] or None
+
+
+def read_string(where: str, example: Example, field: str, empty: bool = False) -> str:
+    """Return a field that is a string, and not blank unless it may be."""
+    value = example.get(field)
+    if not isinstance(value, str):
+        raise wrong(where, example, field, "a string")
+    if not empty and not value.strip():
+        raise UserError(f"{where}: the field {field!r} is empty; fill it, or remove the example.")
+    return value
+
+
+def said(role: str, content: str) -> Turn:
+    """Return a turn."""
+    return {"role": role, "content": content}
+
+
+def wrong(where: str, example: Example, field: str, expected: str) -> UserError:
+    """Return what is wrong with a field that is missing, or of another type than expected."""
+    found = f"this example has {fields_of(example)}; data.columns=NAME:{field} says which of them it is"
+    if field in example:
+        found = f"it is {_kind(example[field])}"
+    return UserError(f"{where}: the field {field!r} must be {expected}; {found}.")
+
+
+def fields_of(example: Example) -> str:
+    """Return the names of an example's fields, for messages."""
+    return ", ".join(repr(key) for key in example) or "none"
+
+
+def _kind(value: Any) -> str:
+    if value in ([], "", None):
+        return "empty"
+    return f"of type {type(value).__name__}"

@@ -1,0 +1,156 @@
+"""The datasets of a run: sources read, mixed and split, and described on the screen as they go into training."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ...recipe.recipe import Recipe
+from ..console import highlighted, say
+from . import sources, text_files, tokenize, updates
+from .report import Pieces, Report
+from .stream import Stream
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What a run trains on and is measured on."""
+
+    training: Dataset | Stream
+    """Sequences of tokens, or examples where the method's own trainer tokenizes them."""
+    held_out: Dataset | None
+    """The held-out examples as read."""
+    held_out_sequences: Dataset | None
+    """The same, tokenized; None where the method's own trainer tokenizes."""
+    sample: list[int]
+    """One sequence of tokens, to compare the export on."""
+    size: updates.Size | None = None
+    """Of the training data; None for a stream."""
+    description: Mapping[str, Any] = field(default_factory=dict)
+    """What the run folder's data.json holds: `training` and `held_out`, each a `Report` or None, and examples as
+    `Pieces`, `shown`."""
+    labels: tuple[str, ...] = ()
+    """The names of a classifier's classes, in the order of its outputs."""
+    shown: Mapping[str, Any] | None = None
+    """The sequence that `sample` is of, where it has pictures."""
+
+
+def read_examples(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[sources.Examples, Dataset | None]:
+    """Return the examples to train on and the held-out ones; print where they came from, and what nothing reads."""
+    template = str(tokenizer.chat_template) if tokenizer else ""
+    training = sources.read(recipe.data.path, recipe, recipe.data.streaming)
+    held_out = sources.read(recipe.data.validation, recipe) if recipe.data.validation else []
+    for name, found in (("training", training), ("held out", held_out)):
+        for source in found:
+            say(f"{name}: {source.line()}")
+            if unread := source.unread_line(template):
+                say(f"{name}: {unread}")
+            if not recipe.model.vision and (warning := sources.files_left(source, recipe.data.split)):
+                say(warning)
+            if warning := sources.empty_files(source, recipe.data.split):
+                say(warning)
+    for line in sources.repeated(training, held_out, recipe.seed):
+        say(line)
+    if recipe.data.validation_share and not held_out:
+        training, held_out = _split(training, recipe)
+    mixed = sources.mix(training, text_files.weights(recipe.data), recipe.seed)
+    most = recipe.data.max_examples
+    if most is not None and isinstance(mixed, Dataset) and most < len(mixed):
+        say(f"training: {most} of {len(mixed)} examples, by data.max_examples, drawn with seed {recipe.seed}")
+        mixed = sources.draw(mixed, most, recipe.seed)
+    return mixed, sources.mix(held_out, None, recipe.seed) if held_out else None
+
+
+def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.Source], list[sources.Source]]:
+    """Return (training, held out) as `data.validation_share` asks, and say how many are held out."""
+    share = recipe.data.validation_share
+    if share != "auto":
+        training, held_out = sources.split(found, share, recipe.seed)
+        say(f"held out: {sources.count(held_out)} examples, by data.validation_share")
+        return training, held_out
+    training, held_out = sources.split_few(found, recipe.seed)
+    if not held_out:
+        count = sources.count(found)
+        few = f", and {sources.FEW[0]:.0%} of {count} is less than one" if count * sources.FEW[0] < 1 else ""
+        fifth = ", and data.validation_share=0.2 holds out a fifth" if few and len(found) == 1 and count >= 5 else ""
+        say(
+            f"held out: none{few}, so nothing will show what the model does with examples that it has not seen; "
+            f"data.validation=FILE names some{fifth}"
+        )
+        return training, held_out
+    say(
+        f"held out: {sources.count(held_out)} of {sources.count(found)} examples, drawn with seed {recipe.seed}; "
+        "data.validation=FILE names others, and data.validation=none holds out none"
+    )
+    return training, held_out
+
+
+def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
+    """Return the datasets of a method that trains on tokens with labels: `tokenize.tokenized` of what is read."""
+    if recipe.method == "pretrain" and tokenizer.eos_token is None:
+        say(f"model.path={recipe.model.path}: its tokenizer has no end token (eos_token), so documents end without one")
+    examples, held_out = read_examples(recipe, tokenizer)
+    sequences, report = _tokenized(examples, recipe, tokenizer, "training")
+    # One document per sequence, so that the loss of each counts the same, whatever it would be packed with.
+    alone = replace(recipe, packing=False)
+    held_out_sequences, held_out_report = None, None
+    if held_out:
+        held_out_sequences, held_out_report = _tokenized(held_out, alone, tokenizer, "held out")
+    shown = tokenize.first_documents(sequences, tokenizer)
+    show(shown)
+    first = next(iter(sequences))
+    if recipe.model.vision:
+        first = next((one for one in sequences if one["images"]), first)
+    return Datasets(
+        training=sequences,
+        held_out=held_out,
+        held_out_sequences=held_out_sequences,
+        sample=first["input_ids"][: first["seq_lengths"][0]],
+        shown=first if recipe.model.vision else None,
+        size=_size(report) if report else None,
+        description={
+            "training": asdict(report) if report else None,
+            "held_out": asdict(held_out_report) if held_out_report else None,
+            "shown": shown,
+        },
+    )
+
+
+def show(examples: list[Pieces]) -> None:
+    """Print examples with the parts that are in the loss highlighted."""
+    for pieces in examples:
+        say(f"example: {highlighted(pieces)}")
+
+
+def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> None:
+    """Print how many updates the run makes, and what to change where they are too few."""
+    if size is None:
+        say(f"{recipe.max_steps} steps in all, from a stream")
+        return
+    say("\n".join([*updates.table(recipe, size), *updates.left_out(recipe, size)]))
+    if advice := updates.advice(recipe, size, world_size):
+        say(advice)
+
+
+def _tokenized(
+    examples: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str
+) -> tuple[Any, Report | None]:
+    """Return the sequences that `examples` become, and what they are, None for a stream; say it."""
+    if not isinstance(examples, Dataset):
+        say(f"{name}: tokenized during training, so its size and lengths are unknown")
+        return tokenize.stream(examples, recipe, tokenizer), None
+    key = "data.path" if name == "training" else "held-out examples (data.validation names others, or none)"
+    sequences, report = tokenize.tokenized(examples, recipe, tokenizer, key)
+    say("\n".join(report.lines(name, recipe.sequence_length)))
+    if name == "training":
+        say("\n".join(report.bars()))
+    return sequences, report
+
+
+def _size(report: Report) -> updates.Size:
+    documents = sum(count for *_, count in report.lengths)
+    return updates.Size(report.examples, documents, report.sequences, report.tokens)

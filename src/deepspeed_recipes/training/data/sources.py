@@ -1,0 +1,475 @@
+"""The sources of a run's examples: read, converted to the method's one form, mixed by weight, and split."""
+
+import contextlib
+import hashlib
+import json
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    Image,
+    IterableDataset,
+    Json,
+    List,
+    Value,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+    load_from_disk,
+)
+from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+from datasets.exceptions import DatasetGenerationError
+from pyarrow.parquet import ParquetFile
+
+from ...recipe.errors import UserError, first_line
+from ...recipe.methods.traits import TRAITS, Method
+from ...recipe.recipe import Recipe, names
+from ..vision import content
+from . import text_files
+from .forms import columns, formats, keys, turns
+
+Examples: TypeAlias = Dataset | IterableDataset
+Located = Iterator[tuple[str, dict[str, Any]]]
+
+FEW = (0.05, 500)
+"""What `data.validation_share=auto` holds out at most: a share of the examples, and a number."""
+
+GIVEN = {"tools": Json(), "options": Json()}
+"""What the chat template gets beside the turns."""
+FEATURES = {
+    # Turns as JSON: Arrow's structs would give every turn and every tool call the keys of all the others.
+    "conversations": Features({"messages": Json(), **GIVEN, "given": Value("int32")}),
+    "pairs": Features({"prompt": Json(), "chosen": Json(), "rejected": Json(), **GIVEN}),
+    "judged answers": Features({"prompt": Json(), "completion": Json(), "label": Value("bool"), **GIVEN}),
+    "texts": Features({"text": Value("string")}),
+    # Not text as JSON: a text that is itself JSON, such as a number, would be read as what it says.
+    "labelled texts": Features({"text": Value("string"), "messages": Json(), **GIVEN, "label": Value("string")}),
+    "matching texts": Features({name: Value("string") for name in ("anchor", "positive", "negative")}),
+    "prompts": Features({"messages": Json(), "tools": Json(), "given": Value("int32"), "fields": Json()}),
+}
+"""The columns of each kind of examples; `formats.py` says what is in them."""
+PICTURES = {"images": List({"path": Value("string"), "bytes": Value("binary")}), "where": Value("string")}
+"""More columns of conversations with images; `vision/content.py` describes them."""
+UNREAD = "unread"
+"""A column with an example's keys that nothing reads, which is counted and then removed."""
+NAMED = 8
+"""Keys that a line names."""
+CONVERTED_BY = hashlib.blake2b(
+    b"".join(Path(str(one.__file__)).read_bytes() for one in (text_files, columns, formats, keys, turns, content)),
+    digest_size=8,
+).hexdigest()
+"""Identifies this version of the conversions; examples that another version has cached are converted again."""
+
+NOTES = re.compile(r"(?i)(readme|licen[cs]e|notice)\b")
+"""Files of a folder that are not data, and of which no warning is printed."""
+NAMED_FILES = 5
+"""Files that a message names."""
+EMPTY_BYTES = 2**16
+"""No file without an example has so many: a header or a schema is all that is in it."""
+READ_AT_ONCE = 100
+"""Rows that are unpacked at a time: a group of rows can be a whole file."""
+UNPACKED_BYTES, PACKED_TIMES = 2**28, 1000
+"""What a file may unpack to: this much, or this many times its size. Text packs to a third or a tenth."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the datasets that `data.path` names."""
+
+    name: str
+    form: str
+    """How its examples are written; one of `formats.FORMS`."""
+    examples: Examples
+    """Converted to the columns of `FEATURES`."""
+    unread: Mapping[str, int]
+    """In how many examples there are the keys that nothing here reads, as `formats.unread` names them; of a stream,
+    those of the first example."""
+
+    def line(self) -> str:
+        """Return a line for the screen that describes the source."""
+        count = f"{len(self.examples)} examples" if isinstance(self.examples, Dataset) else "streamed"
+        return f"{self._short()}: {count} in the form {self.form}"
+
+    def unread_line(self, template: str) -> str | None:
+        """Return a line that names the keys that neither this project nor the chat template reads, or None."""
+        found = {
+            key: count
+            for key, count in self.unread.items()
+            if "." not in key or not re.search(rf"\b{re.escape(key.partition('.')[2])}\b", template)
+        }
+        if not found:
+            return None
+        names = sorted(found, key=lambda key: -found[key])
+        listed = ", ".join(f"{name} ({found[name]})" for name in names[:NAMED])
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return f"{self._short()}: keys that nothing reads, and in how many examples they are: {listed}{more}"
+
+    def _short(self) -> str:
+        return "/".join(Path(self.name).parts[-2:])
+
+
+def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
+    """Return the sources that `path` names, checked and converted for the recipe's method.
+
+    Raises:
+        UserError: a source that cannot be read or is empty, or an example that breaks a rule of `formats.py`;
+            streamed examples are checked when they are reached.
+    """
+    return [_source(name, recipe, streaming) for name in names(path)]
+
+
+def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
+    fields = columns.fields(recipe.data.columns)
+    first = next(columns.renamed(_located(name, recipe.data.split, True), fields), None)
+    if first is None:
+        raise UserError(f"{name}: contains no examples.")
+    form = formats.form_of(*first, recipe.method, recipe.data.form)
+    found: dict[str, Any] = {
+        "name": name,
+        "split": recipe.data.split,
+        "method": recipe.method,
+        "form": form,
+        "fields": fields,
+    }
+    features = Features({**FEATURES[recipe.traits.examples], UNREAD: List(Value("string"))})
+    if recipe.model.vision:
+        features, found["vision"] = Features({**features, **PICTURES}), True
+    if streaming:
+        stream = IterableDataset.from_generator(_converted, features, gen_kwargs=found).remove_columns(UNREAD)
+        unread = dict.fromkeys(formats.unread(*first, form, recipe.method), 1)
+        return Source(name, form, stream, unread)
+    # datasets caches a generator's output by its arguments, so one of them identifies the version of the data.
+    found["version"] = (CONVERTED_BY, *_version(name, recipe.data.split))
+    try:
+        examples = Dataset.from_generator(_converted, features, gen_kwargs=found)
+    except DatasetGenerationError as error:
+        raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
+    counts: Counter[str] = Counter()
+    for batch in examples.select_columns(UNREAD).with_format("arrow").iter(1000):
+        counts.update(pc.list_flatten(batch[UNREAD]).to_pylist())
+    return Source(name, form, examples.remove_columns(UNREAD), counts)
+
+
+def _converted(
+    name: str,
+    split: str,
+    method: Method,
+    form: str,
+    fields: dict[str, str],
+    version: Any = None,
+    vision: bool = False,
+) -> Iterator[dict[str, Any]]:
+    unread: deque[list[str]] = deque()
+
+    def located() -> Located:
+        for where, example in columns.renamed(_located(name, split, streaming=version is None), fields):
+            keys = formats.unread(where, example, form, method)
+            unread.append([key for key in keys if not (vision and key in content.FIELDS)])
+            yield where, example
+
+    if vision:
+        found = content.converted(located(), method, form, folder_of(Path(name)))
+    else:
+        found = formats.converted(located(), method, form)
+    missing = {"options": None} if "options" in FEATURES[TRAITS[method].examples] else {}
+    for example in found:
+        yield {**missing, **example, UNREAD: unread.popleft()}
+
+
+def folder_of(source: Path) -> Path | None:
+    """Return the folder that the paths of a source's pictures are relative to; None: it is on the Hub."""
+    return (source if source.is_dir() else source.parent) if source.exists() else None
+
+
+def _located(name: str, split: str, streaming: bool) -> Located:
+    """Yield (place, example) for every example of a source."""
+    path = Path(name)
+    if not path.exists():
+        yield from _numbered(name, _as_files(_from_hub(name, split, streaming)))
+    elif path.is_file():
+        yield from _from_file(path)
+    elif any((path / state).exists() for state in ("state.json", "dataset_dict.json")):
+        yield from _from_disk(path, split)
+    else:
+        for file in _files(path, split):
+            yield from _from_file(file)
+
+
+def _numbered(name: Any, found: Examples) -> Located:
+    return ((f"{name}: row {number}", row) for number, row in enumerate(found, start=1))
+
+
+def _from_file(path: Path) -> Located:
+    kind = text_files.COLUMNAR.get(path.suffix)
+    if kind is None:
+        yield from text_files.read(path)
+        return
+    options = {"batch_size": READ_AT_ONCE} if kind == "parquet" else {}
+    with _damage_named(path, kind):
+        if kind == "parquet":
+            _check_row_groups(path)
+        examples = load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
+        yield from _of_sane_size(path, _numbered(path, _as_files(examples)))
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow and datasets raise a dozen kinds for files that are damaged, or of others
+        raise UserError(
+            f"{path}: cannot be read as {kind} ({first_line(error)}); is the copy complete? Write it again."
+        ) from error
+
+
+def _as_files(found: Examples) -> Examples:
+    """Return the examples with pictures as the files that they are, which `datasets` would decode."""
+    pictures = {name: as_file for name, kind in (found.features or {}).items() if (as_file := _undecoded(kind)) != kind}
+    for name, kind in pictures.items():
+        found = found.cast_column(name, kind)
+    return found
+
+
+def _undecoded(kind: Any) -> Any:
+    """Return a column's type with `Image` as a file's path and bytes."""
+    if isinstance(kind, Image):
+        return Image(decode=False)
+    if isinstance(kind, List):
+        return List(_undecoded(kind.feature), length=kind.length)
+    return {name: _undecoded(one) for name, one in kind.items()} if isinstance(kind, dict) else kind
+
+
+def _check_row_groups(path: Path) -> None:
+    """Refuse a file in which a group of rows would take far more memory than its size lets expect.
+
+    Raises:
+        UserError: names the file.
+    """
+    about = ParquetFile(path).metadata
+    for number in range(about.num_row_groups):
+        columns = [about.row_group(number).column(index) for index in range(about.num_columns)]
+        unpacked = sum(column.total_uncompressed_size for column in columns)
+        if unpacked > UNPACKED_BYTES and unpacked > PACKED_TIMES * path.stat().st_size:
+            raise _unpacks(path)
+
+
+def _of_sane_size(path: Path, located: Located) -> Located:
+    """Yield the examples, until they turn out to be far larger than the file: a dictionary holds equal texts once."""
+    total, most = 0, max(UNPACKED_BYTES, PACKED_TIMES * path.stat().st_size)
+    for where, example in located:
+        total += _characters(example)
+        if total > most:
+            raise _unpacks(path)
+        yield where, example
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 1
+
+
+def _unpacks(path: Path) -> UserError:
+    size = path.stat().st_size
+    return UserError(
+        f"{path}: {size:,} bytes that unpack to more than {PACKED_TIMES} times that; not training data? "
+        "If it is, save it as JSON Lines."
+    )
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    """Return a folder's files for a split: all of them, unless their names tell splits apart as on the Hub."""
+    try:
+        found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    except EmptyDatasetError:
+        found = {}
+    files = [Path(file) for file in found.get(split, ())]
+    # A text file beside others is a licence or a note.
+    chosen = [file for file in files if file.suffix in text_files.SUFFIXES] or [
+        file for file in files if file.suffix in text_files.PLAIN
+    ]
+    if not chosen:
+        kinds = ", ".join(text_files.READ)
+        others = f"; it has {', '.join(map(str, found))}" if found and split not in found else ""
+        raise UserError(f"{folder}: no file of the split {split!r} in this folder ({kinds}){others}.")
+    return chosen
+
+
+def files_left(source: Source, split: str) -> str | None:
+    """Return a warning that names the files of a folder which are not read, or None if all are."""
+    folder = Path(source.name)
+    if not _is_of_files(folder):
+        return None
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]
+    others = set(files) - {file.resolve() for file in _files(folder, split)} - set(_files(folder, split))
+    left = [str(file.relative_to(folder)) for file in files if file in others and not NOTES.match(file.name)]
+    if not left:
+        return None
+    named = ", ".join(left[:NAMED_FILES]) + (f" and {len(left) - NAMED_FILES} more" if len(left) > NAMED_FILES else "")
+    return (
+        f"warning: {source.name}: {len(left)} of {len(files)} files are not read: {named}. Examples are read from "
+        f"{', '.join(text_files.SUFFIXES)} of the split {split!r}, and raw text from {', '.join(text_files.PLAIN)} "
+        "where there is none of these; name single files with commas in data.path."
+    )
+
+
+def empty_files(source: Source, split: str) -> str | None:
+    """Return a warning that names the files of a folder which hold no example, or None if all hold some."""
+    folder = Path(source.name)
+    if not _is_of_files(folder):
+        return None
+    files = _files(folder, split)
+    empty = [file.name for file in files if file.stat().st_size < EMPTY_BYTES and next(_from_file(file), None) is None]
+    if not empty:
+        return None
+    more = f" and {len(empty) - NAMED_FILES} more" if len(empty) > NAMED_FILES else ""
+    return (
+        f"warning: {source.name}: {len(empty)} of {len(files)} files hold no example: "
+        f"{', '.join(empty[:NAMED_FILES])}{more}; are the copies complete?"
+    )
+
+
+def _is_of_files(folder: Path) -> bool:
+    return folder.is_dir() and not any((folder / state).exists() for state in ("state.json", "dataset_dict.json"))
+
+
+def _from_disk(folder: Path, split: str) -> Located:
+    with _damage_named(folder, "what save_to_disk writes"):
+        saved = load_from_disk(folder)
+        if isinstance(saved, DatasetDict):
+            if split not in saved:
+                raise UserError(f"data.split={split}: {folder} has the splits {', '.join(saved)}.")
+            saved = saved[split]
+        yield from _numbered(folder, _as_files(saved))
+
+
+def _from_hub(name: str, split: str, streaming: bool) -> Examples:
+    try:
+        return load_dataset(name, split=split, streaming=streaming)
+    except (OSError, ValueError) as error:
+        reason = first_line(error)
+        if "gated" in reason:
+            fix = f"Ask for access on huggingface.co/datasets/{name}, then set HF_TOKEN, or run `hf auth login`."
+        elif isinstance(error, ConnectionError):
+            fix = "Without a network: copy the dataset here, and give its folder or files as data.path."
+        else:
+            fix = "Check the name and data.split, or give a local file or folder as data.path."
+        raise UserError(f"data.path={name}: cannot load: {reason}\n{fix}") from error
+
+
+def _version(name: str, split: str) -> tuple[Any, ...]:
+    """Return a value that changes whenever a source's examples may have changed."""
+    path = Path(name)
+    if not path.exists():  # the cache's files are named by the commit they came from
+        return tuple(file["filename"] for file in _from_hub(name, split, streaming=False).cache_files)
+    within = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in within if file.is_file())
+
+
+def mix(sources: Sequence[Source], shares: Sequence[float] | None, seed: int) -> Examples:
+    """Return one dataset: every example of each source once, or drawn by `shares` until every source has been read.
+
+    Shares repeat the sources that would run out, so that the proportions hold from the first example to the last.
+    """
+    found = [source.examples for source in sources]
+    if shares is None or len(found) == 1:
+        return concatenate_datasets(found)
+    return interleave_datasets(found, list(shares), seed, stopping_strategy="all_exhausted")
+
+
+def draw(found: Dataset, most: int, seed: int) -> Dataset:
+    """Return `most` examples drawn by the seed; a larger number draws those of a smaller one first."""
+    return found.shuffle(seed=seed).select(range(most))
+
+
+def split(sources: Sequence[Source], share: float, seed: int) -> tuple[list[Source], list[Source]]:
+    """Return (training, held out): a seeded `share` of all examples is held out, equal ones on the same side.
+
+    Examples are ranked by a seeded hash of their content, so one nearly always keeps its side when others are added or
+    reordered.
+
+    Raises:
+        UserError: nothing is left of a source to train on.
+    """
+    training, held_out = _divide(sources, seed, lambda ranks: int(ranks[max(1, round(share * len(ranks))) - 1]) + 1)
+    for source, left in zip(sources, training, strict=True):
+        if not len(left.examples):
+            raise UserError(
+                f"data.validation_share={share}: leaves no example of {source.name} ({len(source.examples)}) to "
+                "train on; lower it, or name a file in data.validation."
+            )
+    return training, held_out
+
+
+def split_few(sources: Sequence[Source], seed: int) -> tuple[list[Source], list[Source]]:
+    """Return (training, held out) with at most `FEW` held out; none where that is less than one example."""
+    share, most = FEW
+    training, held_out = _divide(sources, seed, lambda ranks: int(ranks[min(most, int(share * len(ranks)))]))
+    if all(len(source.examples) for source in training):
+        return training, held_out
+    return list(sources), []
+
+
+def _divide(
+    sources: Sequence[Source], seed: int, bound: Callable[[np.ndarray], int]
+) -> tuple[list[Source], list[Source]]:
+    """Return (training, held out): held out are the examples whose rank is below `bound`, called with all in order."""
+    ranks = [_ranks(source.examples, seed) for source in sources]
+    below = bound(np.sort(np.concatenate(ranks)))
+    training = [_keep(source, rank >= below) for source, rank in zip(sources, ranks, strict=True)]
+    held_out = [_keep(source, rank < below) for source, rank in zip(sources, ranks, strict=True)]
+    return training, [source for source in held_out if len(source.examples)]
+
+
+def repeated(training: Sequence[Source], held_out: Sequence[Source], seed: int) -> list[str]:
+    """Return lines that count equal examples: those trained on more than once, and held-out ones trained on at all."""
+    if not all(isinstance(source.examples, Dataset) for source in training):
+        return []
+    trained = np.concatenate([_ranks(source.examples, seed) for source in training])
+    lines = []
+    if copies := len(trained) - len(np.unique(trained)):
+        lines.append(
+            f"training: {copies} of {len(trained)} examples are copies of others ({copies / len(trained):.0%})"
+        )
+    if held_out:
+        measured = np.concatenate([_ranks(source.examples, seed) for source in held_out])
+        if known := int(np.isin(measured, trained).sum()):
+            lines.append(
+                f"warning: held out: {known} of {len(measured)} examples are in the training data too, so their score "
+                "does not show what the model does with new ones; remove them from data.validation"
+            )
+    return lines
+
+
+def count(sources: Sequence[Source]) -> int:
+    """Return the examples of all sources."""
+    return sum(len(source.examples) for source in sources)
+
+
+def _ranks(found: Dataset, seed: int) -> np.ndarray:
+    ranked = found.map(
+        _rank, fn_kwargs={"seed": seed}, remove_columns=found.column_names, features=Features({"rank": Value("int64")})
+    )
+    return np.asarray(ranked["rank"])
+
+
+def _rank(row: dict[str, Any], seed: int) -> dict[str, int]:
+    said = json.dumps([seed, dict(row)], sort_keys=True, default=bytes.hex).encode()  # an image is bytes
+    return {"rank": int.from_bytes(hashlib.blake2b(said, digest_size=7).digest())}
+
+
+def _keep(source: Source, which: np.ndarray) -> Source:
+    return replace(source, examples=source.examples.select(np.flatnonzero(which)))

@@ -1,0 +1,285 @@
+"""From examples to sequences of tokens with labels: chat templates, loss masks, packing."""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, Features, IterableDataset, List, Value
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from trl import pack_dataset
+
+from ...recipe.errors import UserError, first_line
+from ...recipe.recipe import Recipe
+from ..console import say
+from ..model import stored
+from ..model.control_tokens import Turns, conversation_tokens
+from ..model.shown import shown
+from ..model_folder import weights
+from ..vision.tokenize import conversation
+from . import chat_templates, sources, thinking
+from .collate import IGNORED
+from .report import NOT_IN_LOSS, Pieces, Report, histogram, pieces, too_long
+from .stream import Stream
+
+TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "forgets": Value("bool")})
+"""`forgets`: the chat template leaves out reasoning of earlier turns; counted, then removed."""
+SEEN = Features({**TOKENS, **sources.PICTURES})
+"""Of conversations with pictures, which are read again for each batch."""
+SHUFFLED = 1000
+"""Examples in the shuffle buffer of a stream."""
+
+
+def prepare(path: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Report]:
+    """Read what `path` names, every example once, and return `tokenized` of it."""
+    return tokenized(sources.mix(sources.read(path, recipe), None, recipe.seed), recipe, tokenizer)
+
+
+def tokenized(
+    raw: Dataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str = "data.path"
+) -> tuple[Dataset, Report]:
+    """Return sequences with `input_ids`, `labels` and `seq_lengths`, ready for `Collator`.
+
+    The first token of every document has no label, so no document is asked to predict the next one's start. `name` is
+    what an error calls the examples.
+
+    Raises:
+        UserError: the tokenizer cannot mark the assistant's tokens, or nothing is left to train on.
+    """
+    documents = _tokens(raw, recipe, tokenizer)
+    forgetting = sum(documents["forgets"])
+    documents = documents.remove_columns("forgets")
+    kept = documents.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
+    lengths = _lengths(documents)
+    dropped = int((lengths > recipe.sequence_length).sum())
+    if not len(kept):
+        raise UserError(f"{name}: {_nothing_left(recipe, len(raw), dropped)}")
+    packed = pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone)
+    return packed, Report(
+        examples=len(raw),
+        dropped=dropped,
+        unlearnable=len(documents) - len(kept) - dropped,
+        extra_pieces=len(documents) - len(raw),
+        sequences=len(packed),
+        tokens=int(_lengths(kept).sum()),
+        loss_tokens=_learned(kept),
+        forgetting=forgetting,
+        lengths=histogram(_lengths(kept)),
+        longest=int(lengths.max()),
+    )
+
+
+def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Stream:
+    """Return what `tokenized` does, for examples that are read while training."""
+    shuffled = raw.shuffle(recipe.seed, buffer_size=SHUFFLED)
+    tokens = _tokens(shuffled, recipe, tokenizer).remove_columns("forgets")
+    kept = tokens.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
+    return Stream(
+        pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone),
+        f"data.path: {_nothing_left(recipe, None, 0)}",
+    )
+
+
+def first_documents(
+    sequences: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, most: int = 2
+) -> list[Pieces]:
+    """Return the first documents of `tokenized` or `stream` as text, divided where the loss begins and ends."""
+    found: list[Pieces] = []
+    for sequence in islice(sequences, most):
+        ends = np.cumsum(sequence["seq_lengths"])
+        for start, end in zip([0, *ends], ends, strict=False):
+            learned = [label != IGNORED for label in sequence["labels"][start:end]]
+            found.append(pieces(sequence["input_ids"][start:end], learned, tokenizer))
+    return found[:most]
+
+
+def first_pair(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
+    """Return the first preference pair as text: the prompt with each of its two answers."""
+    return [
+        [(f"({answer}) ", False), *_answer_pieces(pairs[0], answer, tokenizer)] for answer in ("chosen", "rejected")
+    ]
+
+
+def first_judged(examples: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
+    """Return the first good and the first bad answer among the first examples as text, each with its prompt."""
+    found: dict[str, Pieces] = {}
+    for example in islice(examples, 100):
+        judged = "(good) " if example["label"] else "(bad) "
+        if judged not in found:
+            found[judged] = [(judged, False), *_answer_pieces(example, "completion", tokenizer)]
+    return list(found.values())
+
+
+def _answer_pieces(example: dict[str, Any], answer: str, tokenizer: PreTrainedTokenizerBase) -> Pieces:
+    tokens, start = answered(tokenizer, example, answer)
+    return pieces(tokens, [index >= start for index in range(len(tokens))], tokenizer)
+
+
+def answered(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], answer: str) -> tuple[list[int], int]:
+    """Return the tokens of an example's prompt with one of its answers, and how many of them are the prompt's.
+
+    The prompt goes as far as the model is given it to answer; templates that write an answered prompt in another way
+    differ from that towards its end.
+    """
+    turns, tools, options = example["prompt"], example.get("tools"), example.get("options") or {}
+    asked = conversation_tokens(tokenizer, turns, tools, add_generation_prompt=True, **options)
+    tokens = conversation_tokens(tokenizer, turns + example[answer], tools, **options)
+    differing = (index for index, (one, other) in enumerate(zip(asked, tokens, strict=False)) if one != other)
+    return tokens, next(differing, min(len(asked), len(tokens)))
+
+
+def text_tokens(
+    tokenizer: PreTrainedTokenizerBase, content: str | Turns, longest: int, tools: Any = None, options: Any = None
+) -> list[int]:
+    """Return the tokens of a text as the tokenizer gives them, or of a conversation; at most `longest`, from the first.
+
+    Text that looks like a control token stays text.
+    """
+    if isinstance(content, str):
+        return tokenizer(content, split_special_tokens=True)["input_ids"][:longest]
+    return conversation_tokens(tokenizer, content, tools, **(options or {}))[:longest]
+
+
+def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
+    """Return the examples whose prompt with the longest answer fits, and warn of the others.
+
+    Columns are tokens, `prompt_ids` and answers'.
+
+    Raises:
+        UserError: none does.
+    """
+    lengths = [_longest(example) for example in examples]
+    kept = examples.select([at for at, length in enumerate(lengths) if length <= recipe.sequence_length])
+    if not len(kept):
+        raise UserError(
+            f"data.path: all {len(examples)} {recipe.traits.examples} have an answer that is longer, with its prompt, "
+            f"than sequence_length={recipe.sequence_length}; raise it."
+        )
+    if dropped := len(examples) - len(kept):
+        say(too_long("training", dropped, len(examples), max(lengths), recipe.sequence_length))
+    return kept
+
+
+def _longest(example: dict[str, Any]) -> int:
+    """Return the tokens of an example's prompt with its longest answer."""
+    answers = [len(tokens) for name, tokens in example.items() if name.endswith("_ids") and name != "prompt_ids"]
+    return len(example["prompt_ids"]) + max(answers)
+
+
+def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:
+    progress = {"desc": "tokenizing"} if isinstance(raw, Dataset) else {}
+    batched = recipe.method == "pretrain"
+    tokenize = _checked(_texts(recipe, tokenizer) if batched else of_conversation(recipe, tokenizer), recipe, tokenizer)
+    features = SEEN if recipe.model.vision else TOKENS
+    unread = [name for name in raw.column_names if name not in features]
+    return raw.map(tokenize, batched=batched, remove_columns=unread, features=features, **progress)
+
+
+def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return the function with a look at its tokens: special ones may have no rows in the embeddings."""
+    folder = stored.folder_of(recipe.model.path)
+    rows = weights.embedding_rows(folder) if folder else None
+    if rows is None or max(tokenizer.get_vocab().values(), default=-1) < rows:
+        return tokenize
+
+    def look(given: Any) -> dict[str, Any]:
+        found = tokenize(given)
+        documents = found["input_ids"] if recipe.method == "pretrain" else [found["input_ids"]]
+        if beyond := [token for document in documents for token in document if token >= rows]:
+            raise UserError(
+                f"data.path: {tokenizer.decode(beyond[:1])!r} is token {beyond[0]:,} of the tokenizer, and the "
+                f"embeddings of model.path={recipe.model.path} have {rows:,} rows; remove it from the data."
+            )
+        return found
+
+    return look
+
+
+def of_conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return the function that gives a conversation's `input_ids` and `labels`."""
+    return conversation(recipe, tokenizer) if recipe.model.vision else _conversation(recipe, tokenizer)
+
+
+def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    template, mark = chat_templates.marker(recipe, tokenizer)
+    with_tools = chat_templates.renders_tools(tokenizer, template)
+
+    def tokenize(example: dict[str, Any]) -> dict[str, Any]:
+        turns, tools, given, options = example["messages"], example["tools"], example["given"], example.get("options")
+        if recipe.data.thinking == "strip":
+            turns = thinking.stripped(turns)
+        if not with_tools and (tools or any("tool_calls" in turn for turn in turns)):
+            raise UserError(
+                f"model.path={recipe.model.path}: its chat template drops tool calls, and the data has some; "
+                "choose another model, or model.chat_template=chatml."
+            )
+        try:
+            with chat_templates.bounded(f"model.path={recipe.model.path}"):
+                found = shown(tokenizer, template, turns, tools, options)
+                tokens, assistant = mark(found.turns, tools, options)
+                if recipe.data.thinking == "read":
+                    assistant = thinking.unlearned(tokenizer, turns, tokens, assistant)
+                before = [0]
+                if given:
+                    asked = found.turns[:given]
+                    before = conversation_tokens(tokenizer, asked, tools, chat_template=template, **(options or {}))
+        except (TemplateError, TypeError, ValueError, UserError) as error:
+            raise UserError(
+                f"data.path: the model's chat template cannot be trained on a conversation: {first_line(error)}.\n"
+                f"It begins: {str(turns)[:200]}"
+            ) from error
+        pairs = zip(tokens, assistant, strict=True)
+        labels = [token if said and at >= len(before) else IGNORED for at, (token, said) in enumerate(pairs)]
+        return {"input_ids": tokens, "labels": labels, "forgets": found.forgets}
+
+    return tokenize
+
+
+def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    length, end = recipe.sequence_length, tokenizer.eos_token_id
+
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        """Return documents, cut; special tokens in them are tokens, as plain transformers reads them."""
+        cut: dict[str, list[Any]] = {"input_ids": [], "labels": [], "forgets": []}
+        for tokens in tokenizer(batch["text"])["input_ids"]:
+            if end is not None and tokens[-1:] != [end]:  # some tokenizers add it themselves
+                tokens = [*tokens, end]
+            for start in range(0, len(tokens), length):
+                piece = tokens[start : start + length]
+                cut["input_ids"].append(piece)
+                cut["labels"].append([IGNORED, *piece[1:]])
+                cut["forgets"].append(False)
+        return cut
+
+    return tokenize
+
+
+def _fits(document: dict[str, Any], longest: int) -> bool:
+    return len(document["input_ids"]) <= longest and any(label != IGNORED for label in document["labels"])
+
+
+def _alone(document: dict[str, Any]) -> dict[str, Any]:
+    return {"seq_lengths": [len(document["input_ids"])]}
+
+
+def _lengths(documents: Dataset) -> np.ndarray:
+    columns = (batch["input_ids"] for batch in documents.with_format("arrow").iter(1000))
+    return np.concatenate([pc.list_value_length(column).to_numpy() for column in columns])
+
+
+def _learned(documents: Dataset) -> int:
+    columns = (pc.list_flatten(batch["labels"]) for batch in documents.with_format("arrow").iter(1000))
+    return sum(pc.sum(pc.not_equal(column, IGNORED)).as_py() for column in columns)
+
+
+def _nothing_left(recipe: Recipe, examples: int | None, dropped: int) -> str:
+    longer = f"longer than sequence_length={recipe.sequence_length}"
+    if examples is None:
+        return f"every example is {longer} or {NOT_IN_LOSS}"
+    if dropped == examples:
+        return f"all {examples} examples are {longer}; raise it."
+    if not dropped:
+        return f"all {examples} examples are {NOT_IN_LOSS}"
+    return f"{dropped} of {examples} examples are {longer}, and the others {NOT_IN_LOSS}"

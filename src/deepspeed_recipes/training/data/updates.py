@@ -1,0 +1,156 @@
+"""How many optimizer updates the data gives, said before training, and the settings that give enough of them.
+
+Standard library only.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ...recipe.layout import data_parallel_size
+from ...recipe.recipe import Recipe, changed
+
+ENOUGH = 12
+"""Updates below which a run is said to learn next to nothing: Adam's first ones are spent on the warm-up."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a dataset amounts to."""
+
+    examples: int
+    documents: int
+    """Those that are trained on: without packing, one sequence each."""
+    sequences: int
+    tokens: int | None
+    """In all sequences; None where the method's own trainer tokenizes."""
+
+
+def per_epoch(sequences: int, global_batch_size: int) -> int:
+    """Return the updates of an epoch; the last may have fewer sequences."""
+    return -(-sequences // global_batch_size)
+
+
+def in_all(recipe: Recipe, sequences: int) -> int:
+    """Return the updates of a run, as the Trainer counts them."""
+    return recipe.max_steps or math.ceil(recipe.epochs * per_epoch(sequences, recipe.global_batch_size))
+
+
+def warmup(recipe: Recipe, steps: int) -> int:
+    """Return at which update the learning rate is full for the first time (`RunHooks.create_scheduler`); 0: no warm-up.
+
+    Args:
+        recipe: says the schedule.
+        steps: of the whole run.
+    """
+    share = recipe.schedule.warmup
+    if recipe.schedule.kind == "constant" or not share:
+        return 0
+    return int(share) if share >= 1 else math.ceil((steps + 1) * share)
+
+
+def table(recipe: Recipe, size: Size) -> list[str]:
+    """Return what a run will do as a table of two lines."""
+    steps = in_all(recipe, size.sequences)
+    columns = {
+        "examples": size.examples,
+        "sequences": size.sequences,
+        "tokens": "-" if size.tokens is None else size.tokens,
+        "steps per epoch": per_epoch(size.sequences, recipe.global_batch_size),
+        "steps in all": steps,
+        "warm-up steps": warmup(recipe, steps),
+    }
+    cells = [(name, value if isinstance(value, str) else f"{value:,}") for name, value in columns.items()]
+    rows = zip(*((name.rjust(len(value)), value.rjust(len(name))) for name, value in cells), strict=True)
+    return ["  ".join(row) for row in rows]
+
+
+def left_out(recipe: Recipe, size: Size) -> list[str]:
+    """Return a line for what a run does not reach: the rest of the data, the rate that its warm-up rises to."""
+    epoch, steps = per_epoch(size.sequences, recipe.global_batch_size), in_all(recipe, size.sequences)
+    lines = []
+    if steps < epoch:
+        key = f"epochs={recipe.epochs:g}" if recipe.max_steps is None else f"max_steps={recipe.max_steps}"
+        all_of_it = "epochs=1" if recipe.max_steps is None else f"max_steps={epoch}"
+        lines.append(
+            f"{key}: {steps} of an epoch's {epoch} updates, so about {1 - steps / epoch:.0%} of the training data is "
+            f"not used; {all_of_it} uses all of it"
+        )
+    if (rising := warmup(recipe, steps)) > steps:
+        lines.append(
+            f"warning: schedule.warmup={recipe.schedule.warmup:g}: the learning rate rises for {rising} updates and "
+            f"the run has {steps}, so it never gets to {recipe.learning_rate:g}; use schedule.warmup=0.1."
+        )
+    return lines
+
+
+def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
+    """Return what is wrong with the number of updates, with settings that mend it; None: nothing.
+
+    Few updates are not held against a run whose `max_steps` asks for them.
+    """
+    epoch, steps = per_epoch(size.sequences, recipe.global_batch_size), in_all(recipe, size.sequences)
+    if size.sequences >= recipe.global_batch_size and _enough(recipe, size.sequences):
+        return None
+    what = f"{_count(size.examples, 'example')} in {_count(size.sequences, 'sequence')}: "
+    what += f"{_count(epoch, 'update')} per epoch, {steps} in all"
+    if size.sequences < recipe.global_batch_size:
+        what += f"; a global batch is {recipe.global_batch_size} sequences"
+    ways = [
+        " ".join(f"{key}={str(value).lower()}" for key, value in way.items()) for way in _ways(recipe, size, world_size)
+    ]
+    return f"warning: {what}. So few teach a model little; use {', or '.join(ways)}." if ways else f"warning: {what}."
+
+
+def _enough(recipe: Recipe, sequences: int) -> bool:
+    return recipe.max_steps is not None or in_all(recipe, sequences) >= ENOUGH
+
+
+def _ways(recipe: Recipe, size: Size, world_size: int) -> Iterator[dict[str, int | bool]]:
+    """Yield settings each of which gives enough updates."""
+    if batch := _batch(recipe, size.sequences, world_size):
+        yield batch
+    if recipe.packing and size.documents > size.sequences and (unpacked := changed(recipe, packing=False)):
+        if size.documents >= recipe.global_batch_size and _enough(unpacked, size.documents):
+            yield {"packing": False}
+        elif batch := _batch(unpacked, size.documents, world_size):
+            yield {"packing": False, **batch}
+    if recipe.max_steps is None:
+        smaller: dict[str, int | bool] = {}
+        if size.sequences < _least(recipe, world_size) and not (
+            smaller := _batch(recipe, size.sequences, world_size, lambda *_: True)
+        ):
+            return
+        batch_size = smaller.get("global_batch_size", recipe.global_batch_size)
+        yield {**smaller, "epochs": math.ceil(ENOUGH / per_epoch(size.sequences, batch_size))}
+
+
+def _least(recipe: Recipe, world_size: int) -> int:
+    """Return the sequences without which a method refuses to train: some leave out what makes no whole step or pass."""
+    if recipe.traits.rollouts or recipe.traits.embeds:
+        return recipe.global_batch_size
+    if recipe.traits.examples == "judged answers":
+        return recipe.micro_batch_size * data_parallel_size(recipe.layout, world_size)
+    return 1
+
+
+def _batch(
+    recipe: Recipe, sequences: int, world_size: int, suits: Callable[[Recipe, int], bool] = _enough
+) -> dict[str, int | bool]:
+    """Return the largest global batch that gives enough updates, and a smaller micro-batch where it needs one.
+
+    `suits` is another condition on the recipe and the sequences.
+    """
+    ranks = data_parallel_size(recipe.layout, world_size)
+    for micro in sorted({recipe.micro_batch_size, recipe.traits.least_micro_batch}, reverse=True):
+        unit = micro * ranks
+        for batch in range(min(recipe.global_batch_size, sequences) // unit * unit, 0, -unit):
+            smaller_batch = changed(recipe, global_batch_size=batch, micro_batch_size=micro)
+            if smaller_batch and suits(smaller_batch, sequences):
+                smaller = {"micro_batch_size": micro} if micro != recipe.micro_batch_size else {}
+                return {"global_batch_size": batch, **smaller}
+    return {}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

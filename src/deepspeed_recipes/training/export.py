@@ -1,0 +1,438 @@
+"""The result of a run as a folder that plain `transformers` loads, and the proof that it does."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from ..machine import children
+from ..machine.capacity import check_disk
+from ..recipe import quantization as stored_quantization
+from ..recipe.errors import UserError, cannot_write, errors_only, first_line
+from ..recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, write_json
+from . import distributed, upstream
+from .checkpoint import digests
+from .console import say
+from .model import generation, heads, remote_code
+from .model import load as load_model
+from .model_folder import base_model, complete, head, sentence_transformers, weights
+from .model_folder.base_model import ADAPTER, QUANTIZATION
+from .vision import processor as vision
+
+
+def save(trainer: Any, folder: Path) -> None:
+    """Write the trained model, or its adapter, to `folder`; a collective.
+
+    Args:
+        trainer: with `RunHooks`.
+        folder: replaced if it exists.
+    """
+    if distributed.is_first():
+        shutil.rmtree(folder, ignore_errors=True)
+    torch.distributed.barrier()
+    trainer.context.parallel.save(trainer, folder)
+    torch.distributed.barrier()
+
+
+def rehearse(trainer: Any, model: Any) -> None:
+    """Save all of an export but its weights, and load it again: what fails here would fail after the last step.
+
+    Args:
+        trainer: with `RunHooks`.
+        model: whole, with or without weights and adapters.
+
+    Raises:
+        UserError: names what cannot be saved or loaded again, and why; or the disk is too small for the weights.
+    """
+    if not distributed.is_first():
+        return
+    run, recipe = trainer.context.run, trainer.context.recipe
+    total, trainable = load_model.parameter_counts(model)
+    check_disk(run.path, (trainable if isinstance(model, PeftModel) else total) * model.dtype.itemsize, "the export")
+    own = model.get_base_model() if isinstance(model, PeftModel) else model
+    reader = trainer.data_collator.seen if recipe.model.vision else trainer.processing_class
+    saved = {
+        "configuration": own.config,
+        "generation settings": getattr(own, "generation_config", None),
+        "processor" if recipe.model.vision else "tokenizer": reader,
+    }
+    with tempfile.TemporaryDirectory(prefix="rehearsal-", dir=run.path) as place:
+        for what, part in saved.items():
+            try:
+                if part is not None:
+                    part.save_pretrained(place)
+            except Exception as error:  # of a library, or of the model's own code
+                if full := cannot_write(error, run.path):
+                    raise UserError(full) from error
+                raise UserError(
+                    f"model.path={recipe.model.path}: its {what} cannot be saved, so no export could be: "
+                    f"{type(error).__name__}: {first_line(error)}"
+                ) from error
+        vision.load(place, recipe.model.trust_remote_code) if recipe.model.vision else load_tokenizer(Path(place))
+
+
+def describe(run: RunFolder, results: Mapping[str, Any]) -> None:
+    """Add the model card and `training/` to what `save` wrote; a collective. No run fails because of its card.
+
+    Args:
+        run: the run.
+        results: `metric`, `before`, `after`, `held_out` and `logit_difference`.
+    """
+    if distributed.is_first():
+        try:
+            complete.of_run(run.unverified, run, run.export, results)
+        except Exception as error:
+            say(f"the export has no complete model card: {type(error).__name__}: {first_line(error)}")
+    torch.distributed.barrier()
+
+
+def publish(verified: Path, folder: Path) -> None:
+    """Make what `save` wrote and `verify` accepted the export, all of it on the disk; a collective.
+
+    Args:
+        verified: renamed.
+        folder: replaced if it exists.
+    """
+    if distributed.is_first():
+        move(verified, folder)
+    torch.distributed.barrier()
+
+
+def move(part: Path, folder: Path) -> None:
+    """Rename `part` to `folder`, which is replaced, once every file is on the disk."""
+    digests.flush([*(path for path in part.rglob("*")), part])
+    if folder.exists():
+        old = Path(tempfile.mkdtemp(prefix=f"{folder.name[:100]}.", dir=folder.parent))
+        folder.rename(old)
+        part.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        part.rename(folder)
+    digests.flush([folder.parent])
+
+
+@torch.no_grad()
+def verify(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+    folder: Path,
+    tokens: list[int],
+    beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> float:
+    """Reload the export with plain transformers and return the largest difference in logits, relative to the largest.
+
+    Args:
+        forward: maps token ids to the trained model's logits; every rank must call it, since under ZeRO-3 it is a
+            collective.
+        dtype: the trained model's.
+        folder: what `save` wrote.
+        tokens: one sequence of token ids to compare on; where sequences are scored several are made of it.
+        beside: what a model that sees takes of the sequence's pictures.
+
+    Raises:
+        RuntimeError: the reloaded model computes different logits, so the export is not the model that was trained.
+    """
+    inputs = torch.tensor(_sequences(tokens, head.of_folder(folder) == "scores"), device=distributed.device())
+    trained = forward(inputs).float().cpu()
+    difference = 0.0
+    if distributed.is_first():
+        unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads
+        given = {"input_ids": inputs, **beside}
+        differences = _differences(folder, dtype, given, trained)
+        if dtype != torch.float32 and not differences.max() <= _allowed(dtype):
+            # A mixture's router may choose another expert where two are nearly as good, because of rounding alone. In
+            # fp32 the export's weights choose by themselves: each token has to agree with one of the two.
+            differences = differences.minimum(_differences(folder, torch.float32, given, trained))
+        difference = differences.max().item()
+    difference = distributed.total(difference)[0]
+    allowed = _allowed(dtype)
+    if not difference <= allowed:
+        if distributed.is_first():
+            write_json(folder / CHECK_FAILED, {"difference": difference, "allowed": allowed})
+        raise RuntimeError(
+            f"{folder}: reloaded logits differ by {difference:.1e} of the largest (allowed {allowed:.0e})"
+        )
+    return difference
+
+
+def _differences(
+    folder: Path, dtype: torch.dtype, given: Mapping[str, torch.Tensor], trained: torch.Tensor
+) -> torch.Tensor:
+    """Return how far the export's outputs are from the trained model's at each position, as a share of the largest.
+
+    On the host, unless it is quantised: a GPU that still holds the engine's states cannot fit a whole model.
+    """
+    reloaded = load(folder, dtype=dtype).eval()
+    logits = heads.outputs(reloaded(**{name: value.to(reloaded.device) for name, value in given.items()}))
+    return (logits.float().cpu() - trained).abs().amax(-1) / trained.abs().max()
+
+
+def _sequences(tokens: list[int], scores: bool) -> list[list[int]]:
+    """Return what to compare on: the logits of one sequence are many numbers, its scores are few."""
+    if not scores:
+        return [tokens]
+    quarters = [len(tokens) * quarter // 4 for quarter in range(4)]
+    return [tokens[start:] + tokens[:start] for start in quarters]
+
+
+def is_reward_model(folder: Path) -> bool:
+    """Return whether a folder holds a model that gives a sequence one number, or an adapter of one."""
+    return head.of_folder(folder) == "scores" and not head.labels_of(folder)
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    return 1e-4 if dtype == torch.float32 else 3e-2
+
+
+def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreTrainedModel | PeftModel:
+    """Return the model in `folder`: a whole model, or an adapter on its base model, quantised as it was in training.
+
+    Args:
+        folder: a whole model, or an adapter that names its base model.
+        dtype: of the weights; "auto": as stored.
+        adapter: put this adapter on the whole model in `folder`.
+
+    Raises:
+        UserError: not a model folder, or the adapter's base model cannot be found.
+    """
+    if adapter is None and (folder / ADAPTER).exists():
+        folder, adapter = base_of(folder), folder
+    if adapter is None:
+        return load_whole(folder, dtype)
+    return PeftModel.from_pretrained(load_base(folder, adapter, dtype), adapter, autocast_adapter_dtype=False)
+
+
+def base_of(adapter: Path) -> Path:
+    """Return the folder or Hub id of the model that an adapter was trained on.
+
+    Raises:
+        UserError: it is named by a path, and is not there.
+    """
+    return base_model.find(adapter)
+
+
+def load_base(folder: Path, adapter: Path, dtype: Any = "auto") -> PreTrainedModel:
+    """Return the model in `folder`, quantised if it was when `adapter` was trained on it."""
+    quantization = adapter / QUANTIZATION
+    if not quantization.exists():
+        return load_whole(folder, dtype, of_adapter=adapter)
+    config = BitsAndBytesConfig.from_dict(read_json(quantization))
+    return load_whole(folder, config.bnb_4bit_compute_dtype, config, adapter)
+
+
+def load_whole(
+    folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None = None, of_adapter: Path | None = None
+) -> PreTrainedModel:
+    """Return the whole model in `folder`, which may be a Hub id.
+
+    Args:
+        folder: a language model, or one with another head or none.
+        dtype: of the weights.
+        quantization: None: as stored.
+        of_adapter: load it as this adapter needs it; a head that the files lack is random, and the adapter replaces it.
+
+    Raises:
+        UserError: not a model folder, or weights that cannot be loaded.
+    """
+    if folder.is_absolute() and not (folder / "config.json").exists():
+        raise UserError(f"{folder}: not a model folder (it holds neither config.json nor {ADAPTER}).")
+    check_loadable(folder)
+    trusted = remote_code.permitted(of_adapter or folder)
+    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trusted}
+    if quantization:
+        options["quantization_config"] = quantization
+    found = head.of_folder(of_adapter or folder)
+    if of_adapter and found == "scores":
+        options |= heads.options(head.labels_of(of_adapter))
+    try:
+        quiet = errors_only("transformers") if of_adapter and found != "vocabulary" else nullcontext()
+        with quiet, upstream.reading_any_index():
+            model = heads.CLASSES[found].from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot load the model: {_reason(error)}") from error
+    generation.correct(model, str(folder))
+    upstream.keep_4bit_layout(model)
+    return model
+
+
+def check_loadable(folder: Path) -> None:
+    """Refuse a whole model's folder with damaged or incomplete files; a Hub id is not checked.
+
+    Raises:
+        UserError: names the file.
+    """
+    if folder.is_dir():
+        weights.tensors(folder, "model")
+        generation.check(str(folder))
+
+
+def _reason(error: Exception) -> str:
+    """Return why transformers does not load a folder."""
+    if "trust_remote_code" in str(error):
+        return "it brings its own Python code; read that code, then add --trust-remote-code."
+    return first_line(error)
+
+
+def load_merged(folder: Path) -> PreTrainedModel:
+    """Return the adapter in `folder` merged into its base model.
+
+    A quantised base is dequantised first, to the values that the adapter was trained on. PEFT would quantise the sum
+    again, and lose most of what was learned to rounding. An embedding and a head that share one weight are parted where
+    an adapter is on either: PEFT would add it to both.
+
+    Raises:
+        UserError: the base model's files are quantised.
+        RuntimeError: the merged model computes other logits than the adapter on its base model.
+    """
+    base = load_base(base_of(folder), folder)
+    stored_quantization.check(base.config.to_dict() if not (folder / QUANTIZATION).exists() else {}, str(folder))
+    if getattr(base, "hf_quantizer", None):
+        base = base.dequantize()
+    adapted = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
+    expected = _sample_logits(adapted)
+    _part_tied(base)
+    merged = adapted.merge_and_unload()
+    _tie_again(merged)
+    difference = (_sample_logits(merged) - expected).abs().amax(-1) / expected.abs().max()
+    # Rounding may choose other experts for a token, so in 16 bits the middle one counts.
+    off = (difference.max() if merged.dtype == torch.float32 else difference.median()).item()
+    if not off <= _allowed(merged.dtype):
+        raise RuntimeError(
+            f"{folder}: merged, its logits differ by {off:.1e} of the largest from the adapter's on its base model "
+            f"(allowed {_allowed(merged.dtype):.0e})"
+        )
+    return merged
+
+
+def _bare(layer: torch.nn.Module | None) -> torch.nn.Module | None:
+    """Return the layer of the base model that PEFT has put an adapter around."""
+    while layer is not None and (inner := getattr(layer, "base_layer", getattr(layer, "original_module", None))):
+        layer = inner
+    return layer
+
+
+def _part_tied(model: PreTrainedModel) -> None:
+    """Give the head a weight of its own if it shares the embedding's and an adapter is on one of them."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, output = map(_bare, ends)
+    if output is None or embedding is None or (embedding, output) == ends:
+        return
+    if embedding.weight is output.weight:
+        output.weight = torch.nn.Parameter(output.weight.detach().clone(), requires_grad=False)
+
+
+def _tie_again(model: PreTrainedModel) -> None:
+    """Let head and embedding share a weight again, or where they differ now, let the configuration say so."""
+    config = model.config
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = config.tie_word_embeddings or config.get_text_config().tie_word_embeddings
+    if not tied or output is None or embedding.weight is output.weight:
+        return
+    if torch.equal(embedding.weight, output.weight):
+        output.weight = embedding.weight
+        return
+    for one in (config, config.get_text_config()):
+        one.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
+
+
+def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """Return what writes a folder's texts as tokens: its tokenizer, or of a model that sees its processor.
+
+    Raises:
+        UserError: there is none.
+    """
+    return vision.load(str(folder), remote_code.permitted(folder)) if head.sees(folder) else load_tokenizer(folder)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in `folder`.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote_code.permitted(folder))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot load the tokenizer: {_reason(error)}") from error
+
+
+def write(source: Path, output: Path, merge: bool) -> str:
+    """Write what `source` holds as a Hugging Face folder and return which kind it is.
+
+    Args:
+        source: an export, a checkpoint, or any folder with safetensors.
+        output: an empty or new folder.
+        merge: add an adapter into its base model, so that PEFT is not needed to load the result.
+
+    Raises:
+        UserError: `source` holds no model, or `output` is not empty.
+    """
+    complete.check(source, output)
+    is_adapter = (source / ADAPTER).exists()
+    if not is_adapter and not list(source.glob("*.safetensors")):
+        if list(source.glob("checkpoint-*")):
+            raise UserError(f"{source}: holds checkpoints but no model; name one of them, or the run's folder.")
+        raise UserError(
+            f"{source}: no .safetensors file. A ZeRO-3 checkpoint has one if the DeepSpeed config sets\n"
+            '"stage3_gather_16bit_weights_on_model_save": true.'
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with children.scratch(f"{output.name[:100]}.", inside=output.parent) as place:
+        part = place / "part"
+        if is_adapter and merge:
+            merged = load_merged(source)
+            expected = _sample_logits(merged)
+            merged.save_pretrained(part)
+            del merged  # before it is loaded again
+            load_processor(source).save_pretrained(part)
+            _check_merged(part, expected)
+            kind = "a whole model with the adapter merged into it"
+        else:
+            part.mkdir()
+            for file in sorted(source.iterdir()):
+                if (
+                    file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")
+                    and file.name not in _OF_THE_RUN
+                ):
+                    shutil.copy2(file, part)
+            _check_copies(source, part)
+            kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
+        sentence_transformers.copy(source, part)
+        complete.of_copy(part, source, output)
+        move(part, output)
+    return kind
+
+
+@torch.no_grad()
+def _sample_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Return the logits of a few arbitrary tokens, shape (1, 16, vocabulary), or their scores or hidden states."""
+    return heads.outputs(model.eval()(input_ids=torch.arange(16, device=model.device)[None])).float().cpu()
+
+
+def _check_merged(folder: Path, expected: torch.Tensor) -> None:
+    """Fail unless the merged model in `folder` computes these logits once it is reloaded."""
+    reloaded = load_whole(folder, "auto")
+    difference = ((_sample_logits(reloaded) - expected).abs().max() / expected.abs().max()).item()
+    if not difference <= _allowed(reloaded.dtype):
+        raise RuntimeError(f"{folder}: reloaded logits differ by {difference:.1e} of the largest")
+
+
+def _check_copies(source: Path, copy: Path) -> None:
+    """Refuse to hand out a checkpoint's files that are not as they were written."""
+    written = read_json(source / COMPLETE).get("digests", {}) if (source / COMPLETE).exists() else {}
+    for file in copy.iterdir():
+        if digests.of_file(file) != written.get(file.name, digests.of_file(source / file.name)):
+            raise UserError(f"{source / file.name} is not as it was written (a disk or memory error); export another.")
+
+
+_COPIED = (".json", ".safetensors", ".jinja", ".model", ".txt")
+_OF_THE_RUN = {"trainer_state.json", "complete.json"}

@@ -1,0 +1,17 @@
+"""The methods of training: one module each, named like the recipe's `method`, with the same functions.
+
+arguments(common, recipe)                                       the Trainer's arguments, of the method's own kind
+datasets(recipe, tokenizer)                                     what to train on and what is held out
+trainer(context, model, arguments, dataset, tokenizer)          the Trainer, with `RunHooks`
+metric(trainer, examples)                                       its numbers by name, where they are not the loss
+"""
+
+from importlib import import_module
+from types import ModuleType
+
+from ...recipe.methods.traits import Method
+
+
+def method(name: Method) -> ModuleType:
+    """Return the module of a method."""
+    return import_module(f".{name}", __package__)

@@ -1,0 +1,169 @@
+"""Sequence classification on transformers' own Trainer: the class of a text or of a conversation.
+
+transformers computes a classifier's loss as the mean of a micro-batch, whatever number of examples its Trainer passes,
+and the Trainer multiplies it by the number of ranks all the same, and does not divide it by that of the micro-batches.
+Here it is the mean over all examples of the global batch.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+
+from ...recipe.recipe import Layout, Recipe
+from .. import distributed
+from ..console import say
+from ..data import classes, load, report, tokenize, updates
+from ..data.collate import padded
+from ..model.load import load_config
+from ..parallel import scores
+from ..trainer import RunContext
+from . import sft
+from .averages import Averaging
+
+arguments = sft.arguments
+
+
+def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
+    """Return texts as tokens, each with the number of its class.
+
+    Raises:
+        UserError: no classes can be learned from the labels, or the model or the held-out data has others.
+    """
+    found, held_out = load.read_examples(recipe, tokenizer)
+    counts = Counter(found["label"])
+    classes.check("data.path", counts)
+    labels = _labels(recipe, counts)
+    if held_out is not None:
+        classes.check_known("data.validation", held_out["label"], labels)
+    numbers = {name: number for number, name in enumerate(labels)}
+    make = partial(_with_tokens, tokenizer=tokenizer, numbers=numbers, longest=recipe.sequence_length)
+    tokens = found.map(make, remove_columns=found.column_names)
+    cut = sum(tokens["cut"])
+    kept = tokens.remove_columns("cut")
+    shown = [[(f"({found[at]['label']}) ", True), (tokenizer.decode(kept[at]["input_ids"]), False)] for at in (0, 1)]
+    load.show(shown)
+    say(f"training: {len(kept)} texts; " + ", ".join(f"{counts[name]} {name}" for name in labels[: classes.SHOWN * 2]))
+    if cut:
+        say(report.cut_off(cut, len(found), recipe.sequence_length))
+    size = updates.Size(len(found), len(kept), len(kept), sum(map(len, kept["input_ids"])))
+    return load.Datasets(kept, held_out, None, kept[0]["input_ids"], size, {"shown": shown}, tuple(labels))
+
+
+def _labels(recipe: Recipe, counts: Counter[str]) -> list[str]:
+    """Return the names of the classes: those of the model, where it is a classifier already, or else of the data."""
+    config = load_config(recipe)
+    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        return classes.ordered(counts)
+    known = [config.id2label[at] for at in range(config.num_labels)]
+    classes.check_known("data.path", counts, known, f"the classifier model.path={recipe.model.path}")
+    return known
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], longest: int) -> list[int]:
+    content, options = example["messages"] or example["text"], example.get("options")
+    return tokenize.text_tokens(tokenizer, content, longest, example["tools"], options)
+
+
+def _with_tokens(
+    example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, numbers: dict[str, int], longest: int
+) -> dict[str, Any]:
+    tokens = _tokens(tokenizer, example, longest + 1)
+    return {"input_ids": tokens[:longest], "labels": numbers[example["label"]], "cut": len(tokens) > longest}
+
+
+@dataclass(frozen=True)
+class TextCollator:
+    """Pads texts, and adds the numbers of their classes as `labels`, [texts]."""
+
+    pad_token_id: int
+
+    def __call__(self, texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the model's inputs."""
+        inputs = padded([text["input_ids"] for text in texts], self.pad_token_id)
+        return {**inputs, "labels": torch.tensor([text["labels"] for text in texts])}
+
+
+class RunClassificationTrainer(Averaging, Trainer):
+    """transformers' Trainer with the run's hooks and our loss."""
+
+    def __init__(self, context: RunContext, *, class_weights: torch.Tensor | None, **options: Any) -> None:
+        """`class_weights`: one number per class; None: all are 1. `options`: those of the trainer's own class."""
+        self.class_weights = class_weights
+        super().__init__(context, compute_loss_func=self.loss, **options)
+
+    def loss(self, output: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's part of the mean weighted cross-entropy, in nats.
+
+        The Trainer multiplies it by the number of ranks, over which DeepSpeed takes the mean. With class weights it is
+        divided by the number of examples too, and not by their weights, which would cancel in a batch of one class.
+
+        Args:
+            output: with `logits`, [texts, classes].
+            labels: the numbers of the classes, [texts].
+            num_items_in_batch: examples of the global batch, on all ranks.
+        """
+        logits = output.logits.float()
+        self.averages.add({"accuracy": logits.detach().argmax(-1) == labels})
+        return cross_entropy(logits, labels, weight=self.class_weights, reduction="sum") / num_items_in_batch
+
+
+def trainer(
+    context: RunContext, model: Any, arguments: TrainingArguments, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
+) -> RunClassificationTrainer:
+    """Return the Trainer."""
+    pad = model.config.get_text_config().pad_token_id
+    if pad is None:  # without it transformers would not know where a text ends
+        pad = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    weights = None
+    if context.recipe.classify.class_weights == "balanced":
+        weights = balanced(dataset["labels"], model.config.num_labels).to(distributed.device())
+    given = {"data_collator": TextCollator(pad), "class_weights": weights}
+    return RunClassificationTrainer.of(context, model, arguments, dataset, tokenizer, **given)
+
+
+def balanced(labels: Sequence[int], number: int) -> torch.Tensor:
+    """Return examples / (classes * examples of the class), for each of `number` classes; 0 of one without examples."""
+    counts = Counter(labels)
+    weights = [len(labels) / (len(counts) * counts[at]) if counts[at] else 0.0 for at in range(number)]
+    return torch.tensor(weights)
+
+
+def metric(trainer: RunClassificationTrainer, examples: Dataset) -> dict[str, float]:
+    """Return `accuracy`, `macro_f1` and the unweighted `loss` of held-out texts."""
+    recipe, model = trainer.context.recipe, trainer.model
+    numbers = {model.config.id2label[at]: at for at in range(model.config.num_labels)}
+    confused = torch.zeros(len(numbers), len(numbers), dtype=torch.float64)
+    loss = 0.0
+    for batch, logits in judged(model, trainer.processing_class, examples, recipe, recipe.layout):
+        labels = torch.tensor([numbers[example["label"]] for example in batch], dtype=torch.long)
+        loss += cross_entropy(logits, labels, reduction="sum").item() if batch else 0.0
+        for label, answer in zip(labels.tolist(), logits.argmax(-1).tolist(), strict=True):
+            confused[label, answer] += 1
+    loss, *counted = distributed.total(loss, *confused.flatten().tolist())
+    confused = torch.tensor(counted).view_as(confused)
+    right = confused.diagonal().sum().item()
+    return {"accuracy": right / len(examples), "macro_f1": macro_f1(confused), "loss": loss / len(examples)}
+
+
+def macro_f1(confused: torch.Tensor) -> float:
+    """Return the mean F1 of the classes that occur, from how often a class (row) was taken for another (column)."""
+    both = confused.sum(0) + confused.sum(1)
+    return (2 * confused.diagonal() / both)[both > 0].mean().item()
+
+
+@torch.no_grad()
+def judged(
+    model: Any, tokenizer: PreTrainedTokenizerBase, examples: Dataset, recipe: Recipe, layout: Layout
+) -> Iterator[tuple[list[dict[str, Any]], torch.Tensor]]:
+    """Yield this rank's share of the examples with their logits on the host, [examples, classes]; a collective."""
+    for batch, count in scores.rank_batches(list(examples), recipe.micro_batch_size, layout):
+        texts = [_tokens(tokenizer, example, recipe.sequence_length) for example in batch]
+        inputs = scores.to_device(padded(texts, model.config.get_text_config().pad_token_id))
+        yield batch[:count], model(**inputs, use_cache=False).logits[:count].float().cpu()

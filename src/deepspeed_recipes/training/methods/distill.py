@@ -1,0 +1,144 @@
+"""Distillation: the model learns a teacher's whole distribution over each next token of the assistant's answers.
+
+Hinton et al. 2015 (arXiv:1503.02531) and, for the divergences, Agarwal et al. 2023 (arXiv:2306.13649), on the data's
+answers or, with `distill.on_policy`, on the student's own. The loss is the mean over all labelled tokens of a step,
+whatever their micro-batch and rank, of
+
+    (1 - alpha) * temperature^2 * divergence(teacher, student) + alpha * cross-entropy
+
+On transformers' Trainer, with the packed sequences of supervised fine-tuning. Of TRL's trainers GKDTrainer divides a
+step's loss by its tokens over all ranks, and DeepSpeed its gradients by the ranks once more, so that both are halved on
+two; it holds whole logits of both models. DistillationTrainer, in tiles, is for answers that the student writes, packs
+nothing, and reads numbers from the device at every pass.
+"""
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase, Trainer
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from ...recipe.recipe import Recipe
+from ..data.collate import Collator
+from ..data.load import Datasets, tokenized_datasets
+from ..model import output_head
+from ..model.attention import needs_boundaries
+from ..trainer import RunContext
+from . import sft
+from .averages import Averaging
+from .distillation import divergence, likeliest, on_policy, teacher, tiles
+from .distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
+from .distillation.served import Served
+from .distillation.teacher import Teacher
+
+arguments = sft.arguments
+metric = sft.metric
+
+
+def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
+    """Return sequences of tokens with labels.
+
+    Raises:
+        UserError: the teacher has another vocabulary.
+    """
+    if not recipe.distill.served:
+        teacher.check(recipe, tokenizer)
+    found = tokenized_datasets(recipe, tokenizer)
+    return on_policy.with_room(found, recipe) if recipe.distill.on_policy else found
+
+
+class RunDistillTrainer(Averaging, Trainer):
+    """transformers' Trainer with the run's hooks, and a teacher."""
+
+    def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: Any) -> None:
+        """`options`: those of the trainer's own class."""
+        recipe = context.recipe
+        boundaries = needs_boundaries(options["model"])
+        collator = PlacesCollator(Collator(processing_class.pad_token_id, boundaries=boundaries), recipe.distill.top_k)
+        super().__init__(context, processing_class=processing_class, data_collator=collator, **options)
+        self.model_accepts_loss_kwargs = True  # the loss below takes a step's number of tokens, whatever the model does
+        self.student = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        self.vocabulary = teacher.entries(recipe)
+        self.head = output_head.head_of(self.student, self.vocabulary)
+        self.teacher: Teacher | None = None
+        if recipe.distill.top_k is None:
+            self.teacher = self._load_teacher()
+        else:
+            self.train_dataset = self._with_likeliest()
+
+    def _load_teacher(self) -> Teacher:
+        recipe = self.context.recipe
+        model = teacher.load_frozen(recipe)
+        return Teacher.of(model, recipe, self.vocabulary, self.accelerator)
+
+    def _with_likeliest(self) -> likeliest.WithLikeliest:
+        """Return the training data with the teacher's likeliest tokens; loads the teacher only to compute them."""
+        recipe, run = self.context.recipe, self.context.run
+        folder = Path(recipe.distill.cache or run.likeliest)
+        mark = likeliest.of_run(recipe, self.train_dataset, self.processing_class)
+        if not likeliest.known(folder, mark):
+            asked = self._connect() if recipe.distill.served else self._load_teacher()
+            batch = recipe.micro_batch_size
+            likeliest.compute(folder, mark, asked, self.train_dataset, self.data_collator, batch)
+        return likeliest.read(folder, self.train_dataset)
+
+    def _connect(self) -> Served:
+        found = Served.of(self.context.recipe, self.vocabulary)
+        found.check(self.processing_class)
+        return found
+
+    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Return a step's micro-batches with the student's own answers where `distill.on_policy` asks for them."""
+        if not on_policy.writes(self.context.recipe, self.state.global_step):
+            return batches, items
+        with self.context.phases.phase("rollout"):
+            batches = on_policy.rewritten(self, batches)
+        return batches, self._get_num_items_in_batch(batches, self.args.device)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Return this rank's part of the step's mean loss per token, times the ranks, over which DeepSpeed averages."""
+        with self.context.phases.phase("forward"):
+            of_teacher = self.teacher.hidden(inputs, inputs[PLACES]) if self.teacher else None
+            forward = partial(self._forward, inputs, of_teacher)
+            loss, numbers = teacher.run_as(model, self.student, forward, **teacher.read_by_models(inputs))
+        self.averages.add(dict(zip(("divergence", "cross_entropy"), numbers, strict=True)))
+        return loss * dist.get_world_size() / options["num_items_in_batch"]
+
+    def _forward(
+        self, batch: dict[str, Any], of_teacher: torch.Tensor | None, **inputs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss summed over a micro-batch's tokens, and its numbers; inside the student's forward pass.
+
+        ZeRO-3 has hooks there, which gather its weights and reduce the gradients; so both heads are gathered in it.
+        """
+        read = teacher.read_by_models(inputs)  # PEFT adds arguments of its own
+        hidden = teacher.hidden_states(self.student, read, batch[PLACES])
+        with ExitStack() as gathered:
+            gathered.enter_context(maybe_gather_lm_head_ctx(*self.head.weights))
+            if self.teacher:
+                gathered.enter_context(self.teacher.gathered())
+            return tiles.summed(hidden, self.head, partial(self._compared, batch, of_teacher))
+
+    def _compared(
+        self, batch: dict[str, Any], of_teacher: torch.Tensor | None, logits: torch.Tensor, tokens: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of a tile, summed, and its tokens' divergences and cross-entropies, [2, tokens]."""
+        recipe, distill = self.context.recipe, self.context.recipe.distill
+        log_probs = (logits / distill.temperature).log_softmax(-1)
+        if self.teacher and of_teacher is not None:
+            wanted = self.teacher.log_probs(of_teacher[tokens])
+        else:
+            log_probs = divergence.of_outcomes(log_probs, batch[TOKENS][tokens])
+            wanted = batch[LOG_PROBS][tokens]
+        apart = divergence.per_token(log_probs, wanted, recipe)
+        said = torch.nn.functional.cross_entropy(logits, batch[TARGETS][tokens], reduction="none")
+        loss = (1 - distill.alpha) * distill.temperature**2 * apart + distill.alpha * said
+        return loss.sum(), torch.stack([apart, said])
+
+
+trainer = RunDistillTrainer.of

@@ -1,0 +1,157 @@
+"""The teacher: checked by its tokenizer, loaded beside the model that learns, and asked for its distributions."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl.models.utils import _ForwardRedirection, prepare_deepspeed
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from ....recipe.errors import UserError
+from ....recipe.recipe import Lora, Recipe
+from ... import distributed
+from ...console import say
+from ...model import load, output_head, packing_check
+from ...model.output_head import Head
+from . import divergence, vocabulary
+from .tiles import ENTRIES
+
+INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What models read of a batch; everything else in it is for the loss."""
+_attention: dict[str, str] = {}
+"""By a teacher's path, what it computes with: found before ZeRO-3 shards every model that is made, and used after."""
+run_as = _ForwardRedirection()
+"""Runs a function as a model's forward pass, within the hooks by which ZeRO-3 gathers weights and reduces gradients."""
+
+
+def recipe_of(recipe: Recipe) -> Recipe:
+    """Return how to load the teacher of a recipe; `lora` only says that nothing but adapters could be trained."""
+    distill = recipe.distill
+    assert distill.teacher is not None
+    model = replace(recipe.model, path=distill.teacher, quantization=distill.teacher_quantization, config={})
+    plain: dict[str, Any] = {"tiled_loss": False, "tiled_mlp": False, "compile": "off", "gradient_checkpointing": False}
+    return replace(recipe, method="sft", model=model, lora=Lora(), **plain)
+
+
+def entries(recipe: Recipe) -> int:
+    """Return how many vocabulary entries the heads of both models have; a server keeps its own to itself."""
+    known = (recipe,) if recipe.distill.served else (recipe, recipe_of(recipe))
+    return min(load.load_config(one).get_text_config().vocab_size for one in known)
+
+
+def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many vocabulary entries both models have; call it before either is loaded.
+
+    Raises:
+        UserError: the teacher's tokenizer has other tokens, or they have other numbers; or there is no such teacher.
+    """
+    path = recipe_of(recipe).model.path
+    try:
+        theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code).get_vocab()
+    except (OSError, ValueError) as error:
+        raise UserError(f"distill.teacher={path}: has no tokenizer to compare with the model's: {error}") from error
+    ours = tokenizer.get_vocab()
+    vocabulary.check(path, ours, theirs)
+    if (least := entries(recipe)) < len(ours):
+        raise UserError(f"distill.teacher={path}: a head of {least:,} entries for {len(ours):,} tokens.")
+    return least
+
+
+def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Find the attention that a teacher computes with; call it before ZeRO-3 shards every model that is made.
+
+    Raises:
+        UserError: as `check`, or the teacher's logits are not those of tiles, or it would mix packed documents.
+    """
+    check(recipe, tokenizer)
+    teacher = recipe_of(recipe)
+    if why := output_head.difference(load.load_config(teacher).get_text_config(), tokenizer):
+        raise UserError(f"distill.teacher={teacher.model.path}: distillation computes logits in tiles: {why}.")
+    _attention[teacher.model.path] = packing_check.check(teacher, tokenizer, distributed.on_gpu(), say)
+
+
+def load_frozen(recipe: Recipe) -> PreTrainedModel:
+    """Return the teacher, which `check_model` has checked: under ZeRO-3 as shards, in 4 bits whole on each rank.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    teacher = recipe_of(recipe)
+    attention = _attention[teacher.model.path]
+    model = load.load_base(replace(teacher, model=replace(teacher.model, attention=attention)))
+    say(f"teacher: {sum(getattr(one, 'ds_numel', one.numel()) for one in model.parameters()):,} parameters")
+    return model.requires_grad_(False).eval()
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen model that says how likely each next token is."""
+
+    engine: Any
+    """DeepSpeed's under ZeRO-3, which gathers the weights; else the model."""
+    model: PreTrainedModel
+    head: Head
+    temperature: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, recipe: Recipe, entries: int, accelerator: Any) -> "Teacher":
+        """Return the teacher, with the engine that holds a sharded one; `entries` as from `check`."""
+        sharded = any(hasattr(one, "ds_id") for one in model.parameters())
+        engine = prepare_deepspeed(model, accelerator) if sharded else model.to(distributed.device())
+        return cls(engine, model, output_head.head_of(model, entries), recipe.distill.temperature)
+
+    @torch.no_grad()
+    def hidden(self, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states at some places of a batch, [places, hidden]; a collective under ZeRO-3."""
+
+        def forward(**given: Any) -> torch.Tensor:
+            return hidden_states(self.model, given, places)
+
+        return run_as(self.engine, self.model, forward, **read_by_models(inputs))
+
+    def gathered(self) -> Any:
+        """Return a context in which the head's weights are whole; a collective under ZeRO-3."""
+        if self.engine is self.model:
+            return nullcontext()
+        return maybe_gather_lm_head_ctx(*self.head.weights)
+
+    @torch.no_grad()
+    def log_probs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities for hidden states, [tokens, vocabulary], at the temperature; in `gathered`."""
+        return (self.head.logits(hidden, *self.head.weights) / self.temperature).log_softmax(-1)
+
+    def likeliest(self, inputs: dict[str, Any], places: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the likeliest tokens at some places, and their log-probabilities with that of all others, on the CPU.
+
+        Args:
+            inputs: a batch.
+            places: as in `hidden`.
+            count: how many tokens of each place.
+        """
+        hidden, found = self.hidden(inputs, places), []
+        with self.gathered():
+            for part in hidden.split(max(1, ENTRIES // self.head.vocabulary)):
+                log_probs = self.log_probs(part)
+                tokens = log_probs.topk(count).indices
+                found.append((tokens.int().cpu(), divergence.of_outcomes(log_probs, tokens).cpu()))
+        tokens, log_probs = zip(*found, strict=True)
+        return torch.cat(tokens), torch.cat(log_probs)
+
+
+def read_by_models(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return what models read of a batch."""
+    return {name: inputs[name] for name in INPUTS if name in inputs}
+
+
+def hidden_states(model: PreTrainedModel, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
+    """Return a causal model's last hidden states at some places, [places, hidden].
+
+    Args:
+        model: without adapters around it; they may be in it.
+        inputs: what models read of a batch.
+        places: numbers of tokens, all sequences of the batch laid end to end.
+    """
+    states = model.base_model(**inputs, use_cache=False).last_hidden_state
+    return states.flatten(0, 1).index_select(0, places)

@@ -1,0 +1,56 @@
+"""Whether two models have the same vocabulary, as learning from a teacher's distributions needs.
+
+Standard library only: the launcher compares local folders before it starts anything.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ....recipe.errors import UserError
+from ....recipe.run_folder import read_json
+
+
+def tokens(folder: Path, special: bool = True) -> dict[str, int]:
+    """Return the numbers of the tokens that a folder's tokenizer.json names; none where there is no such file.
+
+    Args:
+        folder: a model's.
+        special: with those that only templates write, as which a text is not read.
+
+    Raises:
+        UserError: not a tokenizer.json.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    content = read_json(file)
+    try:
+        known = content["model"].get("vocab", {})
+        if isinstance(known, list):  # Unigram's: pieces with their scores, in the order of their numbers
+            known = {piece: number for number, (piece, _) in enumerate(known)}
+        added = {one["content"]: (one["id"], one.get("special")) for one in content.get("added_tokens") or ()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{file}: not a tokenizer of Hugging Face's; download it again.") from error
+    numbers = {**known, **{token: number for token, (number, _) in added.items()}}
+    return numbers if special else {token: numbers[token] for token in numbers if not added.get(token, (0, 0))[1]}
+
+
+def check(teacher: str, ours: Mapping[str, int], theirs: Mapping[str, int]) -> None:
+    """Refuse a teacher whose tokens are not the model's.
+
+    Args:
+        teacher: its folder or Hub id.
+        ours: the numbers of the model's tokens.
+        theirs: those of the teacher's.
+
+    Raises:
+        UserError: a token is missing on one side or has another number.
+    """
+    differing = {token for token, _ in ours.items() ^ theirs.items()}
+    if differing:
+        example = min(differing)
+        numbers = f"{example!r} is {ours.get(example, 'missing')} in the model, {theirs.get(example, 'missing')} there"
+        raise UserError(
+            f"distill.teacher={teacher}: another vocabulary: {len(differing):,} tokens differ ({numbers}).\n"
+            "Both have to mean the same by a token's number; use a teacher of the model's own family."
+        )

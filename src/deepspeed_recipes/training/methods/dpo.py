@@ -1,0 +1,56 @@
+"""Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), by TRL's DPOTrainer."""
+
+from typing import Any
+
+import torch
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer
+
+from ...recipe.recipe import Recipe
+from ..data import example_numbers
+from ..parallel import scores
+from .preferences import precomputed
+from .preferences.pairs import PairHooks, datasets, ranked_by
+from .preferences.reference import with_reference
+
+__all__ = ["arguments", "datasets", "metric", "trainer"]
+
+
+class RunDPOTrainer(PairHooks, DPOTrainer):
+    """TRL's trainer with the run's hooks."""
+
+    before: torch.Tensor | None = None
+    """What the reference model says of all pairs, where that is computed once; [pairs, 2], on the host."""
+
+    def _precompute_ref_logps(self, dataset: Dataset, *arguments: Any) -> Dataset:
+        """Return the pairs as they are; what TRL would do here is done when there is an engine."""
+        return dataset
+
+    def on_engine_ready(self) -> None:
+        """Also compute or read what the reference model says."""
+        super().on_engine_ready()
+        if self.precompute_ref_logps:
+            self.before = precomputed.of_run(self, self.train_dataset)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch, with what the reference model says of its pairs."""
+        if self.before is not None:
+            sides = self.before[inputs[example_numbers.KEY]].to(self.args.device, non_blocking=True).unbind(1)
+            inputs = {**inputs, "ref_chosen_logps": sides[0], "ref_rejected_logps": sides[1]}
+        return super().training_step(model, inputs, *arguments)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Return a micro-batch's part of the step's mean over pairs."""
+        loss = super().compute_loss(model, inputs, *arguments, **options)
+        return self.mean(loss.expand(len(inputs["input_ids"]) // 2))
+
+
+def arguments(common: dict[str, Any], recipe: Recipe) -> DPOConfig:
+    """Return TRL's arguments."""
+    dpo = {"loss_type": recipe.dpo.loss, "label_smoothing": recipe.dpo.label_smoothing, "beta": recipe.dpo.beta}
+    options = {"max_length": recipe.sequence_length, "precompute_ref_log_probs": recipe.dpo.precompute}
+    return DPOConfig(**common, **dpo, **options)
+
+
+trainer = with_reference(RunDPOTrainer)
+metric = ranked_by(scores.log_likelihood)

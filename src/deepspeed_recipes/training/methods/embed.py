@@ -1,0 +1,217 @@
+"""Embeddings from texts that belong together: InfoNCE with the other texts of all ranks' micro-batches as negatives.
+
+van den Oord et al. 2018, arXiv:1807.03748; as sentence-transformers' MultipleNegativesRankingLoss, from anchors to
+texts, on cosine similarities.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch.nn.functional import cross_entropy, normalize
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+
+from ...recipe.layout import data_parallel_size
+from ...recipe.recipe import Layout, Recipe
+from .. import distributed
+from ..console import say
+from ..data import classes, load, report, tokenize, updates
+from ..data.collate import padded
+from ..parallel import scores
+from ..trainer import RunContext
+from . import sft
+from .averages import Averaging
+
+arguments = sft.arguments
+SIDES = ("anchor", "positive", "negative")
+
+
+def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
+    """Return pairs, with a negative where the data has them, as tokens; whole micro-batches of all ranks.
+
+    Raises:
+        UserError: fewer pairs than a batch, or only some of them have a negative.
+    """
+    found, held_out = load.read_examples(recipe, tokenizer)
+    negatives = sum(text is not None for text in found["negative"])
+    classes.check_negatives("data.path", negatives, len(found))
+    classes.check_pairs("data.path", len(found), recipe.global_batch_size)
+    sides = SIDES if negatives else SIDES[:2]
+    make = partial(_with_tokens, tokenizer=tokenizer, sides=sides, longest=recipe.sequence_length)
+    tokens = found.map(make, remove_columns=found.column_names).shuffle(recipe.seed)
+    cut, tokens = sum(tokens["cut"]), tokens.remove_columns("cut")
+    # Of unequal batches ranks could not exchange the texts.
+    together = recipe.micro_batch_size * data_parallel_size(recipe.layout, dist.get_world_size())
+    kept = tokens.select(range(len(tokens) // together * together))
+    shown = [[(f"({side}) ", True), (found[0][side], False)] for side in sides]
+    load.show(shown)
+    each = together * (len(sides) - 1)
+    say(f"training: {len(kept)} pairs, {len(found) - len(kept)} left over; each is told from {each - 1} other texts")
+    if cut:
+        say(report.cut_off(cut, len(found) * len(sides), recipe.sequence_length))
+    size = updates.Size(len(found), len(kept), len(kept), None)
+    return load.Datasets(kept, held_out, None, kept[0]["positive"], size, {"shown": shown})
+
+
+def _with_tokens(
+    example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, sides: Sequence[str], longest: int
+) -> dict[str, Any]:
+    tokens = {side: tokenize.text_tokens(tokenizer, example[side], longest + 1) for side in sides}
+    cut = sum(len(text) > longest for text in tokens.values())
+    return {side: text[:longest] for side, text in tokens.items()} | {"cut": cut}
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """Pads the texts of pairs: all anchors, then all positives, then all negatives."""
+
+    pad_token_id: int
+
+    def __call__(self, pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the model's inputs, and `texts`, [2 or 3, pairs]: a number for each, the same for equal ones."""
+        sides = [side for side in SIDES if side in pairs[0]]
+        texts = [[pair[side] for pair in pairs] for side in sides]
+        numbers = torch.tensor([[_number(tokens) for tokens in side] for side in texts])
+        return padded([tokens for side in texts for tokens in side], self.pad_token_id) | {"texts": numbers}
+
+
+def _number(tokens: Sequence[int]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(list(tokens)).encode(), digest_size=7).digest())
+
+
+class Gathered(torch.autograd.Function):
+    """The texts of all ranks, [ranks * texts, hidden size], with gradients back to the rank that has computed each.
+
+    torch.distributed.nn's own `all_gather` is deprecated, and what is to replace it is private.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of all ranks, in their order; a collective."""
+        every = [torch.empty_like(vectors) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, vectors.contiguous())
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what all ranks' losses say of this rank's vectors; a collective."""
+        summed = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed)
+        return summed.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class RunEmbeddingTrainer(Averaging, Trainer):
+    """transformers' Trainer with the run's hooks and our loss."""
+
+    loss_is_scaled_for_ga = False  # a mean per micro-batch
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Return the mean InfoNCE of this rank's anchors, in nats."""
+        recipe, numbers = self.context.recipe, inputs["texts"]
+        vectors = embedded(model, inputs, recipe.embed.pooling)
+        anchors, others = vectors[: numbers.shape[1]], vectors[numbers.shape[1] :]
+        similarities = anchors @ Gathered.apply(others).T / recipe.embed.temperature
+        right, equal = candidates(numbers)
+        similarities = similarities.masked_fill(equal, -torch.inf)
+        self.averages.add({"accuracy": similarities.detach().argmax(-1) == right})
+        return cross_entropy(similarities, right)
+
+
+def candidates(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which text of all ranks each of this rank's anchors should find, and which are no negatives of it.
+
+    A text that is equal to the right one, or belongs to an equal anchor, is right too.
+
+    Args:
+        numbers: of this rank's texts, [2 or 3, pairs], as `PairCollator` gives them.
+
+    Returns:
+        The places of the right texts among those of all ranks, [pairs], and booleans, [pairs, texts of all ranks].
+    """
+    every = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, numbers.contiguous())
+    texts = torch.cat([one[1:].flatten() for one in every])
+    owners = torch.cat([torch.cat([one[0], torch.full_like(one[2:].flatten(), -1)]) for one in every])
+    pairs = numbers.shape[1]
+    own = torch.arange(pairs, device=numbers.device)
+    right = dist.get_rank() * numbers[1:].numel() + own
+    equal = (texts == numbers[1][:, None]) | (owners == numbers[0][:, None])
+    equal[own, right] = False
+    return right, equal
+
+
+def embedded(model: Any, inputs: dict[str, Any], pooling: str) -> torch.Tensor:
+    """Return the vectors of texts, [texts, hidden size], of length 1 and in fp32.
+
+    Args:
+        model: without a head.
+        inputs: `input_ids` and `attention_mask`, [texts, length], padded behind the tokens.
+        pooling: as in `Embed`.
+    """
+    mask = inputs["attention_mask"]
+    states = model(input_ids=inputs["input_ids"], attention_mask=mask, use_cache=False).last_hidden_state.float()
+    if pooling == "last":
+        return normalize(states[torch.arange(len(states), device=states.device), mask.sum(-1) - 1], dim=-1)
+    return normalize((states * mask[..., None]).sum(1) / mask.sum(-1, keepdim=True), dim=-1)
+
+
+def trainer(
+    context: RunContext, model: Any, arguments: TrainingArguments, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
+) -> RunEmbeddingTrainer:
+    """Return the Trainer."""
+    collator = PairCollator(tokenizer.pad_token_id)
+    return RunEmbeddingTrainer.of(context, model, arguments, dataset, tokenizer, data_collator=collator)
+
+
+def metric(trainer: RunEmbeddingTrainer, examples: Dataset) -> dict[str, float]:
+    """Return `recall_at_1` and `recall_at_10`: the share of held-out anchors that find their text so early.
+
+    Among the texts of all held-out pairs, negatives included.
+    """
+    recipe = trainer.context.recipe
+    places = found_at(trainer.model, trainer.processing_class, list(examples), recipe, recipe.layout)
+    return {f"recall_at_{most}": sum(place < most for place in places) / len(places) for most in (1, 10)}
+
+
+def found_at(
+    model: Any, tokenizer: PreTrainedTokenizerBase, examples: list[dict[str, Any]], recipe: Recipe, layout: Layout
+) -> list[int]:
+    """Return for each example how many texts are at least as similar to its anchor as its own; a collective.
+
+    The other texts of an equal anchor do not count.
+    """
+    texts = list(dict.fromkeys(example[side] for side in SIDES[1:] for example in examples if example[side]))
+    anchors = list(dict.fromkeys(example["anchor"] for example in examples))
+    vectors = _vectors(model, tokenizer, texts + anchors, recipe, layout)
+    similar = vectors[len(texts) :] @ vectors[: len(texts)].T
+    place = {text: at for at, text in enumerate(texts)}
+    own: dict[str, set[int]] = {}
+    for example in examples:
+        own.setdefault(example["anchor"], set()).add(place[example["positive"]])
+    rows = dict(zip(anchors, similar, strict=True))
+    return [_before(rows[one["anchor"]], place[one["positive"]], own[one["anchor"]]) for one in examples]
+
+
+def _before(similar: torch.Tensor, right: int, own: set[int]) -> int:
+    before = similar >= similar[right]  # of a model that gives all texts the same vector, all
+    return int(before.sum()) - int(before[list(own)].sum())
+
+
+@torch.no_grad()
+def _vectors(
+    model: Any, tokenizer: PreTrainedTokenizerBase, texts: list[str], recipe: Recipe, layout: Layout
+) -> torch.Tensor:
+    """Return the vectors of all texts on every rank, [texts, hidden size]; a collective."""
+    found = torch.zeros(len(texts), model.config.get_text_config().hidden_size, device=distributed.device())
+    for batch, count in scores.rank_batches(list(enumerate(texts)), recipe.micro_batch_size, layout):
+        tokens = [tokenize.text_tokens(tokenizer, text, recipe.sequence_length) for _, text in batch]
+        inputs = scores.to_device(padded(tokens, tokenizer.pad_token_id))
+        places = torch.tensor([at for at, _ in batch[:count]], dtype=torch.long, device=found.device)
+        found[places] = embedded(model, inputs, recipe.embed.pooling)[:count]
+    dist.all_reduce(found)
+    return found.cpu()

@@ -1,0 +1,216 @@
+"""GRPO: of several answers to a prompt, those that score above their group's mean become likelier.
+
+Shao et al. 2024, arXiv:2402.03300, on TRL's GRPOTrainer; and RLOO (Ahmadian et al. 2024, arXiv:2402.14740), on its
+RLOOTrainer. The user's functions score the answers. Rollouts are TRL's, except for how they are sampled and scored, and
+so are advantages; the losses are computed here, since TRL reads a dozen numbers at every pass. What still waits for the
+device is the rollout, once per step.
+"""
+
+import math
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.models.utils import unwrap_model_for_generation
+
+from ...recipe.errors import UserError
+from ...recipe.methods import rewards
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import append_jsonl
+from .. import distributed
+from ..console import say
+from ..data import load, thinking, updates
+from ..model.control_tokens import conversation_tokens
+from ..model.generate import continued, ends
+from ..parallel import scores
+from ..trainer import RunContext
+from . import sft
+from .preferences import reference
+from .rollouts import loss, scoring
+from .rollouts.hooks import RolloutHooks
+
+
+class RunGRPOTrainer(RolloutHooks, GRPOTrainer):
+    """TRL's trainer with the run's hooks."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Return a micro-batch's share of the step's mean loss (the paper's equation 3), as TRL computes it."""
+        log_probs, mask = self._log_probs(model, inputs)
+        ratio = (log_probs - inputs.get("old_per_token_logps", log_probs.detach())).exp()
+        advantages = inputs["advantages"][:, None]
+        clip = loss.Clip(self.epsilon_low, self.epsilon_high)
+        losses = clip.surrogate(ratio, advantages)
+        if "importance_sampling_ratio" in inputs:  # of a server, whose arithmetic differs
+            losses = losses * inputs["importance_sampling_ratio"]
+        if self.beta:
+            kl = loss.divergence(log_probs, inputs["ref_per_token_logps"])
+            losses = losses + self.beta * kl
+            self.averages.add({"kl": kl}, mask)
+        self.averages.add(clip.shares(ratio.detach(), advantages), mask)
+        if self.loss_type == "dapo":
+            return (losses * mask).sum() * self.accelerator.num_processes / inputs["num_items_in_batch"].clamp(min=1.0)
+        if self.loss_type == "dr_grpo":
+            mean = (losses * mask).sum() / (len(losses) * self.max_completion_length)
+        else:
+            mean = loss.per_answer(losses, mask)
+        return mean / self.current_gradient_accumulation_steps
+
+
+class RunRLOOTrainer(RolloutHooks, RLOOTrainer):
+    """TRL's trainer with the run's hooks."""
+
+    def _as_trl_expects(self, found: list[list[int]]) -> Any:
+        return found
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Return the mean loss of a micro-batch: a whole answer is one action."""
+        log_probs, mask = self._log_probs(model, inputs)
+        ratio = ((log_probs * mask).sum(-1) - inputs["old_logps"]).exp()
+        clip = loss.Clip(self.epsilon_low, self.epsilon_high)
+        self.averages.add(clip.shares(ratio.detach(), inputs["advantages"]))
+        return clip.surrogate(ratio, inputs["advantages"]).mean()
+
+
+def arguments(common: dict[str, Any], recipe: Recipe) -> GRPOConfig | RLOOConfig:
+    """Return TRL's arguments. Its beta stays 0, so that it loads no second model; `RolloutHooks` has ours."""
+    grpo = recipe.grpo
+    shared: dict[str, Any] = {
+        "num_generations": grpo.group_size,
+        "max_completion_length": grpo.max_new_tokens,
+        "temperature": grpo.temperature,
+        "num_iterations": grpo.iterations,
+        "epsilon": grpo.epsilon,
+        "epsilon_high": grpo.epsilon_high,
+        "beta": 0.0,
+        "mask_truncated_completions": grpo.mask_truncated,
+        "reward_weights": rewards.weights(recipe.reward, grpo.reward_weights),
+        "ds3_gather_for_generation": grpo.gather,
+        "router_aux_loss_coef": 0.0,
+    }
+    if grpo.vllm is not None:
+        shared |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": grpo.vllm}
+    if grpo.loss == "rloo":
+        return RLOOConfig(**common, **shared)
+    return GRPOConfig(**common, **shared, loss_type=grpo.loss, scale_rewards=grpo.scale)
+
+
+def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
+    """Return prompts, as many as make whole steps.
+
+    Raises:
+        UserError: the reward functions give no number, or there are too few prompts that fit.
+    """
+    found, held_out = load.read_examples(recipe, tokenizer)
+    scoring.check(recipe, found.select(range(min(len(found), scoring.TRIED))).to_list())
+    longest = recipe.sequence_length - recipe.grpo.max_new_tokens
+    prompts = found.map(_as_prompt, remove_columns=found.column_names)
+    fitting = prompts.filter(lambda row: len(_tokens(tokenizer, row)) <= longest)
+    per_step = recipe.global_batch_size // recipe.grpo.group_size
+    kept = fitting.select(range(len(fitting) // per_step * per_step))
+    if not len(kept):
+        raise UserError(
+            f"data.path: {len(fitting)} of {len(found)} prompts leave room for grpo.max_new_tokens="
+            f"{recipe.grpo.max_new_tokens} in sequence_length={recipe.sequence_length}; a step takes {per_step}."
+        )
+    if held_out is not None:
+        for row in held_out:
+            _as_prompt(row)
+        if recipe.metric == "exact_match":
+            _check_answered(held_out)
+    if dropped := len(found) - len(fitting):
+        say(
+            f"warning: training: {dropped} of {len(found)} prompts ({dropped / len(found):.0%}) are dropped: they "
+            f"leave no room for grpo.max_new_tokens={recipe.grpo.max_new_tokens} in sequence_length="
+            f"{recipe.sequence_length}; raise sequence_length"
+        )
+    left = f"; {len(fitting) - len(kept)} left over" if len(fitting) > len(kept) else ""
+    say(f"training: {len(kept)} prompts, {recipe.grpo.group_size} answers each{left}")
+    sequences = len(kept) * recipe.grpo.group_size * recipe.grpo.iterations
+    shown = [[(tokenizer.decode(_tokens(tokenizer, kept[0])), False)]]
+    load.show(shown)
+    sample = _tokens(tokenizer, kept[0])
+    return load.Datasets(
+        kept, held_out, None, sample, updates.Size(len(found), len(kept), sequences, None), {"shown": shown}
+    )
+
+
+def _as_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what TRL reads, the prompt, and what a reward function gets.
+
+    Raises:
+        UserError: the example has tools.
+    """
+    if row["tools"]:
+        raise UserError("data.path: an example has tools, which GRPO does not offer the model; remove them.")
+    return {"prompt": row["messages"][: row["given"]], "example": scoring.example_of(row)}
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:
+    return conversation_tokens(tokenizer, row["prompt"], add_generation_prompt=True)
+
+
+def _check_answered(held_out: Dataset) -> None:
+    unanswered = sum(not _has_answer(row) for row in held_out)
+    if unanswered:
+        raise UserError(
+            f"data.metric=exact_match: {unanswered} of {len(held_out)} held-out prompts have no answer; add "
+            "answers, or use data.metric=loss, which for GRPO is the mean reward."
+        )
+
+
+def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
+    """Return the mean `reward` of the greedy answers, and `exact_match` where each example has an expected answer.
+
+    Answers without a reward are not in the mean. What is compared is the text after the reasoning: rewards teach the
+    model to reason in its own way. Rank 0 stores its first answers in the run folder.
+    """
+    recipe, scorer, gather = trainer.context.recipe, trainer.scorer, trainer.context.recipe.grpo.gather
+    stage_3 = trainer.context.file.stage == 3
+    tokenizer = trainer.processing_class
+    answered: list[tuple[dict[str, Any], list[int]]] = []
+    with unwrap_model_for_generation(
+        trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gather
+    ) as model:
+        for batch, count in scores.rank_batches(examples, scores.GENERATION_BATCH, recipe.layout):
+            prompts = [_tokens(tokenizer, _as_prompt(row)) for row in batch]
+            longest = recipe.grpo.max_new_tokens
+            said = continued(model, tokenizer, prompts, longest, synced_gpus=stage_3 and not gather)
+            answered += list(zip(batch[:count], said, strict=False))
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for _, tokens in answered]
+    totals = [
+        scorer.total(scorer.scores(text, scoring.example_of(row)))
+        for (row, _), text in zip(answered, texts, strict=True)
+    ]
+    known = [total for total in totals if not math.isnan(total)]
+    stop, compared = ends(trainer.model, tokenizer), []
+    for row, tokens in answered:
+        if _has_answer(row):
+            bare = tokens[:-1] if tokens and tokens[-1] in stop else tokens
+            # Special tokens stay, since they may separate reasoning from the rest.
+            answer = thinking.final(tokenizer.decode(bare, skip_special_tokens=False))
+            compared.append((row, thinking.final(row["messages"][row["given"]]["content"]), answer))
+    right = sum(wanted == said for _, wanted, said in compared)
+    summed, counted, matched, judged = distributed.total(sum(known), len(known), right, len(compared))
+    if distributed.is_first():
+        for row, wanted, answer in compared[: sft.SAMPLES]:
+            prompt = "\n".join(
+                f"{turn['role']}: {turn.get('content') or ''}" for turn in row["messages"][: row["given"]]
+            )
+            sample = sft.sample(prompt, wanted, answer)
+            append_jsonl(trainer.context.run.answers, {"step": trainer.state.global_step, **sample})
+    measured = {"reward": summed / counted if counted else math.nan}
+    return measured | ({"exact_match": matched / judged} if judged == len(examples) else {})
+
+
+def _has_answer(row: dict[str, Any]) -> bool:
+    return len(row["messages"]) > row["given"]
+
+
+def trainer(
+    context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: PreTrainedTokenizerBase
+) -> RolloutHooks:
+    """Return the trainer, with a reference model where all weights are trained and a beta asks for one."""
+    kind = RunRLOOTrainer if context.recipe.grpo.loss == "rloo" else RunGRPOTrainer
+    return kind.of(context, model, arguments, dataset, tokenizer, reference=reference.of_recipe(context.recipe))

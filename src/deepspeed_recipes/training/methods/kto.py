@@ -1,0 +1,131 @@
+"""Answers that were judged good or bad, each by itself (KTO, Ethayarajh et al. 2024, arXiv:2402.01306), by TRL."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl import KTOConfig, KTOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
+
+from ...recipe.errors import UserError
+from ...recipe.layout import data_parallel_size
+from ...recipe.recipe import Recipe
+from ..console import say
+from ..data import load, tokenize, updates
+from ..parallel import scores
+from .averages import Averaging
+from .preferences import fused_head
+from .preferences.reference import with_reference
+
+
+class RunKTOTrainer(Averaging, KTOTrainer):
+    """TRL's trainer with the run's hooks."""
+
+    def _prepare_dataset(self, dataset: Dataset, *arguments: Any) -> Dataset:
+        """Return the examples as `datasets` has made them; TRL would pair answers within each rank's own batch."""
+        return dataset
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Return the mean loss of a micro-batch (the paper's equations 7 and 8), as TRL computes it.
+
+        TRL reads a dozen numbers from the device at every pass, and divides the answers by their labels, which waits
+        for it too.
+        """
+        good = inputs["label"].bool()
+        mismatched = self._compute_kl_logps(model, inputs)
+        said = _log_likelihood(model, inputs)
+        with self._before_training() as reference:
+            kl = (mismatched - self._compute_kl_logps(reference, inputs)).mean()
+            before = _log_likelihood(reference, inputs)
+        dist.all_reduce(kl)
+        kl = (kl / dist.get_world_size()).clamp(min=0)
+        ratio = said - before
+        weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
+        rewards = self.beta * ratio.detach()
+        self.averages.add({"rewards/chosen": rewards}, good)
+        self.averages.add({"rewards/rejected": rewards}, ~good)
+        self.averages.add({"kl": kl})
+        return (weights * torch.sigmoid(self.beta * torch.where(good, kl - ratio, ratio - kl))).mean()
+
+    @contextmanager
+    def _before_training(self) -> Iterator[Any]:
+        """Give the model as it was: a second one, or this one with the adapters as they were."""
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            if self.ref_model is not None:
+                yield self.ref_model
+                return
+            adapters = self.accelerator.unwrap_model(self.model)
+            with use_adapter(adapters, "ref" if "ref" in adapters.peft_config else None):
+                yield self.model
+
+    def averaged(self) -> dict[str, float]:
+        """Return what is logged; a margin where there were good and bad answers."""
+        means = super().averaged()
+        good, bad = means.get("rewards/chosen"), means.get("rewards/rejected")
+        return means if good is None or bad is None else means | {"rewards/margins": good - bad}
+
+
+def _log_likelihood(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return fused_head.log_probs(model, inputs, inputs["completion_mask"].bool()).sum(-1)
+
+
+def arguments(common: dict[str, Any], recipe: Recipe) -> KTOConfig:
+    """Return TRL's arguments."""
+    kto = recipe.kto
+    weights = {"desirable_weight": kto.good_weight, "undesirable_weight": kto.bad_weight}
+    return KTOConfig(**common, beta=kto.beta, max_length=recipe.sequence_length, **weights)
+
+
+def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
+    """Return tokens of judged answers in the order in which they are trained on, each with a mismatched answer.
+
+    Raises:
+        UserError: too few examples, or all judged alike.
+    """
+    found, held_out = load.read_examples(recipe, tokenizer)
+    shown = tokenize.first_judged(found, tokenizer)
+    load.show(shown)
+    tokens = found.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=found.column_names)
+    fits = tokenize.fitting(tokens, recipe).shuffle(recipe.seed)
+    together = recipe.micro_batch_size * data_parallel_size(recipe.layout, dist.get_world_size())
+    kept = fits.select(range(len(fits) // together * together))
+    good = sum(kept["label"])
+    if not 0 < good < len(kept):
+        raise UserError(f"data.path: of {len(kept)} judged answers {good} are good; KTO needs good and bad ones.")
+    say(f"training: {len(kept)} judged answers, {good} of them good; {len(fits) - len(kept)} left over")
+    paired = kept.map(_mismatched, batched=True, batch_size=together)
+    size = updates.Size(len(found), len(kept), len(kept), None)
+    sample = kept[0]["prompt_ids"] + kept[0]["completion_ids"]
+    return load.Datasets(paired, held_out, None, sample, size, {"shown": shown})
+
+
+def with_tokens(example: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the columns that TRL's collator reads."""
+    tokens, start = tokenize.answered(tokenizer, example, "completion")
+    return {"prompt_ids": tokens[:start], "completion_ids": tokens[start:], "label": example["label"]}
+
+
+def _mismatched(examples: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return another example's answer for each, from which the KL is estimated (section 4.1 of the paper).
+
+    The answers of all ranks' micro-batches rotate by one. TRL rotates within each rank's, so that its estimate, and
+    with it the loss, depends on the number of ranks.
+    """
+    answers = examples["completion_ids"]
+    return {"KL_completion_ids": [answers[-1], *answers[:-1]]}
+
+
+trainer = with_reference(RunKTOTrainer)
+
+
+def metric(trainer: RunKTOTrainer, examples: Dataset) -> dict[str, float]:
+    """Return how the model ranks good answers against bad ones: `judgement_accuracy` and `judgement_margin`."""
+    recipe = trainer.context.recipe
+    judged, batch_size = list(examples), recipe.micro_batch_size
+    return scores.judgements(trainer.model, trainer.processing_class, judged, batch_size, recipe.layout)

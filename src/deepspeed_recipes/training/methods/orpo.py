@@ -1,0 +1,47 @@
+"""ORPO: imitates the better answer and raises its odds above the worse one's, without a reference model.
+
+Hong et al. 2024, arXiv:2403.07691. The odds ratio is that of TRL's ORPOTrainer; what goes into it is computed here, in
+tiles, since TRL's whole logits of two answers take gigabytes, and it reads a dozen numbers at every pass.
+"""
+
+from typing import Any
+
+import torch
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from ...recipe.recipe import Recipe
+from ..parallel import scores
+from .averages import Averaging
+from .preferences import fused_head
+from .preferences.pairs import PairHooks, datasets, of_pairs, ranked_by
+
+__all__ = ["arguments", "datasets", "metric", "trainer"]
+
+
+class RunORPOTrainer(fused_head.FusedHead, Averaging, PairHooks, ORPOTrainer):
+    """TRL's trainer with the run's hooks."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Return the mean loss of a micro-batch of pairs, in nats (the paper's equation 6).
+
+        Each pair counts the same. TRL averages the imitated tokens of a micro-batch instead, in which long answers
+        count more, so that its loss depends on the micro-batch and on the number of ranks; with micro-batches of one
+        pair it is this one. As there and in the authors' code, the better conversation is imitated with its prompt.
+        """
+        answers = inputs["completion_mask"].bool()
+        pairs = len(answers) // 2
+        imitated = inputs["attention_mask"][:pairs].bool()
+        log_probs = fused_head.log_probs(model, inputs, torch.cat([imitated, answers[pairs:]]))
+        imitation = -fused_head.mean(log_probs[:pairs], imitated)
+        terms, chosen, rejected, *_ = self.odds_ratio_loss(*fused_head.mean(log_probs, answers).chunk(2))
+        self.averages.add(of_pairs(chosen, rejected) | {"nll_loss": imitation, "odds_loss": -terms})
+        return self.mean(imitation - terms)
+
+
+def arguments(common: dict[str, Any], recipe: Recipe) -> ORPOConfig:
+    """Return TRL's arguments."""
+    return ORPOConfig(**common, beta=recipe.orpo.beta, max_length=recipe.sequence_length)
+
+
+trainer = RunORPOTrainer.of
+metric = ranked_by(scores.log_likelihood_per_token)

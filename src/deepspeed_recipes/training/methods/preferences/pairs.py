@@ -1,0 +1,107 @@
+"""What the methods on preference pairs share: tokens, the collator, and how the model ranks the held-out pairs."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+from ....recipe.errors import UserError
+from ....recipe.recipe import Recipe
+from ...console import say
+from ...data import load, tokenize, updates
+from ...parallel import scores
+from ...trainer import RunContext, RunHooks
+
+SIDES = ("chosen", "rejected")
+
+
+def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
+    """Return pairs as the tokens of a prompt and its two answers.
+
+    Raises:
+        UserError: every pair has an answer that is too long, or two that are equal.
+    """
+    pairs, held_out = load.read_examples(recipe, tokenizer)
+    shown = tokenize.first_pair(pairs, tokenizer)
+    load.show(shown)
+    tokens = pairs.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=pairs.column_names)
+    differing = tokens.filter(lambda pair: pair["chosen_ids"] != pair["rejected_ids"])
+    if equal := len(tokens) - len(differing):
+        alike = f"{equal} of {len(tokens)} pairs have two answers of the same tokens, as the chat template renders them"
+        if not len(differing):
+            raise UserError(f"data.path: {alike}, so there is no preference to learn.")
+        say(f"warning: training: {alike}; they are dropped")
+    kept = tokenize.fitting(differing, recipe)
+    say(f"training: {len(kept)} pairs")
+    size = updates.Size(len(pairs), len(kept), len(kept), None)
+    sample = kept[0]["prompt_ids"] + kept[0]["chosen_ids"]
+    return load.Datasets(kept, held_out, None, sample, size, {"shown": shown})
+
+
+def with_tokens(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """Return the columns that the collator reads."""
+    (chosen, start), (rejected, other) = (tokenize.answered(tokenizer, pair, side) for side in SIDES)
+    start = min(start, other)
+    return {"prompt_ids": chosen[:start], "chosen_ids": chosen[start:], "rejected_ids": rejected[start:]}
+
+
+class PairHooks(RunHooks):
+    """A run's changes of a trainer of TRL's, for pairs that `datasets` has tokenized."""
+
+    def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: Any) -> None:
+        """`options`: those of the trainer's own class."""
+        collator = DataCollatorForPreference(processing_class.pad_token_id)
+        super().__init__(context, processing_class=processing_class, data_collator=collator, **options)
+
+    pairs_per_pass = 1.0
+    """The pairs of the step divided by its micro-batches: a whole number but for the last step of an epoch."""
+
+    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Count the step's pairs, by which `mean` weighs."""
+        self.pairs_per_pass = sum(len(batch["input_ids"]) // 2 for batch in batches) / len(batches)
+        return super().prepare_step(batches, items)
+
+    def mean(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's part of the step's mean over pairs, in which each counts the same, [].
+
+        The Trainer averages over micro-batches, as TRL leaves it, and in the last step of an epoch one of them may be
+        smaller: its pairs would count more than the others.
+        """
+        return losses.sum() / self.pairs_per_pass
+
+    def _prepare_dataset(self, dataset: Dataset, *arguments: Any) -> Dataset:
+        """Return the pairs as they are, where TRL's DPO and reward trainers would tokenize them."""
+        return dataset
+
+    def tokenize_row(self, feature: dict[str, Any], model: Any = None) -> dict[str, Any]:
+        """Return a pair as it is, where TRL's ORPO and CPO trainers would tokenize it."""
+        return feature
+
+
+def of_pairs(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what is logged of the rewards of pairs, [pairs] each."""
+    margins = chosen - rejected
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": margins,
+        "rewards/accuracies": margins > 0,
+    }
+
+
+def ranked_by(value: Callable[..., torch.Tensor]) -> Callable[[PairHooks, Dataset], dict[str, float]]:
+    """Return a method's `metric`: how the model ranks pairs by a value of answers, one of those in `scores`.
+
+    It returns `preference_accuracy` and `preference_margin`.
+    """
+
+    def metric(trainer: PairHooks, examples: Dataset) -> dict[str, float]:
+        recipe = trainer.context.recipe
+        pairs, batch_size = list(examples), recipe.micro_batch_size
+        return scores.preferences(trainer.model, trainer.processing_class, pairs, batch_size, recipe.layout, value)
+
+    return metric

@@ -1,0 +1,205 @@
+"""What a run changes in TRL's trainers that learn from the model's own answers: GRPO's and RLOO's."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase
+from trl.models.utils import prepare_deepspeed
+from trl.trainer.utils import RepeatSampler, add_fused_lm_head
+
+from ....recipe.errors import UserError
+from ....recipe.run_folder import append_jsonl
+from ... import distributed
+from ...model.control_tokens import conversation_tokens
+from ...trainer import RunContext
+from ..averages import Averaging
+from . import sampling
+from .scoring import Scorer
+
+EXAMPLES = "examples"
+"""Of a batch: the list of its prompts, which TRL's trainers turn into tensors themselves."""
+LONGEST = 4000
+"""Characters stored of a prompt and of an answer."""
+
+
+class Groups(RepeatSampler):
+    """TRL's sampler, which repeats each prompt for its group, in an order that follows from the seed and the epoch.
+
+    TRL draws every epoch's order from one generator, so a run that resumes in the second epoch repeats the first's.
+    """
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch; the first has TRL's own."""
+        self.generator.manual_seed(self.seed + epoch)
+
+
+def together(examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the prompts of a batch as one value; its tokens are counted once there are answers."""
+    return {EXAMPLES: examples, "tokens": 0, "squared_lengths": 0}
+
+
+class RolloutHooks(Averaging):
+    """A trainer of TRL's whose answers do not depend on the ranks, and whose rewards end examples and not runs."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        processing_class: PreTrainedTokenizerBase,
+        reference: Any,
+        **options: Any,
+    ) -> None:
+        """Take a `reference`, the model before training or None; `options`: those of the trainer's own class."""
+        self.scorer = Scorer(context.recipe)
+        functions = [_named(name) for name in self.scorer.names]
+        super().__init__(context, processing_class=processing_class, reward_funcs=functions, **options)
+        self.data_collator = together
+        self.beta = context.recipe.grpo.beta  # TRL was told 0, or it would load a second model in its own way
+        if reference is not None:
+            add_fused_lm_head(reference, temperature=self.temperature)
+            self.ref_model = prepare_deepspeed(reference, self.accelerator)
+
+    # Before the first step
+
+    def sequences_per_load(self) -> int:
+        """Return the prompts, repeated for each of their answers, that a rank reads at once: those of a whole step."""
+        return self._train_batch_size * self.args.steps_per_generation
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+        return Groups(
+            self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            seed=self.args.seed,
+        )
+
+    def on_engine_ready(self) -> None:
+        """Continue where the checkpoint was in the updates of its last rollout; TRL would begin with a new one."""
+        super().on_engine_ready()
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        checkpoint = self.context.checkpoint
+        if checkpoint is not None and (kept := _kept(checkpoint)).exists():
+            self._buffered_inputs = torch.load(kept, map_location=distributed.device(), weights_only=True)
+
+    # In a step
+
+    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
+        return super()._prepare_inputs(generation_batch[EXAMPLES])
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        """Return tokens as everywhere in a run: control tokens that a person has written are text."""
+        tokens = [conversation_tokens(self.processing_class, turns, add_generation_prompt=True) for turns in prompts]
+        return tokens, None, {}
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return answers to a step's prompts with their advantages; counts tokens and keeps the best and the worst."""
+        with self.context.phases.phase("rollout"):
+            output = super()._generate_and_score_completions(inputs)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        self.context.metrics.count([{"attention_mask": mask}])
+        if distributed.is_first() and self._is_logged(self.state.global_step + 1):
+            self._keep_extremes()
+        return output
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *others: Any) -> Any:
+        if self.use_vllm:
+            return super()._generate_single_turn(prompt_ids, *others)
+        first = self.accelerator.process_index * len(prompt_ids)
+        numbers = range(first, first + len(prompt_ids))
+        seeds = sampling.seeds(self.args.seed, self.state.global_step, numbers)
+        noise = sampling.Noise(seeds, self.temperature, self.accelerator.device)
+        longest, gather = self.max_completion_length, self.args.ds3_gather_for_generation
+        return self._as_trl_expects(sampling.written(self, prompt_ids, noise, longest, self.eos_token_ids, gather))
+
+    def _log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probability of each token of the answers, [answers, longest], and which of them count."""
+        prompts, answers = inputs["prompt_ids"], inputs["completion_ids"]
+        mask = inputs["completion_mask"].bool()
+        log_probs, entropy, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([prompts, answers], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            answers.size(1),
+            compute_entropy=True,
+        )
+        self.averages.add({"entropy": entropy}, mask)
+        return log_probs, mask
+
+    def _as_trl_expects(self, found: list[list[int]]) -> Any:
+        return found, None
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+    ) -> torch.Tensor:
+        """Return each function's number for each answer of all ranks, NaN where it has none.
+
+        Raises:
+            UserError: no answer of the first step has a reward.
+        """
+        said = [turns[0].get("content") or "" for turns in completions]
+        mine = [self.scorer.scores(answer, example["example"]) for answer, example in zip(said, inputs, strict=True)]
+        rewards = self.accelerator.gather(torch.tensor(mine, device=self.accelerator.device))
+        failed = rewards.isnan().any(dim=1)
+        if self.state.global_step == 0 and failed.all():
+            raise UserError(
+                f"{self.scorer.key}: none of the {len(failed)} answers of the first step has a reward; the warnings "
+                "above say why."
+            )
+        self._metrics["train"]["rewards/failed"].append(failed.float().mean().item())
+        return rewards
+
+    def _is_logged(self, step: int) -> bool:
+        return step == 1 or step % self.args.logging_steps == 0
+
+    def _keep_extremes(self) -> None:
+        """Write the answers with the highest and the lowest reward of this step into the run folder."""
+        rewards = {name: list(values) for name, values in self._logs["rewards"].items()}
+        totals = [self.scorer.total(scores) for scores in zip(*rewards.values(), strict=True)]
+        scored = [at for at, total in enumerate(totals) if not math.isnan(total)]
+        if not scored:
+            return
+        for which, of in (("best", max), ("worst", min)):
+            at = of(scored, key=totals.__getitem__)
+            row = {
+                "step": self.state.global_step + 1,
+                "which": which,
+                "reward": totals[at],
+                "rewards": {name: values[at] for name, values in rewards.items()},
+                "prompt": _cut("\n".join(f"{turn['role']}: {turn['content']}" for turn in self._logs["prompt"][at])),
+                "answer": _cut(self._logs["completion"][at][0].get("content") or ""),
+            }
+            append_jsonl(self.context.run.rollouts, row)
+
+    # Between steps
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save the answers that are still to be learned from, where a rollout serves several updates."""
+        super()._save_checkpoint(model, trial)
+        if self.state.global_step % self.num_iterations:
+            folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            torch.save(self._buffered_inputs, _kept(folder))
+
+
+def _kept(checkpoint: Path) -> Path:
+    """Return where a rank keeps its answers; other ranks, or another number of them, have other ones."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return checkpoint / f"rollout_{rank}_of_{ranks}.pt"
+
+
+def _named(name: str) -> Any:
+    """Return a function of a name, for TRL, which takes from its reward functions only that: see `Scorer`."""
+
+    def function(**columns: Any) -> list[float]:
+        raise AssertionError(name)
+
+    function.__name__ = name
+    return function
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."

@@ -1,0 +1,184 @@
+"""The reward functions of a run, each answer within its time: one that hangs or crashes ends its example, not the run.
+
+They run in a process beside the rank (`worker.py`), which is killed when an answer takes too long and started again.
+That is no sandbox: the functions are the user's own code, and may do whatever the user may.
+"""
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ....machine import children
+from ....recipe.errors import UserError
+from ....recipe.methods import rewards
+from ....recipe.recipe import Recipe
+from ...console import say
+
+START_SECONDS = 120.0
+"""How long the functions' file may take to import what it needs."""
+GRACE = 1.0
+"""After an answer's time the worker ends itself; the rank waits so much longer."""
+TRIED = 4
+"""Examples on which the functions are tried before anything is loaded."""
+
+
+class Scorer:
+    """Scores one answer after the other."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.functions = rewards.functions(recipe.reward)
+        self.weights = rewards.weights(recipe.reward, recipe.grpo.reward_weights)
+        self.seconds = recipe.grpo.reward_seconds
+        self.key = f"reward={recipe.reward}"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.held = contextlib.ExitStack()
+        self.said: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """The functions' names."""
+        return [function.name for function in self.functions]
+
+    def total(self, scores: Sequence[float]) -> float:
+        """Return the weighted sum of the functions' numbers for an answer."""
+        return sum(weight * score for weight, score in zip(self.weights, scores, strict=True))
+
+    def scores(self, answer: str, example: dict[str, Any]) -> list[float]:
+        """Return a number of each function for an answer; all are NaN where one of them has none to give.
+
+        The first failure of each kind is printed.
+        """
+        found = self.ask(answer, example)
+        if isinstance(found, list):
+            return found
+        kind = found.partition(":")[0]
+        if kind not in self.said:
+            self.said.add(kind)
+            say(f"warning: {self.key}: {found}. Such answers have no reward and are not learned from.")
+        return [math.nan] * len(self.functions)
+
+    def ask(self, answer: str, example: dict[str, Any]) -> list[float] | str:
+        """Return a number of each function, or what is wrong.
+
+        Raises:
+            UserError: the functions cannot be loaded.
+        """
+        self._start()
+        assert self.process is not None and self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"answer": answer, "example": example}).encode() + b"\n")
+            self.process.stdin.flush()
+            reply = self._reply(self.seconds + GRACE)
+        except (BrokenPipeError, EOFError):
+            return self._ended()
+        except TimeoutError:
+            self.close()
+            return f"took more than grpo.reward_seconds={self.seconds:g} for one answer"
+        wrong = [
+            f"{function.name} {said}" if said.startswith("returned") else f"{function.name}: {said}"
+            for function, said in zip(self.functions, reply, strict=True)
+            if isinstance(said, str)
+        ]
+        return wrong[0] if wrong else reply
+
+    def _start(self) -> None:
+        if self.process is not None:
+            return
+        words = [sys.executable, str(Path(__file__).with_name("worker.py")), str(self.seconds)]
+        started = children.running(  # so that what a function has started is killed with it
+            [*words, *map(str, self.functions)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the GPU's memory is the model's
+        )
+        self.process = self.held.enter_context(started)
+        try:
+            refused = self._reply(START_SECONDS)
+        except (EOFError, TimeoutError) as error:
+            self.close()
+            why = "its process ended" if isinstance(error, EOFError) else f"took more than {START_SECONDS:g} s"
+            raise UserError(f"{self.key}: cannot be loaded: {why}.") from None
+        if refused is not None:
+            self.close()
+            raise UserError(f"{self.key}: cannot be loaded: {refused}.")
+
+    def _reply(self, seconds: float) -> Any:
+        """Return the worker's next line.
+
+        Raises:
+            EOFError: it has ended.
+            TimeoutError: it takes longer.
+        """
+        assert self.process is not None and self.process.stdout is not None
+        end, read = time.monotonic() + seconds, b""
+        while not read.endswith(b"\n"):
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            part = os.read(self.process.stdout.fileno(), 2**16)
+            if not part:
+                raise EOFError
+            read += part
+        return json.loads(read)
+
+    def _ended(self) -> str:
+        """Return why the worker has ended in the middle of an answer."""
+        assert self.process is not None
+        status = self.process.wait()
+        self.close()
+        if status == -signal.SIGALRM:
+            return f"took more than grpo.reward_seconds={self.seconds:g} for one answer"
+        return f"ended its process with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
+
+    def close(self) -> None:
+        """End the worker, and what it has started."""
+        if self.process is not None:
+            self.held.close()
+            for pipe in (self.process.stdin, self.process.stdout):
+                with contextlib.suppress(OSError):
+                    assert pipe is not None
+                    pipe.close()
+            self.process = None
+
+
+def example_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what a reward function gets beside the answer: the example's fields, its prompt and the expected answer.
+
+    Args:
+        row: an example as `formats.py` gives it to the methods that read prompts.
+    """
+    turns, given = row["messages"], row["given"]
+    expected = turns[given]["content"] if len(turns) > given else None
+    return {**row["fields"], "prompt": turns[:given], "expected": expected}
+
+
+def check(recipe: Recipe, rows: Sequence[dict[str, Any]]) -> None:
+    """Try the reward functions on the expected answers of the first examples.
+
+    Raises:
+        UserError: they cannot be loaded, or give no number for any of them.
+    """
+    scorer = Scorer(recipe)
+    try:
+        failures = []
+        for row in rows[:TRIED]:
+            example = example_of(row)
+            found = scorer.ask(example["expected"] or "", example)
+            if isinstance(found, list):
+                return
+            failures.append(found)
+    finally:
+        scorer.close()
+    raise UserError(
+        f"{scorer.key}: no number for any of the first {len(failures)} examples: {failures[0]}.\n"
+        "A reward function is called as function(answer, example) and returns one number."
+    )

@@ -1,0 +1,40 @@
+"""SimPO: the better answer's tokens likelier than the worse one's by a margin, without a reference model.
+
+Meng et al. 2024, arXiv:2405.14734. The loss is that of TRL's CPOTrainer; what goes into it is computed here, in tiles,
+since TRL's whole logits of two answers take gigabytes, and it reads a dozen numbers at every pass.
+"""
+
+from typing import Any
+
+import torch
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+from ...recipe.recipe import Recipe
+from ..parallel import scores
+from .averages import Averaging
+from .preferences import fused_head
+from .preferences.pairs import PairHooks, datasets, of_pairs, ranked_by
+
+__all__ = ["arguments", "datasets", "metric", "trainer"]
+
+
+class RunSimPOTrainer(fused_head.FusedHead, Averaging, PairHooks, CPOTrainer):
+    """TRL's trainer with the run's hooks."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Return the mean loss of a micro-batch of pairs, in nats (the paper's equation 6)."""
+        answers = inputs["completion_mask"].bool()
+        log_probs = fused_head.log_probs(model, inputs, answers)
+        losses, chosen, rejected = self.cpo_loss(*fused_head.mean(log_probs, answers).chunk(2))
+        self.averages.add(of_pairs(chosen, rejected))
+        return self.mean(losses)
+
+
+def arguments(common: dict[str, Any], recipe: Recipe) -> CPOConfig:
+    """Return TRL's arguments; `cpo_alpha` would add CPO's imitation of the better answer, which SimPO has not."""
+    simpo = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": recipe.simpo.beta, "simpo_gamma": recipe.simpo.gamma}
+    return CPOConfig(**common, **simpo, max_length=recipe.sequence_length)
+
+
+trainer = RunSimPOTrainer.of
+metric = ranked_by(scores.log_likelihood_per_token)

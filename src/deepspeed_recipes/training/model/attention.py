@@ -1,0 +1,249 @@
+"""Which attention implementation a run uses: for packed sequences, one without a length x length mask.
+
+With a mask, PyTorch's SDPA cannot use its flash kernel, and computes all pairs of tokens of a sequence, masked ones
+included. A variable-length kernel that knows where documents begin computes the pairs within documents only. torch has
+one (`torch.nn.attention.varlen`, on CUDA from 2.10 on), so that no flash-attn wheel has to be built.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
+
+from ...recipe.errors import first_line
+from ...recipe.recipe import Recipe
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch 2.9
+    varlen_attn = None
+
+VARLEN = "varlen"
+"""The name of the implementation below, for `model.attention`."""
+OLDEST = (8, 0)
+"""Compute capability (Ampere) from which flash kernels exist."""
+HOPPER = 9
+"""The major compute capability that FlashAttention-3 is written for (arXiv:2407.08608), and from which -4 computes."""
+WIDEST = 256
+"""Their widest head."""
+
+
+def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[str]:
+    """Return what `model.attention` may mean, best first; `packing_check` takes the first that works for the model.
+
+    Args:
+        recipe: says which, or `auto`.
+        config: of the model's text part.
+        on_gpu: whether this run computes on GPUs.
+    """
+    if recipe.model.attention != "auto":
+        return [recipe.model.attention]
+    fallback = "sdpa" if _has_sdpa(config) else "eager"
+    if not on_gpu or not recipe.packs or recipe.layout.pipeline > 1:
+        return [fallback]  # single documents need no mask, and on CPUs SDPA has the only fused kernel
+    capability = torch.cuda.get_device_capability()
+    if recipe.precision == "fp32" or capability < OLDEST or not _fits(config):
+        return [fallback]
+    return [*_installed_flash(capability[0]), *([VARLEN] if varlen_attn else []), "flex_attention", fallback]
+
+
+def _installed_flash(major: int) -> list[str]:
+    """Return the FlashAttention packages that are installed, the one written for this kind of GPU first.
+
+    Kernels that transformers would download (`kernels-community/...`) are taken only by name.
+    """
+    found = {
+        "flash_attention_3": major == HOPPER and is_flash_attn_3_available(),
+        "flash_attention_4": major >= HOPPER and is_flash_attn_4_available(),
+        "flash_attention_2": is_flash_attn_2_available(),
+    }
+    return [name for name, usable in found.items() if usable]
+
+
+def not_installed(name: str, error: ImportError) -> str:
+    """Return that a named implementation's package is missing, with the fix."""
+    return f"model.attention={name}: {first_line(error)}\nInstall it, or use model.attention=auto."
+
+
+def is_flash(name: str) -> bool:
+    """Return whether an implementation is a FlashAttention: of a package, or a kernel from the Hub."""
+    return name.startswith("flash_attention") or ("/" in name and "flash" in name)
+
+
+def _has_sdpa(config: PreTrainedConfig) -> bool:
+    """Return whether transformers' code for the model can use SDPA; code from elsewhere is tried with it."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return kind is None or kind._supports_sdpa
+
+
+def _fits(config: PreTrainedConfig) -> bool:
+    """Return whether the kernel supports the heads' width; it does not support attention dropout."""
+    heads = config.num_attention_heads
+    width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    return width <= WIDEST and not (getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0))
+
+
+def document_boundaries(lengths: Sequence[Sequence[int]], width: int) -> dict[str, Any]:
+    """Return where documents begin, as the arguments of transformers' flash attention (`FlashAttentionKwargs`).
+
+    Counted on the host, so that no layer has to read them off the position ids on the device.
+
+    Args:
+        lengths: of the documents of each sequence, in tokens.
+        width: of the padded sequences; padding counts as part of a sequence's last document.
+    """
+    filled = [length for one in lengths for length in (*one[:-1], width - sum(one[:-1]))]
+    starts = torch.tensor([0, *filled], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    longest = max(filled)
+    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+
+
+def loadable(attention: str) -> str:
+    """Return the implementation to load a model with; SDPA where `auto` is not decided yet."""
+    return "sdpa" if attention == "auto" else attention
+
+
+def needs_boundaries(model: torch.nn.Module) -> bool:
+    """Return whether `model` needs its batches to say where documents begin; else it would read the position ids."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    names = [one._attn_implementation or "" for one in configs if isinstance(one, PreTrainedConfig)]
+    return any(name == VARLEN or is_flash(name) for name in names)
+
+
+def switch_by_batch(model: PreTrainedModel) -> None:
+    """Make a `model` loaded with `varlen` use it for batches that say where documents begin, and SDPA for others.
+
+    The others are evaluation and generation, with masks and caches.
+    """
+    configs = {id(one.config): one.config for one in model.modules() if _computes(one, VARLEN)}
+
+    def switch(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        for config in configs.values():
+            config._attn_implementation = VARLEN if inputs.get("cu_seq_lens_q") is not None else "sdpa"
+
+    # PEFT calls the outermost model's `forward` without its hooks, but not those within.
+    for module in model.modules() if configs else ():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(switch, with_kwargs=True)
+
+
+def _computes(module: torch.nn.Module, name: str) -> bool:
+    config = getattr(module, "config", None)
+    return isinstance(config, PreTrainedConfig) and config._attn_implementation == name
+
+
+def varlen(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute causal attention within documents; as transformers' implementations do.
+
+    Args:
+        module: the attention layer.
+        query: [sequences, heads, length, width]; `key` and `value` may have fewer heads, and values another width.
+        key: see `query`.
+        value: see `query`.
+        attention_mask: None.
+        dropout: 0.
+        scaling: of the scores; None: 1 / sqrt(width).
+        sliding_window: how many tokens back a token sees, itself included.
+        cu_seq_lens_q: where documents begin in all sequences laid end to end, and the end, [documents + 1], int32.
+        max_length_q: of the longest document.
+        options: of other implementations.
+
+    Returns:
+        [sequences, length, heads, width] and no weights.
+
+    Raises:
+        ValueError: the kernel lacks what the layer needs: soft caps, sinks, biases, dropout, masks.
+    """
+    wanted = {name: options.get(name) for name in ("softcap", "s_aux", "position_bias")} | {"dropout": dropout or None}
+    asked = [name for name, given in {**wanted, "attention_mask": attention_mask}.items() if given is not None]
+    if asked or cu_seq_lens_q is None or options.get("is_causal") is False:
+        lacking = ", ".join(asked) or "anything else"
+        raise ValueError(f"{VARLEN} attention is causal, within documents, and does not support {lacking}")
+    sequences, heads, length, width = query.shape
+    query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+    narrow = value.shape[-1]
+    value = pad(value, (0, width - narrow))
+    window = (sliding_window - 1 if sliding_window else -1, 0)
+    compute = _fused if query.is_cuda else _one_by_one
+    output = compute(
+        query, key, value, cu_seq_lens_q, max_length_q,
+        scale=scaling, window_size=window, enable_gqa=key.shape[1] != heads,
+    )  # fmt: skip
+    return output[..., :narrow].unflatten(0, (sequences, length)), None
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names that a function takes; kept, since every layer asks at every pass."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: Any, **options: Any
+) -> torch.Tensor:
+    """Call torch's kernel with what the installed version takes.
+
+    torch 2.10 has neither a scale nor windows, but `is_causal`; 2.11 and 2.12 share no keys and values between heads.
+
+    Raises:
+        ValueError: it has no sliding windows, and the layer has.
+    """
+    known = _parameters(varlen_attn)
+    if options["enable_gqa"] and "enable_gqa" not in known:
+        key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
+    if options["scale"] is not None and "scale" not in known:
+        query = query * (options["scale"] * query.shape[-1] ** 0.5)
+    if "window_size" not in known:
+        if options["window_size"][0] >= 0:
+            raise ValueError(f"torch {torch.__version__} has no sliding windows in its variable-length kernel")
+        options["is_causal"] = True
+    taken = {name: value for name, value in options.items() if name in known}
+    return varlen_attn(query, key, value, starts, starts, longest, longest, **taken)
+
+
+def _one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, _: Any, **options: Any
+) -> torch.Tensor:
+    """Return what the kernel computes, on a CPU; [tokens, heads, width] each."""
+    outputs = []
+    for start, end in pairwise(starts.tolist()):
+        queries, keys, values = (one[start:end].transpose(0, 1)[None] for one in (query, key, value))
+        back = options["window_size"][0]
+        mask = None
+        if 0 <= back < end - start - 1:
+            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+            mask = (distance >= 0) & (distance <= back)
+        outputs.append(
+            scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=options["scale"],
+                enable_gqa=options["enable_gqa"],
+            )
+        )
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+
+AttentionInterface.register(VARLEN, varlen)

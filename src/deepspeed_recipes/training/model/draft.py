@@ -1,0 +1,159 @@
+"""A draft: a recipe's model shrunken and randomly initialised, of the same class and with the same kinds of layers."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from ...recipe.project import SAMPLES
+from ...recipe.recipe import Draft, Recipe
+from ..vision import draft as vision
+from .draft_shape import EXPERTS, HEADS, key_value_heads
+
+TINY_MODEL = SAMPLES / "tiny_model"
+"""The model that ships with the project; drafts borrow its tokenizer."""
+
+ACTIVE_EXPERTS = 2
+WINDOW = 32
+"""Widest sliding window in tokens, so that a draft's short sequences are longer than it."""
+
+
+def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
+    """Write the draft as a Hugging Face folder, so that every later step is the same as for the real model.
+
+    Raises:
+        UserError: a model that sees, whose processor cannot be made.
+    """
+    if recipe.model.vision:
+        _write_with_tower(recipe, folder, dtype)
+        return
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    config = shrink(AutoConfig.for_model(**recipe.model.config), recipe.draft, tokenizer)
+    torch.manual_seed(recipe.seed)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_with_tower(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
+    config, tokenizer = AutoConfig.for_model(**recipe.model.config), vision.tokenizer_of()
+    processor = vision.processor_for(config, tokenizer)
+    small = vision.shrink(config, shrink(config, recipe.draft, tokenizer), recipe.draft, tokenizer)
+    torch.manual_seed(recipe.seed)
+    AutoModelForImageTextToText.from_config(small, dtype=dtype).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Return the architecture's configuration with the draft's layers and width.
+
+    Widths keep their ratio to the hidden size, rounded up to a multiple of 16, and every kind of layer of the original
+    is kept, in more layers than the draft's if need be: sliding and full attention, linear attention, state space,
+    dense and expert. Of a model that also sees, it is the text part.
+    """
+    config = config.get_text_config()
+    values = {name: value for name, value in config.to_dict().items() if name not in _DERIVED}
+    real = config.attribute_map
+    sizes = _sizes(config, draft)
+    values |= {real.get(name, name): size for name, size in sizes.items() if values.get(real.get(name, name))}
+    if listed := _layers(values, config.num_hidden_layers, draft.layers):
+        values |= listed | {"num_hidden_layers": len(next(iter(listed.values())))}
+    if values.get("rope_parameters"):
+        values["rope_parameters"] = _rope(values["rope_parameters"], sizes["head_dim"])
+    values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    values["vocab_size"] = len(tokenizer)
+    # Narrower layers need larger weights for outputs of the same size.
+    scale = math.sqrt(config.hidden_size / draft.hidden_size)
+    values |= {name: values[name] * scale for name in ("initializer_range", "init_std") if values.get(name)}
+    return type(config)(**values)
+
+
+_DERIVED = ("qk_head_dim", "transformers_version", "architectures")
+"""What a configuration computes from the rest."""
+
+
+def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
+    """Return every size by its usual name; a configuration takes those that it has."""
+
+    def scaled(name: str) -> int:
+        width = (getattr(config, name, None) or 0) * draft.hidden_size / config.hidden_size
+        return -int(-width // 16) * 16
+
+    head = draft.hidden_size // HEADS
+    heads = getattr(config, "num_attention_heads", None) or HEADS  # a state-space model has none
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    latent = getattr(config, "kv_lora_rank", None)  # DeepSeek's attention: the rotary part of a head is a half of it
+    return {
+        "hidden_size": draft.hidden_size,
+        "num_hidden_layers": draft.layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": key_value_heads(heads, shared),
+        "head_dim": head // 2 if latent else head,
+        "query_pre_attn_scalar": head,
+        "rotary_dim": head // 2,
+        "intermediate_size": scaled("intermediate_size"),
+        "ffn_dim": scaled("ffn_dim"),
+        "attention_hidden_size": scaled("attention_hidden_size"),
+        "word_embed_proj_dim": scaled("word_embed_proj_dim"),
+        "moe_intermediate_size": scaled("moe_intermediate_size"),
+        "shared_expert_intermediate_size": scaled("shared_expert_intermediate_size"),
+        "num_local_experts": EXPERTS,
+        "num_experts": EXPERTS,
+        "n_routed_experts": EXPERTS,
+        "moe_num_experts": EXPERTS,
+        "num_experts_per_tok": ACTIVE_EXPERTS,
+        "moe_k": ACTIVE_EXPERTS,
+        "n_group": min(2, getattr(config, "n_group", None) or 2),
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": head * 2,
+        "kv_lora_rank": head * 2,
+        "qk_nope_head_dim": head,
+        "qk_rope_head_dim": head // 2,
+        "v_head_dim": head,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": HEADS,
+        "linear_key_head_dim": head,
+        "linear_value_head_dim": head,
+        "sliding_window": WINDOW,
+        "mamba_d_ssm": 2 * HEADS * head,
+        "mamba_n_heads": HEADS,
+        "mamba_num_heads": HEADS,
+        "mamba_d_head": 2 * head,
+        "mamba_head_dim": 2 * head,
+        "mamba_d_state": head,
+        "ssm_state_size": head,
+        "n_groups": 2,  # of a state-space model's heads
+        "moe_shared_expert_intermediate_size": scaled("moe_shared_expert_intermediate_size"),
+    }
+
+
+def _layers(values: Mapping[str, Any], before: int, layers: int) -> dict[str, list[Any]]:
+    """Return what a configuration lists layer by layer, for a choice of layers that has every kind, or more layers."""
+    listed = [name for name, value in values.items() if isinstance(value, list) and len(value) == before]
+    kinds = [tuple(values[name][index] for name in listed) for index in range(before)]
+    first_of_kind = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+    others = [index for index in range(before) if index not in first_of_kind] or first_of_kind
+    chosen = sorted((first_of_kind + others * layers)[: max(layers, len(first_of_kind))])
+    return {name: [values[name][index] for index in chosen] for name in listed}
+
+
+def _rope(rope: Mapping[str, Any], head: int) -> dict[str, Any]:
+    """Return rotary parameters whose lists fit a head of this width: LongRoPE's factors, M-RoPE's sections."""
+    fitted = dict(rope)
+    pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if name in fitted:
+            fitted[name] = fitted[name][:pairs]
+    if "mrope_section" in fitted:
+        fitted["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    return fitted

@@ -1,0 +1,270 @@
+"""Load the model that a recipe names, with its adapters; or a draft of it."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from peft import PeftModel
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    Mxfp4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ...recipe import quantization as stored_quantization
+from ...recipe.conversions import MAMBA, NOT_IN_MAMBA
+from ...recipe.errors import UserError, errors_only, first_line
+from ...recipe.loss_tiles import tiles_loss
+from ...recipe.recipe import Recipe
+from .. import checkpointing, distributed, upstream
+from ..adapters import add as adapters
+from ..console import say
+from ..model_folder import weights
+from ..vision import blank, processor, tower
+from . import attention, generation, heads, kernels, remote_code, stored, tiling
+
+TEXT_PART = {
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head": "lm_head",
+    r"^model\.language_model\.": "model.",
+}
+"""What a language model's weights are called in a checkpoint that also sees -> what they are called in it alone."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_config(recipe: Recipe) -> PreTrainedConfig:
+    """Return the model's configuration.
+
+    Raises:
+        UserError: the folder or Hub id has none.
+    """
+    if recipe.model.trust_remote_code:
+        remote_code.permit()
+    try:
+        return AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError, ArithmeticError, RecursionError, StrictDataclassError) as error:
+        raise UserError(cannot_load("configuration", recipe, error)) from error
+
+
+def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
+    """Return the model in the recipe's precision, with adapters where the recipe has them.
+
+    Call it after the training arguments exist: under ZeRO-3 every parameter is then sharded as it is read,
+    and no rank ever holds the whole model.
+
+    Args:
+        recipe: says which model.
+        kind: the class to load it as; a pipeline's stages have their own. None: the method's.
+        labels: the names of a classifier's classes, in the order of its outputs.
+
+    Raises:
+        UserError: the weights are missing, or exist only as pickles.
+    """
+    model = load_base(recipe, kind, labels)
+    if recipe.lora is None:
+        return model
+    if checkpointing.of_layers(recipe):
+        model.enable_input_require_grads()
+    beside = tower.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
+    return adapters.add(model, recipe.lora, recipe.seed, recipe.traits.scores, recipe.traits.embeds, beside)
+
+
+def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> PreTrainedModel:
+    """Return the model of `load_model` without adapters.
+
+    Raises:
+        UserError: the weights are missing, or exist only as pickles.
+    """
+    model = _pretrained(recipe, kind or heads.CLASSES[heads.trained_by(recipe)], labels)
+    upstream.restore_rotary_frequencies(model)
+    # With a key/value cache transformers does not look for packed documents, and they would attend to each other.
+    model.config.use_cache = False
+    _leave_out_own_losses(model, recipe)
+    attention.switch_by_batch(model)
+    if recipe.model.vision:
+        # Qwen2.5-VL says that it cannot, but its loss does divide by the tokens of the whole batch. The Trainer would
+        # average the means of micro-batches, in which a token counts for more the fewer there are.
+        model.accepts_loss_kwargs = True
+        blank.always_see(model, processor.blank(processor.of_recipe(recipe)))
+        if not recipe.model.train_vision:
+            tower.freeze(model)
+    config = model.config.get_text_config()
+    if recipe.traits.tiles:
+        upstream.narrow_loss_tiles(tiling.COLUMNS)  # the trainers give the model the head
+    elif tiles_loss(recipe, config.vocab_size):
+        tiling.tile_loss(model)
+    if recipe.tiled_mlp:
+        tiling.tile_feed_forward(model, tiling.tiles(recipe, config.hidden_size))
+    elif recipe.gradient_checkpointing == "feed_forward":
+        tiling.recompute_feed_forward(model)
+    if recipe.activation_offloading:
+        checkpointing.offload_inputs(model, distributed.on_gpu())
+    if recipe.liger_kernel:
+        kernels.fuse(model)
+    if recipe.fp8:
+        kernels.multiply_in_fp8(model, distributed.on_gpu())
+    if recipe.compile == "regional":
+        kernels.compile_layers(model)
+    upstream.keep_4bit_layout(model)
+    return model
+
+
+def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Let the model's loss be the cross-entropy alone, whatever its config.json adds, and print what that was.
+
+    transformers adds the whole of it to every micro-batch of every rank; a loss in tiles and pipelines leave it out.
+    `router_aux_loss_coef` adds the routers' load-balancing loss in the right proportion.
+    """
+    config, left_out = model.config.get_text_config(), []
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # `whole.save` writes what the files say
+        left_out.append("output_router_logits")
+    if getattr(model, "z_loss_coefficient", 0):  # Bamba's
+        model.z_loss_coefficient = 0.0
+        left_out.append("z_loss_coefficient")
+    if left_out and not recipe.router_aux_loss_coef:
+        say(
+            f"the loss is the cross-entropy alone, without what {' and '.join(left_out)} in config.json adds; "
+            "router_aux_loss_coef=0.001 adds a load-balancing loss"
+        )
+
+
+def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedModel:
+    dtype = DTYPES[recipe.precision]
+    config = load_config(recipe)
+    stored_quantization.check(config.to_dict(), f"model.path={recipe.model.path}")
+    weights.check(Path(recipe.model.path))
+    stored.check_tied(recipe.model.path, config)
+    generation.check(recipe.model.path)
+    part = {} if recipe.model.vision else text_part(config)
+    options = heads.options(labels) if recipe.traits.scores else {}
+    quiet = errors_only("transformers") if recipe.traits.headless else nullcontext()
+    try:
+        with quiet, upstream.reading_any_index():
+            model, about = kind.from_pretrained(
+                recipe.model.path,
+                dtype=dtype,
+                quantization_config=quantization(recipe, config),
+                attn_implementation=attention.loadable(recipe.model.attention),
+                trust_remote_code=recipe.model.trust_remote_code,
+                use_safetensors=True,  # a pickle from a stranger can run code
+                output_loading_info=True,
+                **part,
+                **options,
+            )
+    except (OSError, ValueError, ArithmeticError, AssertionError, SafetensorError, MemoryError) as error:
+        raise UserError(cannot_load("model", recipe, error)) from error
+    except ImportError as error:
+        if attention.loadable(recipe.model.attention) in ("sdpa", "eager"):
+            raise
+        raise UserError(attention.not_installed(recipe.model.attention, error)) from error
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("mismatched_sizes", "negative dimension", "allocate", "overflow")):
+            raise
+        raise UserError(cannot_load("model", recipe, error)) from error
+    missing = set(about["missing_keys"])  # of tied weights one is enough, and transformers does not list the other
+    if recipe.traits.scores:
+        head, missing = heads.missing(missing)
+        if head:  # the files hold a language model
+            heads.start(model, recipe.seed)
+    if missing:
+        raise UserError(missing_weights(recipe, sorted(missing)))
+    if kind in heads.CLASSES.values():  # a stage of a pipeline holds only its own layers; `stages.check` reads it all
+        say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))
+    if line := generation.correct(model, recipe.model.path):
+        say(line)
+    return model
+
+
+def say_left_out(recipe: Recipe, parts: Sequence[str]) -> None:
+    """Print which parts of a model's files are not loaded, and so are not in the export either."""
+    if parts:
+        say(f"model.path={recipe.model.path}: not loaded, and not in the export: {', '.join(parts)}")
+
+
+def text_part(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what `from_pretrained` has to be told to load the language model alone from a checkpoint that also sees.
+
+    Nothing where transformers knows by itself what to load: a language model, or all of a model that it has a class
+    for. Mistral 3's checkpoints (Ministral 3 is one) are neither: their text part has a class, the whole has none.
+    """
+    text = config.get_text_config()
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return {}
+    text.tie_word_embeddings = config.tie_word_embeddings  # the whole decides whether the files hold a head
+    return {"config": text, "key_mapping": TEXT_PART}
+
+
+def language_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration that a language model loaded from this one has: the text part's where it is that alone.
+
+    transformers loads Qwen3.5's checkpoints, which also see, as language models; Gemma 3's keep their tower.
+    """
+    text = config.get_text_config()
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return text if kind is not None and kind.config_class is type(text) else config
+
+
+def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfigMixin | None:
+    """Return how weights are quantised on loading: to 4 bits for `nf4`; GPT-OSS's MXFP4 back to what can be trained.
+
+    transformers dequantises MXFP4 by itself only where its kernels are not installed.
+    """
+    if recipe.model.quantization == "nf4":
+        kept = adapters.HEAD_AND_TOWER if recipe.model.vision else None
+        if config.get_text_config().model_type in MAMBA:
+            kept = (*(kept or ("lm_head",)), *NOT_IN_MAMBA)
+        return adapters.nf4(DTYPES[recipe.precision], kept)
+    stored = getattr(config, "quantization_config", None) or {}
+    return Mxfp4Config(dequantize=True) if stored.get("quant_method") == "mxfp4" else None
+
+
+def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
+    """Return why the model's folder or Hub id cannot be loaded, in a line with the fix."""
+    reason = first_line(error)
+    if isinstance(error, SafetensorError):
+        reason = f"a .safetensors file is damaged or cut off ({reason}); copy or download it again"
+    elif isinstance(error, StrictDataclassError):
+        reason = f"its config.json is wrong: {' '.join(str(error).split())}"
+    elif (
+        isinstance(error, ArithmeticError | AssertionError | MemoryError)
+        or "negative dimension" in reason
+        or "allocate" in reason
+    ):
+        reason = f"the sizes in its config.json make no model ({reason})"
+    elif "mismatched_sizes" in reason:
+        reason = "the sizes in its config.json are not those of its weights"
+    folder = Path(recipe.model.path)
+    if folder.is_dir() and not list(folder.glob("*.safetensors")):
+        reason = (
+            "the folder holds no .safetensors file; pickled weights (.bin, .pt) are not loaded, since they can run code"
+        )
+    if "trust_remote_code" in str(error):
+        reason = "it brings its own Python code; read that code, then add model.trust_remote_code=true"
+    if "gated" in str(error):
+        reason = "its licence must be accepted on the Hub first; then set HF_TOKEN, or log in with `hf auth login`"
+    elif "internet connection" in str(error) or "couldn't connect" in str(error).lower() or "offline" in reason:
+        reason = "no network, and not in the cache; download it elsewhere and give its folder as model.path=FOLDER"
+    return f"model.path={recipe.model.path}: cannot load the {what}: {reason}"
+
+
+def missing_weights(recipe: Recipe, names: Sequence[str]) -> str:
+    """Return that a model's files lack weights, which would be trained from random numbers."""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return (
+        f"model.path={recipe.model.path}: its files lack {', '.join(names[:2])}{more}; copy or download it again, or "
+        "correct its config.json."
+    )
+
+
+def parameter_counts(model: PreTrainedModel | PeftModel) -> tuple[int, int]:
+    """Return (all, trainable) parameters, counted whole where ZeRO-3 has sharded them."""
+    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, _ in counts), sum(n for n, trains in counts if trains)

@@ -1,0 +1,119 @@
+"""A model's output head, for losses that compute logits themselves; and whether these are the model's own logits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl.trainer.utils import add_fused_lm_head
+
+from ...recipe.errors import UserError, first_line
+from ...recipe.loss_tiles import tiles_loss
+from ...recipe.recipe import Lora, Recipe, names
+from .load import load_config
+from .packing_check import LEAK, draft_of
+
+SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+"""Names of the factor of logits in configurations: Cohere, Muse, Falcon-H1."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output head, which turns a model's last hidden states into logits."""
+
+    module: torch.nn.Module
+    scale: float
+    softcap: float | None
+    vocabulary: int
+    """The number of entries that count; models of one tokenizer have heads of several sizes, padded for speed."""
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The head's weight, [vocabulary, hidden], and its bias where it has one."""
+        return [one for one in (self.module.weight, self.module.bias) if one is not None]
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits of hidden states, [tokens, vocabulary], in fp32.
+
+        Args:
+            hidden: [tokens, hidden].
+            weight: as in `weights`; ZeRO-3 has to have gathered it.
+            bias: as in `weights`.
+        """
+        kept = None if bias is None else bias[: self.vocabulary]
+        logits = linear(hidden, weight[: self.vocabulary], kept).float() * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def head_of(model: PreTrainedModel, vocabulary: int) -> Head:
+    """Return a model's head, with the factor and the soft cap that architectures apply to its logits."""
+    config = model.config.get_text_config()
+    scale = next((found for name in SCALES if (found := getattr(config, name, None)) is not None), 1.0)
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        # Granite and MiniCPM divide by it, HyperCLOVA X multiplies.
+        scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+    return Head(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None), vocabulary)
+
+
+def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = print) -> Recipe:
+    """Return the recipe, with whole logits if tiles would compute others and the recipe does not ask for tiles.
+
+    Passes to `say` that it has changed the recipe, and why.
+
+    Raises:
+        UserError: the recipe or its method asks for them.
+    """
+    config = load_config(recipe).get_text_config()
+    traits = recipe.traits
+    by_method = traits.tiles or traits.teacher or traits.rollouts
+    if not by_method and not tiles_loss(recipe, config.vocab_size):
+        return recipe
+    why = difference(config, tokenizer, recipe.lora)
+    if not why:
+        return recipe
+    if by_method:
+        fix = "name other modules, or use all-linear" if why.startswith("lora.") else "use another model"
+        raise UserError(f"{traits.title} computes logits in tiles: {why}; {fix}.")
+    if recipe.tiled_loss:
+        raise UserError(f"tiled_loss=true: {why}; use tiled_loss=false.")
+    say(f"tiled_loss=false: {why}")
+    return replace(recipe, tiled_loss=False)
+
+
+def difference(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, lora: Lora | None = None) -> str:
+    """Return why logits in tiles are not the model's own, as a shrunken model shows; empty where they are.
+
+    Tiles read the weight of a head, so they are not its own where it is to have adapters.
+    """
+    kind = config.model_type
+    try:
+        model = draft_of(config, tokenizer, "eager", torch.float32)
+        head = model.get_output_embeddings()
+        name = next(name for name, module in model.named_modules() if module is head)
+        if lora and any(f".{name}".endswith(f".{target}") for target in names(lora.target_modules)):
+            return f"lora.target_modules={lora.target_modules} includes the output head, whose adapters tiles leave out"
+        off = distance(model)
+    except Exception as error:  # a model's own code may raise anything
+        return f"they cannot be compared with {kind}'s own on a shrunken model ({first_line(error)})"
+    return f"{kind}'s own differ from them by {off:.0e} of the largest" if off > LEAK[torch.float32] else ""
+
+
+@torch.no_grad()
+def distance(model: PreTrainedModel) -> float:
+    """Return how far a loss in tiles is from the model's own logits, as a share of the largest; changes the model.
+
+    Both heads in tiles are compared: `Head`, and TRL's.
+    """
+    generator = torch.Generator().manual_seed(0)
+    head = head_of(model, model.config.vocab_size)
+    for weight in head.weights:  # a bias starts at zero, and a soft cap shows in large logits only
+        weight += 0.5 * torch.randn(weight.shape, generator=generator)
+    tokens = torch.randint(5, model.config.vocab_size, (2, 16), generator=generator)
+    own = model(input_ids=tokens).logits.float()
+    ours = head.logits(model.base_model(input_ids=tokens).last_hidden_state, *head.weights)
+    likelihoods = own[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    add_fused_lm_head(model)
+    fused = model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
+    pairs = ((ours, own), (fused, likelihoods))
+    return max(((found - right).abs().max() / right.abs().max()).nan_to_num(torch.inf).item() for found, right in pairs)

@@ -1,0 +1,133 @@
+"""Whether a model's code keeps packed documents apart: checked on a shrunken model, not looked up by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ...recipe.errors import UserError, first_line
+from ...recipe.recipe import Draft, Recipe
+from . import attention, attention_bounds, remote_code
+from .draft import WINDOW, shrink
+from .load import load_config
+
+LENGTHS = (WINDOW + 8, WINDOW + 24)
+"""Tokens in each document that is packed: longer than a draft's windows and chunks, whose borders are elsewhere in the
+second document than in the sequence."""
+LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""A difference of logits that rounding does not explain, as a share of the largest logit. Seen in fp32 on drafts of
+every size in `recipes/`: at most 2e-6 where documents are kept apart, at least 2e-1 where they attend to each other."""
+
+
+def check(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, on_gpu: bool = False, say: Callable[[str], None] = print
+) -> str:
+    """Return the attention that the run computes with: the first of the candidates with which packing is right.
+
+    Takes about a second, before the ranks load anything. Passes to `say` which faster one was refused, and why.
+
+    Raises:
+        UserError: packed documents would attend to each other, or it cannot be checked.
+    """
+    config = load_config(recipe).get_text_config()
+    names = attention.candidates(recipe, config, on_gpu)
+    if not recipe.packs:
+        return names[0]
+    for name in names:
+        try:
+            if keeps_documents_apart(config, tokenizer, name):
+                return name
+            why = "packed documents attend to each other"
+        except Exception as error:  # a model's own code may raise anything
+            why = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, ImportError) and recipe.model.attention != "auto":
+                raise UserError(attention.not_installed(name, error)) from error
+            if name == names[-1]:
+                raise UserError(
+                    f"packing=true: cannot be checked on a shrunken {config.model_type}: {error}\nAdd packing=false."
+                ) from error
+        if name != names[-1]:
+            say(f"model.attention: not {name} in {config.model_type} ({why})")
+    raise UserError(
+        f"packing=true: in {config.model_type} with model.attention={names[-1]} the documents of a packed sequence "
+        "attend to each other; add packing=false."
+    )
+
+
+def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Return whether documents that share a sequence, told apart by their position ids, get the logits of each alone.
+
+    Args:
+        config: of the real model; a draft of its class is made from it, with every kind of layer that it has.
+        tokenizer: for the size of the vocabulary.
+        name: the implementation to try, as `from_pretrained(attn_implementation=...)` names it.
+    """
+    dtype = check_dtype(name)
+    model = draft_of(config, tokenizer, name, dtype)
+    apart = leak(model) < LEAK[dtype]
+    if dtype == torch.bfloat16:
+        check_gradients(model)
+    return apart
+
+
+def check_dtype(name: str) -> torch.dtype:
+    """Return the dtype to check an implementation in: bf16, on the GPU, for kernels that need one."""
+    only_there = attention.is_flash(name) or (name not in ("auto", "sdpa", "eager") and torch.cuda.is_available())
+    return torch.bfloat16 if only_there else torch.float32
+
+
+def draft_of(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str, dtype: torch.dtype
+) -> torch.nn.Module:
+    """Return a random draft, without a key/value cache; its windows, chunks and blocks are at most `WINDOW` tokens."""
+    small = attention_bounds.within(shrink(config, Draft(layers=4), tokenizer), WINDOW)
+    small.use_cache = False
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            small,
+            attn_implementation=attention.loadable(name),
+            dtype=dtype,
+            trust_remote_code=remote_code.here(),
+        )
+    attention.switch_by_batch(model)
+    return model.to("cuda" if dtype == torch.bfloat16 else "cpu").eval()
+
+
+@torch.no_grad()
+def leak(model: torch.nn.Module) -> float:
+    """Return how far the logits of packed documents are from those of each alone, as a share of the largest."""
+    documents = _documents(model)
+    packed = model(**_packed(documents, model)).logits[0]
+    alone = torch.cat([model(input_ids=document[None]).logits[0] for document in documents])
+    return ((packed - alone).abs().max() / alone.abs().max()).item()
+
+
+def check_gradients(model: torch.nn.Module) -> None:
+    """Compute the gradients of packed documents: a kernel's backward pass may have narrower limits than its forward.
+
+    Raises:
+        ArithmeticError: they are not finite.
+        Exception: the kernel has no backward pass for this model on this GPU.
+    """
+    model(**_packed(_documents(model), model)).logits.float().square().mean().backward()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    if not gradients or not all(bool(one.isfinite().all()) for one in gradients):
+        raise ArithmeticError("gradients are not finite")
+
+
+def _documents(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return documents of random tokens, the same for every model with as large a vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = ((length,) for length in LENGTHS)
+    return [torch.randint(5, model.config.vocab_size, one, generator=generator).to(model.device) for one in lengths]
+
+
+def _packed(documents: list[torch.Tensor], model: torch.nn.Module) -> dict[str, Any]:
+    """Return the model's inputs for one sequence of all documents."""
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    inputs: dict[str, Any] = {"input_ids": torch.cat(documents)[None], "position_ids": positions[None]}
+    if attention.needs_boundaries(model):
+        inputs |= attention.document_boundaries([LENGTHS], sum(LENGTHS))
+    return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}

@@ -1,0 +1,277 @@
+"""Give a chat template a conversation in a form of which it renders every text, or refuse the conversation.
+
+Some templates read content only as a list of parts, reasoning only under one of its names, or leave out the text beside
+a tool call, all without a word. So each text of a conversation is replaced by a word of its own, and the words are
+looked for in what the template renders of that. Conversations of one shape are rendered once.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import has_generation_markers
+
+from ...recipe.conversation import REASONING
+from ...recipe.errors import UserError
+
+Turns = list[dict[str, Any]]
+
+TAGS = re.compile(r"(</?think>)")
+"""Templates move or drop what is between them."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A conversation in the form that a template shows."""
+
+    turns: Turns
+    forgets: bool
+    """Reasoning of earlier turns is left out, as templates do that show only the last turn's."""
+
+
+@dataclass
+class _Words:
+    """Words that stand for the texts of a conversation, each with what it stands for."""
+
+    meant: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By word: the number of its turn, from 0, or -1 for the tools; and what it is, for messages."""
+
+    def new(self, turn: int, what: str) -> str:
+        word = f"zq{len(self.meant):04}qz"
+        self.meant[word] = (turn, what)
+        return word
+
+    def leaves(self, value: Any, turn: int, what: str) -> Any:
+        """Return a value with words in place of its texts and numbers; keys, booleans and nulls stay."""
+        if isinstance(value, dict):
+            return {key: self.leaves(one, turn, what) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self.leaves(one, turn, what) for one in value]
+        if isinstance(value, str):
+            return self.new(turn, what) if value.strip() else value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = 7_340_000 + len(self.meant)
+            self.meant[str(number)] = (turn, what)
+            return number
+        return value
+
+    def content(self, text: str, turn: int, role: str) -> str:
+        """Return a content with words in place of its text, around `<think>` and `</think>` of the assistant's."""
+        pieces = TAGS.split(text) if role == "assistant" else [text]
+        made = []
+        for at, piece in enumerate(pieces):
+            if at % 2 or not piece.strip():
+                made.append(piece if at % 2 else " " * bool(piece))
+            else:
+                reasons = "</think>" in pieces[at + 1 :]
+                made.append(self.new(turn, "reasoning" if reasons else "'content'"))
+        return "".join(made)
+
+
+def shown(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    turns: Turns,
+    tools: Any = None,
+    options: Any = None,
+    prompt: bool = False,
+) -> Shown:
+    """Return a conversation in a form of which the template shows every text.
+
+    Tried are its own, content as lists of parts, and reasoning under the other names. Reasoning that a template shows
+    in a last turn and leaves out once another question follows is forgotten on purpose, and not refused.
+
+    Args:
+        tokenizer: whose special tokens the template writes.
+        template: in Jinja.
+        turns: in OpenAI's form.
+        tools: that may be called.
+        options: more arguments of the template.
+        prompt: nothing in it is learned, and the model answers it; models need not read their earlier reasoning.
+
+    Raises:
+        UserError: no form shows all; names what is dropped, and what to do.
+    """
+    words, probe, described = _probed(turns, tools)
+    shape = json.dumps([probe, described, options], sort_keys=True, default=str)
+    form, missing, forgotten = _best(tokenizer, template, shape, tuple(words.meant.items()), prompt)
+    if missing:
+        raise UserError(_dropped(turns, *missing))
+    found = [_in_form(form, turn) for turn in turns]
+    if not has_generation_markers(template):  # each beginning is rendered too, and has to be as in the whole
+        for number in forgotten:
+            found[number] = {key: value for key, value in found[number].items() if key not in REASONING}
+    return Shown(found, bool(forgotten))
+
+
+def _probed(turns: Turns, tools: Any) -> tuple[_Words, Turns, Any]:
+    words = _Words()
+    probe = [_probe(turn, number, words) for number, turn in enumerate(turns)]
+    return words, probe, [_probe_tool(tool, words) for tool in tools] if tools else None
+
+
+def owners(
+    turns: Turns, tools: Any, render: Callable[[Turns, Any], tuple[str, Sequence[tuple[int, int]]]]
+) -> list[int]:
+    """Return the number of the turn that each stretch of the assistant's text belongs to.
+
+    Args:
+        turns: in the form that the template shows.
+        tools: that may be called.
+        render: returns a conversation as text, and where in it the assistant speaks.
+
+    Raises:
+        UserError: a stretch holds several turns.
+    """
+    words, probe, described = _probed(turns, tools)
+    text, spans = render(probe, described)
+    text = text.lower()
+    places = sorted((text.find(word), turn) for word, (turn, _) in words.meant.items() if word in text and turn >= 0)
+    found = []
+    for first, last in spans:
+        inside = {turn for place, turn in places if first <= place < last}
+        if len(inside) > 1:
+            raise UserError(
+                "it writes several of the assistant's turns as one, so that none can be left out of the loss"
+            )
+        # A stretch without text of its own, such as an end token, belongs to the turn before it; a header, to the next.
+        before = inside.pop() if inside else max((turn for place, turn in places if place < last), default=0)
+        found.append(next(number for number in range(before, len(turns)) if turns[number]["role"] == "assistant"))
+    return found
+
+
+def _probe(turn: dict[str, Any], number: int, words: _Words) -> dict[str, Any]:
+    made: dict[str, Any] = {**turn}
+    content = turn.get("content")
+    if isinstance(content, str):
+        made["content"] = words.content(content, number, turn["role"])
+    elif isinstance(content, list):
+        made["content"] = [
+            part | {"text": words.content(part["text"], number, turn["role"])} if "text" in part else part
+            for part in content
+        ]
+    for name in REASONING:
+        if isinstance(turn.get(name), str):
+            made[name] = words.new(number, f"reasoning, in {name!r}")
+    if turn.get("tool_calls"):
+        made["tool_calls"] = [_probe_call(call, number, words) for call in turn["tool_calls"]]
+    return made
+
+
+def _probe_call(call: dict[str, Any], number: int, words: _Words) -> dict[str, Any]:
+    function = call.get("function", call)
+    changed = {
+        "name": words.new(number, "the name of a tool call"),
+        "arguments": words.leaves(function["arguments"], number, "an argument of a tool call"),
+    }
+    return {**call, "function": changed} if "function" in call else {**call, **changed}
+
+
+def _probe_tool(tool: dict[str, Any], words: _Words) -> dict[str, Any]:
+    function = tool.get("function", tool)
+    named = {**function, "name": words.new(-1, "'tools'")} if function.get("name") else function
+    return {**tool, "function": named} if "function" in tool else named
+
+
+Form = tuple[str | None, bool]
+FORMS: tuple[Form, ...] = (
+    *((None, False), (None, True)),
+    *((name, False) for name in REASONING),
+    *((name, True) for name in REASONING),
+)
+"""The forms in which a turn may be given to a template: a name for its reasoning or None, and its content as parts."""
+
+
+def _in_form(form: Form, turn: dict[str, Any]) -> dict[str, Any]:
+    name, parts = form
+    reasoning = next((turn[other] for other in REASONING if other in turn), None)
+    if name and reasoning is not None:
+        turn = {**{key: value for key, value in turn.items() if key not in REASONING}, name: reasoning}
+    content = turn.get("content")
+    if parts and isinstance(content, str):
+        turn = {**turn, "content": [{"type": "text", "text": content}] if content else []}
+    return turn
+
+
+Missing = tuple[int, str] | None
+
+
+@lru_cache(maxsize=4096)
+def _best(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    shape: str,
+    told: tuple[tuple[str, tuple[int, str]], ...],
+    prompt: bool,
+) -> tuple[Form, Missing, frozenset[int]]:
+    """Return the first form that shows all, or else what the first form drops; and the turns that are forgotten."""
+    probe, tools, options = json.loads(shape)
+    meant = dict(told)
+    reasons = any("reasoning" in what for _, what in meant.values())
+    first: Missing = None
+    for form in FORMS if reasons else FORMS[:2]:
+        turns = [_in_form(form, turn) for turn in probe]
+        dropped = _missing(tokenizer, template, turns, tools, options, meant)
+        if dropped is None:  # the template refuses this form; it gives its reason where it is used
+            continue
+        kept = [
+            one
+            for one in dropped
+            if not (
+                "reasoning" in one[1] and (prompt or _forgotten(tokenizer, template, turns, tools, options, one[0]))
+            )
+        ]
+        if not kept:
+            return form, None, frozenset(number for number, _ in dropped)
+        first = first or kept[0]
+    return FORMS[0], first, frozenset()
+
+
+def _missing(
+    tokenizer: PreTrainedTokenizerBase, template: str, turns: Turns, tools: Any, options: Any, meant: dict[str, Any]
+) -> list[tuple[int, str]] | None:
+    """Return the texts that the template drops, or None if it refuses the turns."""
+    try:
+        text = tokenizer.apply_chat_template(
+            turns, tools, chat_template=template, tokenize=False, **(options or {})
+        ).lower()
+    except (TemplateError, TypeError, ValueError):
+        return None
+    # Words of another name that a turn's reasoning has too are not missed.
+    shown_reasoning = {turn for word, (turn, what) in meant.items() if "reasoning, in" in what and word in text}
+    numbers = {*range(len(turns)), -1}
+    return [
+        (turn, what)
+        for word, (turn, what) in meant.items()
+        if turn in numbers and word not in text and not ("reasoning, in" in what and turn in shown_reasoning)
+    ]
+
+
+def _forgotten(
+    tokenizer: PreTrainedTokenizerBase, template: str, turns: Turns, tools: Any, options: Any, number: int
+) -> bool:
+    """Return whether the template would show a turn's reasoning if the conversation ended there."""
+    if not any(turn["role"] == "user" for turn in turns[number:]):
+        return False
+    words = re.findall(r"zq\d+qz", json.dumps([turns[number].get(name) for name in (*REASONING, "content")]))
+    return not _missing(tokenizer, template, turns[: number + 1], tools, options, dict.fromkeys(words, (number, "")))
+
+
+def _dropped(turns: Turns, number: int, what: str) -> str:
+    if number < 0:
+        return (
+            "it drops 'tools', so the model would not read what can be called; describe them in the system turn, or "
+            "name another template with model.chat_template"
+        )
+    turn = turns[number]
+    beside = " beside its tool calls" if what == "'content'" and turn.get("tool_calls") else ""
+    fix = "take it out (data.thinking=strip takes reasoning out)" if "reasoning" in what else "change the example"
+    return (
+        f"it drops {what} of turn {number + 1} ({turn['role']}){beside}; {fix}, or name another template with "
+        "model.chat_template"
+    )

@@ -1,0 +1,117 @@
+"""Check that every tensor in a model's files becomes a weight of the model that is loaded from them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from ...recipe.errors import UserError
+from ..model_folder import weights
+
+RECOMPUTED = ("rotary_emb.inv_freq", "position_ids", "attention.bias", "attn.bias", "masked_bias")
+"""Buffers in older files that follow from the configuration: frequencies, positions, causal masks."""
+
+_ADAPTER = re.compile(r"\.lora_|\.base_layer\.|\.modules_to_save\.")
+"""How PEFT names what it adds to a layer."""
+
+NOT_LOADED: dict[str, list[str]] = {}
+"""By the path of a model: what `check` has returned, for the run's summary."""
+
+
+def folder_of(path: str) -> Path | None:
+    """Return where a model's files are on this machine, or None if a Hub id has not been downloaded."""
+    folder = Path(path)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(path, "config.json")
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    return folder if any((folder / name).exists() for name in (weights.WHOLE, weights.INDEX)) else None
+
+
+def check_tied(path: str, config: PreTrainedConfig) -> None:
+    """Refuse a head of its own where config.json says that it is the embedding: some programs would not read it.
+
+    transformers reads it on one rank, with a warning, and writes the wrong configuration again; vLLM leaves it out.
+
+    Raises:
+        UserError: names both.
+    """
+    folder = folder_of(path)
+    if folder is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
+        return
+    held = {name: file for file in weights.files(folder) for name in weights.header(file)}
+    head = next((name for name in held if re.fullmatch(r"(.*\.)?(lm_head|embed_out)\.weight", name)), None)
+    embedding = next(filter(weights.EMBEDDING.search, held), None)
+    if head is None or embedding is None:
+        return
+    found = []
+    for name in (head, embedding):
+        with safe_open(held[name], "pt") as opened:
+            found.append(opened.get_tensor(name))
+    if not torch.equal(*found):
+        raise UserError(
+            f"model.path={path}: config.json says tie_word_embeddings=true, and the files hold a {head} that is not "
+            f"{embedding}; set it to false, or remove the one that is not the model's."
+        )
+
+
+def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None = None) -> list[str]:
+    """Return the parts that a model's files hold and the model does not have, such as `model.visual`, a vision tower.
+
+    transformers reports such tensors only in part: not what a class leaves out by pattern, and nothing under ZeRO-3.
+
+    Args:
+        path: the model's folder or Hub id.
+        model: whole, on any device; without adapters.
+        key_mapping: as it is loaded with.
+
+    Raises:
+        UserError: a tensor belongs to a layer that is loaded and has no place there, or is not a floating-point number
+            where the model has one.
+    """
+    folder = folder_of(path)
+    if folder is None:
+        return []
+    quantizer = getattr(model, "hf_quantizer", None)
+    mapping = get_model_conversion_mapping(model, key_mapping, quantizer)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    known: dict[str, Any] = model.state_dict()
+    modules = {name for name, _ in model.named_modules()}
+    unneeded = model._keys_to_ignore_on_load_unexpected or ()  # by what its class says
+    inside: list[str] = []
+    parts: dict[str, None] = {}
+    for name, tensor in weights.tensors(folder).items():
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if renamed not in known:
+            bare, _ = rename_source_key(name, [], [], model.base_model_prefix, known)
+            renamed = bare if bare in known else renamed
+        if renamed in known:
+            whole = tensor.dtype in weights.FLOATS or (quantizer is not None and quantizer.pre_quantized)
+            if known[renamed].is_floating_point() and not whole:
+                raise UserError(
+                    f"model.path={path}: {name} is {tensor.dtype}, and the model has floating-point numbers there; "
+                    "name the unquantised model that it was made from."
+                )
+        elif not renamed.endswith(RECOMPUTED):
+            steps = renamed.split(".")
+            parents = [".".join(steps[:count]) for count in range(1, len(steps))]
+            of_layers = any(one in modules and (one == parents[-1] or one[-1].isdigit()) for one in parents)
+            if not parents or of_layers or _ADAPTER.search(renamed):
+                # Of a module or a numbered layer that exists, or of an adapter that a merge has left.
+                if not any(re.search(pattern, renamed) for pattern in unneeded):
+                    inside.append(name)
+            else:
+                parts[next(one for one in parents if one not in modules)] = None
+    if inside:
+        raise UserError(
+            f"model.path={path}: its files hold {inside[0]}{weights.more(inside)}, for which {type(model).__name__} "
+            "has no place in its layers; correct its config.json, or name the model that belongs to it."
+        )
+    NOT_LOADED[path] = list(parts)
+    return list(parts)

@@ -1,0 +1,81 @@
+"""The base model of an adapter: named without a path of this machine, and found again by it."""
+
+import os
+import re
+from pathlib import Path, PurePath
+from typing import Any
+
+from ...recipe.errors import UserError
+from ...recipe.run_folder import read_json, write_json
+from .portable import own_path, portable_path
+
+ADAPTER = "adapter_config.json"
+QUANTIZATION = "base_quantization.json"
+"""Beside an adapter that was trained on a quantised base model: how to quantise it again."""
+KEY = "base_model_name_or_path"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json, or an empty one if it has none.
+
+    Raises:
+        UserError: it is not one JSON object.
+    """
+    file = folder / "config.json"
+    config = read_json(file) if file.exists() else {}
+    if not (isinstance(config, dict) and isinstance(config.get("text_config") or {}, dict)):
+        raise UserError(f"{file}: not a Hugging Face config.json, which is one JSON object.")
+    return config
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a portable name is one of the Hub's, `OWNER/NAME`, and not a file of the project."""
+    return bool(_HUB_ID.fullmatch(name)) and own_path(name) is None
+
+
+def make_portable(folder: Path, place: Path) -> None:
+    """Name the base model of the adapter in `folder` as it can be found from there, if it is named by a path.
+
+    A model of the project keeps its place in the checkout, one of Hugging Face's cache gets its Hub id, and any other
+    is named relatively to the adapter (`../draft_model`): both can be moved together.
+
+    Args:
+        folder: holds the adapter; a whole model is left as it is.
+        place: the folder that it will be renamed to.
+    """
+    config = folder / ADAPTER
+    if not config.exists():
+        return
+    values = read_json(config)
+    name = str(values.get(KEY) or "")
+    if PurePath(name).is_absolute():
+        moved = portable_path(name)
+        if moved == PurePath(name).name:  # neither the project's nor the Hub's
+            moved = os.path.relpath(name, place.resolve())
+        write_json(config, values | {KEY: moved})
+
+
+def find(adapter: Path) -> Path:
+    """Return the folder or the Hub id of an adapter's base model.
+
+    Raises:
+        UserError: adapter_config.json names a folder that is not there.
+    """
+    name = str(read_json(adapter / ADAPTER)[KEY])
+    if own := own_path(name):
+        return own
+    place = Path(name) if PurePath(name).is_absolute() else (adapter / name).resolve()
+    if name.startswith(".") or PurePath(name).is_absolute():
+        if not place.is_dir():
+            raise UserError(
+                f"{adapter / ADAPTER}: the base model {name} is not there ({place}); correct {KEY}, or name the base "
+                "model yourself (ds-recipes generate BASE_MODEL --adapter DIR)."
+            )
+        return place
+    return Path(name)
+
+
+def located(name: str) -> Path:
+    """Return where a recipe's model is, whose path may be a portable one; a Hub id stays as it is."""
+    return own_path(name) or Path(name)

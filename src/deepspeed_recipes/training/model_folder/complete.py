@@ -1,0 +1,96 @@
+"""What is added to exported weights, so that the folder explains itself on any machine."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...recipe.errors import UserError
+from ...recipe.run_folder import CHECK_FAILED, RunFolder, read_json, step_of
+from . import base_model, card, record, response_template
+
+
+def check(source: Path, output: Path) -> None:
+    """Refuse to write over something, and to hand out an export that failed its check.
+
+    Args:
+        source: what is to be copied or changed.
+        output: where to.
+
+    Raises:
+        UserError: names the folder.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output}: exists and is not empty; choose a new folder.")
+    if (source / CHECK_FAILED).exists():
+        raise UserError(f"{source}: this export failed its check: it computes other logits than the trained model.")
+
+
+def check_smaller(source: Path, output: Path, option: str) -> None:
+    """Refuse what `option` cannot make a smaller copy of.
+
+    Raises:
+        UserError: as `check`, or `source` is no model, gives scores or is quantised already.
+    """
+    check(source, output)
+    adapter = (source / base_model.ADAPTER).exists()
+    if not adapter and not (source / "config.json").exists():
+        raise UserError(f"{source}: not a model folder (it holds neither config.json nor {base_model.ADAPTER}).")
+    if card.look(source).scores:
+        raise UserError(f"{source}: {option} is for models that write text, and this one gives scores.")
+    if not adapter and "quantization_config" in base_model.config_of(source):
+        raise UserError(f"{source}: is quantised already; use {option} on the model that it was made from.")
+
+
+def of_run(folder: Path, run: RunFolder, place: Path, results: Mapping[str, Any], step: int | None = None) -> None:
+    """Add the card, `training/` and the response template to weights of a run, and take out absolute paths.
+
+    Args:
+        folder: holds the weights.
+        run: what trained them.
+        place: the folder that it will be renamed to.
+        results: what the run's summary.json has, or will have.
+        step: of the checkpoint that they are; None: the run's result.
+    """
+    record.write(folder, record.of_run(run, results, step), run.deepspeed)
+    _finish(folder, place)
+
+
+def of_copy(folder: Path, source: Path, place: Path) -> None:
+    """Do the same for weights that are copied from a run's export, one of its checkpoints, or any model folder.
+
+    A folder of another origin keeps its own card.
+
+    Args:
+        folder: holds the weights.
+        source: where they come from.
+        place: the folder that it will be renamed to.
+    """
+    if (source / record.FOLDER / record.RECIPE).exists():
+        shutil.copytree(source / record.FOLDER, folder / record.FOLDER)
+    elif (run := RunFolder(source.parent)).recipe.exists():
+        return of_run(folder, run, place, read_json(run.summary) if run.summary.exists() else {})
+    elif (run := RunFolder(source.parents[1])).recipe.exists() and source.name.startswith("checkpoint-"):
+        step = step_of(source)
+        return of_run(folder, run, place, record.at_step(run, step), step)
+    elif (source / card.FILE).exists():
+        shutil.copy2(source / card.FILE, folder)
+    _finish(folder, place)
+
+
+def of_quantized(folder: Path, place: Path, quantization: Mapping[str, Any]) -> None:
+    """Do the same for a quantised copy, whose card and results say how it was quantised.
+
+    Args:
+        folder: holds the weights, and the original's `training/` where it had one.
+        place: the folder that it will be renamed to.
+        quantization: what `training/results.json` says of it.
+    """
+    record.add(folder, {record.QUANTIZATION: dict(quantization)})
+    _finish(folder, place)
+
+
+def _finish(folder: Path, place: Path) -> None:
+    base_model.make_portable(folder, place)
+    response_template.write(folder)
+    card.write(folder)

@@ -1,0 +1,51 @@
+"""The licence of a base model: as its page states it, and as the Hub calls it."""
+
+import re
+from pathlib import PurePath
+
+from ...recipe import pages
+from ...recipe.recipe import Recipe
+from .portable import portable_path
+
+_HUB_NAMES = {
+    "apache-2.0": "apache-2.0",
+    "mit": "mit",
+    "gemma": "gemma",
+    "llama-2": "llama2",
+    "llama-3.1": "llama3.1",
+    "llama-3.2": "llama3.2",
+    "llama-3.3": "llama3.3",
+    "bigscience-bloom-rail-1.0": "bigscience-bloom-rail-1.0",
+}
+"""A page's licence in small letters -> its identifier on the Hub (hub-docs, docs/hub/repositories-licenses.md)."""
+
+OWN = PurePath("src/deepspeed_recipes/samples")
+"""Where the models are that the project has made of the one on the page, under its licence."""
+
+
+def of_base(recipe: Recipe) -> str | None:
+    """Return the licence of the model that a recipe starts from, as its page's table of sizes states it.
+
+    None where it starts from another model than its page's, from random weights, or from a page outside the project,
+    which is code and is not run in order to read its table.
+    """
+    if recipe.page or recipe.draft.enabled or recipe.family not in pages.families():
+        return None
+    module = pages.page(recipe.family)
+    model = module.SIZES.get(recipe.size)
+    started = portable_path(recipe.model.path)
+    if model is None or (portable_path(model.path) != started and PurePath(started).parent != OWN):
+        return None
+    rows = [re.split(r"\s{2,}", line.strip()) for line in (module.__doc__ or "").splitlines()]
+    head = next((row for row in rows if row[:1] == ["size"] and "licence" in row), None)
+    cells = next((row for row in rows if row[0] == recipe.size), [])
+    column = head.index("licence") if head else len(cells)
+    return cells[column] if column < len(cells) else None
+
+
+def metadata(licence: str | None) -> dict[str, str]:
+    """Return a licence in the words of a model card: the Hub's identifier, or `other` with its name."""
+    if not licence:
+        return {}
+    known = _HUB_NAMES.get(licence.lower())
+    return {"license": known} if known else {"license": "other", "license_name": licence.lower().replace(" ", "-")}

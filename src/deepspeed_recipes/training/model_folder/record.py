@@ -1,0 +1,87 @@
+"""`training/` in an exported folder: the recipe, the DeepSpeed file and the results of the run that trained it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...recipe.conversions import from_dict, to_dict
+from ...recipe.errors import redacted
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_json
+from .portable import portable, portable_recipe
+
+FOLDER = "training"
+RECIPE, DEEPSPEED, RESULTS = "recipe.json", "deepspeed.json", "results.json"
+QUANTIZATION = "quantization"
+"""What results.json of a quantised copy says of how it was made."""
+RESULT_KEYS = ("metric", "before", "after", "logit_difference")
+"""What an export's results have of a run's summary.json."""
+PROGRESS = {"steps": "step", "tokens": "tokens", "seconds": "seconds"}
+"""What they have of the last object of its metrics.jsonl, and what that is called there."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """How a model was trained, without a path of the machine that did it."""
+
+    recipe: Recipe
+    results: Mapping[str, Any]
+    """`metric`, `before`, `after`, `held_out` (examples), `steps`, `tokens`, `seconds`, and the run's environment."""
+
+
+def of_run(run: RunFolder, results: Mapping[str, Any], step: int | None = None) -> Record:
+    """Return the record of a run, from its folder.
+
+    Args:
+        run: has at least a recipe.json.
+        results: what its summary.json has, or will have: `metric`, `before`, `after`.
+        step: of the checkpoint that it is the record of; None: of the end.
+    """
+    found = {key: results[key] for key in RESULT_KEYS if results.get(key) is not None}
+    logged = [row for row in read_jsonl(run.metrics) if step is None or row["step"] <= step]
+    last = logged[-1] if logged else {}
+    found |= {name: last[key] for name, key in PROGRESS.items() if key in last}
+    held_out = (read_json(run.data).get("held_out") or {}) if run.data.exists() else {}
+    if count := results.get("held_out") or held_out.get("examples"):
+        found["held_out"] = count
+    if run.environment.exists():
+        found["environment"] = portable(read_json(run.environment))
+    return Record(portable_recipe(read_recipe(run)), found)
+
+
+def at_step(run: RunFolder, step: int) -> dict[str, Any]:
+    """Return the run's metric before training and after `step` steps, as far as it was measured then."""
+    recipe = read_recipe(run)
+    metric = recipe.metric
+    rows = {row["step"]: row.get(metric) for row in read_jsonl(run.evaluations)}
+    return {"metric": metric, "before": rows.get(0), "after": rows.get(step)}
+
+
+def write(folder: Path, record: Record, deepspeed: Path | None) -> None:
+    """Write `training/` into an exported folder; `deepspeed` is the resolved file of the run, where there is one."""
+    place = folder / FOLDER
+    write_json(place / RECIPE, redacted(to_dict(record.recipe)))
+    write_json(place / RESULTS, dict(record.results))
+    if deepspeed is not None and deepspeed.exists():
+        write_json(place / DEEPSPEED, redacted(portable(read_json(deepspeed))))
+
+
+def add(folder: Path, results: Mapping[str, Any]) -> None:
+    """Add results to those of an exported folder, where it has a record."""
+    file = folder / FOLDER / RESULTS
+    if file.exists():
+        write_json(file, {**read_json(file), **results})
+
+
+def read(folder: Path) -> Record | None:
+    """Return the record in an exported folder; None where it has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    place = folder / FOLDER
+    if not (place / RECIPE).exists():
+        return None
+    results = read_json(place / RESULTS) if (place / RESULTS).exists() else {}
+    return Record(from_dict(read_json(place / RECIPE)), results)

@@ -1,0 +1,129 @@
+"""The tokenizer's `response_template`: how an answer is cut out of what a model has written.
+
+`transformers serve` needs it. Without one it returns the whole conversation as the answer, for most chat templates.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ...recipe.run_folder import read_json, write_json
+
+CONFIG = "tokenizer_config.json"
+KEY = "response_template"
+HERE_ONLY = ("is_local", "local_files_only")
+"""What transformers notes in the tokenizer's configuration of how it was loaded on this machine."""
+_ASKED, _SAID, _THOUGHT = "Where is it?", "Over there.", "Let me see."
+_CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "What."}}},
+    },
+}
+_REASONING = {"open": "<think>", "close": "</think>", "content": "text"}
+_JSON_CALLS = {
+    # The white space before a call would otherwise be an empty answer, in place of the one before it.
+    "open_pattern": r"\s*<tool_call>",
+    "close": "</tool_call>",
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
+_TAGGED_CALLS = {
+    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+_CALLED = {"content": _SAID, "tool_calls": [_CALL]}
+_FIELDS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("reasoning_content", _REASONING, {"content": _SAID, "reasoning_content": _THOUGHT}),
+    ("tool_calls", _JSON_CALLS, _CALLED),
+    ("tool_calls", _TAGGED_CALLS, _CALLED),
+)
+"""Fields beside the answer, in the forms of Qwen's and Hermes' templates, and a message that has them."""
+
+
+def write(folder: Path) -> bool:
+    """Write the response template of the tokenizer in `folder` into its configuration; return whether it has one now.
+
+    One that the tokenizer came with stays.
+    """
+    file = folder / CONFIG
+    if not file.exists():
+        return False
+    from transformers import AutoTokenizer
+
+    values = {key: value for key, value in read_json(file).items() if key not in HERE_ONLY}
+    if values.get(KEY) is None:
+        try:
+            found = of_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        except (OSError, ValueError):  # one that brings its own code, which does not run for this
+            found = None
+        values |= {KEY: found} if found else {}
+    write_json(file, values)
+    return KEY in values
+
+
+def of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
+    """Return the response template that follows from a tokenizer's chat template; None where none can be derived.
+
+    The answer starts after what the generation prompt adds, and ends with what the template writes behind an answer.
+    Thoughts and tool calls are fields of their own where a rendered answer that has them is parsed back into them.
+    """
+    try:
+        opened = _rendered(tokenizer, [_user()], add_generation_prompt=True)
+        asked = _rendered(tokenizer, [_user()])
+        answer = _rendered(tokenizer, [_user(), {"role": "assistant", "content": _SAID}]).rpartition(_SAID)[2]
+    except Exception:  # a template refuses a conversation with whatever error it likes
+        return None
+    stop = str(tokenizer.eos_token or "")
+    if not opened.startswith(asked):
+        asked = asked.removesuffix(stop)  # some end every conversation with it
+    start = opened.removeprefix(asked).partition("<think>")[0]
+    close = answer.strip().removesuffix(stop).strip() or stop
+    if not start.strip() or not close:
+        return None
+    content = {**_closed(close, stop), "content": "text"}
+    spec: dict[str, Any] = {"defaults": {"role": "assistant"}, "start_anchor": start, "fields": {"content": content}}
+    for name, field, message in _FIELDS:
+        wider = spec | {"fields": {name: field, **spec["fields"]}}
+        if name not in spec["fields"] and _parses(tokenizer, wider, message):
+            spec = wider
+    return spec if _parses(tokenizer, spec, {"content": _SAID}) else None
+
+
+def _closed(close: str, stop: str) -> dict[str, str]:
+    """Return where the parser ends an answer: at what the template writes, or where the model stops."""
+    if stop in ("", close):
+        return {"close": close}
+    # What white space lies between the two would otherwise be an empty answer, in place of the one before it.
+    return {"close_pattern": rf"\s*(?:{re.escape(close)}|{re.escape(stop)})"}
+
+
+def _parses(tokenizer: Any, spec: dict[str, Any], message: dict[str, Any]) -> bool:
+    """Return whether an answer, as the chat template writes it, is parsed back into the same message."""
+    tools = {"tools": [_TOOL]} if "tool_calls" in message else {}
+    anchor = spec["start_anchor"]
+    try:
+        before = _rendered(tokenizer, [_user()], add_generation_prompt=True, **tools)
+        whole = _rendered(tokenizer, [_user(), {"role": "assistant", **message}], **tools)
+        said = whole.rpartition(anchor)[2].rstrip()  # a model stops at the token that ends its turn
+        parsed = tokenizer.parse_response(said, spec, prefix=before.rpartition(anchor)[0] + anchor)
+    except Exception:  # of the template, or of the parser
+        return False
+    parsed = {key: value.strip() if isinstance(value, str) else value for key, value in parsed.items()}
+    return parsed == {"role": "assistant", **message}
+
+
+def _user() -> dict[str, str]:
+    return {"role": "user", "content": _ASKED}
+
+
+def _rendered(tokenizer: Any, turns: list[dict[str, Any]], **options: Any) -> str:
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))

@@ -1,0 +1,213 @@
+"""The tensors in a model folder's weight files, read from their headers, and folders that no run can train.
+
+Standard library only: the launcher reads the headers before it starts anything, which takes milliseconds.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...recipe import quantization
+from ...recipe.errors import UserError
+from ...recipe.run_folder import read_json
+from .base_model import ADAPTER, KEY, config_of
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The safetensors dtypes that are weights as they are; any other needs scales, or a table, to mean something."""
+_PARTS = re.compile(
+    r"[._:](scale_inv|weight_scale(_2|s)?|qweight|qzeros|absmax|SCB|quant_map|W_q|qdata)$|\.quant_state\."
+    r"|\.weight(_packed|_zero_point|_g_idx|_format|\._data|\._scale)$|_proj_blocks$"
+)
+"""The names that quantised formats give to scales, tables and packed weights."""
+_PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "consolidated*.pth")
+_ENGINE = ("global_step*", "mp_rank_*", "zero_pp_rank_*", "bf16_zero_pp_rank_*", "latest", "*.distcp")
+"""File names in checkpoints of DeepSpeed, FSDP and Megatron."""
+EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings?)\.weight$")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a weight file."""
+
+    dtype: str
+    """As safetensors names it: F32, BF16, F8_E4M3, I8, ..."""
+    shape: tuple[int, ...]
+
+
+def check(folder: Path, key: str = "model.path") -> None:
+    """Refuse a folder whose weights training would not start from, as far as its config.json and headers show it.
+
+    A folder that does not exist (a Hub id) is not checked.
+
+    Args:
+        folder: a model's.
+        key: names it in messages.
+
+    Raises:
+        UserError: no whole model, damaged or incomplete files, or quantised weights.
+    """
+    if not folder.is_dir():
+        return
+    name = f"{key}={folder}"
+    if (folder / ADAPTER).exists():
+        base = read_json(folder / ADAPTER).get(KEY)
+        raise UserError(
+            f"{name}: an adapter, not a whole model; merge it first (ds-recipes export {folder} --merge "
+            f"--output DIR) and name DIR, or name its base model ({base})."
+        )
+    config = config_of(folder)
+    quantization.check(config, name)
+    found = tensors(folder, key)
+    parts = [part for part in found if _PARTS.search(part)]
+    if parts and not quantization.is_read(config):
+        raise UserError(
+            f"{name}: its weights are quantised ({parts[0]}{more(parts)}), though its config.json does not say so; "
+            "name the unquantised model that they were made from."
+        )
+    strange = [
+        f"{part} is {tensor.dtype}"
+        for part, tensor in found.items()
+        if part.endswith(".weight") and tensor.dtype not in FLOATS
+    ]
+    if strange and not quantization.is_read(config):
+        raise UserError(
+            f"{name}: {strange[0]}{more(strange)}, which are not weights without scales; name the unquantised model."
+        )
+
+
+def tensors(folder: Path, key: str = "model.path") -> dict[str, Tensor]:
+    """Return every tensor in the files that transformers loads from a folder, by name.
+
+    Raises:
+        UserError: the folder has no weights that can be loaded, or a file is missing, cut off or contradicts the index.
+    """
+    found: dict[str, Tensor] = {}
+    for file in files(folder, key):
+        held = header(file)
+        if twice := sorted(found.keys() & held.keys()):
+            raise UserError(
+                f"{file}: holds {twice[0]}{more(twice)}, as another file of the folder does, and they may differ; copy "
+                "or download the folder again."
+            )
+        found |= held
+    index = folder / INDEX
+    if index.exists():
+        absent = [name for name in _weight_map(index) if name not in found]
+        if absent:
+            raise UserError(
+                f"{index}: names {absent[0]}{more(absent)}, which none of its files holds; copy or download the "
+                "folder again."
+            )
+    return found
+
+
+def files(folder: Path, key: str = "model.path") -> list[Path]:
+    """Return the weight files that transformers loads from a folder.
+
+    Raises:
+        UserError: as `tensors`.
+    """
+    if (folder / WHOLE).exists():
+        if (folder / INDEX).exists():
+            raise UserError(
+                f"{key}={folder}: holds two models, {WHOLE}, which transformers would load, and the files of {INDEX}; "
+                "remove the one that is not meant."
+            )
+        return [folder / WHOLE]
+    if not (folder / INDEX).exists():
+        raise UserError(f"{key}={folder}: {_why_none(folder)}")
+    names = sorted(set(_weight_map(folder / INDEX).values()))
+    for name in names:
+        if not name.endswith(".safetensors") or Path(name).name != name:
+            raise UserError(f"{folder / INDEX}: names the file {name!r}; only .safetensors files beside it are read.")
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name}: no such file, and {INDEX} names it; copy or download it again.")
+    return [folder / name for name in names]
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    content = read_json(index)
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise UserError(f"{index}: has no weight_map from tensors to files; download it again.")
+    return found
+
+
+def _why_none(folder: Path) -> str:
+    if any(True for pattern in _ENGINE for _ in folder.glob(pattern)):
+        return (
+            "a checkpoint of a training engine, which holds no Hugging Face weights; name the run's export, or write "
+            "one first (ds-recipes export; of other projects DeepSpeed's zero_to_fp32.py)."
+        )
+    if any(True for pattern in _PICKLED for _ in folder.glob(pattern)):
+        return (
+            "the folder holds no .safetensors file; pickled weights (.bin, .pt) are not loaded, since they can run "
+            "code. Save it with safetensors first."
+        )
+    others = sorted(file.name for pattern in ("*.safetensors", "*.gguf") for file in folder.glob(pattern))
+    has = f", but {others[0]}{more(others)}" if others else ""
+    return f"the folder holds no weights: neither {WHOLE} nor {INDEX}{has}."
+
+
+def header(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file by its header: 8 bytes of its length, then JSON.
+
+    Raises:
+        UserError: damaged or cut off.
+    """
+    damaged = UserError(f"{file}: a .safetensors file is damaged or cut off; copy or download it again.")
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        if start == b"version ":
+            raise UserError(f"{file}: Git LFS's pointer to the weights, not the weights; run `git lfs pull` there.")
+        length = int.from_bytes(start, "little")
+        if not 2 <= length <= size - 8:
+            raise damaged
+        try:
+            content = json.loads(opened.read(length))
+            held = {name: entry for name, entry in content.items() if name != "__metadata__"}
+            found = {name: Tensor(entry["dtype"], tuple(entry["shape"])) for name, entry in held.items()}
+            end = max((entry["data_offsets"][1] for entry in held.values()), default=0)
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError) as error:
+            raise damaged from error
+    if end != size - 8 - length:
+        raise damaged
+    return found
+
+
+def embedding_rows(folder: Path) -> int | None:
+    """Return how many tokens the embeddings in a folder's files have rows for, or None if that is not known."""
+    rows = [one.shape[0] for name, one in tensors(folder).items() if len(one.shape) == 2 and EMBEDDING.search(name)]
+    return max(rows, default=None)
+
+
+def check_tokens(folder: Path, tokens: Mapping[str, int], unwritten: Collection[str], name: str) -> None:
+    """Refuse tokens that the embeddings have no rows for: an IndexError in the first step, on GPUs an assertion.
+
+    Args:
+        folder: the model's.
+        tokens: the numbers of its tokenizer's tokens.
+        unwritten: those that no text and no template becomes. Gemma 3's text models have no row for the token that
+            stands for an image.
+        name: the key and the folder or Hub id.
+
+    Raises:
+        UserError: names both numbers.
+    """
+    rows = embedding_rows(folder)
+    count = max((number for token, number in tokens.items() if token not in unwritten), default=-1) + 1
+    if rows is not None and count > rows:
+        raise UserError(
+            f"{name}: its tokenizer has {count:,} tokens and its embeddings {rows:,} rows; call the model's "
+            "resize_token_embeddings and save it, or use the tokenizer that belongs to it."
+        )
+
+
+def more(names: Sequence[str]) -> str:
+    """Return " and N more" for a message that shows only the first of these names."""
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,292 @@
+"""Each rank holds one stage of a pipeline, some of the model's layers, and trains it through the Trainer.
+
+DeepSpeed's PipelineEngine takes each optimizer step as a whole; the Trainer hands it the step's micro-batches one by
+one, and the last of them starts it.
+"""
+
+import contextlib
+import io
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import distributed as dist
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import read_json, write_json
+from .. import distributed, upstream
+from ..data.collate import IGNORED, Collator, next_labels
+from ..model.load import load_config
+from . import scores, sequence, stages, tensor, tensor_check
+
+TIED = "embedding"
+"""DeepSpeed's key for the weight that the first and the last stage share."""
+
+
+def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model that computes different logits in stages.
+
+    Raises:
+        UserError: says what prevents it.
+    """
+    stages.check(recipe, tokenizer)
+    if recipe.layout.tensor > 1:
+        tensor_check.styles(recipe)
+
+
+def load(recipe: Recipe, labels: Sequence[str] = ()) -> "StagedModel":
+    """Return this rank's stage, with its own weights only.
+
+    Raises:
+        UserError: the model cannot be staged.
+    """
+    config, layout = load_config(recipe), recipe.layout
+    parts = stages.stages(config, layout.pipeline)
+    shared = (parts[0], parts[-1]) if config.get_text_config().tie_word_embeddings else ()
+    specs = [
+        TiedLayerSpec(TIED, stages.Stage, recipe, part, tied_weight_attr="embedding.weight")
+        if part in shared
+        else LayerSpec(stages.Stage, recipe, part)
+        for part in parts
+    ]
+    data = dist.get_world_size() // (layout.pipeline * layout.tensor)
+    topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=data)
+    # DeepSpeed prints its partition, and without no_grad autograd would record the copying of tied weights.
+    with contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), upstream.without_tensor_parallel_block():
+        module = StagedModel(
+            specs, topology=topology, loss_fn=LastStageOutput(), partition_method="uniform", dynamic_shape=True
+        )
+    if layout.tensor > 1:
+        tensor.shard(stage(module).model, tensor_check.styles(recipe), module._grid.get_slice_parallel_group())
+    _count_once(module)
+    if layout.sequence > 1:
+        sequence.attend_over_ranks(module, layout)
+    return module
+
+
+class StagedModel(PipelineModule):
+    """The stages of a model; the Trainer counts the tokens of a step for it, since its loss is weighted by them."""
+
+    accepts_loss_kwargs = True
+
+
+class LastStageOutput:
+    """What the last stage computes from logits and labels: the training loss, or temporarily another function."""
+
+    def __init__(self) -> None:
+        self.function: Callable[[torch.Tensor, Any], torch.Tensor] = weighted_loss
+
+    def __call__(self, logits: torch.Tensor, labels: Any) -> torch.Tensor:
+        """Return the function's result."""
+        return self.function(logits, labels)
+
+    @contextlib.contextmanager
+    def collecting(self, function: Callable[[torch.Tensor, Any], torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Collect `function` of each micro-batch instead within a `with` block.
+
+        DeepSpeed adds up what this returns, and the results of micro-batches differ in shape: it gets zeros.
+        """
+        results: list[torch.Tensor] = []
+
+        def keep(logits: torch.Tensor, labels: Any) -> torch.Tensor:
+            results.append(function(logits, labels))
+            return logits.new_zeros(())
+
+        self.function = keep
+        try:
+            yield results
+        finally:
+            self.function = weighted_loss
+
+
+def outline(recipe: Recipe, model: PipelineModule) -> PreTrainedModel | PeftModel:
+    """Return the whole model without weights; the rank itself has one stage of it."""
+    return stages.meta_model(recipe)
+
+
+def stage(module: PipelineModule) -> stages.Stage:
+    """Return this rank's stage."""
+    return module.forward_funcs[0]
+
+
+def _count_once(module: PipelineModule) -> None:
+    """Mark which parameters count in the gradient norm on this rank.
+
+    DeepSpeed takes the whole last stage for a copy of the first if a weight in it is tied, and without ZeRO it skips
+    what is not marked as model parallel on every stage but the first.
+    """
+    tied = stage(module).embedding.weight if module.tied_modules and module.stage_id > 0 else None
+    split = {weight for layer in tensor.layers(module).values() for weight in layer.parameters()}
+    counted_elsewhere = module._grid.get_slice_parallel_rank() > 0
+    for parameter in module.parameters():
+        parameter.ds_pipe_replicated = parameter is tied
+        parameter.model_parallel = parameter is not tied and (parameter in split or not counted_elsewhere)
+
+
+def weighted_loss(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the summed cross-entropy of a micro-batch times its weight.
+
+    Args:
+        logits: [sequences, length, vocabulary].
+        labels: the token after each position ([sequences, length], -100 where it is not in the loss), and the weight.
+    """
+    of_next, weight = labels
+    return _cross_entropy(logits, of_next).sum() * weight
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy per position, [sequences, length]; zero where the label is ignored."""
+    return nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+
+
+def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[str, Any], items: Any) -> torch.Tensor:
+    """Return the loss of an optimizer step for its last micro-batch, and zero for the others.
+
+    As elsewhere in the Trainer, the loss is the mean over all tokens of the global batch. The engine averages over
+    micro-batches and data-parallel ranks, so each token's weight is their number divided by the number of tokens. The
+    Trainer counts a token once per rank that reads it.
+    """
+    engine, layout = trainer.deepspeed, trainer.context.recipe.layout
+    trainer.micro_batches.append(inputs)
+    if len(trainer.micro_batches) < trainer.current_gradient_accumulation_steps:
+        return torch.zeros((), device=engine.device)
+    copies = layout.pipeline * layout.tensor
+    weight = engine.gradient_accumulation_steps() * engine.dp_world_size * copies / items
+    batches = [(_inputs(batch), (_labels(batch), weight)) for batch in trainer.micro_batches]
+    trainer.micro_batches.clear()
+    return upstream.train_pipeline(engine, batches)
+
+
+def _inputs(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch["input_ids"], batch["position_ids"]
+
+
+def _labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return batch["shift_labels"] if "shift_labels" in batch else next_labels(batch["labels"])
+
+
+def logits(trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits of one sequence, [1, length, vocabulary], on every rank; a collective."""
+    vocabulary = load_config(trainer.context.recipe).get_text_config().vocab_size
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    batch = ((tokens, positions), tokens)
+    return _evaluate(trainer.deepspeed, [batch], lambda outputs, _: outputs.float(), (*tokens.shape, vocabulary))
+
+
+def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
+    """Return the `loss` per token of held-out sequences, and the share of last answers that greedy decoding reproduces.
+
+    A pipeline cannot generate. But greedy decoding reproduces an answer exactly (`exact_match`) if each of its tokens
+    is the likeliest one after the correct tokens before it.
+    """
+    recipe = trainer.context.recipe
+    collator = Collator(trainer.processing_class.pad_token_id)
+    shares = list(scores.rank_batches(sequences, recipe.micro_batch_size, recipe.layout))
+    batches = [scores.to_device(collator(batch)) for batch, _ in shares]
+    results = iter(_losses_and_mistakes(trainer.deepspeed, batches).split([len(batch) for batch, _ in shares]))
+    loss = right = tokens = 0.0
+    for batch, (_, count) in zip(batches, shares, strict=True):
+        mine = next(results)[:count]
+        loss += mine[:, 0].sum().item()
+        right += int((mine[:, 1] == 0).sum())
+        tokens += int((batch["labels"][:count, 1:] != IGNORED).sum())
+    loss, right, tokens = distributed.total(loss, right, tokens)
+    return {"loss": loss / tokens, "exact_match": right / len(sequences)}
+
+
+def _losses_and_mistakes(engine: Any, batches: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Return `losses_and_mistakes` of all batches, joined, [sequences, 2]; a collective."""
+    pairs = [(_inputs(batch), _labels(batch)) for batch in batches]
+    return _evaluate(engine, pairs, losses_and_mistakes, (sum(len(batch["input_ids"]) for batch in batches), 2))
+
+
+def losses_and_mistakes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the summed loss, and how many tokens of the last answer are not the likeliest, [sequences, 2].
+
+    Args:
+        logits: [sequences, length, vocabulary].
+        labels: the token after each position, [sequences, length]; -100 where it is not learned.
+    """
+    wrong = (logits.argmax(-1) != labels) & _last_answer(labels)
+    return torch.stack([_cross_entropy(logits, labels).sum(1), wrong.sum(1).float()], dim=1)
+
+
+def _last_answer(labels: torch.Tensor) -> torch.Tensor:
+    """Return the positions of the last run of learned tokens, [sequences, length]."""
+    learned = labels != IGNORED
+    starts = learned & ~nn.functional.pad(learned[:, :-1], (1, 0), value=False)
+    run = starts.cumsum(1)
+    return learned & (run == run[:, -1:])
+
+
+def _evaluate(engine: Any, batches: list[Any], function: Any, shape: Sequence[int]) -> torch.Tensor:
+    """Return `function(logits, labels)` of all batches, joined, on every rank of the pipeline."""
+    with engine.module.loss_fn.collecting(function) as results:
+        engine.eval_batch(iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+    result = torch.cat(results) if engine.is_last_stage() else torch.zeros(*shape, device=engine.device)
+    dist.broadcast(result, engine.grid.stage_to_global(engine.num_stages - 1), engine.grid.get_pipe_parallel_group())
+    return result
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    """Write an ordinary Hugging Face folder, or a PEFT adapter; every stage writes its own weights; a collective."""
+    module = trainer.deepspeed.module
+    part = folder / f"stage-{module.stage_id:05d}"
+    if module._grid.data_parallel_id == 0:
+        mine = stage(module).model
+        writes = module._grid.get_slice_parallel_rank() == 0
+        state = tensor.whole_state(mine, writes, frozen=not isinstance(mine, PeftModel))
+        if module.tied_modules and module.stage_id > 0:  # the first stage writes what both hold
+            tied = stage(module).embedding.weight
+            held = {name for name, value in mine.state_dict().items() if value.data_ptr() == tied.data_ptr()}
+            state = {name: value for name, value in state.items() if name not in held}
+        if writes:
+            mine.save_pretrained(part, state_dict=state)
+    dist.barrier()
+    if distributed.is_first():
+        parts = sorted(folder.glob("stage-*"))
+        if isinstance(stage(module).model, PeftModel):
+            _join_adapters(parts, folder)
+        else:
+            _join_models(parts, folder)
+            stage(module).model.whole_config.save_pretrained(folder)
+        trainer.processing_class.save_pretrained(folder)
+        for one in parts:
+            shutil.rmtree(one)
+    dist.barrier()
+
+
+def _join_models(parts: Sequence[Path], folder: Path) -> None:
+    files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
+    weights: dict[str, str] = {}
+    size = 0
+    for index, file in enumerate(files, start=1):
+        name = f"model-{index:05d}-of-{len(files):05d}.safetensors"
+        with safe_open(file, "pt") as opened:
+            weights |= dict.fromkeys(opened.keys(), name)
+        size += file.stat().st_size
+        file.rename(folder / name)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weights})
+    generation = parts[0] / "generation_config.json"
+    if generation.exists():
+        generation.rename(folder / generation.name)
+
+
+def _join_adapters(parts: Sequence[Path], folder: Path) -> None:
+    configs = [read_json(part / "adapter_config.json") for part in parts]
+    targets = sorted({name for config in configs for name in config["target_modules"] or ()})
+    write_json(folder / "adapter_config.json", configs[0] | {"target_modules": targets})
+    joined: dict[str, torch.Tensor] = {}
+    for part in parts:
+        joined |= load_file(part / "adapter_model.safetensors")
+    save_file(joined, folder / "adapter_model.safetensors", metadata={"format": "pt"})

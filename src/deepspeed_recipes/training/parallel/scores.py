@@ -1,0 +1,296 @@
+"""Scores on held-out data: loss per token, exactly reproduced answers, correctly ranked preferences.
+
+Every function divides the examples over the data-parallel ranks, makes the same number of forward passes on each
+(under ZeRO-3 a forward pass is a collective), and returns the value over all of them.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...recipe.layout import data_parallel_size
+from ...recipe.recipe import Layout
+from .. import distributed
+from ..data.collate import IGNORED
+from ..data.questions import Question, generation_prompt, question
+from ..data.tokenize import answered
+from ..model.generate import continued, ends, until
+
+GENERATION_BATCH = 100
+"""Prompts per call of `generate`; the answers are short, so the key/value cache stays small."""
+
+
+def rank_batches(examples: Sequence[Any], batch_size: int, layout: Layout) -> Iterator[tuple[list[Any], int]]:
+    """Yield this rank's batches, each with the number of its examples that count.
+
+    Ranks with fewer examples repeat the first example as filler, so that all make the same number of passes. Ranks that
+    hold parts of the model's matrices or layers get the same batches, and one of them counts; sequence-parallel ranks
+    hold whole models and get batches of their own.
+    """
+    place, copies = distributed.place(layout), data_parallel_size(layout, dist.get_world_size())
+    rank, ranks = place.data * layout.sequence + place.sequence, copies * layout.sequence
+    mine = list(examples)[rank::ranks]
+    passes = math.ceil(math.ceil(len(examples) / ranks) / batch_size)
+    for index in range(passes):
+        batch = mine[index * batch_size : (index + 1) * batch_size]
+        yield batch or [examples[0]], 0 if place.stage or place.tensor else len(batch)
+
+
+@torch.no_grad()
+def loss_per_token(
+    model: PreTrainedModel,
+    sequences: Sequence[dict[str, Any]],
+    collator: Callable[..., dict[str, Any]],
+    batch_size: int,
+    layout: Layout,
+) -> float:
+    """Return the mean cross-entropy over all labelled tokens, in nats."""
+    loss = tokens = 0.0
+    for batch, count in rank_batches(sequences, batch_size, layout):
+        inputs = to_device(collator(batch))
+        summed = model(**inputs, num_items_in_batch=torch.ones((), device=distributed.device())).loss
+        if count:
+            loss += summed.item()
+            tokens += int((inputs["labels"][:, 1:] != -100).sum())
+    loss, tokens = distributed.total(loss, tokens)
+    return loss / tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to a question, and whether it is right."""
+
+    prompt: str
+    expected: str
+    """The answer that training teaches, without the token that ends it and surrounding white space."""
+    text: str
+    """The model's answer, likewise; special tokens are shown."""
+    right: bool
+    cut_off: bool
+    """The model had not ended it within the tokens that it may write; a wrong answer."""
+
+
+@torch.no_grad()
+def exact_match(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: Sequence[Mapping[str, Any]],
+    max_new_tokens: int,
+    synced_gpus: bool,
+    layout: Layout,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
+    ask: Callable[..., list[list[int]]] | None = None,
+    batch_size: int = GENERATION_BATCH,
+) -> dict[str, float]:
+    """Return `exact_match`, the share of last answers that greedy decoding reproduces, and `cut_off` if some are.
+
+    Args:
+        model: writes the answers.
+        tokenizer: the model's.
+        sequences: conversations as they are trained on, one document each, with `input_ids` and `labels`.
+        max_new_tokens: of an answer.
+        synced_gpus: whether ranks that are done wait for the others.
+        layout: which ranks share a copy of the model.
+        on_answer: gets each answer that this rank has counted.
+        ask: writes the answers to `batch_size` questions, as `vision.answers.generate`.
+        batch_size: questions per rank.
+    """
+    opening = generation_prompt(tokenizer)
+    right = cut_off = 0.0
+    for batch, count in rank_batches(sequences, batch_size, layout):
+        questions = [question(sequence, opening) for sequence in batch]
+        stop = {*ends(model, tokenizer), *closing(questions, tokenizer)}
+        if ask is None:
+            prompts = [one.prompt for one in questions]
+            written = continued(model, tokenizer, prompts, max_new_tokens, synced_gpus, stop)
+        else:
+            written = ask(model, tokenizer, questions, max_new_tokens, synced_gpus, stop)
+        for one, tokens in zip(questions[:count], written[:count], strict=True):
+            answer = compared(one, tokens, stop, tokenizer)
+            right += answer.right
+            cut_off += answer.cut_off
+            on_answer(answer)
+    right, cut_off = distributed.total(right, cut_off)
+    found = {"exact_match": right / len(sequences)}
+    return found | {"cut_off": cut_off / len(sequences)} if cut_off else found
+
+
+def closing(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the control tokens that end the answers in training, maybe before white space.
+
+    The model's settings may not name them, but training says nothing of what comes after them.
+    """
+    control = frozenset(tokenizer.get_added_vocab().values())
+    found: set[int] = set()
+    for one in questions:
+        written = (token for token in reversed(one.answer) if token in control or tokenizer.decode([token]).strip())
+        found |= control.intersection(islice(written, 1))
+    return found
+
+
+def compared(asked: Question, tokens: list[int], stop: Collection[int], tokenizer: PreTrainedTokenizerBase) -> Answer:
+    """Compare an answer with the one that training teaches, as text, since a text has several tokenizations.
+
+    Where training teaches no token that ends the answer, it is compared only as far as training goes.
+
+    Args:
+        asked: the question.
+        tokens: of the answer, with the token that ends it unless it was cut off.
+        stop: the tokens that end an answer.
+        tokenizer: the model's.
+    """
+    wanted = until(asked.answer, stop)
+    ended = bool(wanted) and wanted[-1] in stop
+    if not ended:
+        tokens = tokens[: len(wanted)]
+    cut_off = ended and not (tokens and tokens[-1] in stop)
+
+    def text(found: list[int]) -> str:
+        bare = found[:-1] if found and found[-1] in stop else found
+        return tokenizer.decode(bare, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    expected, said = text(wanted).strip(), text(tokens).strip()
+    right = bool(wanted) and expected == said and not cut_off
+    return Answer(text(asked.prompt), expected, said, right, cut_off)
+
+
+@torch.no_grad()
+def preferences(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[dict[str, Any]],
+    batch_size: int,
+    layout: Layout,
+    value: Callable[..., torch.Tensor],
+) -> dict[str, float]:
+    """Return how a model ranks pairs of answers.
+
+    `preference_accuracy` is the share of pairs of whose answers the chosen one has the higher value, and
+    `preference_margin` how much higher it is on average.
+
+    Args:
+        model: as `value` needs it.
+        tokenizer: the model's.
+        pairs: examples with `prompt`, `chosen` and `rejected`.
+        batch_size: pairs per forward pass and rank.
+        layout: which ranks share a copy of the model.
+        value: of answers: `log_likelihood`, `log_likelihood_per_token` or `reward`.
+    """
+    right = margin = 0.0
+    for batch, count in rank_batches(pairs, batch_size, layout):
+        chosen = value(model, tokenizer, batch, "chosen")
+        rejected = value(model, tokenizer, batch, "rejected")
+        right += (chosen > rejected)[:count].sum().item()
+        margin += (chosen - rejected)[:count].sum().item()
+    right, margin = distributed.total(right, margin)
+    return {"preference_accuracy": right / len(pairs), "preference_margin": margin / len(pairs)}
+
+
+@torch.no_grad()
+def judgements(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    judged: Sequence[dict[str, Any]],
+    batch_size: int,
+    layout: Layout,
+) -> dict[str, float]:
+    """Return how a model ranks answers that were judged good or bad by their log-likelihood per token.
+
+    `judgement_accuracy` is the share of all pairs of a good and a bad answer of which the good one is likelier (the
+    area under the ROC curve), and `judgement_margin` how much likelier the good ones are on average, in nats per token.
+
+    Args:
+        model: as TRL's KTOTrainer has patched it.
+        tokenizer: the model's.
+        judged: examples with `prompt`, `completion` and `label`.
+        batch_size: answers per forward pass and rank.
+        layout: which ranks share a copy of the model.
+    """
+    mine: list[tuple[bool, float]] = []
+    for batch, count in rank_batches(judged, batch_size, layout):
+        values = log_likelihood_per_token(model, tokenizer, batch, "completion").tolist()
+        mine += [(example["label"], value) for example, value in zip(batch[:count], values, strict=False)]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    every = [one for ranks in gathered for one in ranks]
+    good, bad = (torch.tensor([value for label, value in every if label == wanted]) for wanted in (True, False))
+    if not len(good) or not len(bad):
+        return {"judgement_accuracy": math.nan, "judgement_margin": math.nan}
+    right = (good[:, None] > bad).double().mean().item()
+    return {"judgement_accuracy": right, "judgement_margin": (good.mean() - bad.mean()).item()}
+
+
+def log_likelihood(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+) -> torch.Tensor:
+    """Return the log-likelihood of each example's answer given its prompt, [examples], in nats.
+
+    With the head that TRL's trainers give the model: whole logits never exist, and ZeRO-3 sees the same order of
+    modules as in training. With another order it prefetches the head's weight just when TRL gathers it, which fails.
+    """
+    return _fused(model, tokenizer, examples, answer)[0]
+
+
+def log_likelihood_per_token(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+) -> torch.Tensor:
+    """Return `log_likelihood` divided by the number of the answer's tokens, [examples]."""
+    summed, tokens = _fused(model, tokenizer, examples, answer)
+    return summed / tokens
+
+
+def _fused(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, labels = _answers(tokenizer, examples, answer)
+    log_probs = model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs
+    return log_probs.sum(-1), (labels != IGNORED).sum(-1)
+
+
+def likelihood_by_own_head(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[dict[str, Any]],
+    answer: str,
+    per_token: bool,
+) -> torch.Tensor:
+    """Return the same, in all or per token, with the model's own head: for models that no trainer has changed."""
+    inputs, labels = _answers(tokenizer, examples, answer)
+    logits, labels = model(input_ids=inputs).logits[:, :-1].float(), labels[:, 1:]
+    counted = labels != IGNORED
+    likelihood = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    summed = likelihood.masked_fill(~counted, 0.0).sum(-1)
+    return summed / counted.sum(-1) if per_token else summed
+
+
+def reward(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+) -> torch.Tensor:
+    """Return the reward that a reward model gives each example's answer, [examples]."""
+    inputs, _ = _answers(tokenizer, examples, answer)
+    return model(input_ids=inputs).logits[:, 0].float()  # causal: no token sees the padding behind it
+
+
+def _answers(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return conversations padded on the right and the labels of their answers' tokens, [examples, longest] each."""
+    texts = [answered(tokenizer, example, answer) for example in examples]
+    width = max(len(tokens) for tokens, _ in texts)
+    inputs = torch.full((len(texts), width), tokenizer.pad_token_id)
+    counted = torch.zeros((len(texts), width), dtype=torch.bool)
+    for index, (tokens, start) in enumerate(texts):
+        inputs[index, : len(tokens)] = torch.as_tensor(tokens)
+        counted[index, start : len(tokens)] = True
+    return inputs.to(distributed.device()), inputs.masked_fill(~counted, IGNORED).to(distributed.device())
+
+
+def to_device(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a batch on this rank's device."""
+    return {name: value.to(distributed.device()) for name, value in batch.items() if torch.is_tensor(value)}

@@ -1,0 +1,237 @@
+"""Sequence parallelism (Ulysses, Jacobs et al. 2023, arXiv:2309.14509): each rank computes a part of every sequence.
+
+Everything but attention works on single tokens, so a rank needs only its own. For attention the ranks of a group
+exchange: from all heads of a part of the sequence to some heads of the whole sequence, and back.
+
+To DeepSpeed these ranks are data ranks: each has the loss of its own tokens, divided by the number of tokens in the
+whole global batch, and their sum over all ranks is the mean over all tokens, at every ZeRO stage.
+"""
+
+import copy
+import inspect
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import masking_utils as masking
+
+from ...recipe import layout as layouts
+from ...recipe.recipe import Layout
+from .. import distributed
+from ..data.collate import Collator, labelled_only, next_labels
+from ..model.attention import VARLEN
+
+PREFIX = "ulysses_"
+"""Prefix of an attention implementation's name: the same implementation over a group's ranks."""
+MASKS = [
+    name
+    for name, create in vars(masking).items()
+    if name.startswith("create_") and {"inputs_embeds", "position_ids"} <= set(inspect.signature(create).parameters)
+]
+"""The functions that models call to make their masks."""
+
+
+def attend_over_ranks(model: torch.nn.Module, layout: Layout) -> None:
+    """Make the model's attention cover whole sequences in training, of which each rank has a part; a collective."""
+    size = dist.get_world_size()
+    sharing = defaultdict(list)
+    for rank in range(size):
+        place = layouts.rank_position(layout, rank, size)
+        sharing[place.stage, place.data, place.tensor].append(rank)
+    group, _ = dist.new_subgroups_by_enumeration(list(sharing.values()))
+    attend(model, group)
+
+
+def cut(batch: dict[str, Any], place: layouts.RankPosition, layout: Layout) -> dict[str, Any]:
+    """Return a rank's part of a batch: of every tensor, [sequences, width], an equal share of the columns.
+
+    `shift_labels`, each token's label being the next token, come from whole sequences: the label of a part's last token
+    is in the next part. Position ids stay those of the whole sequence.
+    """
+    return {
+        name: value.chunk(layout.sequence, dim=1)[place.sequence].contiguous() if _is_divided(value) else value
+        for name, value in {**batch, "shift_labels": next_labels(batch["labels"])}.items()
+    }
+
+
+def _is_divided(value: Any) -> bool:
+    """Return whether each rank gets a part of it; document boundaries go to all of them."""
+    return torch.is_tensor(value) and value.ndim == 2
+
+
+@dataclass(frozen=True)
+class PartCollator:
+    """Collates sequences into this rank's part of the model's inputs; counts (`tokens`) are of whole sequences."""
+
+    pad_token_id: int
+    layout: Layout
+    boundaries: bool = False
+    labelled: bool = False
+
+    def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return what `cut` leaves of a batch."""
+        collate = Collator(self.pad_token_id, multiple=8 * self.layout.sequence, boundaries=self.boundaries)
+        part = cut(collate(sequences), distributed.place(self.layout), self.layout)
+        return part | (labelled_only(part["shift_labels"]) if self.labelled else {})
+
+
+def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Make the attention in `model` cover whole sequences, of which each rank of the group has a part.
+
+    In training only: in evaluation mode the model is unchanged, and each rank may have sequences of its own. Inputs
+    must include `position_ids`, and no attention mask.
+
+    Args:
+        model: any tree of modules with Hugging Face attention layers; their configuration objects are changed.
+        group: its ranks in the order of their parts.
+    """
+    modules = list(model.modules())
+    found: list[Any] = [getattr(module, "config", None) for module in modules]
+    configs = {id(config): config for config in found if _configures_attention(config)}
+    inner = {name: config._attn_implementation for name, config in configs.items()}
+    for name in set(inner.values()):
+        AttentionInterface.register(PREFIX + name, partial(_attention, group, name))
+        if name != VARLEN:  # which has no mask
+            AttentionMaskInterface.register(PREFIX + name, masking.ALL_MASK_ATTENTION_FUNCTIONS[name])
+    for namespace in {sys.modules[type(module).__module__] for module in modules}:
+        for name in set(MASKS) & set(vars(namespace)):
+            setattr(namespace, name, partial(_whole_mask, getattr(masking, name), group))
+
+    def switch(module: torch.nn.Module, _: Any) -> None:
+        for key, config in configs.items():
+            alone = "sdpa" if inner[key] == VARLEN else inner[key]
+            config._attn_implementation = PREFIX + inner[key] if module.training else alone
+
+    for module in [one for one in modules if isinstance(one, PreTrainedModel)] or [model]:
+        module.register_forward_pre_hook(switch)
+    for module in modules:
+        kinds = str(getattr(module, "rope_type", ""))  # one, or one per kind of layer
+        if "dynamic" in kinds or "longrope" in kinds:
+            _whole_rotary(module, group)
+
+
+def _configures_attention(config: Any) -> bool:
+    return isinstance(config, PreTrainedConfig) and config._attn_implementation is not None
+
+
+def _is_shared(config: PreTrainedConfig) -> bool:
+    return (config._attn_implementation or "").startswith(PREFIX)
+
+
+def _attention(
+    group: dist.ProcessGroup,
+    name: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention with the implementation `name`; queries, keys and values are [sequences, heads, part, width].
+
+    Returns:
+        [sequences, part, heads, width], as every implementation does, and no weights.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    seen: dict[str, Any] = {"config": copy.copy(module.config)}
+    seen["config"]._attn_implementation = name
+    repeat = size // math.gcd(size, key.shape[1])
+    if repeat > 1:  # fewer key/value heads than ranks: several ranks get the same
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+        seen["num_key_value_groups"] = module.num_key_value_groups // repeat
+    if getattr(module, "sinks", None) is not None:  # GPT-OSS: one number per head
+        seen["sinks"] = module.sinks.chunk(size)[rank]
+        options["s_aux"] = seen["sinks"]
+    if options.get("position_ids") is not None:  # from them flash attention tells documents apart
+        options["position_ids"] = _whole(options["position_ids"], group)
+    query, key, value = (_exchange(part, 1, 2, group) for part in (query, key, value))
+    compute = _eager(module) if name == "eager" else AttentionInterface()[name]
+    output, _ = compute(_Share(module, seen), query, key, value, attention_mask, **options)
+    return _exchange(output, 1, 2, group), None
+
+
+class _Share:
+    """An attention module as an implementation sees it when it computes only a share of the heads."""
+
+    def __init__(self, module: torch.nn.Module, changed: dict[str, Any]) -> None:
+        self.module = module
+        self.__dict__ |= changed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def _eager(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the implementation that each modeling file has of its own."""
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def _exchange(part: torch.Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return what the group's ranks have for this one: split along `scatter`, joined along `gather`."""
+    sent = torch.stack(part.chunk(dist.get_world_size(group), dim=scatter))
+    return torch.cat(_AllToAll.apply(sent, group).unbind(), dim=gather)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rank r gets the r-th of every rank's tensors, in the order of the ranks; and gives its gradient back.
+
+    torch's own with a gradient (`torch.distributed.nn.functional`) is deprecated in favour of a private one.
+    """
+
+    @staticmethod
+    def forward(context: Any, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.apply(gradient.contiguous(), context.group), None
+
+
+def _whole(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the whole sequences, [sequences, width], of which each rank has a part."""
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
+
+
+def _whole_mask(create: Callable[..., Any], group: dist.ProcessGroup, /, *values: Any, **named: Any) -> Any:
+    """Call one of transformers' mask functions as a model does, for whole sequences where the model has parts."""
+    arguments = inspect.signature(create).bind(*values, **named).arguments
+    if _is_shared(arguments["config"]):
+        embedded = arguments["inputs_embeds"]  # only its shape, type and device are asked for
+        width = embedded.shape[1] * dist.get_world_size(group)
+        arguments["inputs_embeds"] = embedded[:, :1].expand(-1, width, -1)
+        if arguments.get("position_ids") is not None:
+            arguments["position_ids"] = _whole(arguments["position_ids"], group)
+    return create(**arguments)
+
+
+def _whole_rotary(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Compute a rotary embedding over whole sequences, since its frequencies may depend on the longest position."""
+
+    def gather(module: torch.nn.Module, values: Any, named: dict[str, Any]) -> Any:
+        if not _is_shared(module.config):
+            return None
+        arguments = inspect.signature(module.forward).bind(*values, **named).arguments
+        arguments["position_ids"] = _whole(arguments["position_ids"], group)
+        return (), arguments
+
+    def part(module: torch.nn.Module, _: Any, output: Any) -> Any:
+        if not _is_shared(module.config):
+            return None
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        return tuple(whole.chunk(size, dim=1)[rank] for whole in output)
+
+    module.register_forward_pre_hook(gather, with_kwargs=True)
+    module.register_forward_hook(part)

@@ -1,0 +1,268 @@
+"""Stages of a pipeline: any decoder of transformers, unmodified, cut between its layers.
+
+A stage is the Hugging Face model itself with the layers of other stages taken out. Its own `forward` still runs, so
+masks, rotary embeddings, sliding windows, multipliers and soft caps are the model's, and no architecture needs code of
+its own here. Two places are changed: the first layer of a later stage receives what the previous stage sent, and what
+follows the last layer of an earlier stage (norm, head) is removed.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ...recipe.errors import UserError
+from ...recipe.layout import balanced
+from ...recipe.recipe import Recipe
+from .. import checkpointing
+from ..adapters import add as adapters
+from ..model import load, packing_check, remote_code, stored
+
+PROBE_STAGES = 3
+"""The first stage, one between, and the last."""
+
+
+def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model that computes different logits in stages; checked on a shrunken model, before anything is loaded.
+
+    Raises:
+        UserError: says what prevents it.
+    """
+    if recipe.model.trust_remote_code or recipe.model.quantization != "none":
+        raise UserError(
+            f"layout.pipeline={recipe.layout.pipeline}: stages need a model whose code is in transformers, in 16 or 32 "
+            "bits; use layout.pipeline=1."
+        )
+    whole = load.load_config(recipe)
+    if type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"layout.pipeline={recipe.layout.pipeline}: {whole.model_type} is not a language model that transformers "
+            "loads by itself; name the folder of its text model, or train it with layout.pipeline=1."
+        )
+    load.say_left_out(recipe, stored.check(recipe.model.path, _without_weights(recipe)))
+    config = whole.get_text_config()
+    try:
+        difference = staged_difference(packing_check.draft_of(config, tokenizer, recipe.model.attention, torch.float32))
+    except UserError:
+        raise
+    except Exception as error:  # a model's own code may raise anything
+        raise UserError(
+            f"layout.pipeline={recipe.layout.pipeline}: cannot be checked on a shrunken {config.model_type}: {error}\n"
+            "Use layout.pipeline=1."
+        ) from error
+    if difference > packing_check.LEAK[torch.float32]:
+        raise UserError(
+            f"layout.pipeline={recipe.layout.pipeline}: {config.model_type} computes different logits in stages "
+            f"(they differ by {difference:.0e}); use layout.pipeline=1."
+        )
+
+
+@torch.no_grad()
+def staged_difference(whole: PreTrainedModel) -> float:
+    """Return how far the logits of stages are from the whole model's, as a share of the largest."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, whole.config.vocab_size, (1, 48), generator=generator)
+    positions = torch.arange(48)[None]
+    expected = whole(input_ids=tokens, position_ids=positions).logits
+    passed = tokens
+    for layers in stages(whole.config, PROBE_STAGES):
+        part = copy.deepcopy(whole)
+        cut(part, layers)
+        computed = run(part, passed, positions)
+        passed = computed[0] if isinstance(computed, tuple) else computed
+    return ((passed - expected).abs().max() / expected.abs().max()).item()
+
+
+def meta_model(recipe: Recipe) -> PreTrainedModel:
+    """Return the whole model without weights (on the meta device), adapters included."""
+    whole = _without_weights(recipe)
+    return adapters.add(whole, recipe.lora) if recipe.lora else whole
+
+
+def _without_weights(recipe: Recipe) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            load.load_config(recipe),
+            dtype=load.DTYPES[recipe.precision],
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
+
+
+def stages(config: PreTrainedConfig, count: int) -> list[range]:
+    """Return which layers each stage holds, balanced by parameters; embedding, norm and head count too.
+
+    Raises:
+        UserError: fewer layers than stages, or not a decoder of the usual shape.
+    """
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=remote_code.here())
+    layers = _layers(whole)
+    before, after = _before_and_after(whole)
+    costs = [_size(layer) for layer in layers]
+    costs[0] += sum(map(_size, before))
+    costs[-1] += sum(map(_size, after)) + whole.get_output_embeddings().weight.numel()
+    return balanced(costs, count)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a model, with the embedding on the first stage, the norm and the head on the last."""
+
+    def __init__(self, recipe: Recipe, layers: range) -> None:
+        """Load the weights of `layers`, and those of the embedding or the head if they are this stage's."""
+        super().__init__()
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(load.load_config(recipe))]
+        self.model = load.load_model(recipe, cut_on_init(kind, layers))
+        if checkpointing.of_layers(recipe):
+            self.model.gradient_checkpointing_enable(checkpointing.options(recipe))
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The input embedding, where a stage has one."""
+        return self.model.get_input_embeddings()
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Compute this stage.
+
+        Args:
+            inputs: token ids (first stage, [sequences, length]) or hidden states ([sequences, length, width]), and
+                position ids.
+
+        Returns:
+            The same for the next stage, or the logits.
+        """
+        received, position_ids = inputs
+        return run(self.model, received, position_ids)
+
+
+def cut_on_init(kind: type[PreTrainedModel], layers: range) -> type[PreTrainedModel]:
+    """Return a subclass of the model's class whose instances are cut down to one stage before their weights are loaded.
+
+    So `from_pretrained` does its whole work, conversions, quantisation and tied weights included, and reads the
+    weights of this stage only.
+    """
+
+    def init(self: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        kind.__init__(self, *arguments, **options)
+        cut(self, layers)
+
+    changes = {
+        "__init__": init,
+        "__module__": kind.__module__,
+        "_keys_to_ignore_on_load_unexpected": [".*"],  # not worth a warning: the weights of other stages
+        "should_save_on_this_rank": lambda self, is_main_process: is_main_process,  # not on the first alone
+    }
+    return type(kind.__name__, (kind,), changes)
+
+
+def cut(whole: PreTrainedModel, layers: range) -> None:
+    """Remove everything from `whole` that is not part of the stage that holds `layers`."""
+    held = _layers(whole)
+    before, after = _before_and_after(whole)
+    first, last = layers.start == 0, layers.stop == len(held)
+    whole.whole_config = copy.deepcopy(whole.config)
+    tied = whole.config.get_text_config().tie_word_embeddings
+    decoder = whole.base_model
+    # By hand, since deleting from a ModuleList renumbers, and so renames, the layers that remain.
+    for name in [name for name in held._modules if int(name) not in layers]:
+        del held._modules[name]
+    config = decoder.config
+    count = config.num_hidden_layers  # in Nemotron-H it is the length of a list that is cut here
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == count and name != "architectures":
+            setattr(config, name, [value[index] for index in layers])
+    config.num_hidden_layers = len(layers)
+    embedding = whole.get_input_embeddings()
+    whole.received = whole.left = None
+    if not first:
+        _start_at(whole, next(iter(held)))
+        for name, module in decoder.named_children():
+            if module in before and not (last and tied and module is embedding):
+                setattr(
+                    decoder,
+                    name,
+                    _UnusedEmbedding(config.hidden_size) if isinstance(module, nn.Embedding) else nn.Identity(),
+                )
+    if not last:
+        for name, module in decoder.named_children():
+            if module in after:
+                setattr(decoder, name, _Outlet(whole))
+        whole.set_output_embeddings(nn.Identity())
+    if not (last and (first or tied)):
+        whole.all_tied_weights_keys = {}
+
+
+def run(
+    part: PreTrainedModel, received: torch.Tensor, position_ids: torch.Tensor
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute one stage that `cut` has made."""
+    base = part.get_base_model() if hasattr(part, "get_base_model") else part
+    tokens = received
+    if received.is_floating_point():
+        base.received, tokens = received, position_ids.new_zeros(received.shape[:2])
+    output = part(input_ids=tokens, position_ids=position_ids, use_cache=False)
+    left, base.left, base.received = base.left, None, None
+    return output.logits if left is None else (left, position_ids)
+
+
+class _UnusedEmbedding(nn.Module):
+    """Replaces an embedding whose result is not used."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.dtype = torch.get_default_dtype()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
+
+
+class _Outlet(nn.Module):
+    """Replaces the norm after the last layer; keeps the hidden states to be sent."""
+
+    def __init__(self, whole: PreTrainedModel) -> None:
+        super().__init__()
+        self.whole = [whole]  # in a list, or the model would be its own submodule
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.whole[0].left = hidden
+        return hidden
+
+
+def _start_at(whole: PreTrainedModel, layer: nn.Module) -> None:
+    """Make `layer` compute on `whole.received`, whatever it is called with.
+
+    Not by a hook: hooks run inside gradient checkpointing, which would call it again with another micro-batch received.
+    """
+    kind = type(layer)
+
+    def call(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        options.pop("hidden_states", None)
+        return kind.__call__(self, whole.received, *arguments[1:], **options)
+
+    layer.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def _layers(whole: PreTrainedModel) -> nn.ModuleList:
+    decoder = whole.base_model
+    count = whole.config.get_text_config().num_hidden_layers
+    found = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
+    if decoder is whole or len(found) != 1 or whole.get_output_embeddings() is None:
+        raise UserError(
+            f"layout.pipeline: {type(whole).__name__} is not a decoder of the usual shape (an embedding, one list of "
+            "num_hidden_layers layers, a norm, a head); use layout.pipeline=1."
+        )
+    return found[0]
+
+
+def _before_and_after(whole: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules before the layers, and those after them that have parameters."""
+    children = list(whole.base_model.children())
+    at = children.index(_layers(whole))
+    return children[:at], [child for child in children[at + 1 :] if any(True for _ in child.parameters())]

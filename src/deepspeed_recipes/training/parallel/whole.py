@@ -1,0 +1,152 @@
+"""Every rank holds all layers of the model, sharded by ZeRO or split by tensor or expert parallelism, or whole."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from deepspeed.runtime.engine import DeepSpeedEngine
+from peft import PeftModel
+from torch import distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+
+from ...recipe.errors import UserError
+from ...recipe.layout import data_parallel_size, gradient_accumulation_steps
+from ...recipe.loss_tiles import tiles_loss
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import write_json
+from .. import distributed, upstream
+from ..adapters import pissa
+from ..data.collate import Collator
+from ..model import heads
+from ..model.load import load_config, load_model
+from ..model_folder import sentence_transformers
+from ..model_folder.base_model import QUANTIZATION
+from ..model_folder.head import LABELS
+from . import expert, scores, sequence, tensor, tensor_check
+
+
+def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Find out how tensor parallelism splits the model; otherwise it is not changed, and accepted.
+
+    Raises:
+        UserError: none of its layers can be split.
+    """
+    if recipe.layout.tensor > 1:
+        tensor_check.styles(recipe)
+
+
+def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
+    """Return the model, split over tensor-parallel ranks; a classifier has `labels`.
+
+    Raises:
+        UserError: the weights cannot be loaded, or the recipe asks for a loss that the model does not have.
+    """
+    with upstream.without_tensor_parallel_block():
+        model = load_model(recipe, labels=labels)
+        if recipe.layout.tensor > 1:
+            tensor.shard_model(model, recipe.layout.tensor, tensor_check.styles(recipe))
+    if recipe.router_aux_loss_coef:
+        _balance_experts(model, recipe)
+    if recipe.layout.sequence > 1:
+        sequence.attend_over_ranks(model, recipe.layout)
+    return model
+
+
+def _balance_experts(model: PreTrainedModel | PeftModel, recipe: Recipe) -> None:
+    """Make the model add its routers' load-balancing loss (Fedus et al. 2021, arXiv:2101.03961) to its own.
+
+    `router_aux_loss_coef` times the mean over the step's micro-batches of what transformers computes from each one's
+    tokens, padding included. transformers itself adds the whole of it to every micro-batch of every rank, which the
+    Trainer's weighting by tokens multiplies by the number of micro-batches.
+    """
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    coefficient = recipe.router_aux_loss_coef
+    if not hasattr(inner, "router_aux_loss_coef"):
+        raise UserError(
+            f"router_aux_loss_coef={coefficient}: transformers has no load-balancing loss for "
+            f"{inner.config.model_type}; set it to 0."
+        )
+    world_size = dist.get_world_size()
+    micro_batches = gradient_accumulation_steps(recipe, world_size) * data_parallel_size(recipe.layout, world_size)
+    inner.router_aux_loss_coef = coefficient / micro_batches
+
+
+def outline(recipe: Recipe, model: PreTrainedModel | PeftModel) -> PreTrainedModel | PeftModel:
+    """Return the model itself."""
+    return model
+
+
+def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[str, Any], items: Any) -> torch.Tensor:
+    """Return the loss of a micro-batch after its backward pass: the Trainer's `ordinary` training step."""
+    return ordinary(inputs, items)
+
+
+def logits(trainer: Trainer, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
+    """Return the logits of one sequence, [1, length, vocabulary], or its hidden states; a collective under ZeRO-3.
+
+    `beside`: what a model that sees takes of the sequence's pictures.
+    """
+    return heads.outputs(trainer.model.eval()(input_ids=tokens, **beside))
+
+
+def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
+    """Return the `loss` per token of held-out sequences; a collective."""
+    recipe = trainer.context.recipe
+    labelled = tiles_loss(recipe, trainer.model.config.get_text_config().vocab_size)
+    collator: Any = Collator(trainer.processing_class.pad_token_id, labelled=labelled)
+    if recipe.model.vision:
+        collator = trainer.data_collator
+    loss = scores.loss_per_token(trainer.model, sequences, collator, recipe.micro_batch_size, recipe.layout)
+    return {"loss": loss}
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    """Write an ordinary Hugging Face folder, or a PEFT adapter; a collective, since ranks hold parts of the weights.
+
+    Not `Trainer.save_model`: that clones the whole state on every rank below ZeRO-3, and stores tied weights twice.
+    """
+    model = trainer.model
+    state = _state(trainer.deepspeed, model)
+    if distributed.is_first():
+        config, given = (one.get_text_config() for one in (model.config, load_config(trainer.context.recipe)))
+        balances = getattr(given, "output_router_logits", False)
+        if balances:
+            config.output_router_logits = True
+        model.save_pretrained(folder, state_dict=state)
+        if balances:
+            config.output_router_logits = False  # as `load_base` has set it
+        if trainer.context.recipe.model.vision:
+            trainer.data_collator.seen.save_pretrained(folder)  # the processor, and its tokenizer
+        else:
+            trainer.processing_class.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card, an empty form
+        lora = trainer.context.recipe.lora
+        if lora is not None and lora.init == "pissa":
+            pissa.export(model, folder)
+        if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
+            write_json(folder / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
+        _describe_outputs(trainer, folder)
+
+
+def _describe_outputs(trainer: Trainer, folder: Path) -> None:
+    """Write what the outputs mean, where `config.json` does not say it."""
+    model, recipe = trainer.model, trainer.context.recipe
+    if recipe.traits.embeds:
+        hidden_size = model.config.get_text_config().hidden_size
+        sentence_transformers.write(folder, recipe.embed, hidden_size, recipe.sequence_length)
+    if recipe.traits.scores and isinstance(model, PeftModel) and model.config.num_labels > 1:
+        write_json(folder / LABELS, [model.config.id2label[at] for at in range(model.config.num_labels)])
+
+
+def _state(engine: DeepSpeedEngine, model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor] | None:
+    """Return the ordinary model's weights on rank 0; None where `save_pretrained` finds them in the model."""
+    adapters = isinstance(model, PeftModel)
+    if expert.layers(model):
+        return expert.whole_state(model, engine._config._param_dict["expert_parallel"])
+    if engine.zero_optimization_partition_weights():
+        return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=adapters)
+    if tensor.layers(model):
+        return tensor.whole_state(model, distributed.is_first(), frozen=not adapters)
+    return None

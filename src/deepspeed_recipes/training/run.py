@@ -1,0 +1,342 @@
+"""One run, from a run folder's recipe.json to its export. Each rank executes this file; the launcher starts it.
+
+deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.training.run RUN_FOLDER
+"""
+
+from . import peft_without_bitsandbytes  # noqa: F401, I001  # first: before anything imports PEFT
+
+import gc
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from ..recipe import deepspeed_file, limits
+from ..recipe.deepspeed_file import DeepSpeedFile
+from ..recipe.errors import UserError, first_line, lasting, printable, redact
+from ..recipe.layout import gradient_accumulation_steps
+from ..recipe.recipe import Recipe
+from ..recipe.run_folder import (
+    REWIND,
+    RunFolder,
+    checkpoint_bytes,
+    newest_checkpoint,
+    read_json,
+    read_recipe,
+    step_of,
+    write_json,
+)
+from ..recipe.samples import TINY_TEACHER
+from . import distributed, export, holdings, summary, upstream
+from .arguments import DTYPE_BYTES, common_arguments, gather_layers
+from .callbacks.checkpoints import Checkpoints
+from .callbacks.evaluation import Evaluation
+from .callbacks.layer_stats import LayerStats
+from .callbacks.loss_guard import LossGuard, Rewind
+from .callbacks.metrics import Metrics
+from .callbacks.profiler import Phases, Profiler
+from .callbacks.stop_signal import StopOnSignal
+from .callbacks.system_log import SystemLog
+from .callbacks.watchdog import Watchdog
+from .checkpoint import fingerprint, pickles
+from .console import leave_out_noise, say
+from .data import chat_templates, updates
+from .data.load import Datasets, say_updates
+from .methods import method
+from .methods.distillation import teacher
+from .model import draft, kernels, load, movement, output_head, packing_check
+from .model.flops import training_flops
+from .optimization import create
+from .parallel import implementation, sequence_check
+from ..machine.capacity import gathered_bytes
+from .start import rank_log, rendezvous, unsupervised
+from .tracking.trackers import Trackers
+from .trainer import RunContext
+
+
+def main(folder: str) -> None:
+    """Train what `folder`/recipe.json says, from its newest complete checkpoint if there is one."""
+    run = RunFolder(Path(folder))
+    trackers = Trackers(run)
+    try:
+        rendezvous.complete(os.environ)
+        with unsupervised.kept(run):
+            rank_log.keep(run)
+            leave_out_noise()
+            upstream.compile_ops_once(run.ranks / f"rank-{os.environ['RANK']}.stack")
+            distributed.start()
+            pickles.load_only_data()
+            upstream.leave_out_step_of_zeros()
+            execute(read_recipe(run), run, trackers)
+            distributed.stop()
+    except UserError as error:
+        fail(error, 2, trackers)
+    except Rewind as error:
+        fail(error, REWIND, trackers)
+    except Exception as error:
+        refused = lasting(error, run.path)
+        if refused is None and not rendezvous.is_watched(os.environ) and (lost := unsupervised.lost_peer(error)):
+            print(lost, file=sys.stderr, flush=True)
+            trackers.failed(lost, 1)
+            os._exit(1)  # the group of ranks would wait for the one that is gone
+        if refused is None:
+            raise
+        fail(refused, 2, trackers)
+
+
+def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
+    """Prepare, train, measure, export."""
+    file = deepspeed_file.read(recipe.deepspeed)
+    if recipe.numa_binding and (cores := distributed.keep_near_gpu()):
+        say(f"NUMA: each rank keeps to the cores near its GPU, rank 0 to {len(cores)} of {os.cpu_count()}")
+    recipe = with_draft(recipe, run)
+    tokenizer = chat_templates.load_tokenizer(recipe)
+    recipe = checked(recipe, file, tokenizer)
+    methods, parallel = method(recipe.method), implementation(recipe.layout)
+    # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
+    common = common_arguments(recipe, run, file, dist.get_world_size(), distributed.on_gpu())
+    arguments = methods.arguments(common, recipe)
+    with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
+        datasets = methods.datasets(recipe, tokenizer)
+    if distributed.is_first():
+        write_json(run.data, datasets.description)
+    checkpoint = newest_checkpoint(run)
+    mark = checked_data(recipe, checkpoint, tokenizer, datasets)
+    model = parallel.load(recipe, datasets.labels)
+    gather_layers(arguments, model, file)
+    upstream.tell_whether_packed(model, recipe.packs)
+    outline = parallel.outline(recipe, model)
+    context = prepare(recipe, run, file, datasets, outline, checkpoint, mark, trackers)
+    trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
+    export.rehearse(trainer, outline)
+    gc.freeze()  # nothing imported is ever freed: collections take 0.2% of the time of `tiny full` on a CPU, else 0.7%
+    with pickles.refusing_code(checkpoint):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    conclude(trainer, datasets)
+
+
+def checked_data(
+    recipe: Recipe, checkpoint: Path | None, tokenizer: PreTrainedTokenizerBase, datasets: Datasets
+) -> dict[str, Any]:
+    """Print how many updates the data gives and where a resumed run continues; return the data's fingerprint.
+
+    Raises:
+        UserError: the checkpoint to resume from was trained on other data.
+    """
+    mark = fingerprint.of_run(recipe, tokenizer, datasets)
+    fingerprint.check(mark, checkpoint, recipe.data.changed)
+    say_updates(recipe, datasets.size, dist.get_world_size())
+    say_resuming(recipe, checkpoint, datasets)
+    return mark
+
+
+def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) -> None:
+    """Print where a resumed run continues, and whether other settings have changed its schedule."""
+    if checkpoint is None:
+        return
+    steps = updates.in_all(recipe, datasets.size.sequences) if datasets.size else recipe.max_steps
+    before, kind = read_json(checkpoint / "trainer_state.json")["max_steps"], recipe.schedule.kind
+    if steps is not None and step_of(checkpoint) >= steps:
+        say(f"all {steps} steps are trained: only measuring and exporting")
+        return
+    say(f"resuming from step {step_of(checkpoint) + 1} of {steps}")
+    if steps != before and not kind.startswith("constant"):
+        say(f"the run had {before} steps: from here on the learning rate follows the {kind} schedule of {steps}")
+
+
+def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
+    """Return the recipe, pointed at its draft model if it asks for one; a teacher on the Hub is the samples' then."""
+    if not recipe.draft.enabled:
+        return recipe
+    if recipe.traits.teacher and not recipe.distill.served and not Path(str(recipe.distill.teacher)).exists():
+        recipe = replace(recipe, distill=replace(recipe.distill, teacher=TINY_TEACHER))
+    if distributed.is_first() and not run.draft_model.exists():
+        draft.write(recipe, run.draft_model, load.DTYPES[recipe.precision])
+    dist.barrier()
+    return replace(recipe, model=replace(recipe.model, path=str(run.draft_model)))
+
+
+def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerBase) -> Recipe:
+    """Return the recipe with the attention that it trains with, and the way in which its loss is computed.
+
+    Raises:
+        UserError: it cannot run, or would train a different model.
+    """
+    # The launcher may not have known the dimensions of a model on the Hub.
+    config = load.load_config(recipe).to_dict()
+    limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
+    upstream.check_version(recipe.layout)
+    kernels.check(recipe, file, distributed.on_gpu())
+    create.check(recipe)
+    attention = packing_check.check(recipe, tokenizer, distributed.on_gpu(), say)
+    if recipe.model.attention == "auto" and attention == "eager":
+        say(f"model.attention=eager: transformers has no SDPA for {config['model_type']}")
+    recipe = replace(recipe, model=replace(recipe.model, attention=attention))
+    implementation(recipe.layout).check(recipe, tokenizer)
+    if recipe.layout.sequence > 1:
+        sequence_check.check(recipe, tokenizer)
+    if recipe.traits.teacher and not recipe.distill.served:
+        teacher.check_model(recipe, tokenizer)
+    return output_head.check(recipe, tokenizer, say)
+
+
+def prepare(
+    recipe: Recipe,
+    run: RunFolder,
+    file: DeepSpeedFile,
+    datasets: Datasets,
+    model: Any,
+    checkpoint: Path | None,
+    mark: dict[str, Any],
+    trackers: Trackers,
+) -> RunContext:
+    """Return what the trainer works with; `model` is used to count parameters and operations, `mark` is saved."""
+    total, trainable = load.parameter_counts(model)
+    say(f"model: {total:,} parameters, {trainable:,} of them trained; attention: {recipe.model.attention}")
+    sizes = (total, trainable, DTYPE_BYTES[recipe.precision])
+    parallel = implementation(recipe.layout)
+    watchdog = Watchdog(run, recipe.hang_minutes)
+    evaluation = None
+    if datasets.held_out is not None:
+        evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method), trackers.record)
+    system = SystemLog(run, distributed.gpu_uuid())
+    counts = distributed.place(recipe.layout).is_first_reader
+    metrics = Metrics(run, trackers.record, counts, training_flops(model), system.utilization)
+    phases = Phases()
+    if recipe.profile.steps:
+        phases = Profiler(recipe, run, described(recipe, file, total, trainable), metrics.leave_out)
+    return RunContext(
+        recipe=recipe,
+        run=run,
+        file=file,
+        parallel=parallel,
+        checkpoint=checkpoint,
+        trackers=trackers,
+        metrics=metrics,
+        guard=LossGuard(recipe, run),
+        checkpoints=Checkpoints(
+            run, mark, recipe.keep_checkpoints, checkpoint_bytes(*sizes), gathered_bytes(*sizes, file.stage)
+        ),
+        stop=StopOnSignal(watchdog.write_stack),
+        watchdog=watchdog,
+        evaluation=evaluation,
+        phases=phases,
+        system=system,
+        layer_stats=LayerStats(recipe) if measures_layers(recipe, file) else None,
+    )
+
+
+def measures_layers(recipe: Recipe, file: DeepSpeedFile) -> bool:
+    """Return whether gradients and weights are measured by layer.
+
+    Raises:
+        UserError: the recipe asks for it where the numbers are not those of plain PyTorch.
+    """
+    known = recipe.layout.tensor == 1 or file.stage < 2
+    if recipe.layer_stats and not known:
+        raise UserError(f"layer_stats=true: not under tensor parallelism with ZeRO-{file.stage}; use zero1.json.")
+    return known and file.offload_optimizer == "none" if recipe.layer_stats is None else recipe.layer_stats
+
+
+def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -> dict[str, Any]:
+    """Return what the verdict on recorded steps needs to know of the run."""
+    return {
+        "total": total,
+        "trained": trainable,
+        "weight_bytes": DTYPE_BYTES[recipe.precision],
+        "offload_optimizer": file.offload_optimizer,
+        "stage": file.stage,
+        "partition_size": file.partition_size,
+        "kept_weights": file.kept_weights,
+        "layout": asdict(recipe.layout),
+        "micro_batches": gradient_accumulation_steps(recipe, dist.get_world_size()),
+    }
+
+
+def conclude(trainer: Any, datasets: Datasets) -> None:
+    """Evaluate and export the trained model and print the last screen; after a stop, print how to resume.
+
+    Raises:
+        UserError: the run has not changed the weights.
+    """
+    context = trainer.context
+    recipe, run, evaluation = context.recipe, context.run, context.evaluation
+    if distributed.is_first():
+        context.checkpoints.lock.check()
+    if context.stop.stopped:
+        summary.stopped(run, trainer.state.global_step, context.trackers)
+        return
+    check_moved(trainer)
+    keep_holdings(trainer)
+    after = evaluation.measure(trainer, with_metric=True)[evaluation.metric] if evaluation else None
+    export.save(trainer, run.unverified)
+    dtype = load.DTYPES[recipe.precision]
+    beside = beside_tokens(trainer.data_collator.alone(datasets.shown), dtype) if datasets.shown else {}
+    difference = export.verify(
+        lambda tokens: context.parallel.logits(trainer, tokens, **beside),
+        dtype,
+        run.unverified,
+        datasets.sample,
+        beside,
+    )
+    results = {"after": after, "logit_difference": difference}
+    export.describe(run, results | (evaluation.described() if evaluation else {}))
+    export.publish(run.unverified, run.export)
+    size = datasets.size
+    few = updates.advice(recipe, size, dist.get_world_size()) if size else None
+    summary.finished(recipe, run, context.trackers, evaluation, results, few)
+
+
+def beside_tokens(inputs: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """Return what a model takes of pictures, on this rank's device, numbers in the model's dtype."""
+    return {
+        name: value.to(distributed.device(), dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+    }
+
+
+def check_moved(trainer: Any) -> None:
+    """Refuse to report success for a run that has not changed the weights; a collective.
+
+    A resumed run is not judged: its weights moved before.
+
+    Raises:
+        UserError: no sampled weight of any rank differs from what it was before the first step.
+    """
+    recipe, steps = trainer.context.recipe, trainer.state.global_step
+    sampled, moved = distributed.total(len(trainer.start), movement.moved(trainer.start, trainer.model))
+    if sampled and not moved and not trainer.context.checkpoint:
+        raise UserError(
+            f"after {steps} steps the trained weights are what they were before the first, so there is nothing to "
+            f"export: learning_rate={recipe.learning_rate} is too small for {recipe.precision}, every update was "
+            f"skipped, or all gradients are 0 ({trainer.context.run.metrics} has their norms)."
+        )
+
+
+def keep_holdings(trainer: Any) -> None:
+    """Write what this rank holds of the model into the run folder, for the report; no run fails because of it."""
+    rank, run = dist.get_rank(), trainer.context.run
+    try:
+        write_json(run.ranks / f"rank-{rank}.json", {"rank": rank, "layers": holdings.layers(trainer.deepspeed)})
+    except Exception as error:
+        say(f"what each rank holds is not in the report: {type(error).__name__}: {first_line(error)}")
+
+
+def fail(error: Exception | str, status: int, trackers: Trackers) -> None:
+    """Print an error that every rank may have found, once, tell the trackers, and exit with `status`."""
+    if os.environ.get("RANK", "0") != "0":
+        # If every rank found the same mistake, the launcher ends this one before it repeats rank 0's message, which
+        # may have trackers to tell.
+        time.sleep(15 if trackers.run.tracking.exists() else 5)
+    print(printable(redact(str(error))), file=sys.stderr, flush=True)
+    trackers.failed(str(error), status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,144 @@
+"""Where the ranks meet, and which of them this is: the variables of whichever launcher has started it.
+
+DeepSpeed's launcher and torchrun set all of torch's variables, and `accelerate launch` is torchrun. mpirun and srun set
+their own, and an operator such as Kubeflow's sets some.
+"""
+
+import re
+import socket
+import zlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from ...recipe.errors import UserError
+
+COMPLETE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torch needs; all are set for the ranks of launchers that know torch."""
+WATCHED = "CROSS_RANK"
+"""Set by DeepSpeed's launcher, and so wherever ds-recipes launch watches the ranks."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+PORTS = range(20000, 30000)
+"""From which the ranks choose one by the job's name where no port is given; below those that Linux hands out."""
+SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+"""A process that no launcher has started."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher, and the names of the variables that it sets."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str
+    job: str
+    """Differs between jobs that run at once."""
+
+
+LAUNCHERS = (
+    Launcher(
+        name="mpirun",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job="PMIX_NAMESPACE",
+    ),
+    Launcher(  # MPICH's and Intel MPI's
+        name="mpirun",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        job="PMI_PORT",
+    ),
+    Launcher(
+        name="srun",
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",  # only of a step of srun's: a batch script has SLURM_PROCID too
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
+        job="SLURM_JOB_ID",
+    ),
+)
+
+
+def complete(environment: MutableMapping[str, str]) -> None:
+    """Set what is missing of torch's variables.
+
+    Raises:
+        UserError: two launchers contradict each other, or nothing says where rank 0 is.
+    """
+    if not ({WATCHED, TORCHRUN} & set(environment) and set(COMPLETE) <= set(environment)):
+        for name, value in _found(environment).items():
+            if environment.setdefault(name, value) != value and name in ("RANK", "WORLD_SIZE"):
+                raise UserError(
+                    f"{name}={environment[name]} contradicts the launcher's {value}; unset {name}, "
+                    "or start the ranks with one launcher."
+                )
+    if "LOCAL_WORLD_SIZE" in environment:  # torchrun's name for it
+        environment.setdefault("LOCAL_SIZE", environment["LOCAL_WORLD_SIZE"])
+    rank, world_size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    if rank >= world_size:
+        raise UserError(f"RANK={rank}: must be below WORLD_SIZE={world_size}.")
+
+
+def is_watched(environment: Mapping[str, str]) -> bool:
+    """Return whether our launcher watches the ranks, and writes the report after them."""
+    return WATCHED in environment
+
+
+def _found(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torch's variables as the launcher's own say them."""
+    launcher = next((one for one in LAUNCHERS if {one.rank, one.world_size} <= set(environment)), None)
+    if launcher is None:
+        if not {"RANK", "WORLD_SIZE"} & set(environment):
+            return {**SINGLE, "MASTER_PORT": str(_free_port())}
+        missing = [name for name in COMPLETE if name not in environment and name != "LOCAL_RANK"]
+        if missing:
+            raise UserError(f"{', '.join(missing)}: not set; every rank needs {', '.join(COMPLETE)}.")
+        return {"LOCAL_RANK": "0"}  # an operator starts one rank in each pod
+    found = {"RANK": environment[launcher.rank], "WORLD_SIZE": environment[launcher.world_size]}
+    found["LOCAL_RANK"] = environment.get(launcher.local_rank, "0")
+    local = environment.get(launcher.local_size, "")
+    if local.isdecimal():  # SLURM writes `2(x3)` for three nodes
+        found["LOCAL_SIZE"] = local
+    if "MASTER_ADDR" not in environment:
+        found["MASTER_ADDR"] = _address(environment, launcher, alone=local == found["WORLD_SIZE"])
+    job = environment.get(launcher.job, "")
+    found["MASTER_PORT"] = environment.get("MASTER_PORT", str(PORTS[zlib.crc32(job.encode()) % len(PORTS)]))
+    return found
+
+
+def _address(environment: Mapping[str, str], launcher: Launcher, alone: bool) -> str:
+    """Return where rank 0 is."""
+    if alone:
+        return "127.0.0.1"
+    if launcher.name == "srun":
+        return first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    raise UserError("MASTER_ADDR: not set; add -x MASTER_ADDR=HOST, the host of rank 0, to mpirun.")
+
+
+def first_host(nodes: str) -> str:
+    """Return the first name of a SLURM node list, such as `gpu01` of `gpu[01-03,7],cpu1`.
+
+    Raises:
+        UserError: it is none.
+    """
+    match = re.match(r"([\w.-]+)(?:\[(\d+))?", nodes)
+    if not match:
+        raise UserError(f"SLURM_STEP_NODELIST={nodes}: not a list of nodes; set MASTER_ADDR to the host of rank 0.")
+    return match[1] + (match[2] or "")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    if not environment[name].isdecimal():
+        raise UserError(f"{name}={environment[name]}: must be a whole number.")
+    return int(environment[name])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

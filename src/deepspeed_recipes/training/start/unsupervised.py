@@ -1,0 +1,85 @@
+"""A run whose ranks another launcher has started, such as torchrun or mpirun: what our launcher does around ranks.
+
+Rank 0 does it: it keeps other writers out of the run folder, discards what steps after the newest checkpoint have left
+and, at the end, writes the verdict on recorded steps and the report. Restarts are the other launcher's.
+"""
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Iterator
+
+from ...machine import ops, run_lock
+from ...recipe import run_folder
+from ...recipe.errors import UserError
+from ...recipe.run_folder import RunFolder
+from ...report import write
+from ...report.profiler import conclude
+from .. import universal_checkpoint
+from ..checkpoint import digests
+from . import rendezvous
+
+_LOST = re.compile(
+    r"(?:(?:Read|Write) error|Connection closed by peer|Connection reset by peer) \[([^\]\s]+)\]:\d+"  # gloo
+    r"|(?:remote process exited|closed by remote peer|peer) ([\w.:]+)<\d+>"  # NCCL
+)
+"""The host in what gloo and NCCL say of a connection that has ended."""
+
+
+@contextlib.contextmanager
+def kept(run: RunFolder) -> Iterator[None]:
+    """Keep the run's folder in order during a `with` block in every rank; ranks that our launcher watches need nothing.
+
+    Raises:
+        UserError: the run has finished, another process writes to it, or its checkpoint cannot be resumed.
+    """
+    if rendezvous.is_watched(os.environ):
+        yield
+        return
+    if run_folder.is_finished(run):
+        raise UserError(f"{run.path}: this run has already finished.")
+    for name, value in ops.environment().items():
+        os.environ.setdefault(name, value)
+    if os.environ["RANK"] != "0":
+        yield
+        return
+    # A rank 0 that was moved to another host waits until its predecessor is known to be dead.
+    with run_lock.hold(run.path, wait=2 * run_lock.SILENT):
+        prepare(run, int(os.environ["WORLD_SIZE"]))
+        try:
+            yield
+        finally:
+            conclude.at_end(run)
+            write.at_end(run)
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """Return a line that names the host to which a connection was lost; None: that is not what has happened.
+
+    Nobody watches the ranks of other launchers, and what a library raises, in the middle of a collective, does not say
+    that another rank has died.
+    """
+    match = _LOST.search(str(error))
+    if match is None:
+        return None
+    rank, host = os.environ.get("RANK", "0"), match[1] or match[2]
+    return (
+        f"rank {rank} on {socket.gethostname()}: the connection to {host} was lost: a rank there has died, or the host "
+        "has; started again, the run resumes from its newest checkpoint."
+    )
+
+
+def prepare(run: RunFolder, world_size: int) -> None:
+    """Prepare the folder for the first start, or for a restart after steps were lost; before any rank reads it.
+
+    Raises:
+        UserError: the newest checkpoint cannot be read now, or cannot be converted for `world_size` ranks.
+    """
+    checkpoint = digests.newest_intact(run)
+    if checkpoint:
+        print(f"resuming from {checkpoint}", flush=True)
+        with run_folder.explained(checkpoint):
+            if universal_checkpoint.is_needed(run_folder.read_recipe(run).layout, run, world_size):
+                universal_checkpoint.convert(checkpoint)
+    run_folder.forget_after(run, checkpoint)

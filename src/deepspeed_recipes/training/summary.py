@@ -1,0 +1,87 @@
+"""The end of a run: summary.json, report.png, and the last screen."""
+
+import shlex
+from typing import Any
+
+from ..recipe.project import command, display
+from ..recipe.recipe import Recipe
+from ..recipe.run_folder import RunFolder, read_jsonl, write_json
+from . import curves, distributed
+from .callbacks.evaluation import Evaluation
+from .callbacks.metrics import memory
+from .console import duration, say
+from .model import stored
+from .tracking.trackers import Trackers
+
+
+def stopped(run: RunFolder, step: int, trackers: Trackers) -> None:
+    """Close a stopped run and print how to resume it."""
+    if distributed.is_first():
+        trackers.end({"stopped": True})
+        write_json(run.summary, {"stopped": True, "steps": step})
+        where = shlex.quote(str(run.path))
+        say(f"stopped after step {step}; resume with the same command and --resume --output-dir {where}")
+
+
+def finished(
+    recipe: Recipe,
+    run: RunFolder,
+    trackers: Trackers,
+    evaluation: Evaluation | None,
+    results: dict[str, Any],
+    few: str | None,
+) -> None:
+    """Write summary and report, and print the last screen; on rank 0.
+
+    Args:
+        recipe: as it ran.
+        run: its folder.
+        trackers: closed here.
+        evaluation: None where there is no held-out data.
+        results: `after`, the metric at the end, and `logit_difference`, of the export.
+        few: a warning that the run had too few updates.
+    """
+    if not distributed.is_first():
+        return
+    records = read_jsonl(run.metrics)
+    last = records[-1]
+    summary = {
+        "recipe": recipe.name,
+        "stopped": False,
+        "steps": last["step"],
+        "loss": last["loss"],
+        "tokens": last["tokens"],
+        "seconds": last["seconds"],
+        "tokens_per_second": last["tokens"] / last["seconds"],
+        "metric": evaluation.metric if evaluation else recipe.data.metric,
+        "before": evaluation.before() if evaluation else None,
+        **results,
+        **({"warning": few} if few else {}),
+        **memory(),
+    }
+    if not_loaded := stored.NOT_LOADED.get(recipe.model.path):
+        summary["not_loaded"] = not_loaded
+    write_json(run.summary, summary)
+    curves.draw(run, recipe.name, recipe.traits.loss)
+    tracked = trackers.end(summary)
+    merge = " --merge" if recipe.lora else ""
+    lines = [
+        "",
+        f"trained      {last['step']} step{'' if last['step'] == 1 else 's'} in {duration(last['seconds'])}, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s",
+        f"model        {display(run.export)}  (reloaded with plain transformers: the same logits)",
+        f"report       {display(run.report_page)}",
+        *tracked,
+        None
+        if recipe.traits.headless
+        else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',
+        f"export it    {command('export')} {shlex.quote(display(run.path))} --output my-model{merge}",
+        few,
+        evaluation.warning(summary["after"]) if evaluation else None,
+        evaluation.last_line(summary["after"])
+        if evaluation
+        else f"training loss: {records[0]['loss']:.4f} -> {last['loss']:.4f}"
+        if len(records) > 1
+        else f"training loss: {last['loss']:.4f}, before the only update",
+    ]
+    say("\n".join(line for line in lines if line is not None))

@@ -1,0 +1,116 @@
+"""The trackers of a run, on rank 0 of the world: what is recorded when, and what happens where a run ends badly."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from ...recipe.errors import first_line, redact
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_json
+from .. import distributed
+from ..console import say
+from . import other_nodes
+from .writer import Writer, numbers_of, opened
+
+
+@dataclass
+class Trackers:
+    """The trackers that the recipe names; none on other ranks.
+
+    A run resumes from a checkpoint and logs the steps after it once more. A tracker has every step once: those that it
+    had before are not sent again, and those that it has missed are sent from the run's own logs. Both starts train a
+    step on the same sequences, in a rewind too, which leaves out only what comes later.
+
+    A tracker that fails is left out from then on: a run never ends because of its dashboard.
+    """
+
+    run: RunFolder
+    writers: dict[str, Writer] = field(default_factory=dict)
+    tokens: float = 0
+    """How many the run has seen, as last logged: the second axis of what is logged without them."""
+
+    def begin(self, recipe: Recipe, deepspeed_config: dict[str, Any]) -> None:
+        """Start or continue the run in every tracker, and say why it was restarted if it was."""
+        if not distributed.is_first() or not recipe.trackers:
+            return
+        for name in recipe.trackers:
+            self._attempt(name, partial(self._open, name, recipe, deepspeed_config))
+        self.tokens = max((row["tokens"] for row in read_jsonl(self.run.metrics)), default=0)
+        before = read_json(self.run.tracking)["begun"] if self.run.tracking.exists() else time.time()
+        write_json(self.run.tracking, {"begun": time.time(), "ended": None})
+        for row in read_jsonl(self.run.restarts):
+            if row["time"] > before and row["cause"]:
+                self.alert(f"{recipe.name}: restarted from step {row['from_step']}", row["cause"])
+
+    def _open(self, name: str, recipe: Recipe, deepspeed_config: dict[str, Any]) -> None:
+        writer = self.writers[name] = opened(name, recipe, self.run, deepspeed_config)
+        for step, numbers in logged(self.run):
+            if step > writer.last:
+                writer.record(step, numbers)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Send one object of metrics.jsonl, or of evaluations.jsonl with its keys under `held_out/`."""
+        self.tokens = row.get("tokens", self.tokens)
+        numbers = numbers_of(row) | {"tokens": self.tokens} | other_nodes.readings(self.run)
+        for name, writer in list(self.writers.items()):
+            if row["step"] > writer.last:
+                self._attempt(name, partial(writer.record, row["step"], numbers))
+
+    def alert(self, title: str, text: str) -> None:
+        """Say that something went wrong, in every tracker."""
+        for name, writer in list(self.writers.items()):
+            self._attempt(name, partial(writer.alert, title, redact(text)))
+
+    def failed(self, reason: str, status: int) -> None:
+        """End the run with the reason for which it cannot go on; the launcher does it where no rank can."""
+        self.alert(f"the run ended with status {status}", reason)
+        self.end({}, status)
+
+    def end(self, summary: dict[str, Any], status: int = 0) -> list[str]:
+        """Close the run in every tracker; return how to look at it, for the last screen."""
+        rows, lines = answers(self.run), []
+        for name, writer in list(self.writers.items()):
+            if rows and not status:
+                self._attempt(name, partial(writer.table, rows))
+            line = self._attempt(name, partial(writer.finish, summary, status))
+            lines += [redact(line)] if line else []  # MLflow's address may have a password
+        if self.writers:
+            write_json(self.run.tracking, read_json(self.run.tracking) | {"ended": status})
+        self.writers.clear()
+        return lines
+
+    def _attempt(self, name: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:
+            self.writers.pop(name, None)
+            about = f"{type(error).__name__}: {redact(first_line(error))}"
+            say(f"tracking={name} is off from here, training continues: {about}")
+            return None
+
+
+def logged(run: RunFolder) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield what a run has logged of each step, held-out numbers too, as trackers get it."""
+    held_out = [
+        {key if key == "step" else f"held_out/{key}": value for key, value in row.items()}
+        for row in read_jsonl(run.evaluations)
+    ]
+    rows = sorted([*read_jsonl(run.metrics), *held_out], key=lambda row: row["step"])
+    tokens: float = 0
+    for step, group in groupby(rows, key=lambda row: row["step"]):
+        numbers = {key: value for row in group for key, value in numbers_of(row).items()}
+        tokens = numbers.setdefault("tokens", tokens)
+        yield step, numbers
+
+
+def answers(run: RunFolder) -> list[list[str]]:
+    """Return the questions that were answered before and after training, with both answers, if these may leave."""
+    if not run.recipe.exists() or not read_recipe(run).wandb.examples:
+        return []
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in read_jsonl(run.answers):
+        found.setdefault((row["prompt"], row["expected"]), []).append(row["answer"])
+    return [[*asked, given[0], given[-1]] for asked, given in found.items() if len(given) > 1]

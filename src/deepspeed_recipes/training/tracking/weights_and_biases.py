@@ -1,0 +1,114 @@
+"""Weights & Biases: one W&B run per run folder, however often it was restarted."""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import wandb
+
+from ...machine import children
+from ...recipe.project import display
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import RunFolder
+from ...report import html, run_data, write
+from . import offline_records
+from .writer import ANSWERS, over_tokens, run_id, settings, tags
+
+Mode = Literal["online", "offline", "disabled"]
+
+REPORT = "report"
+"""The type of the artifact with report.html; that of the export is `model`."""
+
+
+class Run:
+    """A run in W&B, and its parts: every start of the run is a part, which offline has a folder of its own."""
+
+    def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[str, Any]) -> None:
+        """Start the W&B run, or continue it; where the service cannot be reached, offline."""
+        self.artifacts, self.examples = recipe.wandb.artifacts, recipe.wandb.examples
+        # A sweep's agent names the run itself.
+        self.id = os.environ.get("WANDB_RUN_ID") or run_id(run)
+        self.folder = run.path / "wandb"
+        recorded = offline_records.last_step(self.folder, self.id)
+        mode: Mode = recipe.wandb.mode
+        if mode == "online" and not has_key():
+            mode = "offline"
+        config = settings(recipe, deepspeed_config)
+        try:
+            self.live = self._started(mode, recipe, run, config)
+        except wandb.errors.CommError:
+            wandb.teardown()  # which still holds the run's id
+            self.live = self._started("offline", recipe, run, config)
+        self.online = not self.live.offline
+        self.last = max(recorded, self.live.starting_step - 1 if self.online else -1)
+        self.live.define_metric("tokens", hidden=True)
+        self.live.define_metric("by_tokens/*", step_metric="tokens")
+        self.live.define_metric("held_out/loss", summary="min")
+
+    def _started(self, mode: Mode, recipe: Recipe, run: RunFolder, config: dict[str, Any]) -> Any:
+        return wandb.init(
+            mode=mode,
+            id=self.id,
+            resume="allow",
+            project=recipe.wandb.project,
+            entity=recipe.wandb.entity,
+            group=recipe.wandb.group,
+            job_type=recipe.wandb.job_type,
+            name=recipe.name,
+            tags=tags(recipe),
+            config=config,
+            dir=run.path,
+            # Not what a rank prints: wandb takes it before the run's own logs have redacted it.
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def record(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add numbers to a step; W&B writes the step when the next one begins."""
+        self.live.log({**numbers, **over_tokens(numbers)}, step=step)
+
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Add the answers to the newest step."""
+        self.live.log({"answers": wandb.Table(columns=list(ANSWERS), data=[list(row) for row in rows])})
+
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert, which W&B passes on as the user has chosen, and keep its text with the run."""
+        self.live.alert(title=title, text=text, level="ERROR")
+        self.live.summary["alert"] = f"{title}: {text}"
+
+    def upload(self, run: RunFolder) -> None:
+        """Add the export and the report as artifacts."""
+        with children.scratch() as place:
+            page = run.report_page
+            if page.exists() and not self.examples:
+                page = place / page.name
+                html.write(page, write.document(run_data.read(run.path), examples=False))
+            for kind, path in (("model", run.export), (REPORT, page)):
+                if path.exists():
+                    artifact = wandb.Artifact(f"run-{self.id}-{kind}", type=kind)
+                    artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
+                    self.live.log_artifact(artifact)
+
+    def finish(self, summary: Mapping[str, Any], status: int) -> str:
+        """Close the W&B run; return its address, or the command that uploads it."""
+        self.live.summary.update(dict(summary))
+        line = self.live.url if self.online else f"wandb sync {self._parts()}"
+        self.live.finish(exit_code=status)
+        wandb.teardown()  # returns when the last record is on the disk; finish() does not wait for that
+        return f"W&B          {line}"
+
+    def _parts(self) -> str:
+        """Return the folder of the offline run, or a pattern for the folders of all its parts.
+
+        As typed in a shell, which expands the pattern where it is not quoted.
+        """
+        folder = Path(self.live.dir).parent
+        pattern = f"offline-run-*-{self.id}"
+        several = self.artifacts or len(list(folder.parent.glob(pattern))) > 1  # artifacts are a part that follows
+        return f"{shlex.quote(display(folder.parent))}/{pattern if several else shlex.quote(folder.name)}"
+
+
+def has_key() -> bool:
+    """Return whether this machine has a W&B API key, without asking for one or showing it."""
+    return wandb.login(prompt=False, verify=False)

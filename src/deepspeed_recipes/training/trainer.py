@@ -1,0 +1,342 @@
+"""The Trainer of a run: every override of transformers' Trainer, in one class, in the order in which they apply.
+
+`RunHooks` goes before transformers' or TRL's class: `class RunTrainer(RunHooks, Trainer)`. Nothing else in the project
+changes a trainer (`upstream.py` works around defects of the engine).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch import distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import seed_worker
+
+from ..recipe.deepspeed_file import DeepSpeedFile
+from ..recipe.layout import data_parallel_size
+from ..recipe.recipe import Recipe
+from ..recipe.run_folder import RunFolder, write_json
+from . import distributed, upstream
+from .callbacks.checkpoints import Checkpoints
+from .callbacks.evaluation import Evaluation
+from .callbacks.layer_stats import LayerStats
+from .callbacks.loss_guard import LossGuard
+from .callbacks.metrics import Metrics
+from .callbacks.profiler import Phases, Profiler
+from .callbacks.progress import Progress
+from .callbacks.routing import Routing
+from .callbacks.stop_signal import StopOnSignal
+from .callbacks.system_log import SystemLog
+from .callbacks.watchdog import Watchdog
+from .data import example_numbers
+from .environment import describe
+from .model import kernels, movement
+from .optimization import create
+from .optimization.noise import Noise
+from .parallel import expert, expert_check
+from .tracking.trackers import Trackers
+
+if TYPE_CHECKING:
+    Hooked: TypeAlias = Trainer  # the class that the hooks precede, for the type checker
+else:
+    Hooked = object
+
+INFINITY = 2147483647
+"""Replaces infinity, which strict JSON cannot express; no run reaches this number."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What the trainer of a run works with."""
+
+    recipe: Recipe
+    run: RunFolder
+    file: DeepSpeedFile
+    parallel: ModuleType
+    """How the ranks hold the model: `parallel.whole` or `parallel.pipeline`."""
+    checkpoint: Path | None
+    """The checkpoint to resume from; None: a new run."""
+    trackers: Trackers
+    metrics: Metrics
+    guard: LossGuard
+    checkpoints: Checkpoints
+    stop: StopOnSignal
+    watchdog: Watchdog
+    evaluation: Evaluation | None
+    """None without held-out data."""
+    phases: Phases = field(default_factory=Phases)
+    """Records steps with `--profile`."""
+    system: SystemLog | None = None
+    layer_stats: LayerStats | None = None
+
+
+class OnTrainBegin(TrainerCallback):
+    """Calls `action` when the engine exists, before the first step."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action = action
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Call `action`."""
+        self.action()
+
+
+class EngineSetup(OnTrainBegin):
+    """Calls `RunHooks.on_engine_ready`; a class of its own, because the Trainer warns of two callbacks of one class."""
+
+
+class FirstEvaluation(OnTrainBegin):
+    """Calls `RunHooks.evaluate_at_start`."""
+
+
+class RunHooks(Hooked):
+    """What a run changes in transformers' Trainer; put it before the trainer's own class."""
+
+    control: TrainerControl
+    lr_scheduler: Any
+    optimizer: Any
+
+    def __init__(self, context: RunContext, **options: Any) -> None:
+        """`options`: those of the trainer's own class."""
+        self.context = context
+        self.micro_batches: list[dict[str, Any]] = []  # those that a pipeline collects until its step is complete
+        self.start: movement.Sample = {}
+        """Some of the trained weights before the first step."""
+        self.asked: list[dict[str, Any]] = []
+        """What each group of parameters is updated with, as the recipe says."""
+        super().__init__(**options)
+        self.noise: Noise | None = None
+        if context.recipe.neftune_alpha:
+            data_rank = distributed.place(context.recipe.layout).data
+            self.noise = Noise(self.model, context.recipe.neftune_alpha, context.recipe.seed, data_rank)
+        self.remove_callback(PrinterCallback)
+        for callback in self._callbacks():
+            self.add_callback(callback)
+
+    @classmethod
+    def of(
+        cls, context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: Any, **options: Any
+    ) -> "RunHooks":
+        """Return the trainer; `options` are those of its own class beside these."""
+        given = {"model": model, "args": arguments, "train_dataset": dataset, "processing_class": tokenizer}
+        return cls(context, **given, **options)
+
+    def _callbacks(self) -> Iterator[TrainerCallback]:
+        """Yield the run's callbacks in the order in which each event reaches them."""
+        context = self.context
+        yield EngineSetup(self.on_engine_ready)
+        if isinstance(context.phases, Profiler):
+            yield context.phases  # ends a step before anything else counts in it
+        yield context.guard  # reads a log before Metrics writes it
+        yield context.checkpoints
+        yield Progress()
+        yield context.stop
+        if context.recipe.layout.pipeline == 1:
+            yield Routing()  # adds to what Metrics writes
+        if context.layer_stats:
+            yield context.layer_stats  # adds, too
+        yield context.metrics
+        if context.evaluation:
+            yield FirstEvaluation(self.evaluate_at_start)
+            yield context.evaluation
+        if context.system:
+            yield context.system
+        yield context.watchdog  # its clock starts after everything else
+
+    # Before the first step
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return a loader that gives all ranks of a model replica the same sequences.
+
+        The Trainer's own loader, prepared by accelerate, treats every rank as data-parallel.
+        """
+        arguments, accelerator, layout = self.args, self.accelerator, self.context.recipe.layout
+        dataset = example_numbers.numbered(self.train_dataset, self.context.run)
+        options: dict[str, Any] = {}
+        if not isinstance(dataset, IterableDataset):
+            options = {"sampler": self._get_train_sampler(dataset), "drop_last": arguments.dataloader_drop_last}
+        loader = DataLoader(
+            dataset,
+            batch_size=self.sequences_per_load(),
+            collate_fn=example_numbers.WithNumbers(self.data_collator),
+            num_workers=arguments.dataloader_num_workers,
+            pin_memory=arguments.dataloader_pin_memory,
+            worker_init_fn=partial(
+                seed_worker, num_workers=arguments.dataloader_num_workers, rank=arguments.process_index
+            ),
+            **options,
+        )
+        return prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=data_parallel_size(layout, dist.get_world_size()),
+            process_index=distributed.place(layout).data,
+            put_on_device=True,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            non_blocking=accelerator.non_blocking,
+        )
+
+    def sequences_per_load(self) -> int:
+        """Return how many sequences a rank reads at once: a micro-batch."""
+        return self._train_batch_size
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return the recipe's optimizer, with expert-parallel weights in their own parameter group."""
+        recipe, trained = self.context.recipe, self.model if model is None else model
+        if self.optimizer is None and create.needed(recipe):
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
+            self.optimizer = create.make(recipe, trained, kind, self.get_decay_parameter_names(trained), options)
+        optimizer = super().create_optimizer(model)
+        size = recipe.layout.expert
+        if size > 1:
+            expert.separate_parameters(optimizer, self.model, size)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        """Return the Trainer's schedule without the rate of 0 with which its warm-up begins.
+
+        Of a schedule that is one step longer the first is left out, so that the first update learns, and so does the
+        last: a run of a single step trains at the full rate.
+        """
+        if self.lr_scheduler is None and self.args.get_warmup_steps(num_training_steps):
+            longer = super().create_scheduler(num_training_steps + 1, optimizer)
+            rates = [lambda step, rate=rate: rate(step + 1) for rate in longer.lr_lambdas]
+            self.lr_scheduler = LambdaLR(longer.optimizer, rates)
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        # The engine exists, and no checkpoint has been loaded into it.
+        groups = (optimizer or self.optimizer).param_groups
+        self.asked = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        return scheduler
+
+    def on_engine_ready(self) -> None:
+        """Work around the engine's defects, and record its configuration and environment."""
+        engine, context = self.deepspeed, self.context
+        kernels.check_active(engine, context.file)
+        upstream.remember_gradient_norm(engine)
+        upstream.forget_kept_weights(engine)
+        if context.checkpoint:
+            upstream.take_intervals(self.state, self.args)
+            upstream.take_update_settings(self.optimizer, self.lr_scheduler, self.asked)
+            upstream.separate_step_counters(engine)
+            upstream.reshard_small_parameters(engine)
+        if expert.layers(self.model):
+            upstream.route_as_transformers(self.model, expert_check.mixture(context.recipe).routes_in_fp32)
+        context.guard.watch(engine)
+        if context.layer_stats:
+            context.layer_stats.watch(engine)
+        if isinstance(context.phases, Profiler):
+            upstream.mark_phases(engine, context.phases.phase)
+        self.start = movement.sample(self.model)
+        config = resolved_config(engine)
+        if distributed.is_first():
+            write_json(context.run.deepspeed, config)
+            write_json(context.run.environment, describe())
+        context.trackers.begin(context.recipe, config)
+
+    def _run_epoch(self, **options: Any) -> None:
+        """Run an epoch, unless the run has had all its steps and was resumed to be finished.
+
+        The Trainer looks at the number of steps only after a step. `test_resume_layouts.py` passes without this once it
+        can be removed.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(**options)
+
+    # In a step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """Return a step's micro-batches and their number of tokens in the loss, counted and timed for the metrics."""
+        metrics = self.context.metrics
+        self.context.phases.begin(self.state.global_step + 1)
+        with metrics.waiting(), self.context.phases.phase("data"):
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:
+            batches, items = self.prepare_step(batches, items)
+        metrics.count(batches)
+        return batches, items
+
+    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Return a step's micro-batches and their number of tokens in the loss; for methods that change them."""
+        return batches, items
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Return the loss of a micro-batch, as `context.parallel` computes it and the guard wants it logged."""
+        numbers = inputs.pop(example_numbers.KEY)
+        ordinary = partial(super().training_step, model)
+        loss = self.context.parallel.step(self, ordinary, inputs, num_items_in_batch)
+        return self.context.guard.keep(self.state.global_step + 1, numbers, loss)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        """Return the loss, with the routers' load-balancing loss where the recipe has it (`whole.load` scales it)."""
+        if self.context.recipe.router_aux_loss_coef:
+            inputs = {**inputs, "output_router_logits": True}
+        if self.noise:
+            self.noise.begin(self.state.global_step, inputs.pop("document_lengths"))
+        with self.context.phases.phase("forward"):
+            return super().compute_loss(model, inputs, *arguments, **options)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Return the engine's gradient norm, still on the device; the engine clips by itself.
+
+        The Trainer and accelerate read the norm at every step. A read blocks until the device has caught up, and the
+        device then idles until the next kernel launch. `test_levers.py` passes without this once it can be removed.
+        """
+        return self.deepspeed.get_global_grad_norm()
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return the same tensor, which is read only when it is logged."""
+        return self.deepspeed.get_global_grad_norm()
+
+    # Between steps, and at the end
+
+    def evaluate_at_start(self) -> None:
+        """Measure the model before its first step."""
+        if self.context.evaluation and self.state.global_step == 0:
+            self.context.evaluation.measure(self, with_metric=True)
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """Measure the held-out data with `Evaluation` instead of the Trainer's loop."""
+        assert self.context.evaluation, "only Evaluation asks for it"
+        measured = self.context.evaluation.measure(self, with_metric=False)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, measured)
+        return measured
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write an ordinary Hugging Face folder, unless the DeepSpeed file turns that off; a collective.
+
+        The Trainer's own method stores tied weights twice below ZeRO-3, stores only one rank's part of a split model,
+        and without `stage3_gather_16bit_weights_on_model_save` writes DeepSpeed's checkpoint a second time. With that
+        key set to false, ZeRO-3's checkpoints hold only DeepSpeed's own weights.
+        """
+        if self.context.file.gathers_weights:
+            self.context.parallel.save(self, Path(output_dir or self.args.output_dir))
+
+
+class RunTrainer(RunHooks, Trainer):
+    """transformers' Trainer with the run's hooks."""
+
+
+def resolved_config(engine: Any) -> dict[str, Any]:
+    """Return the configuration that the engine got, in strict JSON's values."""
+    return _strict(engine._config._param_dict)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return INFINITY if value == float("inf") else value
