@@ -1,13 +1,5 @@
 """_template: TODO what the family is, in one line; copy this file to add a model, and replace every TODO.
 
-    size  layers  hidden  heads  parameters  context  licence  weights
-    1b    16      2048    32     1.24B       131,072  TODO     TODO/Model-1B-Instruct
-
-    variant   method    trains       DeepSpeed
-    full      SFT       all weights  ZeRO-2
-    lora      SFT       adapters     ZeRO-2
-    pretrain  raw text  all weights  ZeRO-2
-
     python scripts/launch.py _template-1b lora --draft
     python scripts/launch.py _template-1b lora --draft data.path=FILE lora.rank=8     # change anything
 
@@ -17,10 +9,11 @@ TODO where the learning rates come from, and what whoever fine-tunes this family
 from dataclasses import replace
 
 from deepspeed_recipes import launch
-from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule
 
+LICENCE = "TODO"
 SIZES = {
-    # The name people type. A family has all its sizes on one page.
+    # The name that people type; all sizes of a family are on one page.
     "1b": Model(
         path="TODO/Model-1B-Instruct",  # the Hub id
         parameters=1_235_814_400,  # as published; the dimensions below have to agree within 1 %
@@ -58,15 +51,9 @@ def full(size: str) -> Recipe:
 
 def lora(size: str) -> Recipe:
     """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
-    # A variant is another one with a few fields changed.
     return replace(full(size), lora=Lora(rank=16, alpha=32), learning_rate=2e-4, weight_decay=0.0)
 
 
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
-    # spec/variants.py says what such variants are on every page: qlora, dora, full_offload, long_context and dpo too.
-    return variants.pretrain(full(size))
-
-
+# The other variants are inherited (recipe/variants.py); define a function to override one.
 if __name__ == "__main__":
     launch(__file__)

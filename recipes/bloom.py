@@ -1,22 +1,5 @@
 """bloom: BigScience's BLOOM, base models of 46 languages and 13 programming languages, 560M to 176B.
 
-    size  layers  hidden  heads  parameters  context  licence                    weights
-    560m  24      1024    16     559.21M     -        bigscience-bloom-rail-1.0  bigscience/bloom-560m
-    1b1   24      1536    16     1.07B       -        bigscience-bloom-rail-1.0  bigscience/bloom-1b1
-    3b    30      2560    32     3.00B       -        bigscience-bloom-rail-1.0  bigscience/bloom-3b
-    7b1   30      4096    32     7.07B       -        bigscience-bloom-rail-1.0  bigscience/bloom-7b1
-    176b  70      14336   112    176.25B     -        bigscience-bloom-rail-1.0  bigscience/bloom
-
-    variant       method    trains       DeepSpeed
-    full          SFT       all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3
-    lora          SFT       adapters     ZeRO-2, ZeRO-3 (176b)
-    qlora         SFT       adapters     ZeRO-2
-    dora          SFT       adapters     ZeRO-2, ZeRO-3 (176b)
-    full_offload  SFT       all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3; optimizer on the CPU
-    dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (176b)
-    pretrain      raw text  all weights  ZeRO-2 (560m, 1b1, 3b), ZeRO-3
-    pipeline      SFT       all weights  ZeRO-1; the layers over 2 GPUs (176b: 36)
-
     python scripts/launch.py bloom-560m full
     python scripts/launch.py bloom-7b1 lora data.path=FILE model.path=bigscience/bloomz-7b1 epochs=3
 
@@ -47,6 +30,7 @@ COMMON = {
     "pad_token_id": 3,
 }
 
+LICENCE = "bigscience-bloom-rail-1.0"
 SIZES = {
     "560m": Model(
         path="bigscience/bloom-560m",
@@ -82,6 +66,8 @@ SIZES = {
 
 SMALL = ("560m", "1b1", "3b")
 
+WITHOUT = variants.BASE_MODEL
+
 
 def full(size: str) -> Recipe:
     """All weights: teaches a base model to answer, with enough GPUs to hold 16 bytes per parameter."""
@@ -111,21 +97,6 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
     return variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32, schedule=Schedule("cosine", warmup=0.1))
@@ -142,9 +113,8 @@ def pretrain(size: str) -> Recipe:
 def pipeline(size: str) -> Recipe:
     """All weights, the layers over several GPUs: for many nodes with a slow network between them.
 
-    The 176b on 36 nodes of 8 A100 80GB: two layers or, at either end, one and the embedding of 3.6B, so at most 6.1B
-    parameters per GPU at 8 + 12/8 bytes (ZeRO-1, fp32 accumulation), 58 GB; of 144 micro-batches per step and copy the
-    stages wait for 35 (20 %).
+    The 176b is predicted to fit on 36 nodes of 8 H200. A GPU holds two layers or, at either end, one and the embedding
+    of 3.6B. With 144 micro-batches per step and copy, the stages wait for the time of 35 (20 %).
     """
     large = size == "176b"
     return replace(

@@ -1,26 +1,5 @@
 """deepseek: DeepSeek's mixtures of experts with multi-head latent attention (MLA), V2-Lite and V3.
 
-    size     layers  hidden  heads  parameters  context  licence   weights
-    v2-lite  27      2048    16     15.71B      163,840  DeepSeek  deepseek-ai/DeepSeek-V2-Lite
-    v3       61      7168    128    671.03B     163,840  MIT       unsloth/DeepSeek-V3-0324-BF16
-
-    variant       method    trains               DeepSpeed
-    full          SFT       all weights          ZeRO-3
-    lora          SFT       adapters             ZeRO-2 (v2-lite), ZeRO-3
-    full_offload  SFT       all weights          ZeRO-3; states on CPU
-    long_context  SFT       all weights          ZeRO-3
-    dpo_lora      DPO       adapters             ZeRO-2 (v2-lite), ZeRO-3
-    kto_lora      KTO       adapters             ZeRO-2 (v2-lite), ZeRO-3
-    orpo_lora     ORPO      adapters             ZeRO-2 (v2-lite), ZeRO-3
-    simpo_lora    SimPO     adapters             ZeRO-2 (v2-lite), ZeRO-3
-    dpo_full      DPO       all weights          ZeRO-3
-    reward        reward    all weights          ZeRO-3
-    classify      classes   all weights          ZeRO-3
-    embed         pairs     all weights          ZeRO-3
-    grpo          GRPO      all weights          ZeRO-3
-    pretrain      raw text  all weights          ZeRO-3
-    expert        SFT       all weights, spread  ZeRO-1
-
     python scripts/launch.py deepseek-v2-lite lora
     python scripts/launch.py deepseek-v2-lite lora data.path=FILE sequence_length=8192     # change anything
 
@@ -36,6 +15,7 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
+LICENCE = {"v2-lite": "DeepSeek", "v3": "MIT"}
 SIZES = {
     "v2-lite": Model(
         path="deepseek-ai/DeepSeek-V2-Lite",
@@ -159,11 +139,6 @@ def lora(size: str) -> Recipe:
     )
 
 
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 16,384 tokens: for documents and conversations longer than `full` takes."""
     return variants.long_context(full(size), sequence_length=16_384, global_batch_size=16 if size == "v2-lite" else 256)
@@ -174,12 +149,6 @@ def dpo_lora(size: str) -> Recipe:
     return variants.dpo(lora(size), learning_rate=5e-6)
 
 
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
-
-
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size), learning_rate=2e-5 if size == "v2-lite" else 7.3e-6)
@@ -188,8 +157,8 @@ def pretrain(size: str) -> Recipe:
 def expert(size: str) -> Recipe:
     """All weights with each layer's experts spread over 8 GPUs, at v3 over 256 (AutoEP): tokens travel, not weights.
 
-    Two all-to-alls per layer instead of gathering every expert. At v3 one of 256 experts on each of 256 GPUs has 41 GB
-    of states, and the 17 billion other weights 69 GB: GPUs of 141 GB.
+    Two all-to-alls per layer instead of gathering every expert. The v2-lite is predicted to fit on one node of 8 H100.
+    The v3 is predicted to fit on 32 nodes of 8 B200.
     """
     spread = Layout(expert=8 if size == "v2-lite" else 256)
     return replace(full(size), deepspeed="expert_parallel.json", layout=spread)

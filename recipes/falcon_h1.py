@@ -1,24 +1,5 @@
 """falcon_h1: TII's Falcon-H1, hybrids whose every layer has attention and a Mamba-2 mixer side by side.
 
-    size  layers  hidden  heads  parameters  context  licence             weights
-    3b    32      2560    10     3.15B       131,072  Falcon-LLM-License  tiiuae/Falcon-H1-3B-Instruct
-    7b    44      3072    12     7.59B       262,144  Falcon-LLM-License  tiiuae/Falcon-H1-7B-Instruct
-    34b   72      5120    20     33.64B      262,144  Falcon-LLM-License  tiiuae/Falcon-H1-34B-Instruct
-
-    variant       method    trains           DeepSpeed
-    full          SFT       all weights      ZeRO-2 (3b), ZeRO-3
-    lora          SFT       adapters         ZeRO-3 (34b), ZeRO-2
-    qlora         SFT       adapters on NF4  ZeRO-2
-    dora          SFT       adapters         ZeRO-3 (34b), ZeRO-2
-    full_offload  SFT       all weights      ZeRO-2 (3b), ZeRO-3
-    dpo_lora      DPO       adapters         ZeRO-3 (34b), ZeRO-2
-    kto_lora      KTO       adapters         ZeRO-3 (34b), ZeRO-2
-    orpo_lora     ORPO      adapters         ZeRO-3 (34b), ZeRO-2
-    simpo_lora    SimPO     adapters         ZeRO-3 (34b), ZeRO-2
-    dpo_full      DPO       all weights      ZeRO-2 (3b), ZeRO-3
-    grpo          GRPO      all weights      ZeRO-2 (3b), ZeRO-3
-    pretrain      raw text  all weights      ZeRO-2 (3b), ZeRO-3
-
     python scripts/launch.py falcon_h1-7b lora
     python scripts/launch.py falcon_h1-34b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
 
@@ -48,6 +29,7 @@ SHARED = {
     },
 }
 
+LICENCE = "Falcon-LLM-License"
 SIZES = {
     "3b": Model(
         path="tiiuae/Falcon-H1-3B-Instruct",
@@ -120,6 +102,8 @@ WHOLE = ("3b",)
 LINEAR = f"{variants.ATTENTION},in_proj,gate_proj,up_proj,down_proj"
 """The linear layers but `out_proj`: the fused Mamba kernels pass adapters on it by, so PEFT refuses them."""
 
+WITHOUT = variants.NO_HEADS
+
 
 def full(size: str) -> Recipe:
     """All weights: for plenty of data, or a task far from what the model knows."""
@@ -146,36 +130,6 @@ def lora(size: str) -> Recipe:
         learning_rate=1e-4 if size == "34b" else 2e-4,
         global_batch_size=32,
     )
-
-
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

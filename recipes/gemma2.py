@@ -1,27 +1,5 @@
 """gemma2: Google's Gemma 2, instruction-tuned; every other layer attends to the last 4,096 tokens only.
 
-    size  layers  hidden  heads  parameters  context  licence  weights
-    2b    26      2304    8      2.61B       8,192    Gemma    google/gemma-2-2b-it
-    9b    42      3584    16     9.24B       8,192    Gemma    google/gemma-2-9b-it
-    27b   46      4608    32     27.23B      8,192    Gemma    google/gemma-2-27b-it
-
-    variant       method    trains           DeepSpeed
-    full          SFT       all weights      ZeRO-2 (2b), ZeRO-3
-    lora          SFT       adapters         ZeRO-2
-    qlora         SFT       adapters on NF4  ZeRO-2
-    dora          SFT       adapters         ZeRO-2
-    full_offload  SFT       all weights      ZeRO-2 (2b), ZeRO-3
-    dpo_lora      DPO       adapters         ZeRO-2
-    kto_lora      KTO       adapters         ZeRO-2
-    orpo_lora     ORPO      adapters         ZeRO-2
-    simpo_lora    SimPO     adapters         ZeRO-2
-    dpo_full      DPO       all weights      ZeRO-2 (2b), ZeRO-3
-    reward        reward    all weights      ZeRO-2 (2b), ZeRO-3
-    classify      classes   all weights      ZeRO-2 (2b), ZeRO-3
-    embed         pairs     all weights      ZeRO-2 (2b), ZeRO-3
-    grpo          GRPO      all weights      ZeRO-2 (2b), ZeRO-3
-    pretrain      raw text  all weights      ZeRO-2 (2b), ZeRO-3
-
     python scripts/launch.py gemma2-9b lora
     python scripts/launch.py gemma2-27b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
 
@@ -36,7 +14,7 @@ length. Where flash-attn is installed, add model.attention=flash_attention_2. Th
 from dataclasses import replace
 
 from deepspeed_recipes import launch
-from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule
 
 SHARED = {
     "model_type": "gemma2",
@@ -51,6 +29,7 @@ SHARED = {
     "tie_word_embeddings": True,
 }
 
+LICENCE = "Gemma"
 SIZES = {
     "2b": Model(
         path="google/gemma-2-2b-it",
@@ -126,37 +105,6 @@ def lora(size: str) -> Recipe:
         learning_rate=1e-4 if size == "27b" else 2e-4,
         global_batch_size=32,
     )
-
-
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,5 @@
 """gemma3: the language models of Google's Gemma 3, instruction-tuned, for text.
 
-    size  layers  hidden  heads  parameters  context  licence  weights
-    1b    26      1152    4      999.89M     32,768   Gemma    google/gemma-3-1b-it
-    4b    34      2560    8      3.88B       131,072  Gemma    google/gemma-3-4b-it
-    12b   48      3840    16     11.77B      131,072  Gemma    google/gemma-3-12b-it
-    27b   62      5376    32     27.01B      131,072  Gemma    google/gemma-3-27b-it
-
-    variant       method    trains       DeepSpeed
-    full          SFT       all weights  ZeRO-2 (1b, 4b), ZeRO-3
-    lora          SFT       adapters     ZeRO-2
-    qlora         SFT       adapters     ZeRO-2
-    dora          SFT       adapters     ZeRO-2
-    full_offload  SFT       all weights  ZeRO-2 (1b, 4b), ZeRO-3; states on CPU
-    long_context  SFT       all weights  ZeRO-3
-    dpo_lora      DPO       adapters     ZeRO-2
-    kto_lora      KTO       adapters     ZeRO-2
-    orpo_lora     ORPO      adapters     ZeRO-2
-    simpo_lora    SimPO     adapters     ZeRO-2
-    dpo_full      DPO       all weights  ZeRO-2 (1b, 4b), ZeRO-3
-    reward        reward    all weights  ZeRO-2 (1b, 4b), ZeRO-3
-    classify      classes   all weights  ZeRO-2 (1b, 4b), ZeRO-3
-    embed         pairs     all weights  ZeRO-2 (1b, 4b), ZeRO-3
-    grpo          GRPO      all weights  ZeRO-2 (1b, 4b), ZeRO-3
-    pretrain      raw text  all weights  ZeRO-2 (1b, 4b), ZeRO-3
-
     python scripts/launch.py gemma3-4b lora
     python scripts/launch.py gemma3-4b lora data.path=FILE learning_rate=1e-4 lora.rank=32     # change anything
 
@@ -44,6 +20,7 @@ LONG_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 
+LICENCE = "Gemma"
 SIZES = {
     "1b": Model(
         path="google/gemma-3-1b-it",
@@ -167,21 +144,6 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 16,384 tokens: for documents longer than `full` takes.
 
@@ -193,17 +155,6 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
     return variants.dpo(lora(size), learning_rate=5e-6)
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,5 @@
 """gemma3_vision: Google's Gemma 3 with its vision tower, instruction-tuned, for pictures and text.
 
-    size  layers  hidden  heads  parameters  context  licence  weights
-    4b    34      2560    8      4.30B       131,072  Gemma    google/gemma-3-4b-it
-    12b   48      3840    16     12.19B      131,072  Gemma    google/gemma-3-12b-it
-    27b   62      5376    32     27.43B      131,072  Gemma    google/gemma-3-27b-it
-
-    variant  method  trains       DeepSpeed
-    full     SFT     all weights  ZeRO-3
-    lora     SFT     adapters     ZeRO-2
-    qlora    SFT     adapters     ZeRO-2
-
     python scripts/launch.py gemma3_vision-4b lora
     python scripts/launch.py gemma3_vision-4b lora data.path=FILE learning_rate=1e-4 model.train_vision=true   # change
 
@@ -21,7 +11,7 @@ whatever its size, so data.max_pixels bounds only what is read from the disk.
 from dataclasses import replace
 
 from deepspeed_recipes import launch
-from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule
 
 TOWER = {
     "model_type": "siglip_vision_model",
@@ -57,6 +47,7 @@ LANGUAGE = {
 SHARED = {"model_type": "gemma3", "mm_tokens_per_image": 256, "tie_word_embeddings": True, "vision_config": TOWER}
 
 
+LICENCE = "Gemma"
 SIZES = {
     "4b": Model(
         path="google/gemma-3-4b-it",
@@ -135,11 +126,6 @@ def lora(size: str) -> Recipe:
         lora=Lora(rank=16, alpha=32),
         learning_rate=1e-4 if size == "27b" else 2e-4,
     )
-
-
-def qlora(size: str) -> Recipe:
-    """Adapters on a frozen language part in 4 bits: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,5 @@
 """glm4: the dense GLM-4-0414 chat models of Z.ai, 9B and 32B, for Chinese and English.
 
-    size  layers  hidden  heads  parameters  context  licence  weights
-    9b    40      4096    32     9.40B       32,768   MIT      zai-org/GLM-4-9B-0414
-    32b   61      6144    48     32.57B      32,768   MIT      zai-org/GLM-4-32B-0414
-
-    variant       method    trains                      DeepSpeed
-    full          SFT       all weights                 ZeRO-3
-    lora          SFT       adapters                    ZeRO-2, ZeRO-3 (32b)
-    qlora         SFT       adapters on 4-bit weights   ZeRO-2
-    dora          SFT       adapters and magnitudes     ZeRO-2, ZeRO-3 (32b)
-    full_offload  SFT       all weights, steps on CPU   ZeRO-3
-    long_context  SFT       all weights, 32,768 tokens  ZeRO-3
-    dpo_lora      DPO       adapters                    ZeRO-2, ZeRO-3 (32b)
-    kto_lora      KTO       adapters                    ZeRO-2, ZeRO-3 (32b)
-    orpo_lora     ORPO      adapters                    ZeRO-2, ZeRO-3 (32b)
-    simpo_lora    SimPO     adapters                    ZeRO-2, ZeRO-3 (32b)
-    dpo_full      DPO       all weights                 ZeRO-3
-    reward        reward    all weights                 ZeRO-3
-    classify      classes   all weights                 ZeRO-3
-    embed         pairs     all weights                 ZeRO-3
-    grpo          GRPO      all weights                 ZeRO-3
-    pretrain      raw text  all weights                 ZeRO-3
-
     python scripts/launch.py glm4-9b lora
     python scripts/launch.py glm4-32b qlora data.path=FILE.jsonl lora.rank=32 learning_rate=2e-4  # your own data
 
@@ -39,6 +17,7 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+LICENCE = "MIT"
 SIZES = {
     "9b": Model(
         path="zai-org/GLM-4-9B-0414",
@@ -112,35 +91,9 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens, the most the family takes: for long documents and conversations."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
 
 
 def pretrain(size: str) -> Recipe:

@@ -1,23 +1,5 @@
 """glm4_5: Z.ai's GLM-4.5, mixtures of experts that think or answer at once; 4.6 and 4.7 have the same dimensions.
 
-    size  layers  hidden  heads  parameters  context  licence  weights
-    air   46      4096    96     106.85B     131,072  MIT      zai-org/GLM-4.5-Air
-    355b  92      5120    96     352.80B     131,072  MIT      zai-org/GLM-4.5
-
-    variant       method    trains                             DeepSpeed
-    full          SFT       all weights                        ZeRO-3
-    lora          SFT       adapters on attention and experts  ZeRO-3
-    full_offload  SFT       all weights                        ZeRO-3
-    long_context  SFT       all weights                        ZeRO-3
-    dpo_lora      DPO       adapters on attention and experts  ZeRO-3
-    kto_lora      KTO       adapters on attention and experts  ZeRO-3
-    orpo_lora     ORPO      adapters on attention and experts  ZeRO-3
-    simpo_lora    SimPO     adapters on attention and experts  ZeRO-3
-    dpo_full      DPO       all weights                        ZeRO-3
-    grpo          GRPO      all weights                        ZeRO-3
-    pretrain      raw text  all weights                        ZeRO-3
-    expert        SFT       all weights, spread                ZeRO-1
-
     python scripts/launch.py glm4_5-air lora
     python scripts/launch.py glm4_5-355b lora model.path=zai-org/GLM-4.7 data.path=FILE.jsonl epochs=2
 
@@ -26,6 +8,7 @@ All weights: 1e-5 from NVIDIA-NeMo/Automodel (llm_finetune/glm/glm_4.7_te_deepep
 alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
 The checkpoints hold a layer that predicts a second token too: it is neither loaded, counted nor exported. DeepSpeed has
 no preset for these experts: the project tells AutoEP how they are routed, and checks it on a draft before a run.
+`pretrain` usually starts from base weights: model.path=zai-org/GLM-4.5-Air-Base.
 """
 
 from dataclasses import replace
@@ -55,6 +38,7 @@ SHARED = {
     "tie_word_embeddings": False,
 }
 
+LICENCE = "MIT"
 SIZES = {
     "air": Model(
         path="zai-org/GLM-4.5-Air",
@@ -88,6 +72,8 @@ SIZES = {
     ),
 }
 
+WITHOUT = variants.NO_HEADS
+
 
 def full(size: str) -> Recipe:
     """All weights, routers included: for plenty of data; the model states are 1.7 TB (355b: 5.6 TB)."""
@@ -113,38 +99,16 @@ def lora(size: str) -> Recipe:
     )
 
 
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents, tools and long reasoning."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=64)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
-
-    Usually from base weights: model.path=zai-org/GLM-4.5-Air-Base.
-    """
-    return variants.pretrain(full(size))
 
 
 def expert(size: str) -> Recipe:
     """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
+    The air is predicted to fit on 8 nodes of 8 H200.
     """
     return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
 

@@ -1,19 +1,5 @@
 """gpt2: OpenAI's GPT-2, small to XL: old, small and open, so the family to learn fine-tuning with.
 
-    size  layers  hidden  heads  parameters  context  licence  weights
-    124m  12      768     12     124.44M     1,024    MIT      openai-community/gpt2
-    355m  24      1024    16     354.82M     1,024    MIT      openai-community/gpt2-medium
-    774m  36      1280    20     774.03M     1,024    MIT      openai-community/gpt2-large
-    1.5b  48      1600    25     1.56B       1,024    MIT      openai-community/gpt2-xl
-
-    variant       method    trains       DeepSpeed
-    full          SFT       all weights  ZeRO-2
-    lora          SFT       adapters     ZeRO-2
-    dora          SFT       adapters     ZeRO-2
-    full_offload  SFT       all weights  ZeRO-2; optimizer on the CPU
-    dpo_lora      DPO       adapters     ZeRO-2
-    pretrain      raw text  all weights  ZeRO-2
-
     python scripts/launch.py gpt2-124m full
     python scripts/launch.py gpt2-124m full data.path=FILE learning_rate=3e-5 epochs=3     # change anything
 
@@ -66,6 +52,7 @@ COMMON = {
     "tie_word_embeddings": True,
 }
 
+LICENCE = "MIT"
 SIZES = {
     "124m": Model(
         path="openai-community/gpt2",
@@ -89,6 +76,10 @@ SIZES = {
     ),
 }
 
+WITHOUT = variants.BASE_MODEL | {
+    "qlora": "its linear layers are Conv1D modules, which bitsandbytes does not pack in 4 bits; take lora"
+}
+
 
 def full(size: str) -> Recipe:
     """All weights: teaches the base model to answer. The place to start."""
@@ -109,16 +100,6 @@ def full(size: str) -> Recipe:
 def lora(size: str) -> Recipe:
     """Adapters on every linear layer: the same task with 1 to 2 % of the trained weights."""
     return replace(full(size), lora=Lora(rank=16, alpha=32), learning_rate=2e-4)
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: compare with `lora`, in loss and step time."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: a larger size on the GPU you have, with slower steps."""
-    return variants.full_offload(full(size))
 
 
 def dpo_lora(size: str) -> Recipe:

@@ -1,17 +1,5 @@
 """gpt_neox: EleutherAI's GPT-NeoX-20B, an English base model trained on the Pile.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    20b   44      6144    64     20.55B      2,048    Apache-2.0  EleutherAI/gpt-neox-20b
-
-    variant       method    trains       DeepSpeed
-    full          SFT       all weights  ZeRO-3
-    lora          SFT       adapters     ZeRO-2
-    qlora         SFT       adapters     ZeRO-2
-    dora          SFT       adapters     ZeRO-2
-    full_offload  SFT       all weights  ZeRO-3; optimizer on the CPU
-    dpo_lora      DPO       adapters     ZeRO-2
-    pretrain      raw text  all weights  ZeRO-3
-
     python scripts/launch.py gpt_neox lora
     python scripts/launch.py gpt_neox lora data.path=FILE learning_rate=2e-4 lora.rank=8 epochs=3
 
@@ -29,6 +17,7 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "20b": Model(
         path="EleutherAI/gpt-neox-20b",
@@ -54,6 +43,8 @@ SIZES = {
         },
     ),
 }
+
+WITHOUT = variants.BASE_MODEL
 
 
 def full(size: str) -> Recipe:
@@ -81,21 +72,6 @@ def lora(size: str) -> Recipe:
         learning_rate=1e-4,
         weight_decay=0.0,
     )
-
-
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
 
 
 def dpo_lora(size: str) -> Recipe:

@@ -1,24 +1,5 @@
 """gpt_oss: OpenAI's reasoning models with open weights, mixtures of experts with attention sinks.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    20b   24      2880    64     20.91B      131,072  Apache-2.0  openai/gpt-oss-20b
-    120b  36      2880    64     116.83B     131,072  Apache-2.0  openai/gpt-oss-120b
-
-    variant       method    trains       DeepSpeed
-    full          SFT       all weights  ZeRO-3
-    lora          SFT       adapters     ZeRO-2 (20b), ZeRO-3
-    full_offload  SFT       all weights  ZeRO-3; states on CPU
-    dpo_lora      DPO       adapters     ZeRO-2 (20b), ZeRO-3
-    kto_lora      KTO       adapters     ZeRO-2 (20b), ZeRO-3
-    orpo_lora     ORPO      adapters     ZeRO-2 (20b), ZeRO-3
-    simpo_lora    SimPO     adapters     ZeRO-2 (20b), ZeRO-3
-    dpo_full      DPO       all weights  ZeRO-3
-    reward        reward    all weights  ZeRO-3
-    classify      classes   all weights  ZeRO-3
-    embed         pairs     all weights  ZeRO-3
-    grpo          GRPO      all weights  ZeRO-3
-    pretrain      raw text  all weights  ZeRO-3
-
     python scripts/launch.py gpt_oss-20b lora
     python scripts/launch.py gpt_oss-120b lora data.path=FILE model.path=MODEL     # change anything
 
@@ -44,6 +25,7 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "20b": Model(
         path="openai/gpt-oss-20b",
@@ -127,25 +109,9 @@ def lora(size: str) -> Recipe:
     )
 
 
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
     return variants.dpo(lora(size), learning_rate=5e-6)
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

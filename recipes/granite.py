@@ -1,25 +1,5 @@
 """granite: IBM's dense Granite 4.2, reasoning and instruct models post-trained on the Granite 4.1 base models.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    3b    40      2560    40     3.66B       131,072  Apache-2.0  ibm-granite/granite-4.2-3b
-    8b    40      4096    32     8.79B       131,072  Apache-2.0  ibm-granite/granite-4.2-8b
-    30b   64      4096    32     29.28B      131,072  Apache-2.0  ibm-granite/granite-4.2-30b
-
-    variant       method    trains                      DeepSpeed
-    full          SFT       all weights                 ZeRO-2 (3b), ZeRO-3
-    lora          SFT       adapters                    ZeRO-2, ZeRO-3 (30b)
-    qlora         SFT       adapters on 4-bit weights   ZeRO-2
-    dora          SFT       adapters and magnitudes     ZeRO-2, ZeRO-3 (30b)
-    full_offload  SFT       all weights, steps on CPU   ZeRO-2 (3b), ZeRO-3
-    long_context  SFT       all weights, 32,768 tokens  ZeRO-3
-    dpo_lora      DPO       adapters                    ZeRO-2, ZeRO-3 (30b)
-    kto_lora      KTO       adapters                    ZeRO-2, ZeRO-3 (30b)
-    orpo_lora     ORPO      adapters                    ZeRO-2, ZeRO-3 (30b)
-    simpo_lora    SimPO     adapters                    ZeRO-2, ZeRO-3 (30b)
-    dpo_full      DPO       all weights                 ZeRO-2 (3b), ZeRO-3
-    grpo          GRPO      all weights                 ZeRO-2 (3b), ZeRO-3
-    pretrain      raw text  all weights                 ZeRO-2 (3b), ZeRO-3
-
     python scripts/launch.py granite-8b lora
     python scripts/launch.py granite-3b full data.path=FILE.jsonl learning_rate=2e-5 epochs=2  # your own data
 
@@ -37,6 +17,7 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "3b": Model(
         path="ibm-granite/granite-4.2-3b",
@@ -115,6 +96,8 @@ SIZES = {
 FULL_RATE = {"3b": 1e-5, "8b": 1e-5, "30b": 5e-6}
 LORA_RATE = {"3b": 2e-4, "8b": 2e-4, "30b": 1e-4}
 
+WITHOUT = variants.NO_HEADS
+
 
 def full(size: str) -> Recipe:
     """All weights, ZeRO-2 or ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
@@ -142,34 +125,9 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents and conversations."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-grpo = variants.grpo_of(full)
 
 
 def pretrain(size: str) -> Recipe:

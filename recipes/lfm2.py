@@ -1,26 +1,5 @@
 """lfm2: Liquid AI's LFM2, small hybrids for devices: most layers are short convolutions, the others attention.
 
-    size  layers  hidden  heads  parameters  context  licence  weights
-    350m  16      1024    16     354.48M     128,000  LFM1.0   LiquidAI/LFM2-350M
-    700m  16      1536    24     742.49M     128,000  LFM1.0   LiquidAI/LFM2-700M
-    1.2b  16      2048    32     1.17B       128,000  LFM1.0   LiquidAI/LFM2-1.2B
-    2.6b  30      2048    32     2.57B       128,000  LFM1.0   LiquidAI/LFM2-2.6B
-
-    variant       method    trains           DeepSpeed
-    full          SFT       all weights      ZeRO-2
-    lora          SFT       adapters         ZeRO-2
-    qlora         SFT       adapters on NF4  ZeRO-2
-    dora          SFT       adapters         ZeRO-2
-    full_offload  SFT       all weights      ZeRO-2
-    long_context  SFT       all weights      ZeRO-3
-    dpo_lora      DPO       adapters         ZeRO-2
-    kto_lora      KTO       adapters         ZeRO-2
-    orpo_lora     ORPO      adapters         ZeRO-2
-    simpo_lora    SimPO     adapters         ZeRO-2
-    dpo_full      DPO       all weights      ZeRO-2
-    grpo          GRPO      all weights      ZeRO-2
-    pretrain      raw text  all weights      ZeRO-2
-
     python scripts/launch.py lfm2-1.2b lora
     python scripts/launch.py lfm2-1.2b lora model.path=LiquidAI/LFM2.5-1.2B-Instruct data.path=FILE.jsonl epochs=2
 
@@ -54,6 +33,7 @@ SHARED = {
     },
 }
 
+LICENCE = "LFM1.0"
 SIZES = {
     "350m": Model(
         path="LiquidAI/LFM2-350M",
@@ -106,6 +86,8 @@ SIZES = {
     ),
 }
 
+WITHOUT = variants.NO_HEADS
+
 
 def full(size: str) -> Recipe:
     """All weights: for plenty of data, or a task far from what the model knows."""
@@ -133,39 +115,9 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents and conversations with tools."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=16)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,5 @@
 """llama2: Llama 2 Chat, Meta's decoders of July 2023, which many others have been fine-tuned from.
 
-    size  layers  hidden  heads  parameters  context  licence  weights
-    7b    32      4096    32     6.74B       4,096    Llama-2  meta-llama/Llama-2-7b-chat-hf
-    13b   40      5120    40     13.02B      4,096    Llama-2  meta-llama/Llama-2-13b-chat-hf
-    70b   80      8192    64     68.98B      4,096    Llama-2  meta-llama/Llama-2-70b-chat-hf
-
-    variant       method    trains           DeepSpeed
-    full          SFT       all weights      ZeRO-3
-    lora          SFT       adapters         ZeRO-3 (70b), ZeRO-2
-    qlora         SFT       adapters on NF4  ZeRO-2
-    dora          SFT       adapters         ZeRO-3 (70b), ZeRO-2
-    full_offload  SFT       all weights      ZeRO-3
-    dpo_lora      DPO       adapters         ZeRO-3 (70b), ZeRO-2
-    kto_lora      KTO       adapters         ZeRO-3 (70b), ZeRO-2
-    orpo_lora     ORPO      adapters         ZeRO-3 (70b), ZeRO-2
-    simpo_lora    SimPO     adapters         ZeRO-3 (70b), ZeRO-2
-    dpo_full      DPO       all weights      ZeRO-3
-    reward        reward    all weights      ZeRO-3
-    classify      classes   all weights      ZeRO-3
-    embed         pairs     all weights      ZeRO-3
-    grpo          GRPO      all weights      ZeRO-3
-    pretrain      raw text  all weights      ZeRO-3
-
     python scripts/launch.py llama2-13b lora
     python scripts/launch.py llama2-70b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
 
@@ -30,12 +8,13 @@ pre-training. Adapters: rank 32, alpha 16 and 2e-4 from axolotl (llama-2/lora.ym
 (arXiv:2305.14314), DoRA at half the rank (arXiv:2402.09353); DPO 5e-6 from alignment-handbook
 (zephyr-7b-beta/dpo/config_qlora.yaml).
 Its chat template has no control token around the user's turns but `[INST]` in plain text, and no tools.
+`pretrain` usually starts from base weights: model.path=meta-llama/Llama-2-7b-hf.
 """
 
 from dataclasses import replace
 
 from deepspeed_recipes import launch
-from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule
 
 SHARED = {
     "model_type": "llama",
@@ -46,6 +25,7 @@ SHARED = {
     "tie_word_embeddings": False,
 }
 
+LICENCE = "Llama-2"
 SIZES = {
     "7b": Model(
         path="meta-llama/Llama-2-7b-chat-hf",
@@ -112,40 +92,6 @@ def lora(size: str) -> Recipe:
         weight_decay=0.0,
         global_batch_size=32,
     )
-
-
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
-
-    Usually from base weights: model.path=meta-llama/Llama-2-7b-hf.
-    """
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,5 @@
 """llama3: Meta's Llama 3.1 (8b, 405b), 3.2 (1b, 3b) and 3.3 (70b), text only, the instruct models.
 
-    size  layers  hidden  heads  parameters  context  licence    weights
-    1b    16      2048    32     1.24B       131,072  Llama-3.2  meta-llama/Llama-3.2-1B-Instruct
-    3b    28      3072    24     3.21B       131,072  Llama-3.2  meta-llama/Llama-3.2-3B-Instruct
-    8b    32      4096    32     8.03B       131,072  Llama-3.1  meta-llama/Llama-3.1-8B-Instruct
-    70b   80      8192    64     70.55B      131,072  Llama-3.3  meta-llama/Llama-3.3-70B-Instruct
-    405b  126     16384   128    405.85B     131,072  Llama-3.1  meta-llama/Llama-3.1-405B-Instruct
-
-    variant       method    trains       DeepSpeed
-    full          SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3
-    lora          SFT       adapters     ZeRO-2, ZeRO-3 (70b, 405b)
-    qlora         SFT       adapters     ZeRO-2
-    qlora_zero3   SFT       adapters     ZeRO-3
-    dora          SFT       adapters     ZeRO-2, ZeRO-3 (70b, 405b)
-    full_offload  SFT       all weights  ZeRO-2 (1b, 3b), ZeRO-3; optimizer on the CPU
-    long_context  SFT       all weights  ZeRO-3
-    dpo_lora      DPO       adapters     ZeRO-2, ZeRO-3 (70b, 405b)
-    kto_lora      KTO       adapters     ZeRO-2, ZeRO-3 (70b, 405b)
-    orpo_lora     ORPO      adapters     ZeRO-2, ZeRO-3 (70b, 405b)
-    simpo_lora    SimPO     adapters     ZeRO-2, ZeRO-3 (70b, 405b)
-    dpo_full      DPO       all weights  ZeRO-2 (1b, 3b), ZeRO-3
-    reward        reward    all weights  ZeRO-2 (1b, 3b), ZeRO-3
-    classify      classes   all weights  ZeRO-2 (1b, 3b), ZeRO-3
-    embed         pairs     all weights  ZeRO-2 (1b, 3b), ZeRO-3
-    grpo          GRPO      all weights  ZeRO-2 (1b, 3b), ZeRO-3
-    pretrain      raw text  all weights  ZeRO-2 (1b, 3b), ZeRO-3
-    tensor        SFT       all weights  ZeRO-1; every matrix over 8 GPUs
-    sequence      SFT       all weights  ZeRO-3; every sequence over 8 GPUs
-    pipeline      SFT       all weights  ZeRO-1; the layers over 4 GPUs (70b, 405b: 16)
-    three_d       SFT       all weights  ZeRO-1; matrices over 8, layers over 4
-
     python scripts/launch.py llama3-8b lora
     python scripts/launch.py llama3-8b lora data.path=FILE learning_rate=2e-4 lora.rank=32 lora.alpha=64 epochs=2
 
@@ -68,6 +38,7 @@ ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+LICENCE = {"1b": "Llama-3.2", "3b": "Llama-3.2", "8b": "Llama-3.1", "70b": "Llama-3.3", "405b": "Llama-3.1"}
 SIZES = {
     "1b": Model(
         path="meta-llama/Llama-3.2-1B-Instruct",
@@ -181,16 +152,6 @@ def qlora_zero3(size: str) -> Recipe:
     return variants.qlora_zero3(lora(size), learning_rate=1e-4 if size in LARGE else 2e-4)
 
 
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents and conversations."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
@@ -199,12 +160,6 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), or straight away."""
     return variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
 
 
 def pretrain(size: str) -> Recipe:
@@ -218,7 +173,7 @@ def pretrain(size: str) -> Recipe:
 def tensor(size: str) -> Recipe:
     """All weights, every matrix split over the GPUs of a node: shorter steps where ZeRO-3 waits for its weights.
 
-    The 70b on 4 nodes of 8 H100 80GB: 8.8B parameters per GPU at 4 + 12/4 bytes (ZeRO-1 over 4 copies) are 62 GB.
+    The 70b is predicted to fit on 4 nodes of 8 H200.
     """
     return replace(full(size), deepspeed="zero1.json", layout=Layout(tensor=8))
 
@@ -226,7 +181,7 @@ def tensor(size: str) -> Recipe:
 def sequence(size: str) -> Recipe:
     """All weights on sequences of 131,072 tokens, an eighth on each GPU of a node: for what no GPU holds alone.
 
-    The 8b on one node of 8 H100 80GB: 8.0B parameters at 16/8 bytes are 16 GB, and 16,384 tokens of activations.
+    The 8b is predicted to fit on one node of 8 H100.
     """
     return replace(long_context(size), layout=Layout(sequence=8), global_batch_size=8, sequence_length=131072)
 
@@ -234,8 +189,8 @@ def sequence(size: str) -> Recipe:
 def pipeline(size: str) -> Recipe:
     """All weights, the layers over several GPUs: for many nodes with a slow network between them.
 
-    The 70b on 8 nodes of 8 H100 80GB: 4.4B parameters per GPU at 8 + 12/4 bytes (ZeRO-1, fp32 accumulation) are 49 GB;
-    with 64 micro-batches per step and copy, the stages wait for the time of 15 (19 %).
+    The 70b is predicted to fit on 8 nodes of 8 H200. With 64 micro-batches per step and copy, the stages wait for the
+    time of 15 (19 %).
     """
     large = size in LARGE
     return replace(
@@ -249,8 +204,7 @@ def pipeline(size: str) -> Recipe:
 def three_d(size: str) -> Recipe:
     """All weights, matrices split inside a node and layers over nodes: the most GPUs with the least waiting.
 
-    The 70b on 8 nodes of 8 H100 80GB: 2.2B parameters per GPU at 8 + 12/2 bytes are 31 GB; the stages wait for the
-    time of 3 micro-batches in 35 (9 %).
+    The 70b is predicted to fit on 8 nodes of 8 H100; the stages wait for the time of 3 micro-batches in 35 (9 %).
     """
     return replace(full(size), deepspeed="pipeline.json", layout=Layout(tensor=8, pipeline=4))
 

@@ -1,22 +1,5 @@
 """minimax_m2: MiniMax-M2.5, a mixture of 256 experts with 10B of 229B active, for code and agents.
 
-    size  layers  hidden  heads  parameters  context  licence       weights
-    229b  62      3072    48     228.69B     196,608  Modified-MIT  MiniMaxAI/MiniMax-M2.5
-
-    variant       method    trains                             DeepSpeed
-    full          SFT       all weights                        ZeRO-3
-    lora          SFT       adapters on attention and experts  ZeRO-3
-    full_offload  SFT       all weights                        ZeRO-3
-    long_context  SFT       all weights                        ZeRO-3
-    dpo_lora      DPO       adapters on attention and experts  ZeRO-3
-    kto_lora      KTO       adapters on attention and experts  ZeRO-3
-    orpo_lora     ORPO      adapters on attention and experts  ZeRO-3
-    simpo_lora    SimPO     adapters on attention and experts  ZeRO-3
-    dpo_full      DPO       all weights                        ZeRO-3
-    grpo          GRPO      all weights                        ZeRO-3
-    pretrain      raw text  all weights                        ZeRO-3
-    expert        SFT       all weights, spread                ZeRO-1
-
     python scripts/launch.py minimax_m2-229b lora
     python scripts/launch.py minimax_m2-229b lora model.path=BF16_FOLDER data.path=FILE.jsonl epochs=2
 
@@ -32,6 +15,7 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
+LICENCE = "Modified-MIT"
 SIZES = {
     "229b": Model(
         path="MiniMaxAI/MiniMax-M2.5",
@@ -59,6 +43,8 @@ SIZES = {
     ),
 }
 
+WITHOUT = variants.NO_HEADS
+
 
 def full(size: str) -> Recipe:
     """All weights, routers included: for plenty of data; the model states are 3.7 TB."""
@@ -84,35 +70,16 @@ def lora(size: str) -> Recipe:
     )
 
 
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents, tools and long reasoning."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=64)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
-    return variants.pretrain(full(size))
 
 
 def expert(size: str) -> Recipe:
     """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
+    The 229b with layout.expert=64 is predicted to fit on 8 nodes of 8 H200.
     """
     return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
 

@@ -1,28 +1,5 @@
 """ministral3: the language models of Mistral's Ministral 3, dense, for text: 3B, 8B and 14B of December 2025.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    3b    26      3072    32     3.43B       262,144  Apache-2.0  mistralai/Ministral-3-3B-Instruct-2512-BF16
-    8b    34      4096    32     8.49B       262,144  Apache-2.0  mistralai/Ministral-3-8B-Instruct-2512-BF16
-    14b   40      5120    32     13.51B      262,144  Apache-2.0  mistralai/Ministral-3-14B-Instruct-2512-BF16
-
-    variant       method    trains           DeepSpeed
-    full          SFT       all weights      ZeRO-2 (3b), ZeRO-3
-    lora          SFT       adapters         ZeRO-2
-    qlora         SFT       adapters on NF4  ZeRO-2
-    dora          SFT       adapters         ZeRO-2
-    full_offload  SFT       all weights      ZeRO-2 (3b), ZeRO-3
-    long_context  SFT       all weights      ZeRO-3
-    dpo_lora      DPO       adapters         ZeRO-2
-    kto_lora      KTO       adapters         ZeRO-2
-    orpo_lora     ORPO      adapters         ZeRO-2
-    simpo_lora    SimPO     adapters         ZeRO-2
-    dpo_full      DPO       all weights      ZeRO-2 (3b), ZeRO-3
-    reward        reward    all weights      ZeRO-2 (3b), ZeRO-3
-    classify      classes   all weights      ZeRO-2 (3b), ZeRO-3
-    embed         pairs     all weights      ZeRO-2 (3b), ZeRO-3
-    grpo          GRPO      all weights      ZeRO-2 (3b), ZeRO-3
-    pretrain      raw text  all weights      ZeRO-2 (3b), ZeRO-3
-
     python scripts/launch.py ministral3-8b lora
     python scripts/launch.py ministral3-14b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
 
@@ -31,6 +8,7 @@ All weights: 1e-5 at batch 64 from NVIDIA-NeMo/Automodel (llm_finetune/mistral/m
 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
 The checkpoints hold a vision tower of 0.4B parameters too: it is neither loaded, counted nor exported. Instruct is
 published in FP8, which cannot be trained; this is Mistral's bf16 copy. Beyond 16,384 positions queries are scaled.
+`pretrain` usually starts from base weights: model.path=mistralai/Ministral-3-8B-Base-2512.
 """
 
 from dataclasses import replace
@@ -63,6 +41,7 @@ SHARED = {
     "rope_parameters": YARN,
 }
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "3b": Model(
         path="mistralai/Ministral-3-3B-Instruct-2512-BF16",
@@ -129,43 +108,9 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents and conversations with tools."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=16)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
-
-    Usually from base weights: model.path=mistralai/Ministral-3-8B-Base-2512.
-    """
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,5 @@
 """nemotron_h: NVIDIA's Nemotron 3 Nano, a hybrid of Mamba-2 layers, mixtures of experts and six layers of attention.
 
-    size     layers  hidden  heads  parameters  context  licence        weights
-    30b-a3b  52      2688    32     31.58B      262,144  Nemotron-Open  nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
-
-    variant       method    trains                            DeepSpeed
-    full          SFT       all weights                       ZeRO-3
-    lora          SFT       adapters on mixers and attention  ZeRO-3
-    full_offload  SFT       all weights                       ZeRO-3
-    dpo_lora      DPO       adapters on mixers and attention  ZeRO-3
-    kto_lora      KTO       adapters on mixers and attention  ZeRO-3
-    orpo_lora     ORPO      adapters on mixers and attention  ZeRO-3
-    simpo_lora    SimPO     adapters on mixers and attention  ZeRO-3
-    dpo_full      DPO       all weights                       ZeRO-3
-    grpo          GRPO      all weights                       ZeRO-3
-    pretrain      raw text  all weights                       ZeRO-3
-
     python scripts/launch.py nemotron_h-30b-a3b lora
     python scripts/launch.py nemotron_h-30b-a3b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl
 
@@ -35,6 +20,7 @@ PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 """The kinds of the layers, one letter each, as the Hub's configuration writes them."""
 
+LICENCE = "Nemotron-Open"
 SIZES = {
     "30b-a3b": Model(
         path="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
@@ -69,6 +55,8 @@ SIZES = {
     ),
 }
 
+WITHOUT = variants.NO_HEADS
+
 
 def full(size: str) -> Recipe:
     """All weights, routers included: for plenty of data; the model states are 505 GB."""
@@ -94,26 +82,6 @@ def lora(size: str) -> Recipe:
         learning_rate=2e-4,
         global_batch_size=32,
     )
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,5 @@
 """olmo3: Ai2's Olmo 3, with open data and code; three layers of sliding-window attention for one of full attention.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    7b    32      4096    32     7.30B       65,536   Apache-2.0  allenai/Olmo-3-7B-Instruct
-    32b   64      5120    40     32.23B      65,536   Apache-2.0  allenai/Olmo-3.1-32B-Instruct
-
-    variant       method    trains           DeepSpeed
-    full          SFT       all weights      ZeRO-3
-    lora          SFT       adapters         ZeRO-2 (7b), ZeRO-3
-    qlora         SFT       adapters on NF4  ZeRO-2
-    dora          SFT       adapters         ZeRO-2 (7b), ZeRO-3
-    full_offload  SFT       all weights      ZeRO-3
-    long_context  SFT       all weights      ZeRO-3
-    dpo_lora      DPO       adapters         ZeRO-2 (7b), ZeRO-3
-    kto_lora      KTO       adapters         ZeRO-2 (7b), ZeRO-3
-    orpo_lora     ORPO      adapters         ZeRO-2 (7b), ZeRO-3
-    simpo_lora    SimPO     adapters         ZeRO-2 (7b), ZeRO-3
-    dpo_full      DPO       all weights      ZeRO-3
-    reward        reward    all weights      ZeRO-3
-    classify      classes   all weights      ZeRO-3
-    embed         pairs     all weights      ZeRO-3
-    grpo          GRPO      all weights      ZeRO-3
-    pretrain      raw text  all weights      ZeRO-3
-
     python scripts/launch.py olmo3-7b lora
     python scripts/launch.py olmo3-7b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=3  # your data
     python scripts/launch.py olmo3-7b long_context learning_rate=8e-5 global_batch_size=32  # Ai2's, from base weights
@@ -63,6 +41,7 @@ SHARED = {
     "tie_word_embeddings": False,
 }
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "7b": Model(
         path="allenai/Olmo-3-7B-Instruct",
@@ -121,21 +100,6 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens, Ai2's own length: for long documents and long reasoning.
 
@@ -147,12 +111,6 @@ def long_context(size: str) -> Recipe:
 def dpo_lora(size: str) -> Recipe:
     """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
     return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("linear", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
 
 
 def pretrain(size: str) -> Recipe:

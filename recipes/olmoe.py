@@ -1,21 +1,5 @@
 """olmoe: Ai2's OLMoE, a small and fully open mixture of experts: 1.3B of 6.9B active, data and code published.
 
-    size   layers  hidden  heads  parameters  context  licence     weights
-    1b-7b  16      2048    16     6.92B       4,096    Apache-2.0  allenai/OLMoE-1B-7B-0125-Instruct
-
-    variant       method    trains                             DeepSpeed
-    full          SFT       all weights                        ZeRO-3
-    lora          SFT       adapters on attention and experts  ZeRO-3
-    full_offload  SFT       all weights                        ZeRO-3
-    dpo_lora      DPO       adapters on attention and experts  ZeRO-3
-    kto_lora      KTO       adapters on attention and experts  ZeRO-3
-    orpo_lora     ORPO      adapters on attention and experts  ZeRO-3
-    simpo_lora    SimPO     adapters on attention and experts  ZeRO-3
-    dpo_full      DPO       all weights                        ZeRO-3
-    grpo          GRPO      all weights                        ZeRO-3
-    pretrain      raw text  all weights                        ZeRO-3
-    expert        SFT       all weights, spread                ZeRO-1
-
     python scripts/launch.py olmoe-1b-7b lora
     python scripts/launch.py olmoe-1b-7b full data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=2
 
@@ -24,6 +8,7 @@ Adapters: rank 16, alpha 32 and 2e-4 as QLoRA at this size (arXiv:2305.14314); D
 alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
 64 experts per layer, 8 for a token. DeepSpeed has no preset for them: the project tells AutoEP how they are routed, and
 checks it on a draft before a run. The loss that balances them is off; router_aux_loss_coef=0.01 is pre-training's.
+`pretrain` usually starts from base weights: model.path=allenai/OLMoE-1B-7B-0924.
 """
 
 from dataclasses import replace
@@ -31,6 +16,7 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "1b-7b": Model(
         path="allenai/OLMoE-1B-7B-0125-Instruct",
@@ -61,6 +47,8 @@ SIZES = {
     ),
 }
 
+WITHOUT = variants.NO_HEADS
+
 
 def full(size: str) -> Recipe:
     """All weights, routers included: for plenty of data, or a task far from what the model knows."""
@@ -86,33 +74,11 @@ def lora(size: str) -> Recipe:
     )
 
 
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
-
-    Usually from base weights: model.path=allenai/OLMoE-1B-7B-0924.
-    """
-    return variants.pretrain(full(size))
-
-
 def expert(size: str) -> Recipe:
     """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
+    The 1b-7b is predicted to fit on one node of 8 H100.
     """
     return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
 

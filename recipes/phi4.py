@@ -1,27 +1,5 @@
 """phi4: Microsoft's dense Phi-4 (14B) and Phi-4-mini (3.8B), both of the architecture `phi3`.
 
-    size  layers  hidden  heads  parameters  context  licence  weights
-    14b   40      5120    40     14.66B      16,384   MIT      microsoft/phi-4
-    mini  32      3072    24     3.84B       131,072  MIT      microsoft/Phi-4-mini-instruct
-
-    variant       method    trains                               DeepSpeed
-    full          SFT       all weights                          ZeRO-2 (mini), ZeRO-3
-    lora          SFT       adapters                             ZeRO-2
-    qlora         SFT       adapters on 4-bit weights            ZeRO-2
-    dora          SFT       adapters and magnitudes              ZeRO-2
-    full_offload  SFT       all weights, steps on CPU            ZeRO-2 (mini), ZeRO-3
-    long_context  SFT       all weights, 16,384 (14b) or 32,768  ZeRO-3
-    dpo_lora      DPO       adapters                             ZeRO-2
-    kto_lora      KTO       adapters                             ZeRO-2
-    orpo_lora     ORPO      adapters                             ZeRO-2
-    simpo_lora    SimPO     adapters                             ZeRO-2
-    dpo_full      DPO       all weights                          ZeRO-2 (mini), ZeRO-3
-    reward        reward    all weights                          ZeRO-2 (mini), ZeRO-3
-    classify      classes   all weights                          ZeRO-2 (mini), ZeRO-3
-    embed         pairs     all weights                          ZeRO-2 (mini), ZeRO-3
-    grpo          GRPO      all weights                          ZeRO-2 (mini), ZeRO-3
-    pretrain      raw text  all weights                          ZeRO-2 (mini), ZeRO-3
-
     python scripts/launch.py phi4-mini lora
     python scripts/launch.py phi4-14b qlora data.path=FILE.jsonl lora.rank=32 epochs=3  # your own data
 
@@ -47,6 +25,7 @@ LONG_FACTORS = """
 32.03 32.1 32.13 32.23 32.6 32.61 32.64 32.66 32.7 32.71 32.93 32.97 33.28 33.49 33.5 44.16 47.77
 """
 
+LICENCE = "MIT"
 SIZES = {
     "14b": Model(
         path="microsoft/phi-4",
@@ -126,37 +105,11 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 16,384 tokens (14b, its maximum) or 32,768 (mini): for long documents."""
     length = {"14b": 16384, "mini": 32768}[size]
     # As many tokens per step as `full`.
     return variants.long_context(full(size), sequence_length=length, global_batch_size=64 * 4096 // length)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
 
 
 def pretrain(size: str) -> Recipe:

@@ -1,32 +1,5 @@
 """qwen2_5: Qwen2.5, Alibaba's dense decoders of September 2024, in seven sizes.
 
-    size  layers  hidden  heads  parameters  context  licence        weights
-    0.5b  24      896     14     494.03M     32,768   Apache-2.0     Qwen/Qwen2.5-0.5B-Instruct
-    1.5b  28      1536    12     1.54B       32,768   Apache-2.0     Qwen/Qwen2.5-1.5B-Instruct
-    3b    36      2048    16     3.09B       32,768   Qwen-Research  Qwen/Qwen2.5-3B-Instruct
-    7b    28      3584    28     7.62B       32,768   Apache-2.0     Qwen/Qwen2.5-7B-Instruct
-    14b   48      5120    40     14.77B      32,768   Apache-2.0     Qwen/Qwen2.5-14B-Instruct
-    32b   64      5120    40     32.76B      32,768   Apache-2.0     Qwen/Qwen2.5-32B-Instruct
-    72b   80      8192    64     72.71B      32,768   Qwen           Qwen/Qwen2.5-72B-Instruct
-
-    variant       method    trains           DeepSpeed
-    full          SFT       all weights      ZeRO-2 (0.5b, 1.5b, 3b), ZeRO-3
-    lora          SFT       adapters         ZeRO-3 (32b, 72b), ZeRO-2
-    qlora         SFT       adapters on NF4  ZeRO-2
-    dora          SFT       adapters         ZeRO-3 (32b, 72b), ZeRO-2
-    full_offload  SFT       all weights      ZeRO-2 (0.5b, 1.5b, 3b), ZeRO-3
-    long_context  SFT       all weights      ZeRO-3
-    dpo_lora      DPO       adapters         ZeRO-3 (32b, 72b), ZeRO-2
-    kto_lora      KTO       adapters         ZeRO-3 (32b, 72b), ZeRO-2
-    orpo_lora     ORPO      adapters         ZeRO-3 (32b, 72b), ZeRO-2
-    simpo_lora    SimPO     adapters         ZeRO-3 (32b, 72b), ZeRO-2
-    dpo_full      DPO       all weights      ZeRO-2 (0.5b, 1.5b, 3b), ZeRO-3
-    reward        reward    all weights      ZeRO-2 (0.5b, 1.5b, 3b), ZeRO-3
-    classify      classes   all weights      ZeRO-2 (0.5b, 1.5b, 3b), ZeRO-3
-    embed         pairs     all weights      ZeRO-2 (0.5b, 1.5b, 3b), ZeRO-3
-    grpo          GRPO      all weights      ZeRO-2 (0.5b, 1.5b, 3b), ZeRO-3
-    pretrain      raw text  all weights      ZeRO-2 (0.5b, 1.5b, 3b), ZeRO-3
-
     python scripts/launch.py qwen2_5-7b lora
     python scripts/launch.py qwen2_5-72b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
 
@@ -37,6 +10,7 @@ torchtune (qwen2_5/0.5B_full.yaml, 1.5B_full.yaml), decay of Qwen's own SFT (arX
 Its chat template opens with a system prompt of its own where a conversation has none: give each a system turn.
 Coder and Math are the same architecture: model.path=Qwen/Qwen2.5-Coder-7B-Instruct. Up to 3b the output layer and the
 embedding are one weight.
+`pretrain` usually starts from base weights: model.path=Qwen/Qwen2.5-7B (there is one for each size).
 """
 
 from dataclasses import replace
@@ -51,6 +25,15 @@ SHARED = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 
+LICENCE = {
+    "0.5b": "Apache-2.0",
+    "1.5b": "Apache-2.0",
+    "3b": "Qwen-Research",
+    "7b": "Apache-2.0",
+    "14b": "Apache-2.0",
+    "32b": "Apache-2.0",
+    "72b": "Qwen",
+}
 SIZES = {
     "0.5b": Model(
         path="Qwen/Qwen2.5-0.5B-Instruct",
@@ -183,43 +166,9 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens, the most without YaRN: for long documents and conversations."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=32 if size == "72b" else 8)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
-
-    Usually from base weights: model.path=Qwen/Qwen2.5-7B (there is one for each size).
-    """
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

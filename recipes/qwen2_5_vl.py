@@ -1,16 +1,5 @@
 """qwen2_5_vl: Qwen2.5-VL, Alibaba's Qwen2.5 with a vision tower, instruction-tuned, for pictures and text.
 
-    size  layers  hidden  heads  parameters  context  licence        weights
-    3b    36      2048    16     3.75B       128,000  Qwen-Research  Qwen/Qwen2.5-VL-3B-Instruct
-    7b    28      3584    28     8.29B       128,000  Apache-2.0     Qwen/Qwen2.5-VL-7B-Instruct
-    32b   64      5120    40     33.45B      128,000  Apache-2.0     Qwen/Qwen2.5-VL-32B-Instruct
-    72b   80      8192    64     73.41B      128,000  Qwen           Qwen/Qwen2.5-VL-72B-Instruct
-
-    variant  method  trains       DeepSpeed
-    full     SFT     all weights  ZeRO-3
-    lora     SFT     adapters     ZeRO-3 (32b, 72b), ZeRO-2
-    qlora    SFT     adapters     ZeRO-2
-
     python scripts/launch.py qwen2_5_vl-7b lora
     python scripts/launch.py qwen2_5_vl-7b lora data.path=FILE data.max_pixels=1000000 sequence_length=4096   # change
 
@@ -28,7 +17,7 @@ knows.
 from dataclasses import replace
 
 from deepspeed_recipes import launch
-from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule
 
 TOWER = {
     "model_type": "qwen2_5_vl_vision",
@@ -58,6 +47,7 @@ SHARED = {"model_type": "qwen2_5_vl", "tie_word_embeddings": False}
 
 PIXELS_PER_TOKEN = 28 * 28
 
+LICENCE = {"3b": "Qwen-Research", "7b": "Apache-2.0", "32b": "Apache-2.0", "72b": "Qwen"}
 SIZES = {
     "3b": Model(
         path="Qwen/Qwen2.5-VL-3B-Instruct",
@@ -158,11 +148,6 @@ def lora(size: str) -> Recipe:
         learning_rate=1e-4,
         weight_decay=0.0,
     )
-
-
-def qlora(size: str) -> Recipe:
-    """Adapters on a frozen language part in 4 bits: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
 
 
 if __name__ == "__main__":

@@ -1,30 +1,5 @@
 """qwen3_5: the language models of Qwen3.5, dense, three layers of linear attention for one of full attention.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    0.8b  24      1024    8      752.39M     262,144  Apache-2.0  Qwen/Qwen3.5-0.8B
-    2b    24      2048    8      1.88B       262,144  Apache-2.0  Qwen/Qwen3.5-2B
-    4b    32      2560    16     4.21B       262,144  Apache-2.0  Qwen/Qwen3.5-4B
-    9b    32      4096    16     8.95B       262,144  Apache-2.0  Qwen/Qwen3.5-9B
-    27b   64      5120    24     26.90B      262,144  Apache-2.0  Qwen/Qwen3.5-27B
-
-    variant       method    trains                 DeepSpeed
-    full          SFT       all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
-    lora          SFT       adapters               ZeRO-2
-    qlora         SFT       adapters on NF4        ZeRO-2
-    dora          SFT       adapters               ZeRO-2
-    full_offload  SFT       all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
-    long_context  SFT       all weights            ZeRO-3
-    dpo_lora      DPO       adapters               ZeRO-2
-    kto_lora      KTO       adapters               ZeRO-2
-    orpo_lora     ORPO      adapters               ZeRO-2
-    simpo_lora    SimPO     adapters               ZeRO-2
-    dpo_full      DPO       all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
-    reward        reward    all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
-    classify      classes   all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
-    embed         pairs     all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
-    grpo          GRPO      all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
-    pretrain      raw text  all weights            ZeRO-2 (0.8b, 2b, 4b), ZeRO-3
-
     python scripts/launch.py qwen3_5-9b lora
     python scripts/launch.py qwen3_5-9b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl epochs=3  # your data
     python scripts/launch.py qwen3_5-27b lora model.path=Qwen/Qwen3.8-27B  # and Qwen3.6-27B: the same dimensions
@@ -36,6 +11,7 @@ Adapters: rank 16, alpha 32 and 2e-4 from axolotl (qwen3.5/27b-qlora.yaml), 1e-4
 DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
 The checkpoints hold a vision tower and a layer that predicts a second token too: neither is loaded, counted or
 exported. No variant packs documents. Install flash-linear-attention and causal-conv1d: without them it is slow.
+`pretrain` usually starts from base weights: model.path=Qwen/Qwen3.5-9B-Base (there is one for each size up to 9b).
 """
 
 from dataclasses import replace
@@ -64,6 +40,7 @@ SHARED = {
     "attention_bias": False,
 }
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "0.8b": Model(
         path="Qwen/Qwen3.5-0.8B",
@@ -171,43 +148,9 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on conversations of up to 32,768 tokens: for long documents and long reasoning."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
-
-    Usually from base weights: model.path=Qwen/Qwen3.5-9B-Base (there is one for each size up to 9b).
-    """
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

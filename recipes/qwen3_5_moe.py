@@ -1,24 +1,5 @@
 """qwen3_5_moe: the mixtures of Qwen3.5, three layers of linear attention for one of full attention, for text.
 
-    size       layers  hidden  heads  parameters  context  licence     weights
-    35b-a3b    40      2048    16     34.66B      262,144  Apache-2.0  Qwen/Qwen3.5-35B-A3B
-    122b-a10b  48      3072    32     122.11B     262,144  Apache-2.0  Qwen/Qwen3.5-122B-A10B
-    397b-a17b  60      4096    32     396.35B     262,144  Apache-2.0  Qwen/Qwen3.5-397B-A17B
-
-    variant       method    trains                             DeepSpeed
-    full          SFT       all weights                        ZeRO-3
-    lora          SFT       adapters on attention and experts  ZeRO-3
-    full_offload  SFT       all weights                        ZeRO-3
-    long_context  SFT       all weights                        ZeRO-3
-    dpo_lora      DPO       adapters on attention and experts  ZeRO-3
-    kto_lora      KTO       adapters on attention and experts  ZeRO-3
-    orpo_lora     ORPO      adapters on attention and experts  ZeRO-3
-    simpo_lora    SimPO     adapters on attention and experts  ZeRO-3
-    dpo_full      DPO       all weights                        ZeRO-3
-    grpo          GRPO      all weights                        ZeRO-3
-    pretrain      raw text  all weights                        ZeRO-3
-    expert        SFT       all weights, spread                ZeRO-1
-
     python scripts/launch.py qwen3_5_moe-35b-a3b lora
     python scripts/launch.py qwen3_5_moe-35b-a3b lora model.path=Qwen/Qwen3.6-35B-A3B data.path=FILE.jsonl epochs=2
 
@@ -27,6 +8,7 @@ rank 16, alpha 32 and 2e-4 from axolotl (qwen3.5/35b-a3b-moe-qlora.yaml), 1e-4 a
 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
 The checkpoints hold a vision tower and a layer that predicts a second token too: neither is loaded, counted or
 exported. No variant packs documents. Install flash-linear-attention and causal-conv1d: without them it is slow.
+`pretrain` usually starts from base weights: model.path=Qwen/Qwen3.5-35B-A3B-Base.
 """
 
 from dataclasses import replace
@@ -58,6 +40,7 @@ SHARED = {
     "tie_word_embeddings": False,
 }
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "35b-a3b": Model(
         path="Qwen/Qwen3.5-35B-A3B",
@@ -109,6 +92,8 @@ SIZES = {
 LINEAR = f"{variants.ATTENTION},in_proj_qkv,in_proj_z,out_proj"
 """The large projections of both kinds of attention."""
 
+WITHOUT = variants.NO_HEADS
+
 
 def full(size: str) -> Recipe:
     """All weights, routers included: for plenty of data; the model states are 555 GB (397b-a17b: 6.3 TB)."""
@@ -139,38 +124,16 @@ def lora(size: str) -> Recipe:
     )
 
 
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents and long reasoning."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=64)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
-
-    Usually from base weights: model.path=Qwen/Qwen3.5-35B-A3B-Base.
-    """
-    return variants.pretrain(full(size))
 
 
 def expert(size: str) -> Recipe:
     """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
+    The 35b-a3b is predicted to fit on 2 nodes of 8 H100.
     """
     return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
 

@@ -1,26 +1,5 @@
 """qwen3_moe: Qwen3's mixtures of experts in the Instruct-2507 versions, which answer without a reasoning block.
 
-    size       layers  hidden  heads  parameters  context  licence     weights
-    30b-a3b    48      2048    32     30.53B      262,144  Apache-2.0  Qwen/Qwen3-30B-A3B-Instruct-2507
-    235b-a22b  94      4096    64     235.09B     262,144  Apache-2.0  Qwen/Qwen3-235B-A22B-Instruct-2507
-
-    variant       method    trains                             DeepSpeed
-    full          SFT       all weights                        ZeRO-3
-    lora          SFT       adapters on attention and experts  ZeRO-3
-    full_offload  SFT       all weights                        ZeRO-3
-    long_context  SFT       all weights                        ZeRO-3
-    dpo_lora      DPO       adapters on attention and experts  ZeRO-3
-    kto_lora      KTO       adapters on attention and experts  ZeRO-3
-    orpo_lora     ORPO      adapters on attention and experts  ZeRO-3
-    simpo_lora    SimPO     adapters on attention and experts  ZeRO-3
-    dpo_full      DPO       all weights                        ZeRO-3
-    reward        reward    all weights                        ZeRO-3
-    classify      classes   all weights                        ZeRO-3
-    embed         pairs     all weights                        ZeRO-3
-    grpo          GRPO      all weights                        ZeRO-3
-    pretrain      raw text  all weights                        ZeRO-3
-    expert        SFT       all weights, spread                ZeRO-1
-
     python scripts/launch.py qwen3_moe-30b-a3b lora
     python scripts/launch.py qwen3_moe-30b-a3b lora data.path=FILE.jsonl data.validation=HELD_OUT.jsonl  # your data
 
@@ -30,6 +9,8 @@ too (qwen3_moe_30b_ep8_te_fusedadam.yaml). Adapters: rank 8, alpha 32, 1e-4 and 
 DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
 128 experts per layer, 8 for a token: each has an adapter of its own, so even a small rank is many weights. The
 routers stay frozen under adapters; the loss that balances them is off in the checkpoints (output_router_logits).
+`pretrain` of 30b-a3b usually starts from base weights: model.path=Qwen/Qwen3-30B-A3B-Base (its context is 32,768
+tokens).
 """
 
 from dataclasses import replace
@@ -55,6 +36,7 @@ SHARED = {
     "tie_word_embeddings": False,
 }
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "30b-a3b": Model(
         path="Qwen/Qwen3-30B-A3B-Instruct-2507",
@@ -112,40 +94,17 @@ def lora(size: str) -> Recipe:
     )
 
 
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents and conversations with tools."""
     batch = 64 if size == "235b-a22b" else 8  # at least one sequence per GPU
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=batch)
 
 
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
-
-    For 30b-a3b usually from base weights: model.path=Qwen/Qwen3-30B-A3B-Base (its context is 32,768 tokens).
-    """
-    return variants.pretrain(full(size))
-
-
 def expert(size: str) -> Recipe:
     """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
+    The 30b-a3b is predicted to fit on 2 nodes of 8 H100.
     """
     return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
 

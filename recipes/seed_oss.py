@@ -1,26 +1,5 @@
 """seed_oss: ByteDance's Seed-OSS, one dense decoder for long contexts whose reasoning has a budget.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    36b   64      5120    80     36.15B      524,288  Apache-2.0  ByteDance-Seed/Seed-OSS-36B-Instruct
-
-    variant       method    trains           DeepSpeed
-    full          SFT       all weights      ZeRO-3
-    lora          SFT       adapters         ZeRO-3
-    qlora         SFT       adapters on NF4  ZeRO-2
-    dora          SFT       adapters         ZeRO-3
-    full_offload  SFT       all weights      ZeRO-3
-    long_context  SFT       all weights      ZeRO-3
-    dpo_lora      DPO       adapters         ZeRO-3
-    kto_lora      KTO       adapters         ZeRO-3
-    orpo_lora     ORPO      adapters         ZeRO-3
-    simpo_lora    SimPO     adapters         ZeRO-3
-    dpo_full      DPO       all weights      ZeRO-3
-    reward        reward    all weights      ZeRO-3
-    classify      classes   all weights      ZeRO-3
-    embed         pairs     all weights      ZeRO-3
-    grpo          GRPO      all weights      ZeRO-3
-    pretrain      raw text  all weights      ZeRO-3
-
     python scripts/launch.py seed_oss-36b lora
     python scripts/launch.py seed_oss-36b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
 
@@ -36,6 +15,7 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "36b": Model(
         path="ByteDance-Seed/Seed-OSS-36B-Instruct",
@@ -87,40 +67,9 @@ def lora(size: str) -> Recipe:
     )
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents and long reasoning."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=16)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
-
-
-def pretrain(size: str) -> Recipe:
-    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
-    return variants.pretrain(full(size))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,5 @@
 """smollm3: Hugging Face's SmolLM3, 3B, with and without reasoning.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    3b    36      2048    16     3.08B       65,536   Apache-2.0  HuggingFaceTB/SmolLM3-3B
-
-    variant       method    trains       DeepSpeed
-    full          SFT       all weights  ZeRO-2
-    lora          SFT       adapters     ZeRO-2
-    qlora         SFT       adapters     ZeRO-2
-    dora          SFT       adapters     ZeRO-2
-    full_offload  SFT       all weights  ZeRO-2; optimizer on the CPU
-    long_context  SFT       all weights  ZeRO-3
-    dpo_lora      DPO       adapters     ZeRO-2
-    kto_lora      KTO       adapters     ZeRO-2
-    orpo_lora     ORPO      adapters     ZeRO-2
-    simpo_lora    SimPO     adapters     ZeRO-2
-    dpo_full      DPO       all weights  ZeRO-2
-    reward        reward    all weights  ZeRO-2
-    classify      classes   all weights  ZeRO-2
-    embed         pairs     all weights  ZeRO-2
-    grpo          GRPO      all weights  ZeRO-2
-    pretrain      raw text  all weights  ZeRO-2
-
     python scripts/launch.py smollm3 full
     python scripts/launch.py smollm3 full data.path=FILE learning_rate=1e-5 epochs=2 global_batch_size=64
 
@@ -37,6 +16,7 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "3b": Model(
         path="HuggingFaceTB/SmolLM3-3B",
@@ -84,35 +64,9 @@ def lora(size: str) -> Recipe:
     return replace(full(size), lora=Lora(rank=32, alpha=16), learning_rate=2e-4)
 
 
-def qlora(size: str) -> Recipe:
-    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`."""
-    return variants.qlora(lora(size))
-
-
-def dora(size: str) -> Recipe:
-    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower."""
-    return variants.dora(lora(size))
-
-
-def full_offload(size: str) -> Recipe:
-    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful."""
-    return variants.full_offload(full(size))
-
-
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents, conversations and reasoning."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=8)
-
-
-def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters: after SFT (model.path=RUN_FOLDER/export), or straight away."""
-    return variants.dpo(lora(size), learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-kto_lora, orpo_lora, simpo_lora = variants.feedback(lora)
-dpo_full = variants.dpo_full_of(full)
-reward, classify, embed = variants.heads(full)
-grpo = variants.grpo_of(full)
 
 
 def pretrain(size: str) -> Recipe:

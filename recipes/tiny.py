@@ -3,24 +3,6 @@
 A Qwen3 made and pre-trained by `scripts/maintain/samples/pretrain.py`, so that what follows is fine-tuning and not
 training from noise. The task: turn a sentence into one JSON object, scored by exact match.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    3m    4       256     8      3.05M       1,024    Apache-2.0  samples/tiny_model (ships with the project)
-
-    variant     method    trains         DeepSpeed  needs
-    full        SFT       all weights    ZeRO-3     1 GPU of any kind, or 2 CPU cores
-    lora        SFT       adapters       ZeRO-2     the same
-    dpo_lora    DPO       adapters       ZeRO-2     the same
-    kto_lora    KTO       adapters       ZeRO-2     the same
-    orpo_lora   ORPO      adapters       ZeRO-2     the same
-    simpo_lora  SimPO     adapters       ZeRO-2     the same
-    dpo_full    DPO       all weights    ZeRO-3     the same
-    reward      reward    all weights    ZeRO-3     the same
-    grpo        GRPO      all weights    ZeRO-2     the same
-    pretrain    raw text  all weights    ZeRO-1     the same
-    classify    classes   all weights    ZeRO-3     the same
-    embed       pairs     all weights    ZeRO-3     the same
-    distill     distill   all weights    ZeRO-2     the same
-
     python scripts/launch.py tiny full
     python scripts/launch.py tiny full learning_rate=5e-4 epochs=2 deepspeed=zero2.json     # change anything
 """
@@ -31,6 +13,7 @@ from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Distill, Grpo, Lora, Model, Recipe, Schedule, variants
 from deepspeed_recipes.recipe.samples import HALF_TRAINED, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "3m": Model(
         path=TINY_MODEL,
@@ -55,6 +38,10 @@ STUDENT = Model(
     config={**SIZES["3m"].config, "num_hidden_layers": 2, "intermediate_size": 208},
 )
 """Two of the fine-tuned model's layers, narrowed (`scripts/shrink.py`); knows next to nothing until it is trained."""
+
+WITHOUT = dict.fromkeys(
+    ("qlora", "dora", "full_offload"), "a model of 3M parameters leaves no memory to save; take full or lora"
+)
 
 
 def full(size: str) -> Recipe:

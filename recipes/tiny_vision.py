@@ -4,13 +4,6 @@ A LLaVA, a SigLIP tower before a Qwen3, made and pre-trained by `scripts/maintai
 (samples/README.md says what it can do). The task: answer a question about small pictures of dials, bar charts and
 receipts in a word or a number, scored by exact match.
 
-    size  layers  hidden  heads  parameters  context  licence     weights
-    500k  3       96      4      0.49M       512      Apache-2.0  samples/sight/model (ships with the project)
-
-    variant  method  trains       DeepSpeed  needs
-    full     SFT     all weights  ZeRO-3     1 GPU of any kind, or 2 CPU cores
-    lora     SFT     adapters     ZeRO-2     the same
-
     python scripts/launch.py tiny_vision full
     python scripts/launch.py tiny_vision full data.path=FILE.jsonl model.train_vision=true     # change anything
 
@@ -23,6 +16,7 @@ from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule
 from deepspeed_recipes.recipe.samples import TINY_VISION
 
+LICENCE = "Apache-2.0"
 SIZES = {
     "500k": Model(
         path=TINY_VISION,
@@ -60,6 +54,8 @@ SIZES = {
         vision=True,
     ),
 }
+
+WITHOUT = {"qlora": "a model of 0.5M parameters leaves no memory to save; take lora"}
 
 
 def full(size: str) -> Recipe:

@@ -38,7 +38,7 @@ def combinations() -> list[tuple[str, str, str]]:
     for family in pages.families():
         module = pages.page(family)
         for variant in pages.variants(module):
-            by_config = {getattr(module, variant)(size).deepspeed: size for size in reversed(module.SIZES)}
+            by_config = {pages.build(module, size, variant).deepspeed: size for size in reversed(module.SIZES)}
             found += [(family, size, variant) for size in reversed(by_config.values())]
     return found
 

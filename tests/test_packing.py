@@ -35,7 +35,7 @@ def test_packed_documents_have_the_logits_of_each_alone_or_the_page_does_not_pac
     assert crossing < 1e-5 or crossing > 0.1, "no doubt is left either way"
     assert (crossing > 0.1) == (family in CROSSING)
     for variant in pages.variants(pages.page(family)):
-        packs = getattr(pages.page(family), variant)(size).packing
+        packs = pages.build(pages.page(family), size, variant).packing
         assert not (packs and family in CROSSING), variant
 
 

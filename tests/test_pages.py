@@ -10,18 +10,22 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from deepspeed_recipes.commands import family as family_list
 from deepspeed_recipes.commands import launch, plan
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.commands.page import docstring
 from deepspeed_recipes.launching import paths, preflight
+from deepspeed_recipes.planning.hardware import gpus
+from deepspeed_recipes.planning.hardware.cluster import Cluster
+from deepspeed_recipes.planning.search import smallest_hardware
 from deepspeed_recipes.planning.search.strategies import evaluate, plan_request
 from deepspeed_recipes.recipe import overrides, pages, run_folder
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import PACKAGE
 from deepspeed_recipes.recipe.recipe import Recipe
 from deepspeed_recipes.recipe.run_folder import read_json
+from deepspeed_recipes.recipe.variants import INHERITED
 from deepspeed_recipes.training import run as training_run
-from scripts.maintain.calibration import MEASUREMENTS
 from scripts.maintain.documents import index
 from tests import ROOT
 from tests.conftest import conversation
@@ -46,30 +50,55 @@ def in_the_table(name, variant):
 
 def test_a_prediction_is_that_of_the_recipe_as_it_is_written_on_the_smallest_hardware():
     recipe = pages.find("llama3-70b", "lora")
-    plan = index.smallest(recipe)
+    plan = smallest_hardware.smallest(recipe)
     assert plan.fits and plan.recipe == recipe and (plan.setup.world_size, plan.cluster.gpu.name) == (4, "H100")
-    smaller = [*index._ladder(1)]
+    smaller = [*smallest_hardware.ladder(1)]
     for cluster in smaller[: smaller.index(plan.cluster)]:
         assert not evaluate(plan_request(recipe, cluster), recipe).fits
     assert in_the_table("llama3-70b", "lora") == f"4 x H100 ({plan.gpu_gib:.0f})"
-    layout = index.smallest(pages.find("bloom-176b", "pipeline"))
+    layout = smallest_hardware.smallest(pages.find("bloom-176b", "pipeline"))
     assert layout.setup.world_size % 36 == 0, "GPUs come in multiples of what the layout takes"
 
 
 def test_offloading_is_shown_with_its_host_memory():
-    plan = index.smallest(pages.find("llama3-8b", "full_offload"))
+    plan = smallest_hardware.smallest(pages.find("llama3-8b", "full_offload"))
     shown = f"1 x {plan.cluster.gpu.name} ({plan.gpu_gib:.0f}, host {plan.host_gib:,.0f})"
     assert in_the_table("llama3-8b", "full_offload") == shown and plan.host_gib > 8 * 16
-    without = index.smallest(pages.find("llama3-8b", "full"))
+    without = smallest_hardware.smallest(pages.find("llama3-8b", "full"))
     assert without.setup.offload_optimizer == "none" and without.gpu_gib > plan.gpu_gib
 
 
-def test_memory_is_predicted_in_one_place_and_measured_peaks_are_where_something_was_measured():
-    measured = index.benchmark_results.measured_recipes(MEASUREMENTS)
+def test_measured_peaks_are_in_the_index_and_no_table_is_on_a_page():
     for family in pages.families():
         text = pages.page(family).__doc__
-        assert "predicted" not in text and " x H100" not in text
-        assert (index.COLUMN in text) == any(name.startswith(f"{family}-") for name in measured)
+        assert " x H100" not in text and "    size " not in text and "    variant " not in text, family
+
+
+LAYOUTS = [
+    (family, name) for family in FAMILIES for name in ("tensor", "sequence", "pipeline", "three_d", "expert")
+    if hasattr(pages.page(family), name)
+]  # fmt: skip
+NAMED = re.compile(r"The (\S+)(?: with (\S+=\S+))? is predicted to fit on (one|\d+) nodes? of (\d+) (\w+)")
+
+
+@pytest.mark.parametrize(("family", "variant"), LAYOUTS)
+def test_a_layout_fits_the_hardware_that_the_page_names(family, variant):
+    doc = " ".join(getattr(pages.page(family), variant).__doc__.split())
+    named = NAMED.findall(doc)
+    assert named and doc.count(" of 8 ") == len(named), "every layout names a size and its hardware"
+    for size, change, nodes, each, gpu in named:
+        recipe = overrides.apply(pages.find(f"{family}-{size}", variant), [change] if change else [])
+        cluster = Cluster(gpus.find(gpu), int(each), 1 if nodes == "one" else int(nodes))
+        plan = smallest_hardware.plan_on(recipe, cluster)
+        assert plan and plan.fits, f"{size}: {plan and plan.gpu_gib:.1f} GiB"
+        assert plan.recipe == recipe, "as it is written, without a larger batch"
+
+
+def test_a_layout_that_does_not_fit_is_noticed():
+    """What the page of llama3 named once: 89.6 GiB by the planner."""
+    plan = smallest_hardware.plan_on(pages.find("llama3-70b", "tensor"), Cluster(gpus.find("H100"), 8, 4))
+    assert plan and not plan.fits
+    assert smallest_hardware.plan_on(pages.find("llama3-70b", "tensor"), Cluster(gpus.find("H100"), 4)) is None
 
 
 def test_a_size_that_does_not_exist_is_answered_with_the_nearest():
@@ -77,8 +106,8 @@ def test_a_size_that_does_not_exist_is_answered_with_the_nearest():
         UserError, match=r"unknown size of llama3 '7b'; did you mean '70b'.* There are: 1b, 3b, 8b, 70b"
     ):
         pages.find("llama3-7b", "lora")
-    with pytest.raises(UserError, match="unknown variant of mixtral 'dora'; did you mean 'lora'"):
-        pages.find("mixtral-8x7b", "dora")
+    with pytest.raises(UserError, match="unknown variant of mixtral 'lora_'; did you mean 'lora'"):
+        pages.find("mixtral-8x7b", "lora_")
     for wrong, right in (("dpo", "dpo_lora"), ("LoRA", "lora"), ("offload", "full_offload")):
         with pytest.raises(UserError, match=f"'{wrong}'; did you mean '{right}'"):
             pages.find("llama3-8b", wrong)
@@ -93,7 +122,7 @@ def test_every_variant_is_a_recipe_with_a_first_line(family, size, variant):
     recipe = pages.find(f"{family}-{size}", variant)
     assert isinstance(recipe, Recipe)
     assert recipe.name == f"{family}-{size}-{variant}"
-    about = getattr(pages.page(family), variant).__doc__.splitlines()[0]
+    about = pages.about(pages.variant(pages.page(family), variant))
     assert about.endswith(".") and len(about) > 20
 
 
@@ -119,26 +148,16 @@ def test_the_page_states_the_dimensions_and_the_published_size(family, size):
     with torch.device("meta"):
         counted = sum(p.numel() for p in kind.from_config(config).parameters())
     assert counted == pytest.approx(model.parameters, rel=0.01)
-    row = next(line.split() for line in module.__doc__.splitlines() if line.split()[:1] == [size])
-    stated = dict(zip(["size", "layers", "hidden", "heads", "parameters", "context"], row, strict=False))
+    listed = dict(zip(family_list.SIZES, family_list.size_row(module, size), strict=True))
     config = config.get_text_config()
     context = getattr(config, "max_position_embeddings", None)
-    assert int(stated["layers"]) == config.num_hidden_layers
-    assert int(stated["hidden"]) == config.hidden_size
-    assert int(stated["heads"]) == config.num_attention_heads
-    assert stated["parameters"] == pages.human(model.parameters)
-    assert stated["context"] == (f"{context:,}" if context else "-")
-    assert model.path.removeprefix(f"{PACKAGE}/") in row
-
-
-@pytest.mark.parametrize(("family", "size"), ALL)
-def test_the_docstring_lists_the_variants_with_their_configs(family, size):
-    module = pages.page(family)
-    for name in pages.variants(module):
-        recipe = pages.build(module, size, name)
-        stage = json.loads((ROOT / "configs" / recipe.deepspeed).read_text())["zero_optimization"]["stage"]
-        row = next(line for line in module.__doc__.splitlines() if line.split()[:1] == [name])
-        assert f"ZeRO-{stage}" in row and ("adapters" in row) == (recipe.lora is not None)
+    assert int(listed["layers"]) == config.num_hidden_layers
+    assert int(listed["hidden"]) == config.hidden_size
+    assert int(listed["heads"]) == config.num_attention_heads
+    assert listed["parameters"] == pages.human(model.parameters)
+    assert listed["context"] == (f"{context:,}" if context else "-")
+    assert listed["weights"] == model.path.removeprefix(f"{PACKAGE}/")
+    assert listed["licence"] == pages.licence(module, size) and listed["licence"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -167,8 +186,8 @@ def test_pages_have_no_problems(family):
 
 def test_the_template_is_short_and_only_its_placeholders_are_reported():
     source = ROOT / "recipes" / "_template.py"
-    assert len(source.read_text(encoding="utf-8").splitlines()) < 90
-    assert pages.variants(pages.page(pages.TEMPLATE)) == ["full", "lora", "pretrain"]
+    assert len(source.read_text(encoding="utf-8").splitlines()) < 60
+    assert pages.variants(pages.page(pages.TEMPLATE)) == ["full", "lora", *INHERITED]
     found = docstring.problems(pages.page(pages.TEMPLATE))
     assert len(found) >= 4 and all("replace the TODO" in problem for problem in found)
 
@@ -179,7 +198,7 @@ def written(folder, **changes):
     index_line = text.partition("\n")[0]
     text = text.replace(index_line, '"""mine: a model of our own, made of the template.')
     text = text.replace("_template-1b", "mine-1b").replace("TODO when to choose it", "for plenty of data")
-    text = text.replace("TODO/Model", "us/Model").replace("TODO     us", "MIT      us").replace("TODO", "Rates: said")
+    text = text.replace("TODO/Model", "us/Model").replace('"TODO"', '"MIT"').replace("TODO", "Rates: said")
     for before, after in changes.values():
         assert text.count(before) == 1, before
         text = text.replace(before, after)
@@ -196,24 +215,13 @@ def test_a_page_made_from_the_template_has_no_problems_once_filled_in(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "what"),
     [
-        ("    1b    16 ", "    1b    17 ", "layers 17, but it is 16"),
-        ("16      2048 ", "16      2049 ", "hidden 2049, but it is 2048"),
-        ("2048    32     1.24B", "2048    31     1.24B", "heads 31, but it is 32"),
-        ("1.24B       131", "1.64B       131", "parameters 1.64B, but it is 1.24B"),
-        ("131,072  MIT", "65,536   MIT", "context 65,536, but it is 131,072"),
-        ("MIT      us/Model-1B-Instruct", "MIT      us/Model-2B-Instruct", "weights us/Model-2B-Instruct, but it is"),
-        # A docstring and `parameters` that are still the template's.
+        # `parameters` that are still the template's.
         (
             '"intermediate_size": 8192',
             '"intermediate_size": 12288',
             "parameters=1,235,814,400, but its dimensions give",
         ),
-        ("parameters=1_235_814_400", "parameters=1_640_000_000", "parameters 1.24B, but it is 1.64B"),
-        ("    1b    16      2048", "    2b    16      2048", "has 2b; the page has 1b"),
-        ("    lora      SFT       adapters     ZeRO-2\n", "", "has full, pretrain; the page has full, lora, pretrain"),
-        ("full      SFT       all weights  ZeRO-2", "full      SFT       all weights  ZeRO-3", "1b has ZeRO-2"),
-        ("lora      SFT       adapters   ", "lora      SFT       all weights", "trains 'all weights', but its recipe"),
-        ("lora      SFT ", "lora      DPO ", "'DPO', but its method is sft"),
+        ("parameters=1_235_814_400", "parameters=1_640_000_000", "parameters=1,640,000,000, but its dimensions give"),
         ("a model of our own, made of the template.", "a model.", "--list shows, is not a sentence"),
         ('"""mine: ', '"""_template: ', "has to begin with the page's name"),
         ("All weights: for plenty of data.", "All weights: TODO when to choose it.", "replace the TODO"),
@@ -242,9 +250,9 @@ def test_a_page_outside_the_project_is_launched_listed_and_planned_by_its_path(t
 
     assert launch.main([str(path), "--list"]) == 0
     listed = capsys.readouterr().out
-    assert listed.startswith("mine: a model of our own") and "  lora " in listed and "llama3" not in listed
+    assert listed.startswith("mine: a model of our own") and "\n  lora " in listed and "llama3" not in listed
     assert launch.main([str(path), "--list", "--json"]) == 0
-    assert [one["recipe"] for one in json.loads(capsys.readouterr().out)] == [f"{path}-1b"] * 3
+    assert [one["recipe"] for one in json.loads(capsys.readouterr().out)] == [f"{path}-1b"] * (2 + len(INHERITED))
 
     assert plan.main([str(path), "--gpu", "H100", "--method", "lora", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -286,13 +294,15 @@ def test_a_run_of_a_page_outside_is_found_again_and_its_folder_has_a_sane_name(t
         assert pages.page_of(recipe).__file__ == recipe.page
 
 
+MODEL = "from deepspeed_recipes.recipe import Model\nSIZES = {'1b': Model(path='us/1b')}\n\n"
 BROKEN = {
     "import nothing_of_that_name\nSIZES = {}\n": r":1: ModuleNotFoundError: No module named 'nothing_of_that_name'",
     "from dataclasses import replace\nSIZES = {\n": r":2: SyntaxError: '\{' was never closed",
     "X = 1\n": r": not a recipe page, since it defines no SIZES",
     "SIZES = {}\n": r": a page needs at least one size",
-    "SIZES = {'1b': 1}\n\ndef full(size):\n    return {}[size]\n": r":4: KeyError: '1b' \(in full\('1b'\)\)",
-    "SIZES = {'1b': 1}\n\ndef full(size):\n    return 3\n": r": TypeError: a variant returns a Recipe, not int",
+    "SIZES = {'1b': 1}\n\ndef full(size):\n    return 3\n": r": SIZES\['1b'\] has to be a Model, not int",
+    f"{MODEL}def full(size):\n    return {{}}[size]\n": r":5: KeyError: '1b' \(in full\('1b'\)\)",
+    f"{MODEL}def full(size):\n    return 3\n": r": TypeError: a variant returns a Recipe, not int",
 }
 
 
@@ -314,7 +324,9 @@ def test_sizes_and_variants_of_a_page_outside_are_answered_with_the_nearest(tmp_
         pages.find(f"{path}-2b", "full")
     with pytest.raises(UserError, match=r"unknown variant of .*mine\.py 'loras'; did you mean 'lora'"):
         pages.find(str(path), "loras")
-    assert pages.choices(str(path)) == f"{path}: name a variant too: full, lora, pretrain. Sizes: {path}-1b."
+    assert pages.choices(str(path)) == (
+        f"{path}: name a variant too: full, lora, {', '.join(INHERITED)}. Sizes: {path}-1b."
+    )
 
 
 @pytest.mark.every
@@ -337,6 +349,76 @@ def test_a_draft_of_a_page_outside_trains_and_resumes(ranks, tmp_path):
     run_folder.forget_after(run, run.checkpoints / "checkpoint-1")
     ranks.check(training_run.main, str(run.path), log=tmp_path / "again.log")
     assert [row["step"] for row in run_folder.read_jsonl(run.metrics)] == [1, 2] and run.export.is_dir()
+
+
+# Variants that a page inherits
+
+
+def test_every_inherited_variant_of_the_template_builds():
+    module = pages.page(pages.TEMPLATE)
+    recipes = {name: pages.build(module, "1b", name) for name in INHERITED}
+    assert {name: recipe.variant for name, recipe in recipes.items()} == {name: name for name in INHERITED}
+    assert all((recipe.lora is not None) == (INHERITED[name].start == "lora") for name, recipe in recipes.items())
+    assert recipes["qlora"].model.quantization == "nf4" and recipes["dora"].lora.dora
+    assert recipes["full_offload"].deepspeed == "zero2_offload.json"
+    methods = {"qlora": "sft", "dora": "sft", "full_offload": "sft"}
+    for name, recipe in recipes.items():
+        assert recipe.method == methods.get(name, name.removesuffix("_lora").removesuffix("_full"))
+
+
+LEFT_OUT = [
+    (family, name, reason)
+    for family in pages.families()
+    for name, reason in pages.without(pages.page(family)).items()
+    if name not in pages.variants(pages.page(family))
+]
+
+
+def test_a_page_inherits_what_it_does_not_leave_out():
+    assert len(LEFT_OUT) > 90
+    for family in FAMILIES:
+        module = pages.page(family)
+        missing = {name for name in INHERITED if name not in pages.variants(module)}
+        assert missing == {name for one, name, _ in LEFT_OUT if one == family}
+        stated = getattr(module, "WITHOUT", {})
+        assert stated.keys() <= INHERITED.keys() and not any(hasattr(module, name) for name in stated), "no dead entry"
+
+
+@pytest.mark.parametrize(("family", "name", "reason"), LEFT_OUT)
+def test_the_reason_is_printed_when_a_variant_that_is_left_out_is_asked_for(family, name, reason):
+    size = next(iter(pages.page(family).SIZES))
+    with pytest.raises(UserError) as raised:
+        pages.find(f"{family}-{size}", name)
+    assert str(raised.value) == f"{family} has no {name}: {reason}." and len(reason) > 20
+
+
+def test_a_page_overrides_a_variant_and_leaves_one_out(tmp_path):
+    own = (
+        'WITHOUT = {"grpo": "nothing to score"}\n\n\ndef qlora(size: str) -> Recipe:\n'
+        '    """Of our own."""\n    return lora(size)\n\n\nif __name__ =='
+    )
+    path = written(tmp_path, one=("if __name__ ==", own))
+    module = pages.known_page(str(path))
+    assert pages.variants(module) == ["full", "lora", "qlora", *(n for n in INHERITED if n not in ("qlora", "grpo"))]
+    assert pages.about(pages.variant(module, "qlora")) == "Of our own."
+    assert pages.find(str(path), "qlora").model.quantization == pages.find(str(path), "lora").model.quantization
+    with pytest.raises(UserError, match=r"has no grpo: nothing to score\.$"):
+        pages.find(str(path), "grpo")
+
+
+def test_one_family_is_listed_with_its_tables():
+    text = family_list.text(pages.page("llama3"))
+    lines = [line.split() for line in text.splitlines()]
+    assert ["8b", "32", "4096", "32", "8.03B", "131,072", "Llama-3.1", "meta-llama/Llama-3.1-8B-Instruct"] in lines
+    assert ["qlora", "SFT", "adapters", "zero2.json"] in lines
+    assert "  pretrain      raw text  all weights  zero2.json (1b, 3b), zero3.json (8b, 70b, 405b)\n" in text
+    predicted = lines[lines.index(["variant", "1b", "3b", "8b", "70b", "405b"]) :]
+    assert "Predicted, not measured" in text and [line[0] for line in predicted[1:]] == pages.variants(
+        pages.page("llama3")
+    )
+    cell = in_the_table("llama3-70b", "lora").partition(" (")[0]
+    row = next(line for line in text.splitlines() if line.startswith("  lora ") and " x " in line)
+    assert cell == "4 x H100" and f"  {cell}  " in row, "as in recipes/README.md"
 
 
 @pytest.mark.parametrize("page", ["mixtral-8x7b", "qwen3_moe-30b-a3b"])

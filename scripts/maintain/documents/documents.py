@@ -6,7 +6,7 @@ from deepspeed_recipes.benchmarks import estimates, overhead, scaling, tables
 from deepspeed_recipes.benchmarks import results as benchmark_results
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS
 from deepspeed_recipes.planning.cost.constants import FILE
-from deepspeed_recipes.recipe import files, pages
+from deepspeed_recipes.recipe import files
 from deepspeed_recipes.recipe.project import CONFIGS, PAGES
 from deepspeed_recipes.recipe.run_folder import read_json
 
@@ -28,9 +28,6 @@ def documents() -> dict[Path, str]:
     }
     found = {path: _with(path, generated) for path, generated in blocks.items()}
     found[CONFIGS / "TROUBLESHOOTING.md"] = troubleshooting.text()
-    for family in pages.families():
-        path = PAGES / f"{family}.py"
-        found[path] = index.with_measured(path.read_text(encoding="utf-8"), family)
     return found
 
 

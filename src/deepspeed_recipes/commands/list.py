@@ -1,7 +1,7 @@
 """List the recipes, their sizes and their variants, with a line on when to choose each.
 
     ds-recipes list              everything, to read
-    ds-recipes list llama3       one family
+    ds-recipes list llama3       one family: its sizes, its variants, and the hardware that each is predicted to need
     ds-recipes list --json       every recipe as JSON: parameters, DeepSpeed file, layout
 
 `ds-recipes launch` takes a name from the list: `ds-recipes launch llama3-8b lora`; the size may be left out if there is
@@ -33,19 +33,24 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def listing(as_json: bool, only: str | None = None) -> str:
-    """Return every family with its sizes and variants; as JSON, every recipe with its settings.
+    """Return every family with its sizes and variants, or the tables of one; as JSON, every recipe with its settings.
 
     Args:
         as_json: rather than text.
         only: the page to list, by its family or its file; None: all of the project's.
     """
-    modules = [pages.known_page(pages.split(only)[0])] if only else list(map(pages.page, pages.families()))
+    module = pages.known_page(pages.split(only)[0]) if only else None
+    modules = [module] if module else list(map(pages.page, pages.families()))
     if as_json:
         return json.dumps([entry(recipe) for module in modules for recipe in pages.recipes(module)], indent=2)
+    if module:
+        from . import family  # the planner takes longer to import than everything takes to list
+
+        return family.text(module)
     lines = []
     for module in modules:
         lines += [f"{pages.family_of(module)}: {pages.about(module)}", f"  {'sizes':<13} {', '.join(module.SIZES)}"]
-        lines += [f"  {name:<13} {pages.about(getattr(module, name))}" for name in pages.variants(module)]
+        lines += [f"  {name:<13} {pages.about(pages.variant(module, name))}" for name in pages.variants(module)]
     return "\n".join(lines)
 
 
@@ -56,7 +61,7 @@ def entry(recipe: Recipe) -> dict[str, Any]:
         "family": recipe.family,
         "size": recipe.size,
         "variant": recipe.variant,
-        "about": pages.about(getattr(pages.page_of(recipe), recipe.variant)),
+        "about": pages.about(pages.variant(pages.page_of(recipe), recipe.variant)),
         "parameters": recipe.model.parameters,
         "config": recipe.deepspeed,
         "layout": asdict(recipe.layout),

@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
 def overview(module: ModuleType, name: str) -> str:
     """Return the sizes and variants of a page, as its --help shows them."""
     sizes = [f"  {size:<12} {pages.human(model.parameters)}, {model.path}" for size, model in module.SIZES.items()]
-    variants = [f"  {variant:<12} {pages.about(getattr(module, variant))}" for variant in pages.variants(module)]
+    variants = [f"  {variant:<12} {pages.about(pages.variant(module, variant))}" for variant in pages.variants(module)]
     usage = f"usage: python {name} {'SIZE ' if len(sizes) > 1 else ''}VARIANT [key=value ...] [--gpus N] [--draft] ..."
     more = "launch --help lists the options and the keys."
     return "\n".join([usage, "", pages.about(module), "", "sizes:", *sizes, "", "variants:", *variants, "", more])

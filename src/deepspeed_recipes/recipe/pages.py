@@ -1,4 +1,6 @@
-"""Find and list the recipes: a page is a file that defines `SIZES`, and its functions are its variants.
+"""Find and list the recipes: a page is a file that defines `SIZES`; its functions are its variants.
+
+A page also inherits the variants of `variants.INHERITED` that start from one of its own.
 
 All pages are loaded by their path. One in `recipes/` is named by its family, one that lies anywhere else by its file:
 `llama3-8b`, `my/page.py-8b`.
@@ -10,13 +12,15 @@ import importlib.util
 import inspect
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 from .errors import UserError, first_line
 from .project import PAGES
-from .recipe import Recipe
+from .recipe import Model, Recipe
+from .variants import INHERITED, Inherited, ruled_out
 
 TEMPLATE = "_template"
 """The page to copy: not listed, and a recipe like any other."""
@@ -101,8 +105,12 @@ def _outside(path: Path) -> ModuleType:
         if isinstance(error, ImportError) and "relative import" in str(error):
             raise UserError(_before_the_move(path, error)) from error
         raise UserError(_broken(path, error)) from error
-    if not isinstance(module.SIZES, dict) or not module.SIZES or not variants(module):
+    sizes = module.SIZES
+    if not isinstance(sizes, dict) or not sizes or not _own(module):
         raise UserError(f"{path}: a page needs at least one size in SIZES, and one function that returns a Recipe.")
+    for size, model in sizes.items():
+        if not isinstance(model, Model):
+            raise UserError(f"{path}: SIZES[{size!r}] has to be a Model, not {type(model).__name__}.")
     return module
 
 
@@ -151,12 +159,37 @@ def typed(recipe: Recipe) -> str:
 
 
 def variants(module: ModuleType) -> list[str]:
-    """Return the names of a page's variants in the page's order."""
+    """Return the names of a page's variants: its own functions in the page's order, then those that it inherits."""
+    own = _own(module)
+    missing = without(module)
+    inherited = [
+        name for name, one in INHERITED.items() if name not in own and name not in missing and one.start in own
+    ]
+    return [*own, *inherited]
+
+
+def _own(module: ModuleType) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]
+
+
+def without(module: ModuleType) -> dict[str, str]:
+    """Return the variants that a page does not inherit, each with the reason: by its `WITHOUT` or its models."""
+    return ruled_out(module.SIZES) | getattr(module, "WITHOUT", {})
+
+
+def variant(module: ModuleType, name: str) -> Callable[[str], Recipe] | Inherited:
+    """Return a variant of a page: the page's own function, or the one that it inherits."""
+    return getattr(module, name) if name in _own(module) else INHERITED[name]
+
+
+def licence(module: ModuleType, size: str) -> str | None:
+    """Return the licence of a size's weights: a page's `LICENCE`, which is one for all sizes or one for each."""
+    stated = getattr(module, "LICENCE", None)
+    return stated.get(size) if isinstance(stated, dict) else stated
 
 
 def build(module: ModuleType, size: str, variant: str) -> Recipe:
@@ -167,7 +200,7 @@ def build(module: ModuleType, size: str, variant: str) -> Recipe:
     """
     outside = _is_outside(module)
     try:
-        recipe = getattr(module, variant)(size)
+        recipe = _unnamed(module, size, variant)
         if not isinstance(recipe, Recipe):
             raise TypeError(f"a variant returns a Recipe, not {type(recipe).__name__}")
         file = str(module.__file__) if outside else ""
@@ -177,6 +210,12 @@ def build(module: ModuleType, size: str, variant: str) -> Recipe:
             raise
         path = Path(str(module.__file__))
         raise UserError(f"{_broken(path, error)} (in {variant}({size!r}))") from error
+
+
+def _unnamed(module: ModuleType, size: str, name: str) -> Recipe:
+    """Return one recipe of a page as its function, or the inherited change of one, gives it."""
+    found = variant(module, name)
+    return found.change(_unnamed(module, size, found.start)) if isinstance(found, Inherited) else found(size)
 
 
 def find(recipe: str, variant: str) -> Recipe:
@@ -203,12 +242,9 @@ def find(recipe: str, variant: str) -> Recipe:
         hint = f"\nThere is {' and '.join(elsewhere)}." if elsewhere else ""
         raise UserError(_unknown(f"size of {name}", size, list(module.SIZES)) + hint)
     if variant not in variants(module):
-        if variant.startswith("qlora") and any("experts" in key for key in module.SIZES[size].config):
-            raise UserError(
-                f"{name} has no {variant}: transformers keeps all experts of a layer, most of the weights, in one 3-D "
-                "weight,\nwhich bitsandbytes does not pack in 4 bits. Take lora with deepspeed=zero3_moe.json, which "
-                "shards it over the GPUs."
-            )
+        reason = without(module).get("qlora" if variant.startswith("qlora") else variant)
+        if reason:
+            raise UserError(f"{name} has no {variant}: {reason}.")
         raise UserError(_unknown(f"variant of {name}", variant, variants(module)))
     return build(module, size, variant)
 
@@ -240,6 +276,8 @@ def listing() -> list[Recipe]:
 
 def about(thing: object) -> str:
     """Return the first line of a page's or a variant's docstring, without the page's own name."""
+    if isinstance(thing, Inherited):
+        return thing.about
     line = (inspect.getdoc(thing) or "").partition("\n")[0]
     return line.removeprefix(f"{Path(str(thing.__file__)).stem}: ") if isinstance(thing, ModuleType) else line
 

@@ -1,15 +1,18 @@
-"""What variants of the same name share on every page, said once.
+"""The variants that every page inherits, and the functions that make them.
 
-Each function takes a recipe and returns it changed. A page passes what is particular to its family, and any other field
-that differs there: `variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32)`.
+`INHERITED` is the table: a page that defines `full` and `lora` has all of them. A page overrides one by defining a
+function of that name, and leaves one out by `WITHOUT = {"qlora": "reason"}`; `recipe/pages.py` reads both.
+
+Each function here takes a recipe and returns it changed. A page that overrides a variant passes what is particular to
+its family: `variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32)`.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .methods.settings import Distill
-from .recipe import Recipe
+from .recipe import Model, Recipe, Schedule
 from .samples import JUDGED, LABELLED, MATCHING, PREFERENCES, REWARDS, TEXT
 
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
@@ -28,8 +31,6 @@ llama3_lora_kto.yaml and llama3_lora_dpo.yaml (`pref_loss` simpo). Adapters by O
 all weights by DPO: TRL's examples/scripts/orpo.py and reward_modeling.py, and trl/scripts/dpo.py. Embeddings:
 sentence-transformers' examples/sentence_transformer/training/nli/training_nli_v2.py (the Trainer's default is 5e-5).
 GRPO: the default of TRL's GRPOConfig."""
-Variant = Callable[[str], Recipe]
-"""A function of a page: the recipe of a size."""
 
 
 def qlora(lora: Recipe, **changes: Any) -> Recipe:
@@ -142,50 +143,128 @@ def distill(full: Recipe, settings: Distill, **changes: Any) -> Recipe:
     return _changed(full, changes, method="distill", distill=settings)
 
 
-def feedback(lora: Variant) -> tuple[Variant, ...]:
-    """Return `kto_lora`, `orpo_lora` and `simpo_lora` of a page, which are alike on all of them."""
-    about = {
-        kto: "Answers judged good or bad (KTO) with adapters: when there are labels and no pairs; after SFT.",
-        orpo: "Preference pairs (ORPO) with adapters: imitates the better answers too, so it needs no SFT before it.",
-        simpo: "Preference pairs (SimPO) with adapters: as `dpo_lora`, but no reference model is computed; after SFT.",
-    }
-    return tuple(_of_page(lora, f"{change.__name__}_lora", change, about[change]) for change in about)
+@dataclass(frozen=True)
+class Inherited:
+    """A variant that is the same on every page."""
+
+    about: str
+    """When to choose it, in one line: `launch.py --list` prints it."""
+    start: str
+    """The page's variant that it changes: `full` or `lora`."""
+    change: Callable[[Recipe], Recipe]
 
 
-def dpo_full_of(full: Variant) -> Variant:
-    """Return `dpo_full` of a page, which is alike on all of them."""
-    about = "Preference pairs (DPO), all weights: when `dpo_lora` falls short; holds the model twice; after SFT."
-    return _of_page(full, "dpo_full", _dpo_full, about)
+def _dpo_lora(lora: Recipe) -> Recipe:
+    # 5e-6: alignment-handbook's zephyr-7b-beta/dpo/config_qlora.yaml and LLaMA-Factory's llama3_lora_dpo.yaml, both
+    # with a cosine after 10 % of warm-up.
+    return dpo(lora, learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
 
 
 def _dpo_full(full: Recipe) -> Recipe:
     return dpo(full, learning_rate=RATES["dpo_full"])
 
 
-def heads(full: Variant) -> tuple[Variant, ...]:
-    """Return `reward`, `classify` and `embed` of a page, which are alike on all of them."""
-    about = {
-        reward: "A reward model from preference pairs, all weights: rates an answer by a number, to rank or filter.",
-        classify: "A classifier from labelled texts, all weights: gives a text one of the classes that the data has.",
-        embed: "Embeddings from pairs of texts that belong together, all weights: to search and to find duplicates.",
-    }
-    return tuple(_of_page(full, change.__name__, change, about[change]) for change in about)
+INHERITED: dict[str, Inherited] = {
+    "qlora": Inherited(
+        "Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`.",
+        "lora",
+        qlora,
+    ),
+    "dora": Inherited(
+        "Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower.",
+        "lora",
+        dora,
+    ),
+    "full_offload": Inherited(
+        "All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful.",
+        "full",
+        full_offload,
+    ),
+    "dpo_lora": Inherited(
+        "Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export.",
+        "lora",
+        _dpo_lora,
+    ),
+    "kto_lora": Inherited(
+        "Answers judged good or bad (KTO) with adapters: when there are labels and no pairs; after SFT.",
+        "lora",
+        kto,
+    ),
+    "orpo_lora": Inherited(
+        "Preference pairs (ORPO) with adapters: imitates the better answers too, so it needs no SFT before it.",
+        "lora",
+        orpo,
+    ),
+    "simpo_lora": Inherited(
+        "Preference pairs (SimPO) with adapters: as `dpo_lora`, but no reference model is computed; after SFT.",
+        "lora",
+        simpo,
+    ),
+    "dpo_full": Inherited(
+        "Preference pairs (DPO), all weights: when `dpo_lora` falls short; holds the model twice; after SFT.",
+        "full",
+        _dpo_full,
+    ),
+    "reward": Inherited(
+        "A reward model from preference pairs, all weights: rates an answer by a number, to rank or filter.",
+        "full",
+        reward,
+    ),
+    "classify": Inherited(
+        "A classifier from labelled texts, all weights: gives a text one of the classes that the data has.",
+        "full",
+        classify,
+    ),
+    "embed": Inherited(
+        "Embeddings from pairs of texts that belong together, all weights: to search and to find duplicates.",
+        "full",
+        embed,
+    ),
+    "grpo": Inherited(
+        "Its own answers, scored by a function (GRPO), all weights: when a program can check an answer.",
+        "full",
+        grpo,
+    ),
+    "pretrain": Inherited(
+        "Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.",
+        "full",
+        pretrain,
+    ),
+}
+"""The variants that a page has without defining them, in the order in which `launch.py --list` shows them."""
+
+NO_IMAGES = "the model reads images, and this variant is not tested with them; take full or lora"
+MOE_4_BITS = (
+    "transformers keeps all experts of a layer, most of the weights, in one 3-D weight,\n"
+    "which bitsandbytes does not pack in 4 bits. Take lora with deepspeed=zero3_moe.json, which shards it over the GPUs"
+)
+MOE_DORA = "PEFT has no DoRA for a layer's experts, which transformers keeps in one 3-D weight; take lora"
+"""Why a vision-language model, or a mixture of experts, does not inherit a variant."""
+
+_CLASSES = "transformers has no sequence classifier of this architecture"
+NO_HEADS = {"reward": _CLASSES, "classify": _CLASSES, "embed": "not tested with this architecture"}
+"""`WITHOUT` of a page whose architecture transformers does not classify with."""
+
+_BASE = "a base model without a chat template: of the methods that follow SFT only dpo_lora is offered"
+BASE_MODEL = dict.fromkeys(
+    ("kto_lora", "orpo_lora", "simpo_lora", "dpo_full", "reward", "classify", "embed", "grpo"), _BASE
+)
+"""`WITHOUT` of a page of base models."""
 
 
-def grpo_of(full: Variant) -> Variant:
-    """Return `grpo` of a page, which is alike on all of them."""
-    about = "Its own answers, scored by a function (GRPO), all weights: for what a program can tell right from wrong."
-    return _of_page(full, "grpo", grpo, about)
+def is_mixture(model: Model) -> bool:
+    """Return whether a model is a mixture of experts."""
+    return any("experts" in key for key in model.config)
 
 
-def _of_page(start: Variant, name: str, change: Callable[[Recipe], Recipe], about: str) -> Variant:
-    """Return a function like those that a page defines: `ds-recipes launch --list` prints `about`."""
-
-    def variant(size: str) -> Recipe:
-        return change(start(size))
-
-    variant.__module__, variant.__name__, variant.__qualname__, variant.__doc__ = start.__module__, name, name, about
-    return variant
+def ruled_out(models: Mapping[str, Model]) -> dict[str, str]:
+    """Return the inherited variants that a page's models do not allow, each with the reason."""
+    reasons: dict[str, str] = {}
+    if any(map(is_mixture, models.values())):
+        reasons |= {"qlora": MOE_4_BITS, "dora": MOE_DORA}
+    if any(model.vision for model in models.values()):
+        reasons |= {name: NO_IMAGES for name in INHERITED if name != "qlora"}
+    return reasons
 
 
 def _changed(recipe: Recipe, changes: dict[str, Any], **shared: Any) -> Recipe:

@@ -1,7 +1,7 @@
 """Add a model family: a page is one Python file with the family's sizes and its variants.
 
     ds-recipes page new myfamily            write ./myfamily.py, a working page to fill in
-    ds-recipes page check ./myfamily.py     find what is left to fill in, and what its docstring states wrongly
+    ds-recipes page check ./myfamily.py     find what is left to fill in, and what the page states wrongly
     ds-recipes page compare llama3-8b       compare the dimensions on a page with the model's config.json on the Hub
     ds-recipes page template llama3-8b      say how the assistant's tokens are found in the model's chat template
 
@@ -55,9 +55,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def new(family: str, folder: Path) -> Path:
     """Write the page of a new family from the template, and return it.
-
-    Its imports stay relative: the launcher loads a page outside the package as if it lay in it, so that the file can
-    move into a checkout's recipes/ as it is.
 
     Raises:
         UserError: an invalid name, the name of a page that ships, or a file that exists.

@@ -1,6 +1,5 @@
 """The licence of a base model: as its page states it, and as the Hub calls it."""
 
-import re
 from pathlib import PurePath
 
 from ...recipe import pages
@@ -19,15 +18,15 @@ _HUB_NAMES = {
 }
 """A page's licence in small letters -> its identifier on the Hub (hub-docs, docs/hub/repositories-licenses.md)."""
 
-OWN = PurePath("src/deepspeed_recipes/samples")
+OWN = PurePath("deepspeed_recipes/samples")
 """Where the models are that the project has made of the one on the page, under its licence."""
 
 
 def of_base(recipe: Recipe) -> str | None:
-    """Return the licence of the model that a recipe starts from, as its page's table of sizes states it.
+    """Return the licence of the model that a recipe starts from, as its page's `LICENCE` states it.
 
     None where it starts from another model than its page's, from random weights, or from a page outside the project,
-    which is code and is not run in order to read its table.
+    which is code and is not run in order to read it.
     """
     if recipe.page or recipe.draft.enabled or recipe.family not in pages.families():
         return None
@@ -36,11 +35,7 @@ def of_base(recipe: Recipe) -> str | None:
     started = portable_path(recipe.model.path)
     if model is None or (portable_path(model.path) != started and PurePath(started).parent != OWN):
         return None
-    rows = [re.split(r"\s{2,}", line.strip()) for line in (module.__doc__ or "").splitlines()]
-    head = next((row for row in rows if row[:1] == ["size"] and "licence" in row), None)
-    cells = next((row for row in rows if row[0] == recipe.size), [])
-    column = head.index("licence") if head else len(cells)
-    return cells[column] if column < len(cells) else None
+    return pages.licence(module, recipe.size)
 
 
 def metadata(licence: str | None) -> dict[str, str]:

@@ -1,0 +1,52 @@
+"""The smallest hardware on which a recipe is predicted to fit as it is written."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...recipe import limits
+from ...recipe.layout import data_parallel_size
+from ...recipe.recipe import Recipe
+from ..hardware.cluster import Cluster
+from ..hardware.gpus import find
+from .plans import Plan
+from .strategies import evaluate, plan_request, template
+
+GPU = "H100"
+"""The GPU to try with several per recipe."""
+SINGLE = ("RTX 4090", "L40S", GPU, "H200")
+"""GPUs to try singly, before several."""
+MOST = 2048
+"""The largest number of GPUs to try."""
+
+
+def smallest(recipe: Recipe) -> Plan | None:
+    """Return the plan of a recipe, as it is written, for the smallest hardware on which it fits, or None if none does.
+
+    Where the GPUs outnumber the sequences of its batch, each gets one micro-batch.
+    """
+    layout = recipe.layout
+    clusters = ladder(math.lcm(layout.tensor * layout.pipeline * layout.sequence, layout.expert))
+    return next((plan for cluster in clusters if (plan := plan_on(recipe, cluster)) and plan.fits), None)
+
+
+def plan_on(recipe: Recipe, cluster: Cluster) -> Plan | None:
+    """Return the plan of a recipe, as it is written, for a cluster, or None if it cannot be spread over its GPUs."""
+    ranks = data_parallel_size(recipe.layout, cluster.gpus)
+    if ranks < 1:
+        return None
+    sized = replace(recipe, global_batch_size=math.lcm(recipe.global_batch_size, recipe.micro_batch_size * ranks))
+    if limits.limit(sized, cluster.gpus, template(recipe.deepspeed, cluster)) is not None:
+        return None
+    return evaluate(plan_request(sized, cluster), sized)
+
+
+def ladder(gpus: int) -> Iterator[Cluster]:
+    """Yield the hardware to try for a layout of `gpus` GPUs: single ones, then that many, twice as many, ..."""
+    if gpus == 1:
+        yield from (Cluster(find(name)) for name in SINGLE)
+        gpus = 2
+    while gpus <= MOST:
+        each = math.gcd(8, gpus)
+        yield Cluster(find(GPU), each, gpus // each)
+        gpus *= 2
