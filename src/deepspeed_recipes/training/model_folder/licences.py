@@ -18,7 +18,7 @@ _HUB_NAMES = {
 }
 """A page's licence in small letters -> its identifier on the Hub (hub-docs, docs/hub/repositories-licenses.md)."""
 
-OWN = PurePath("deepspeed_recipes/samples")
+OWN = PurePath("src/deepspeed_recipes/samples")
 """Where the models are that the project has made of the one on the page, under its licence."""
 
 
