@@ -210,7 +210,7 @@ def test_files_that_may_not_be_read(tmp_path):
         rights = "-dac_override,-dac_read_search"
         command = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", *command]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == set(PERMISSIONS)

@@ -16,6 +16,7 @@ from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.planning.hardware.cluster import cluster
 from deepspeed_recipes.planning.search import forecast
 from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.project import TYPED
 from deepspeed_recipes.recipe.run_folder import read_json
 from tests import ROOT
 from tests.network_hosts import needs_pdsh
@@ -254,7 +255,7 @@ MISTAKES = {
         *EIGHT,
     ): "lama3-8b: not a recipe, Hub id (OWNER/NAME) or path to a config.json; did you mean llama3-8b",
     ("llama3-9b", *EIGHT): "unknown size of llama3 '9b'; did you mean '8b'",
-    ("nobody/nothing", *EIGHT): "Without a network, get that one small file in any way and give its path",
+    ("nobody/nothing", *EIGHT): "Without a network, get that one small file and give its path",
     ("no body/nothing", *EIGHT): "cannot read its config.json (Repo id must use alphanumeric chars",
     ("no/such/config.json", *EIGHT): "no/such/config.json: no such file",
     ("./nowhere/", *EIGHT): "./nowhere/: no such file or folder; name a config.json",
@@ -389,7 +390,7 @@ def test_where_nothing_fits_the_answer_says_what_would(capsys):
 
 
 def test_a_recipe_costs_no_import_of_torch():
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom deepspeed_recipes.commands import plan\n"
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r})\nfrom deepspeed_recipes.commands import plan\n"
     code += f"assert plan.main(['llama3-8b', *{EIGHT!r}, '--json']) == 0\n"
     code += "assert not {'torch', 'transformers', 'deepspeed', 'matplotlib'} & set(sys.modules), 'heavy imports'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -403,11 +404,12 @@ def without_the_stack(tmp_path):
     site.mkdir()
     for name in ("rich", "pygments", "markdown_it", "mdurl"):
         (site / name).symlink_to(Path(find_spec(name).origin).parent)
-    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(site)!r}]\nfrom deepspeed_recipes.commands import main\n"
+    code = f"import sys; sys.path[:0] = [{str(ROOT / 'src')!r}, {str(site)!r}]\n"
+    code += "from deepspeed_recipes.commands import main\n"
     code += "sys.exit(main.run('plan'))"
 
     def run(*words):
-        environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+        environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path), TYPED: str(ROOT)}
         command = [sys.executable, "-I", "-S", "-c", code, *words]
         return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
 
@@ -424,7 +426,7 @@ def test_the_planner_works_without_the_training_stack(without_the_stack, answer)
 
 def test_what_needs_the_training_stack_is_answered_with_how_to_install_it(without_the_stack, config_json):
     # A model without a stored profile is built by transformers, which this checkout's own environment has.
-    activate, install = "has no transformers; activate the environment", "pip install 'deepspeed-recipes[train]'"
+    activate, install = "has no transformers: activate the environment", "pip install 'deepspeed-recipes[train]'"
     for words, said in (
         ([config_json(num_hidden_layers=5), *EIGHT], activate),
         (["llama3-8b", *EIGHT, "--method", "lora", "lora.target_modules=q_proj"], activate),
