@@ -6,15 +6,14 @@ import json
 import math
 import random
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deepspeed_recipes.recipe.project import SAMPLES
 from scripts.maintain.samples import corpus, make_data, pretrain, world
 
-SAMPLES = Path(make_data.__file__).parent
 MODEL = SAMPLES / "tiny_model"
 CHATS = ["extract/train", "extract/held_out", "preferences/train", "preferences/held_out"]
 TEXTS = ["text/train", "text/held_out"]
