@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from datasets.fingerprint import Hasher
 from transformers import AutoTokenizer
 
+from deepspeed_recipes.launching import paths
+from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.training.console import highlighted
 from deepspeed_recipes.training.data import tokenize
@@ -232,3 +235,12 @@ def test_a_tokenizer_without_a_marking_template_is_refused(tmp_path, model_folde
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
         tokenize.prepare(str(conversations), recipe, tokenizer)
+
+
+@pytest.mark.parametrize(("family", "variant"), [("tiny", "full"), ("tiny", "pretrain"), ("tiny_vision", "full")])
+def test_tokens_are_found_again(family, variant):
+    """What datasets cannot hash it tokenizes again in every rank and run, under a name drawn at random."""
+    recipe = paths.locate(pages.find(family, variant))
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
+    function = tokenize._texts if variant == "pretrain" else tokenize.of_conversation
+    assert Hasher.hash(function(recipe, tokenizer)) == Hasher.hash(function(recipe, tokenizer))

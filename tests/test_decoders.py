@@ -94,9 +94,11 @@ def test_the_parameters_are_the_decoders():
 
 
 def test_it_is_not_launched_but_with_a_page(tmp_path):
-    with pytest.raises(UserError, match=r"transformers has no decoder internlm2; plan\.py plans for it"):
+    with pytest.raises(UserError, match=r"transformers has no decoder internlm2; ds-recipes plan takes it"):
         model_recipe.find(written(tmp_path, CONFIGS["internlm2"]), "lora", to_launch=True)
-    with pytest.raises(UserError, match=r"no decoder qwen2_5_vl; .* launch\.py qwen2_5_vl-3b lora model\.path=/"):
+    with pytest.raises(
+        UserError, match=r"no decoder qwen2_5_vl; .* ds-recipes launch qwen2_5_vl-3b lora model\.path=/"
+    ):
         model_recipe.find(written(tmp_path, CONFIGS["qwen2_5_vl"]), "lora", to_launch=True)
 
 

@@ -108,5 +108,5 @@ def test_an_attention_that_is_not_installed_is_named(tokenizer, model_folder, co
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
     recipe = small(model_folder, conversations, packing=packs)
     recipe = replace(recipe, model=replace(recipe.model, attention=name))
-    with pytest.raises(UserError, match=rf"^model\.attention={name}: .*nstall.*\nInstall it, or leave"):
+    with pytest.raises(UserError, match=rf"^model\.attention={name}: .*nstall.*\nInstall it, or use model"):
         packing_check.check(recipe, tokenizer) if packs else load.load_model(recipe)

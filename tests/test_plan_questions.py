@@ -475,12 +475,12 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys):
         (["--seq_len", "4096"], "--seq_len: no such option; did you mean --sequence-length?"),
         (["--tokns=1B"], "--tokns: no such option; did you mean --tokens?"),
         (["--gpus", "eight"], "--gpus eight: must be a whole number."),
-        (["--host-memory", "64Q"], "--host-memory: 64Q is not a size in GiB, such as 64; see ds-recipes plan --help."),
+        (["--host-memory", "64Q"], "--host-memory: 64Q is not a size in GiB, such as 64; see plan.py --help."),
         (
             ["--sequence-length", "long"],
-            "long is not a number of tokens, such as 4096 or 4k; see ds-recipes plan --help.",
+            "long is not a number of tokens, such as 4096 or 4k; see plan.py --help.",
         ),
-        (["--frobnicate"], "--frobnicate: no such option; ds-recipes plan --help lists the options."),
+        (["--frobnicate"], "--frobnicate: no such option; plan.py --help lists the options."),
     ],
 )
 def test_a_misspelled_option_is_answered_in_a_line(words, said, capsys):

@@ -69,7 +69,7 @@ def test_foreign_names_lead_to_keys_that_exist(full):
 def test_foreign_names_lead_to_options_that_exist(full):
     for foreign, ours in overrides.FOREIGN_OPTIONS.items():
         assert f'"{ours}"' in (PACKAGE / "commands" / "launch" / "options.py").read_text(encoding="utf-8")
-        with pytest.raises(UserError, match=f"launch.py's option {ours}"):
+        with pytest.raises(UserError, match=f"ds-recipes launch's option {ours}"):
             overrides.apply(full, [f"{foreign}=1"])
 
 
@@ -182,7 +182,11 @@ def test_a_teacher_makes_distillation_of_supervised_fine_tuning():
 @pytest.mark.parametrize(
     ("variant", "assignment", "message"),
     [
-        ("full", "dpo.beta=0.2", "dpo.beta: a setting of the method dpo, and this recipe's method is sft; launch.py"),
+        (
+            "full",
+            "dpo.beta=0.2",
+            "dpo.beta: a setting of the method dpo, and this recipe's method is sft; ds-recipes",
+        ),
         ("full", "reward=mine.py:right", "reward: a setting of the method grpo, and this recipe's method is sft"),
         ("full", "distill.alpha=0.5", "method distill, .* is sft; add distill.teacher=MODEL"),
         ("dpo_lora", "distill.teacher=teacher", "method distill, and this recipe's method is dpo"),

@@ -236,7 +236,10 @@ def _check_options(recipe: Recipe) -> None:
             f"data.streaming=true: {title} reads all {examples} before training starts; remove data.streaming."
         )
     if data.max_examples is not None:
-        raise UserError(f"data.max_examples={data.max_examples}: a stream is read as it comes; use max_steps instead.")
+        raise UserError(
+            f"data.max_examples={data.max_examples}: a stream is read as it comes; use data.max_examples=none, and "
+            "max_steps to end it."
+        )
     if recipe.max_steps is None:
         raise UserError("data.streaming=true: a stream has no length; add max_steps=1000 or as many as you want.")
     if data.validation_share and not data.validation:

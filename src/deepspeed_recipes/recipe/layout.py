@@ -55,10 +55,12 @@ def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
     per_pass = recipe.micro_batch_size * data_parallel_size(recipe.layout, world_size)
     steps, rest = divmod(recipe.global_batch_size, per_pass)
     if rest or not steps:
-        below = max(per_pass, recipe.global_batch_size // per_pass * per_pass)
+        # Of GRPO's answers, whole groups.
+        unit = math.lcm(per_pass, recipe.grpo.group_size) if recipe.traits.rollouts else per_pass
+        below = max(unit, recipe.global_batch_size // unit * unit)
         raise UserError(
             f"global_batch_size={recipe.global_batch_size} is not a multiple of {per_pass} (micro_batch_size x "
-            f"data-parallel size); the nearest multiples are: {below}, {below + per_pass}."
+            f"data-parallel size); the nearest multiples are: {below}, {below + unit}."
         )
     return steps
 

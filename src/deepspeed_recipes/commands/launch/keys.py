@@ -38,7 +38,7 @@ class Key:
         """Return name, type, default and the first sentence of the meaning."""
         first = self.meaning.partition(". ")[0].removesuffix(".")
         about = textwrap.shorten(first, WIDTH, placeholder=" ...", break_on_hyphens=False)
-        return f"  {self.name:<30}{self.kind}{self._default()}\n      {about}"
+        return f"  {self.name:<27} {self.kind}{self._default()}\n      {about}"
 
     def long(self) -> str:
         """Return everything about it."""

@@ -64,7 +64,7 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
             if alike
             else "it cannot be trained"
         )
-        raise UserError(f"{name}: transformers has no decoder {kind}; ds-recipes plan plans for it; {fix}.")
+        raise UserError(f"{name}: transformers has no decoder {kind}; ds-recipes plan takes it; {fix}.")
     return borrowed_recipe(name, config, method)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -49,6 +48,9 @@ def check_tied(path: str, config: PreTrainedConfig) -> None:
     embedding = next(filter(weights.EMBEDDING.search, held), None)
     if head is None or embedding is None:
         return
+    # Not above: datasets hashes what tokenizing refers to, this module too, and keeps nothing where it cannot.
+    from safetensors import safe_open
+
     found = []
     for name in (head, embedding):
         with safe_open(held[name], "pt") as opened:
