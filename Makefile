@@ -13,6 +13,8 @@ PYTEST = $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 ARGS =
 # Images often switch bytecode off; every rank would compile the whole stack again, for seconds.
 export PYTHONDONTWRITEBYTECODE =
+# For environments in which the package is not installed: VENV=DIR.
+export PYTHONPATH := $(ROOT)src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: help install demo quick test test-all serving ray fp8 gguf durations gpu-check check docs notebooks lock wheel ops stack
 help:
