@@ -513,7 +513,7 @@ OPTIONS = {
     "stream of so many": (
         Data("a.jsonl", streaming=True, max_examples=5),
         {},
-        "data.max_examples=5: a stream is read as it comes; use max_steps",
+        "data.max_examples=5: a stream is read as it comes; use data.max_examples=none",
     ),
     "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "DPO reads all pairs"),
     "stream for rewards": (Data("a.jsonl", streaming=True), {"method": "reward"}, "reward modelling reads all pairs"),
