@@ -111,12 +111,13 @@ def test_every_architecture_of_transformers_is_right_or_found(tokenizer):
         assert _loss(model, tokenizer) == pytest.approx(own, rel=1e-5), kind
     assert len(right) > 100 and {"cohere", "falcon_h1", "gemma2", "granite", "phimoe", "gptj"} <= right
     assert wrong >= {"inkling_text", "modernbert-decoder", "recurrent_gemma"}
-    assert wrong - BERTS - set(OWN_HEADS) - {"llama4", "marian"} == set()
+    # ProphetNet computes logits from its streams for n-grams, not from the last hidden state.
+    assert wrong - BERTS - set(OWN_HEADS) - {"llama4", "marian", "prophetnet"} == set()
 
 
 @torch.no_grad()
 def _loss(model, tokenizer):
     tokens = torch.randint(5, len(tokenizer), (2, 24), generator=torch.Generator().manual_seed(1))
-    if type(model).forward is model.forward.__func__:
+    if "forward" not in vars(model):
         return cross_entropy(model(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
     return model(input_ids=tokens, labels=tokens).loss.item()
