@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from deepspeed_recipes.recipe.project import SAMPLES
+
 from . import pretrain
 
 STEPS, EXAMPLES_PER_STEP, LEARNING_RATE = 30, 16, 1.5e-3
@@ -21,7 +23,7 @@ STEPS, EXAMPLES_PER_STEP, LEARNING_RATE = 30, 16, 1.5e-3
 
 def batches(tokenizer: PreTrainedTokenizerFast, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield tokens and labels of chats, [examples, longest]; only what the assistant says is learned."""
-    lines = (pretrain.HERE / "extract" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (SAMPLES / "extract" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     for start in range(0, steps * EXAMPLES_PER_STEP, EXAMPLES_PER_STEP):
         chats = [json.loads(line)["messages"] for line in lines[start : start + EXAMPLES_PER_STEP]]
         found = tokenizer.apply_chat_template(
@@ -47,12 +49,12 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
 def main(arguments: list[str] | None = None) -> None:
     """Read the command line, train the model, and save it."""
     parser = argparse.ArgumentParser(description="Make the model from which learning from rewards begins.")
-    parser.add_argument("--output", type=Path, default=pretrain.HERE / "half_trained_model", help="folder to write")
+    parser.add_argument("--output", type=Path, default=SAMPLES / "half_trained_model", help="folder to write")
     parser.add_argument("--steps", type=int, default=STEPS, help="of 16 examples each (default: %(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # sums in the same order everywhere
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(pretrain.HERE / "tiny_model")
-    model = Qwen3ForCausalLM.from_pretrained(pretrain.HERE / "tiny_model", dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(SAMPLES / "tiny_model")
+    model = Qwen3ForCausalLM.from_pretrained(SAMPLES / "tiny_model", dtype=torch.float32)
     loss = train(model, tokenizer, options.steps)
     pretrain.save(model, tokenizer, options.output)
     print(f"loss {loss:.4f} after {options.steps} steps; saved in {options.output}")

@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--output",
         type=Path,
         default=SAMPLES,
-        help="folder to write into (default: this folder)",
+        help="folder to write into (default: the samples of the package)",
     )
     parser.add_argument(
         "--seed", type=int, default=SEED, help=f"another seed gives other people and amounts (default: {SEED})"

@@ -25,7 +25,6 @@ from deepspeed_recipes.recipe.project import SAMPLES
 
 from . import corpus, world
 
-HERE = SAMPLES
 BOS, PAD, END, SYSTEM, USER, ASSISTANT = SPECIAL = (
     "<|bos|>",
     "<|pad|>",
@@ -56,7 +55,7 @@ CHAT_TEMPLATE = (
 
 def committed_text() -> list[str]:
     """Return the documents of text/train.jsonl."""
-    lines = (HERE / "text" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (SAMPLES / "text" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["text"] for line in lines]
 
 
@@ -249,7 +248,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--output",
         type=Path,
-        default=HERE / "tiny_model",
+        default=SAMPLES / "tiny_model",
         help="folder to write (default: tiny_model beside this script)",
     )
     parser.add_argument(

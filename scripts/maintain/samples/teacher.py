@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .pretrain import HERE, save
+from deepspeed_recipes.recipe.project import SAMPLES
+
+from .pretrain import save
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -26,13 +28,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--output",
         type=Path,
-        default=HERE / "tiny_teacher",
+        default=SAMPLES / "tiny_teacher",
         help="folder to write (default: tiny_teacher beside this script)",
     )
     options = parser.parse_args(arguments)
     model = AutoModelForCausalLM.from_pretrained(options.export, dtype=torch.float32)
     model.config.use_cache = True  # training had turned it off
-    save(model, AutoTokenizer.from_pretrained(HERE / "tiny_model"), options.output)
+    save(model, AutoTokenizer.from_pretrained(SAMPLES / "tiny_model"), options.output)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ NAMES = (
     *("TORCH_CUDA_ARCH_LIST", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"),
     *("CUDA_HOME", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE"),
     *("MALLOC_ARENA_MAX", "PYTHONWARNINGS", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"),
-    "PYTHONSAFEPATH",  # `spec.project.python_path`
+    "PYTHONSAFEPATH",  # `recipe.project.python_path`
 )
 MORE = "DS_RECIPES_FORWARD"
 """The variable with the names, separated by commas, of further variables to forward."""

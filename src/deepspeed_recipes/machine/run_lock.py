@@ -203,7 +203,7 @@ def _beaten(lock: Path) -> float:
 
 def _now(lock: Path) -> float:
     """Return the time by the file system's clock, not ours."""
-    file = lock.with_name(f".deepspeed_recipes.clock.{socket.gethostname()}.{os.getpid()}")
+    file = lock.with_name(f".{NAME}.clock.{socket.gethostname()}.{os.getpid()}")
     try:
         file.touch()
         return file.stat().st_mtime

@@ -1,6 +1,6 @@
 """A DeepSpeed JSON as one frozen value: read once, and passed on to everything that depends on it.
 
-The linter (`zero_config`) judges files key by key; this is what the rest of the project wants to know of a file that
+The linter (`config`) judges files key by key; this is what the rest of the project wants to know of a file that
 the linter has passed.
 """
 

@@ -109,13 +109,13 @@ def publish(verified: Path, folder: Path) -> None:
 def move(part: Path, folder: Path) -> None:
     """Rename `part` to `folder`, which is replaced, once every file is on the disk."""
     digests.flush([*(path for path in part.rglob("*")), part])
+    old = None
     if folder.exists():
         old = Path(tempfile.mkdtemp(prefix=f"{folder.name[:100]}.", dir=folder.parent))
         folder.rename(old)
-        part.rename(folder)
+    part.rename(folder)
+    if old:
         shutil.rmtree(old, ignore_errors=True)
-    else:
-        part.rename(folder)
     digests.flush([folder.parent])
 
 
@@ -399,10 +399,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
         else:
             part.mkdir()
             for file in sorted(source.iterdir()):
-                if (
-                    file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")
-                    and file.name not in _OF_THE_RUN
-                ):
+                if file.suffix in _COPIED and file.name not in _OF_THE_RUN:
                     shutil.copy2(file, part)
             _check_copies(source, part)
             kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"

@@ -55,7 +55,7 @@ def leave_out_shared_memory() -> None:
     DeepSpeed compiles that op for every process on a CPU, for 20 s or, beside an installation, more than a minute, and
     uses it for tensor parallelism alone. It sums over all ranks, whatever their group, and maps 66 MB per rank from
     /dev/shm, which a rank that is killed leaves there, in memory, for good.
-    `proof/defects/deepspeed/shared_memory_group.py` shows the wrong sum; `test_prove.py` fails once it is right.
+    `prove/defects/deepspeed/shared_memory_group.py` shows the wrong sum; `test_prove.py` fails once it is right.
     """
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
     backend.build_shm_op = lambda: None
@@ -226,7 +226,7 @@ def leave_out_step_of_zeros() -> None:
 
     To allocate the states DeepSpeed 0.19.8 makes a step with gradients of zero when it makes the engine. Adam's first
     updates are then 0.74, 0.86, 0.91, ... of what they should be, and weights are decayed once more. Optimizers
-    allocate their states at their first step by themselves. `proof/defects/deepspeed/step_of_zeros.py` shows the wrong
+    allocate their states at their first step by themselves. `prove/defects/deepspeed/step_of_zeros.py` shows the wrong
     update; `test_prove.py` fails once it is right.
     """
     for kind in (FP16_Optimizer, FP16_UnfusedOptimizer):

@@ -1,4 +1,6 @@
-"""Run one instance's ranks of a SageMaker training job: `python -m ....launching.cloud.sagemaker_node NAME ...`.
+"""Run one instance's ranks of a SageMaker training job.
+
+    python -m deepspeed_recipes.launching.cloud.sagemaker_node NAME ...
 
 SageMaker starts the same container on every instance and says in a file which one it is; the rest is `node.py`. Why a
 job failed is shown by SageMaker's console if it is in another file.

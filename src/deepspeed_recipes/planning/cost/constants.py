@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parents[1] / "constants.json"
-"""Written by `calibration.calibrate`."""
+"""Written by `scripts/maintain/calibration/calibrate.py`."""
 
 
 @dataclass(frozen=True)

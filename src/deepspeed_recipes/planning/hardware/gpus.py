@@ -34,7 +34,7 @@ class Gpu:
 
     @property
     def bf16_tflops(self) -> float:
-        """Dense matrix products, without sparsity (fp16 where it has no bf16): `spec.gpus`, which MFU uses too."""
+        """Dense matrix products, without sparsity (fp16 where it has no bf16): `recipe.gpus`, which MFU uses too."""
         peak = peak_flops(self.like or self.name)
         assert peak is not None, self.name
         return peak / 1e12

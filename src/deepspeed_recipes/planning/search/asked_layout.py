@@ -53,7 +53,7 @@ def added(request: PlanRequest, plan: Plan) -> str | None:
 def beyond(request: PlanRequest, layout: Layout) -> str | None:
     """Return what DeepSpeed lacks to run experts that are split beside tensors, stages or sequences, and its cost.
 
-    None for other layouts: what is wrong with them is in `spec.limits`.
+    None for other layouts: what is wrong with them is in `recipe.limits`.
 
     Args:
         request: of a mixture of experts.

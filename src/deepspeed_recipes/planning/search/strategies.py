@@ -1,7 +1,7 @@
 """The search: every way to train a model on a cluster that is possible and fits, best first.
 
 A candidate is a file in `configs/`, a layout, a micro-batch size and whether to checkpoint. Candidates that cannot run
-are dropped by the launcher's own rules (`spec.limits`), those that do not fit by `cost.memory`, and
+are dropped by the launcher's own rules (`recipe.limits`), those that do not fit by `cost.memory`, and
 `cost.time.step_time` ranks the rest.
 """
 

@@ -81,7 +81,7 @@ def stage_shards(profile: ModelProfile, setup: TrainingSetup) -> list[StageShard
 
 
 def stage_ranges(profile: ModelProfile, count: int) -> tuple[range, ...]:
-    """Return the layers of each of `count` pipeline stages, distributed as in training (`spec.layout.balanced`).
+    """Return the layers of each of `count` pipeline stages, distributed as in training (`recipe.layout.balanced`).
 
     Balanced by parameters; the embedding counts with the first layer, the norm and the output matrix with the last.
     """

@@ -131,7 +131,7 @@ def held_parameters(
         before: parameters of the embedding, on the first stage.
         after: parameters of norm and head, on the last stage; a tied head is the embedding once more.
         tensor: ranks that a matrix is split over.
-        stages: the layers of each stage, as `spec.layout.balanced` gives them; one range without a pipeline, where a
+        stages: the layers of each stage, as `recipe.layout.balanced` gives them; one range without a pipeline, where a
             tied head counts for nothing.
     """
     own = [whole - part + part / tensor for whole, part in zip(layers, split, strict=True)]

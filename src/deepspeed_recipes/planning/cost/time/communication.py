@@ -11,7 +11,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: `size` of them, every `stride`-th one, in the order of `spec.layout.rank_position`."""
+    """Ranks that communicate: `size` of them, every `stride`-th one, in the order of `recipe.layout.rank_position`."""
 
     size: int
     stride: int

@@ -92,7 +92,7 @@ def step_time(
     Args:
         profile: of the model.
         setup: how it is trained; a pipeline's micro-batches are its gradient accumulation steps.
-        cluster: where; ranks fill its nodes one after the other, in the order of `spec.layout.rank_position`.
+        cluster: where; ranks fill its nodes one after the other, in the order of `recipe.layout.rank_position`.
         given: constants; None: those of the cluster's GPU with DeepSpeed.
     """
     known = given or constants(cluster.gpu.name)
