@@ -39,8 +39,9 @@ def forked(ranks):
     return start
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize(
+    "name", [one if one == "full_1b" else pytest.param(one, marks=pytest.mark.every) for one in BENCHMARKS]
+)
 def test_each_benchmark_runs_as_a_draft(forked, tmp_path, name):
     result = benchmark.run(BENCHMARKS[name], argparse.Namespace(draft=True, quick=False, output=tmp_path), forked)
     for label, runs in result["runs"].items():
@@ -117,6 +118,14 @@ def test_a_failure_is_reported_and_not_retried(on_gpu):
     result = benchmark.run(TWO, on_gpu, start)
     assert asked == ["limits", "a", "b", "a"]
     assert "| b |" in tables.table(result) and "out of memory" in tables.table(result)
+    assert not benchmark.broken(result), "that is what was measured"
+
+
+def test_a_contender_that_cannot_run_fails_the_command(on_gpu, monkeypatch, capsys):
+    start, _ = of([FOUND, {"error": "the folder holds no weights"}, FOUND])
+    monkeypatch.setattr(benchmark.own_process, "start", start)
+    assert benchmark.main(["packing", "--output", str(on_gpu.output)]) == 1
+    assert "packing: padded: the folder holds no weights" in capsys.readouterr().err
 
 
 def test_results_are_kept_when_interrupted(tmp_path):

@@ -140,7 +140,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -
     distributed.start()
     trained = run.checked(trained, file, tokenizer)
     arguments = sft.arguments(common_arguments(trained, folder, file, 1, distributed.on_gpu()), trained)
-    model = load.load_model(trained, synthetic.RandomWeights(trained, asked["draft"]))
+    model = load.adapted(load.fitted(synthetic.random_model(trained, asked["draft"]), trained), trained)
     gather_layers(arguments, model, file)
     upstream.tell_whether_packed(model, trained.packing)
     data = Datasets(sequences, None, None, [])

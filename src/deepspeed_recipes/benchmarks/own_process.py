@@ -25,6 +25,7 @@ from ..recipe.project import IMPORT_ROOT
 from ..recipe.run_folder import RunFolder
 
 MEASURE = "deepspeed_recipes.benchmarks.measure"
+OUT_OF_MEMORY = "out of memory"
 
 
 def start(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def _forks() -> ForkServerContext:
 def cause(output: str) -> str:
     """Return why a contender failed, in a few words."""
     if "out of memory" in output.lower() or "OutOfMemory" in output:
-        return "out of memory"
+        return OUT_OF_MEMORY
     return (output.strip().splitlines() or ["ended without any output"])[-1][:160]
 
 

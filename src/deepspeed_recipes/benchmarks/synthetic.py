@@ -1,6 +1,5 @@
 """Synthetic models and data: random weights with a page's real dimensions, and documents of random tokens."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,18 +43,6 @@ def random_model(recipe: Recipe, draft: bool, dtype: torch.dtype | None = None) 
             attn_implementation=attention.loadable(recipe.model.attention),
         )
     return quantized(model) if recipe.model.quantization == "nf4" else model
-
-
-@dataclass(frozen=True)
-class RandomWeights:
-    """Makes the model of a recipe where `load_model` would read it: in the place of `AutoModelForCausalLM`."""
-
-    recipe: Recipe
-    draft: bool
-
-    def from_pretrained(self, path: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-        """Return the model with random weights, and that none is missing; the recipe says what `options` say."""
-        return random_model(self.recipe, self.draft), {"missing_keys": []}
 
 
 def quantized(model: PreTrainedModel) -> PreTrainedModel:

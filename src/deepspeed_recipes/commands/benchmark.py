@@ -82,11 +82,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name in OWN:
                 OWN[name](options)
             else:
-                run(BENCHMARKS[name], options, own_process.start, share(end - time.monotonic(), left))
+                result = run(BENCHMARKS[name], options, own_process.start, share(end - time.monotonic(), left))
+                failed += [f"{name}: {line}" for line in broken(result)]
         except Exception as error:  # the rest of the list still runs
             failed.append(f"{name}: {error}")
-            print(failed[-1], file=sys.stderr, flush=True)
+    for line in failed:
+        print(line, file=sys.stderr, flush=True)
     return 1 if failed else 0
+
+
+def broken(result: dict[str, Any]) -> list[str]:
+    """Return the contenders of a benchmark that failed, and why; one that runs out of memory has been measured."""
+    return [
+        f"{label}: {done['error']}"
+        for label, runs in result["runs"].items()
+        for done in runs
+        if "error" in done and done["error"] != own_process.OUT_OF_MEMORY
+    ]
 
 
 def share(seconds: float, benchmarks: int) -> float:

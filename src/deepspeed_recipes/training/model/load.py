@@ -67,7 +67,11 @@ def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> 
     Raises:
         UserError: the weights are missing, or exist only as pickles.
     """
-    model = load_base(recipe, kind, labels)
+    return adapted(load_base(recipe, kind, labels), recipe)
+
+
+def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftModel:
+    """Return a model of `fitted` with the recipe's adapters; itself where the recipe has none."""
     if recipe.lora is None:
         return model
     if checkpointing.of_layers(recipe):
@@ -82,7 +86,11 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
     Raises:
         UserError: the weights are missing, or exist only as pickles.
     """
-    model = _pretrained(recipe, kind or heads.CLASSES[heads.trained_by(recipe)], labels)
+    return fitted(_pretrained(recipe, kind or heads.CLASSES[heads.trained_by(recipe)], labels), recipe)
+
+
+def fitted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
+    """Return a model that was just read or made, with the attention, the loss and the kernels of the recipe."""
     upstream.restore_rotary_frequencies(model)
     # With a key/value cache transformers does not look for packed documents, and they would attend to each other.
     model.config.use_cache = False
