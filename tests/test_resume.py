@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from deepspeed_recipes.commands import launch
 from deepspeed_recipes.launching import paths
@@ -135,6 +136,27 @@ def test_a_signal_that_comes_late_does_not_end_a_run_that_is_stopping():
             stop.on_train_end(None, None, None)
             assert {signal.getsignal(number) for number in before} == {kept}
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_only_sigterm_and_sigint_ask_a_run_to_stop(monkeypatch):
+    """With processes that read data PyTorch handles SIGCHLD, which comes at every end of Triton's compiler."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    seen = []
+    stop = StopOnSignal(lambda: None)
+    try:
+        signal.signal(signal.SIGCHLD, lambda *_: seen.append(signal.SIGCHLD))
+        stop.on_train_begin(None, None, None)
+        subprocess.run(["true"], check=True)
+        time.sleep(0.3)  # for the thread that listens
+        assert seen and not stop.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        assert stop.asked
+    finally:
+        signal.set_wakeup_fd(-1)
         for number, handler in before.items():
             signal.signal(number, handler)
 

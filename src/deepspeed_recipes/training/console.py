@@ -27,7 +27,10 @@ NOISE = {
 """Beginnings of messages that a user cannot act on, by the logger that prints them."""
 
 WARNINGS = {
-    "torch": ["`torch.distributed."],  # collectives have new names, and DeepSpeed calls the old ones
+    "torch": [
+        "`torch.distributed.",  # collectives have new names, and DeepSpeed calls the old ones
+        "barrier(): using the device under current context",  # it is the rank's own: `distributed.start` has set it
+    ],
     "peft": ["fan_in_fan_out is set to False"],  # of GPT-2
     "trl": ["You are importing from 'trl.experimental'"],  # parity with it is tested, and its version pinned
 }
@@ -39,7 +42,7 @@ def leave_out_noise() -> None:
     for name, beginnings in NOISE.items():
         logging.getLogger(name).addFilter(_Without(tuple(beginnings)))
     for beginning in chain.from_iterable(WARNINGS.values()):
-        warnings.filterwarnings("ignore", message=beginning)
+        warnings.filterwarnings("ignore", message=re.escape(beginning))
 
 
 class _Without(logging.Filter):

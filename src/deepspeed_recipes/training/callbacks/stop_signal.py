@@ -13,6 +13,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ..console import say
 
+STOPS = (signal.SIGTERM, signal.SIGINT)
+
 
 class StopOnSignal(TrainerCallback):
     """SIGTERM or SIGINT during training: all ranks finish the step, write a checkpoint and end the run.
@@ -36,14 +38,18 @@ class StopOnSignal(TrainerCallback):
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPS:
             signal.signal(number, lambda *_: None)
         # Ray's workers block SIGINT, and ranks inherit that.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
 
     def _listen(self, reader: int) -> None:
-        while os.read(reader, 1):
+        while number := os.read(reader, 1):
+            # Python reports every signal that has a handler: with processes that read data PyTorch handles SIGCHLD,
+            # which arrives when Triton's compiler ends.
+            if number[0] not in STOPS:
+                continue
             if _live_siblings() < int(os.environ.get("LOCAL_SIZE", "1")):
                 self.on_loss()
                 os._exit(128 + signal.SIGTERM)
@@ -64,7 +70,7 @@ class StopOnSignal(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let signals end the process again, unless one has stopped the run: it may reach this host late."""
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPS:
             signal.signal(number, signal.SIG_IGN if self.stopped else signal.SIG_DFL)
 
 
