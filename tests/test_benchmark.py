@@ -261,7 +261,7 @@ def measured(folder: Path) -> Path:
 
 def test_a_table_of_dashes_is_not_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MEASUREMENTS", measured(tmp_path))
-    assert documents.measurements()["speed"] == "Nothing has been measured on a GPU yet.\n"
+    assert documents.measurements()["speed"] == "No comparison has been run on a GPU yet.\n"
     write_json(tmp_path / "packing_gpu.json", on_a_gpu())
     assert "| packing | packed | 200 |" in documents.measurements()["speed"]
 

@@ -36,7 +36,7 @@ def measurements() -> dict[str, str]:
     results = benchmark_results.results(MEASUREMENTS)
     names = [one.name for one in BENCHMARKS.values() if not one.estimates]
     on_gpus = (
-        tables.summary(names, results) if set(names) & set(results) else "Nothing has been measured on a GPU yet.\n"
+        tables.summary(names, results) if set(names) & set(results) else "No comparison has been run on a GPU yet.\n"
     )
     stored = (read_json(MEASUREMENTS / f"overhead_zero{stage}_cpu.json") for stage in (2, 3))
     return {
