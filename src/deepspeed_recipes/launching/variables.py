@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+from ..recipe import project
 from ..recipe.errors import UserError, is_secret
 
 PREFIXES = (
@@ -38,7 +39,7 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a run's ranks need on another machine, without secrets.
 
     Raises:
-        UserError: a value that no script or manifest can hold.
+        UserError: a value that no script or manifest can hold, or `DS_RECIPES_FORWARD` under its old name.
     """
     listed = _listed(environment)
     found = {name: environment[name] for name in listed if not _secret(name, environment[name])}
@@ -60,7 +61,7 @@ def is_name(text: str) -> bool:
 
 
 def _listed(environment: Mapping[str, str]) -> list[str]:
-    asked = {name.strip() for name in environment.get(MORE, "").split(",")}
+    asked = {name.strip() for name in project.variable(MORE, environment).split(",")}
     return sorted(
         name for name in environment if is_name(name) and (name.startswith(PREFIXES) or name in NAMES or name in asked)
     )

@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from .errors import UserError
+
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package."""
 IMPORT_ROOT = PACKAGE.parent
@@ -27,6 +29,21 @@ SCRIPTS = {
 """The commands that have a script in `scripts/`, and the script's name."""
 TYPED = "DS_RECIPES_SCRIPTS"
 """Set to the folder above `scripts/` by its scripts, so that what a command prints is typed the same way."""
+
+RENAMED = {"DS_RECIPES_FORWARD": "DSR_FORWARD", "DS_RECIPES_SERVING": "DSR_SERVING"}
+"""Environment variables that had another name, and the old name."""
+
+
+def variable(name: str, environment: Mapping[str, str]) -> str:
+    """Return the value of one of the project's environment variables, empty if it is not set.
+
+    Raises:
+        UserError: only its old name is set, which would do nothing.
+    """
+    old = RENAMED.get(name, "")
+    if name not in environment and old in environment:
+        raise UserError(f"{old}={environment[old]}: this variable is now called {name}; set that, and unset {old}.")
+    return environment.get(name, "")
 
 
 def runs() -> Path:

@@ -9,15 +9,19 @@ import sys
 from pathlib import Path
 
 from ...recipe.errors import UserError
-from ...recipe.project import CONSTRAINTS
+from ...recipe.project import CONSTRAINTS, variable
 
 VARIABLE = "DS_RECIPES_SERVING"
 """The variable that names the environment's folder, where it is not `.serving` beside this one, as `make` makes it."""
 
 
 def folder() -> Path:
-    """Return where the environment is, or would be."""
-    return Path(os.environ.get(VARIABLE) or Path(sys.prefix).with_name(".serving"))
+    """Return where the environment is, or would be.
+
+    Raises:
+        UserError: `VARIABLE` is set under its old name.
+    """
+    return Path(variable(VARIABLE, os.environ) or Path(sys.prefix).with_name(".serving"))
 
 
 def python(package: str) -> Path | None:
