@@ -147,7 +147,7 @@ def test_pairs_that_are_right_one_by_one_are_tried_together(monkeypatch, alone, 
     config = AutoConfig.from_pretrained(TINY_MODEL)
     monkeypatch.setattr(tensor_check, "_is_right", lambda whole, pairs, group: together if len(pairs) > 1 else alone)
     if alone and not together:
-        with pytest.raises(ValueError, match="right one by one, and wrong together"):
+        with pytest.raises(ValueError, match="correct one by one, but not together"):
             tensor_check.split(config, "sdpa", None)
         return
     styles, rest = tensor_check.split(config, "sdpa", None)

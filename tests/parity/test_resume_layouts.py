@@ -337,7 +337,7 @@ def test_a_poisoned_checkpoint_runs_no_code(ranks, tmp_path, whole, case, file):
 def test_a_poisoned_checkpoint_runs_no_code_while_it_is_converted(tmp_path, whole):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     poison(newest_checkpoint(run), "global_step3/*_optim_states.pt", tmp_path / "attacked")
-    with pytest.raises(UserError, match=r"one of its files stores \w+.mkdir, which is no data") as refused:
+    with pytest.raises(UserError, match=r"one of its files contains \w+.mkdir, which is code") as refused:
         universal_checkpoint.convert(newest_checkpoint(run))
     assert "\n" not in str(refused.value) and not (tmp_path / "attacked").exists()
 

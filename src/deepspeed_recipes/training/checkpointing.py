@@ -1,4 +1,4 @@
-"""Checkpointing of layers: which of their activations are kept and where, and which are computed again."""
+"""Activation checkpointing: which activations of a layer are kept and where, and which are computed again."""
 
 from functools import cache
 from typing import Any
@@ -16,31 +16,31 @@ KEPT = (
     *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
     *("aten::_flash_attention_forward", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
 )
-"""What `selective` does not compute again: products with weights, and attention; nearly all of a layer's time."""
+"""Operators whose results `selective` keeps: products with weights, and attention; nearly all of a layer's time."""
 
 
 def of_layers(recipe: Recipe) -> bool:
-    """Return whether whole layers are checkpoints, whatever is kept of them besides their inputs."""
+    """Return whether each layer is a checkpoint of its own, however much is kept in addition to its inputs."""
     return recipe.gradient_checkpointing in (True, "selective")
 
 
 def options(recipe: Recipe) -> dict[str, Any]:
-    """Return how transformers is to call `torch.utils.checkpoint`."""
+    """Return the arguments with which transformers calls `torch.utils.checkpoint`."""
     kept = {"context_fn": keep_products} if recipe.gradient_checkpointing == "selective" else {}
     return {"use_reentrant": False} | kept
 
 
 def keep_products() -> Any:
-    """Return the contexts of a layer's forward pass and of its recomputation: what KEPT computes is computed once.
+    """Return the contexts of a layer's forward pass and its recomputation, in which operators in KEPT run only once.
 
-    The policy is PyTorch's: its dispatch modes see every operator, also of 4-bit layers and of ZeRO-3's.
+    The policy is PyTorch's: its dispatch modes receive every operator, including those of 4-bit layers and of ZeRO-3.
     """
     return create_selective_checkpoint_contexts(_operators())
 
 
-@cache  # asked for by each layer in each pass
+@cache  # called by each layer in each pass
 def _operators() -> list[Any]:
-    """Return those of KEPT that this environment has."""
+    """Return the operators in KEPT that this environment has."""
     spaces = (name.split("::") for name in KEPT)
     found = (getattr(getattr(torch.ops, space), short, None) for space, short in spaces)
     return [packet.default for packet in found if packet is not None]
@@ -49,17 +49,17 @@ def _operators() -> list[Any]:
 def offload_inputs(model: PreTrainedModel, on_gpu: bool) -> "LayerInputs":
     """Make checkpointed layers of `model` keep their inputs in host memory between its passes.
 
-    On GPUs TRL copies them on a stream of its own, there and back; on CPU ranks torch copies them, which saves nothing
-    there and computes the same. Only the layers are watched: of what is saved through hooks torch forgets whether it is
-    a parameter, which TRL's tiled loss asks the head under ZeRO-3.
+    On GPUs TRL copies them in both directions on its own stream; on CPU ranks torch copies them, which saves nothing
+    there and computes the same. Only the layers are hooked: torch no longer marks tensors saved through hooks as
+    parameters, and under ZeRO-3 TRL's tiled loss needs that mark of the head.
 
     Args:
-        model: without adapters; they may be added.
-        on_gpu: whether this rank computes on one.
+        model: without adapters; they may be added later.
+        on_gpu: whether this rank computes on a GPU.
     """
     mover: saved_tensors_hooks = save_on_cpu()
     if on_gpu:
-        from trl.models.activation_offloading import OffloadActivations  # imported by those alone that need it
+        from trl.models.activation_offloading import OffloadActivations  # imported only where it is needed
 
         mover = OffloadActivations()
     inputs = LayerInputs(mover, model.config.get_text_config().hidden_size)
@@ -75,7 +75,7 @@ class LayerInputs(saved_tensors_hooks):
     def __init__(self, mover: saved_tensors_hooks, hidden: int) -> None:
         self.mover, self.hidden = mover, hidden
         self.bytes = 0
-        """Of what the mover holds."""
+        """Size of the tensors that the mover holds."""
         super().__init__(self._keep, self._give_back)
 
     def __enter__(self) -> None:

@@ -1,8 +1,8 @@
 """Converts a checkpoint for another number of ranks to DeepSpeed's universal form, before any rank starts.
 
-Under ZeRO-1 to 3 each rank writes its shard of the optimizer's states, so N files fit N ranks only. The universal form
-has one file per weight and state, from which any number of ranks can read its shards. The
-launcher refuses in milliseconds what cannot be converted, and the conversion is a process of its own.
+Under ZeRO-1 to 3 each rank writes its shard of the optimizer's states, so the files of N ranks fit N ranks only. The
+universal form has one file per weight and state, from which any number of ranks can read its shards. The launcher
+refuses in milliseconds a checkpoint that cannot be converted; the conversion is a separate process.
 """
 
 import os
@@ -28,7 +28,7 @@ CONVERTER = "deepspeed_recipes.training.checkpoint.convert"
 MARKER = "latest_universal"
 """DeepSpeed writes this file last; it names the folder of the complete universal form."""
 CONVERTED = "universal.json"
-"""Written after it: the digests of the universal form's files."""
+"""Written after MARKER: the digests of the universal form's files."""
 DIMENSIONS = (
     *("model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "head_dim"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "intermediate_size", "n_inner"),
@@ -38,7 +38,7 @@ DIMENSIONS = (
 
 
 def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) -> None:
-    """Refuse to resume with settings that the run's newest checkpoint neither fits nor can be converted to.
+    """Refuse to resume with settings that the run's newest checkpoint does not fit and cannot be converted to.
 
     Args:
         recipe: as it is about to run, with overrides; the run's folder still holds the old one.
@@ -81,7 +81,7 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
 
 
 def _unchangeable(saved: Layout, asked: Layout, stage: int) -> list[str]:
-    """Return the sizes of a layout that differ from what the checkpoint has to be loaded with."""
+    """Return the sizes of the layout in which the checkpoint cannot be loaded."""
     changed = {
         "pipeline": saved.pipeline != asked.pipeline,
         # AutoEP's experts have other parameters than whole ones.
@@ -114,7 +114,7 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
             )
     if recipe.deepspeed != saved.deepspeed and Path(saved.deepspeed).exists():
         new, old = deepspeed_file.read(recipe.deepspeed), deepspeed_file.read(saved.deepspeed)
-        for block in ("bf16", "data_types"):  # they say in what dtype weights, gradients and states are kept
+        for block in ("bf16", "data_types"):  # the dtypes of weights, gradients and states
             if new.content.get(block) != old.content.get(block):
                 raise UserError(
                     f"deepspeed={new.name}: its {block} block is not that of {old.name}, with which {checkpoint} was "
@@ -148,15 +148,15 @@ def _dimensions(file: Path) -> dict[str, Any]:
 
 
 def dimensions(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what defines the architecture in the content of a config.json."""
+    """Return the values in a config.json that define the architecture."""
     config = config.get("text_config") or config
     return {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
 
 
 def _not_convertible(file: DeepSpeedFile, saved: Layout, recipe: Recipe) -> str | None:
-    """Return what the universal form cannot hold; None if it holds everything.
+    """Return the kind of state that the universal form cannot hold, or None if it holds everything.
 
-    It holds split matrices only where AutoTP has split and described them, below ZeRO-3; others it would join wrongly.
+    It holds split matrices only below ZeRO-3, where AutoTP has split and described them; others it would join wrongly.
     `test_deepspeed_joins_split_matrices_incorrectly` fails once this can be removed.
     """
     if not file.stage:
@@ -167,15 +167,15 @@ def _not_convertible(file: DeepSpeedFile, saved: Layout, recipe: Recipe) -> str 
     if kind.lower() not in ("adam", "adamw"):
         return f"states of {kind} (only Adam's)"
     if saved.tensor > 1 and (file.stage == 3 or saved.pipeline > 1 or recipe.lora is not None):
-        return "matrices that are split under ZeRO-3, in a pipeline or beside adapters"
+        return "matrices that are split under ZeRO-3, in a pipeline or next to adapters"
     return None
 
 
 def is_needed(layout: Layout, run: RunFolder, world_size: int) -> bool:
     """Return whether `world_size` ranks in `layout` can only load the run's newest checkpoint in its universal form.
 
-    Without ZeRO every rank has all states. Sequence-parallel ranks are data ranks to DeepSpeed, so their number alone
-    changes nothing.
+    Without ZeRO every rank has all states. DeepSpeed treats sequence-parallel ranks as data-parallel, so their number
+    alone changes nothing.
     """
     checkpoint = newest_checkpoint(run)
     if checkpoint is None or not deepspeed_file.read(run.deepspeed).stage:
@@ -193,7 +193,7 @@ def loading(config: dict[str, Any], layout: Layout, run: RunFolder, world_size: 
 
 
 def convert(checkpoint: Path) -> None:
-    """Write the universal form into `checkpoint`, in one process; do nothing if it is there, as it was written.
+    """Write the universal form into `checkpoint`, in one process; do nothing if an intact one exists.
 
     Raises:
         UserError: not enough disk space, or DeepSpeed could not convert it.
@@ -208,10 +208,10 @@ def convert(checkpoint: Path) -> None:
     check_disk(checkpoint, conversion_bytes(source), "the conversion for another number of ranks")
     command = [sys.executable, "-m", CONVERTER]
     command += ["--input_folder", str(source), "--output_folder", str(target)]
-    # One worker each: with several DeepSpeed holds as many shares in memory at once.
+    # One worker each: with several workers DeepSpeed holds as many shares in memory at once.
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     if read_json(checkpoint / COMPLETE)["layout"]["tensor"] == 1:
-        command.append("--inject_missing_state")  # for split matrices a missing description must stay an error
+        command.append("--inject_missing_state")  # with split matrices a missing description must stay an error
     pipe = subprocess.PIPE
     done = children.run(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | python_path(os.environ))
     if done.returncode:
@@ -228,7 +228,7 @@ def convert(checkpoint: Path) -> None:
 
 
 def conversion_bytes(source: Path) -> int:
-    """Return the bytes that converting DeepSpeed's folder `source` needs at most.
+    """Return an upper bound of the disk space, in bytes, that converting DeepSpeed's folder `source` needs.
 
     The states exist twice, in pieces and joined; ZeRO-3 also keeps one rank's file, and ZeRO-1 and 2 write in fp32 what
     only the module's 16-bit state holds.

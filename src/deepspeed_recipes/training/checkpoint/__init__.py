@@ -1,1 +1,1 @@
-"""What a checkpoint holds and whether it may be loaded."""
+"""Integrity of checkpoints: digests, fingerprints of the data and model, and safe loading."""

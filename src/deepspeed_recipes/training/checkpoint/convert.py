@@ -1,4 +1,4 @@
-"""DeepSpeed's conversion to the universal form, without running what a checkpoint may have hidden in its pickles.
+"""Runs DeepSpeed's conversion to the universal form without executing code hidden in a checkpoint's pickles.
 
 python -m deepspeed_recipes.training.checkpoint.convert --input_folder CHECKPOINT/global_stepN --output_folder ...
 """

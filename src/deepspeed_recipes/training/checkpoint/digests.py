@@ -1,8 +1,8 @@
 """Digests of a checkpoint's files: written with it, compared before it is loaded.
 
-DeepSpeed and torch load a file with a flipped bit without a word. XXH3 reads 10 GB/s, so digests cost 2 % of a save:
-for 800 MB on two cores 0.075 s, after 3.9 s to save and 0.25 s to flush (2026-11-22; CRC-32 takes 0.31 s). The launcher
-compares them, so nothing is imported here that it does not need.
+DeepSpeed and torch load a file with a flipped bit without an error. XXH3 reads 10 GB/s, so digests cost 2 % of a save:
+for 800 MB on two cores 0.075 s, after 3.9 s to save and 0.25 s to flush (2026-11-22; CRC-32 takes 0.31 s). The
+launcher compares them, so this module imports only what they need.
 """
 
 import os
@@ -30,7 +30,7 @@ def of_file(path: Path) -> str:
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Wait until files or folders are on the disk: a checkpoint must not be marked complete before it is."""
+    """Wait until files or folders are on the disk, before a checkpoint is marked complete."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -40,7 +40,7 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
-    """Return the name of a file that is missing or differs from its digest in `record`; None if all are as written.
+    """Return the name of a file that is missing or differs from its digest in `record`, or None if all are intact.
 
     Raises:
         FileUnusable: a file cannot be read now.
@@ -59,9 +59,9 @@ def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
 
 
 def newest_intact(run: RunFolder) -> Path | None:
-    """Return the newest complete checkpoint whose files are as they were written, or None if the run has written none.
+    """Return the newest complete checkpoint whose files are intact, or None if the run has written none.
 
-    Damaged ones that are newer are named, and set aside under another name.
+    Newer, damaged checkpoints are reported and renamed.
 
     Raises:
         FileUnusable: a checkpoint cannot be read now.
@@ -93,6 +93,6 @@ def newest_intact(run: RunFolder) -> Path | None:
 
 
 def _free_name(checkpoint: Path) -> Path:
-    """Return where a damaged checkpoint is put; the run's next one of this step takes the old name."""
+    """Return a free name for a damaged checkpoint; the run will write the checkpoint of this step again."""
     names = (f"{checkpoint.name}-damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 1000))))
     return next(one for one in map(checkpoint.with_name, names) if not one.exists())

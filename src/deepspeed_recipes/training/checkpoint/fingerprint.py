@@ -1,6 +1,6 @@
-"""What a checkpoint was trained from: the recipe, the model's dimensions, the tokenizer, the data and their order.
+"""Fingerprint of a checkpoint's run: the recipe, the model's dimensions, the tokenizer, the data and their order.
 
-A run that resumes on other data skips sequences that it has never seen, or sees some twice, without a word.
+A run that resumes on other data would skip sequences that it has never read, or read some twice, without an error.
 """
 
 import json
@@ -24,7 +24,7 @@ from ..model.load import load_config
 from ..universal_checkpoint import dimensions
 
 FIRST = 64
-"""How many sequences of a stream are compared, whose end nobody has seen."""
+"""Number of a stream's sequences that are compared; its end is unknown."""
 MEANT = {
     "recipe": "another recipe",
     "model": "a model with other dimensions",
@@ -32,9 +32,9 @@ MEANT = {
     "data": "other data",
     "order": "another order of the data",
 }
-"""What a difference means, by what differs."""
+"""The meaning of a difference, by the fingerprint's key."""
 ACCEPTABLE = ("tokenizer", "data", "order")
-"""What `data.changed=true` accepts."""
+"""Differences that `data.changed=true` accepts."""
 
 
 def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Datasets) -> dict[str, Any]:
@@ -60,11 +60,12 @@ def check(fingerprint: dict[str, Any], checkpoint: Path | None, changed: bool) -
 
     Args:
         fingerprint: the run's.
-        checkpoint: None: a new run. One of an older version has no fingerprint, and is accepted.
-        changed: accept other data, as the user asks.
+        checkpoint: the checkpoint to resume from, or None for a new run. One without a fingerprint, written by an older
+            version, is accepted.
+        changed: accept other data, as the user has allowed.
 
     Raises:
-        UserError: names what differs, and the key that accepts it.
+        UserError: the message names the difference, and the key that accepts it.
     """
     saved = read_json(checkpoint / COMPLETE).get("fingerprint", {}) if checkpoint else {}
     for name, meaning in MEANT.items():
@@ -84,7 +85,7 @@ def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def of_data(training: Dataset | Stream) -> str:
-    """Return a digest of everything that is trained on, in its order: 1 GB of tokens takes a second."""
+    """Return a digest of all training data in its order; 1 GB of tokens takes a second."""
     if isinstance(training, Stream):
         return of_sequences(islice(training.sequences, FIRST))
     digest = xxhash.xxh3_128()
@@ -102,7 +103,7 @@ def of_sequences(sequences: Iterable[dict[str, Any]]) -> str:
 
 
 def _bytes(column: Any) -> Iterable[bytes]:
-    """Yield what a column holds, however Arrow has laid it out."""
+    """Yield the content of a column, whatever its layout in Arrow."""
     kind = column.type
     if pyarrow.types.is_list(kind) and pyarrow.types.is_primitive(kind.value_type):
         yield column.flatten().to_numpy(zero_copy_only=False).tobytes()

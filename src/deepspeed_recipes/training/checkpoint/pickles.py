@@ -1,6 +1,6 @@
-"""Checkpoints are pickles, which can run code when they are loaded: here only tensors and plain values are loaded.
+"""Loads only tensors and plain values from checkpoints, which are pickles and could run code.
 
-DeepSpeed 0.19.8 reads every file with `torch.load(weights_only=False)`. torch has a variable that overrules callers.
+DeepSpeed 0.19.8 reads every file with `torch.load(weights_only=False)`; a variable of torch overrules that.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from ...recipe.errors import UserError, first_line
 
 STORED = (ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address)
-"""The classes that DeepSpeed stores besides tensors and plain values; all of them only hold numbers."""
+"""Classes that DeepSpeed stores in addition to tensors and plain values; all of them hold only numbers."""
 
 
 def load_only_data() -> None:
-    """Make every `torch.load` of this process and its children refuse whatever is not data."""
+    """Make every `torch.load` of this process and its children refuse everything except data."""
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     torch.serialization.add_safe_globals(list(STORED))
 
 
 @contextlib.contextmanager
 def refusing_code(checkpoint: Path | None) -> Iterator[None]:
-    """Explain why `checkpoint` was not loaded, during a `with` block.
+    """Within a `with` block, explain why `checkpoint` was not loaded.
 
     Raises:
-        UserError: it stores something that is not data.
+        UserError: the checkpoint contains something that is not data.
     """
     try:
         yield
@@ -40,6 +40,6 @@ def refusing_code(checkpoint: Path | None) -> Iterator[None]:
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = found[1] if found else first_line(error)
         raise UserError(
-            f"{checkpoint}: not loaded, since one of its files stores {what}, which is no data and may run code; "
+            f"{checkpoint}: not loaded: one of its files contains {what}, which is code rather than data; "
             f"delete the folder, or start a new run from its weights: without --resume, with model.path={checkpoint}."
         ) from error

@@ -1,4 +1,4 @@
-"""Expert parallelism (DeepSpeed's AutoEP): each rank holds some of a mixture's experts."""
+"""Expert parallelism (DeepSpeed's AutoEP): each rank holds some of the experts of an MoE layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,20 +14,20 @@ from ..upstream import AutoEPMoELayer
 
 
 def layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
-    """Return AutoEP's layers by their names; none without expert parallelism."""
+    """Return AutoEP's layers by name; empty without expert parallelism."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
 
 
 def whole_state(model: PreTrainedModel, keys: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the state of the ordinary Hugging Face model on rank 0, and nothing on the others; a collective.
 
-    Weight by weight, and on the CPU: no rank's device ever holds more than one layer's experts. AutoEP's `w1` and `w3`,
-    [local experts, feed-forward, hidden], are the gate's and the up projection, which transformers holds as one,
-    [experts, 2 x feed-forward, hidden]; `w2` is the down projection.
+    Weights are gathered one by one and moved to the CPU: no rank's device ever holds more than one layer's experts.
+    AutoEP's `w1` and `w3`, [local experts, feed-forward, hidden], are the gate and up projections, which transformers
+    holds as one matrix, [experts, 2 x feed-forward, hidden]; `w2` is the down projection.
 
     Args:
         model: with AutoEP's layers.
-        keys: of the engine's `expert_parallel` block, which says what transformers calls the parts of a layer.
+        keys: the engine's `expert_parallel` block, which has transformers' names for the parts of a layer.
     """
     spread = layers(model)
     shared = {
@@ -53,7 +53,7 @@ def whole_state(model: PreTrainedModel, keys: Mapping[str, Any]) -> dict[str, to
         _keep(state, f"{name}.{experts}.{back}", down)
         for key, value in layer.router.state_dict(keep_vars=True).items():
             own = key.removeprefix("gate.")
-            # AutoEP's router takes over the corrections that are the block's own in MiniMax M2.
+            # AutoEP's router takes over the correction biases, which in MiniMax M2 belong to the block.
             place = f"{name}.{own}" if f"{name}.{own}" in ordinary else f"{name}.{router}.{own}"
             _keep(state, place, _unsharded(value))
     return state
@@ -95,8 +95,8 @@ def separate_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module
 
     Args:
         optimizer: the Trainer's, before the engine exists.
-        model: the one whose parameters it updates.
-        size: ranks that the experts of one layer are spread over.
+        model: the model whose parameters it updates.
+        size: number of ranks that share the experts of a layer.
     """
     routed = {parameter for name, parameter in model.named_parameters() if ".experts." in name}
     group, *_ = [one for one in optimizer.param_groups if not routed.isdisjoint(one["params"])]

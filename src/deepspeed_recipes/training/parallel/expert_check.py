@@ -1,8 +1,8 @@
-"""How AutoEP is told to take over a mixture that it has no preset for; checked on a shrunken model, like packing.
+"""Finds the AutoEP settings for an MoE architecture without a preset, and checks them on a shrunken model.
 
-A layer of experts is found by its weights: one child holds all experts' matrices, [experts, out, in], another the
-router's, [experts, hidden]. How the router scores is found by trying what AutoEP offers, in one process: the first that
-computes the logits and gradients of transformers' own code.
+A layer of experts is found by its weights: one child holds the matrices of all experts, [experts, out, in], another
+the router's, [experts, hidden]. The router's score function is found by trying those that AutoEP offers, in one
+process: the first that gives the logits and gradients of transformers' own code is used.
 """
 
 import copy
@@ -26,25 +26,25 @@ from .. import upstream
 from ..model import draft, load, packing_check
 
 LENGTH = 48
-"""Tokens of each sequence that is compared."""
+"""Tokens per compared sequence."""
 
 
 JITTER = ("router_jitter_noise", "input_jitter_noise")
-"""Names of the noise in configurations by which a model multiplies its routers' input in training."""
+"""Keys of configurations for the noise that multiplies the routers' input in training."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What AutoEP has to be told about a model."""
+    """AutoEP's settings for a model."""
 
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """Of the DeepSpeed file's `expert_parallel` block; none where DeepSpeed has a preset that is proven."""
+    """For the DeepSpeed file's `expert_parallel` block; empty where DeepSpeed's own preset is proven."""
     routes_in_fp32: bool = False
-    """Whether transformers' router computes in fp32 whatever the weights' dtype."""
+    """True if transformers' router computes in fp32 whatever the weights' dtype."""
 
 
 def mixture(recipe: Recipe) -> Mixture:
-    """Return what AutoEP has to be told; takes a second the first time, before ZeRO-3 shards what is made.
+    """Return AutoEP's settings; takes a second the first time, and must run before ZeRO-3 shards new models.
 
     Raises:
         UserError: AutoEP computes something else than transformers, or cannot return what the recipe's loss needs.
@@ -71,10 +71,10 @@ def _mixture(path: str, trust_remote_code: bool) -> Mixture:
 
 
 def find(config: PreTrainedConfig) -> Mixture:
-    """Return what AutoEP has to be told about a model of this configuration.
+    """Return AutoEP's settings for a model of this configuration.
 
     Raises:
-        UserError: none of what it offers computes what transformers does; says how far the nearest is off, or why.
+        UserError: no setting computes what transformers does; the message has the smallest difference or the error.
     """
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     try:
@@ -104,7 +104,7 @@ def find(config: PreTrainedConfig) -> Mixture:
         }
         try:
             off = difference(whole, keys, len(found))
-        except Exception as error:  # AutoEP refuses what it does not know, or fails on it
+        except Exception as error:  # AutoEP refuses architectures that it does not support, or fails on them
             reason = first_line(error).partition(". ")[0]
             continue
         if off < packing_check.LEAK[torch.float32]:
@@ -117,7 +117,7 @@ def find(config: PreTrainedConfig) -> Mixture:
 
 
 def blocks(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return every layer of experts by its name: what AutoEP calls its parts, and their names."""
+    """Return AutoEP's keys for every layer of experts, with the names of its parts, by the layer's name."""
     found = {}
     for name, block in model.named_modules():
         children = dict(block.named_children())
@@ -142,7 +142,7 @@ def blocks(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _stacked(module: nn.Module) -> list[str]:
-    """Return the names of the matrices of all experts, [experts, out, in], in their order."""
+    """Return the names of the parameters that hold the matrices of all experts, [experts, out, in], in their order."""
     return [name for name, value in module.named_parameters(recurse=False) if value.ndim == 3]
 
 
@@ -153,9 +153,9 @@ def _is_matrix(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _correct(block: nn.Module, router: nn.Module) -> None:
-    """Make the corrections of a router's choice, zero in a fresh model, something that shows.
+    """Give the correction biases of a router, zero in a fresh model, values that change the result.
 
-    They are the router's, or, in MiniMax M2, the block's.
+    They belong to the router, or, in MiniMax M2, to the block.
     """
     generator = torch.Generator().manual_seed(0)
     own = itertools.chain(block.named_buffers(recurse=False), block.named_parameters(recurse=False))
@@ -166,7 +166,7 @@ def _correct(block: nn.Module, router: nn.Module) -> None:
 
 @torch.no_grad()
 def _in_fp32(block: nn.Module, router: nn.Module, width: int) -> bool:
-    """Return whether the logits of a router in bf16 are in fp32; its block knows what it is called with."""
+    """Return whether a router in bf16 returns fp32 logits; runs its block, which passes the right arguments."""
     copied = copy.deepcopy(block).bfloat16()
     (name,) = (name for name, module in block.named_modules() if module is router)
     seen: list[torch.dtype] = []
@@ -180,8 +180,8 @@ def difference(whole: PreTrainedModel, keys: Mapping[str, Any], count: int) -> f
 
     Args:
         whole: a draft; it is not changed.
-        keys: of the `expert_parallel` block.
-        count: layers of experts that AutoEP has to find.
+        keys: for the `expert_parallel` block.
+        count: number of layers of experts that AutoEP has to find.
     """
     replaced = copy.deepcopy(whole)
     level = logger.level
@@ -200,7 +200,7 @@ def difference(whole: PreTrainedModel, keys: Mapping[str, Any], count: int) -> f
 
 
 def _computed(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits, and the gradient of the embeddings, which comes through everything else."""
+    """Return the logits, and the gradient of the embeddings, to which all other layers contribute."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(5, model.config.vocab_size, (2, LENGTH), generator=generator)
     model.zero_grad()

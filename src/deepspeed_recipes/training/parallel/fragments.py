@@ -1,4 +1,4 @@
-"""Where the optimizer holds each trained weight on this rank: which elements of which tensor that it updates."""
+"""Maps each trained weight to the elements of the optimizer's tensors that hold it on this rank."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from . import tensor
 from .pipeline import stage
 
 PEFT = "base_model.model."
-"""What PEFT puts before a model's own names."""
+"""Prefix that PEFT adds to the model's own names."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Consecutive elements of a tensor that the optimizer updates; all of one weight."""
+    """Consecutive elements of a tensor that the optimizer updates; all belong to one weight."""
 
     layer: str
-    """As `layers` names it."""
+    """Name from `layers`."""
     start: int
     numel: int
     """Without padding."""
@@ -42,8 +42,8 @@ def layers(engine: Any) -> list[str]:
 def by_tensor(engine: Any, layout: Layout) -> dict[int, list[Fragment]]:
     """Return the fragments in each tensor that the optimizer updates, by the tensor's `id`.
 
-    Every element of the model is in exactly one rank's fragments, or in those of as many ranks as `copies` says. Empty
-    where DeepSpeed's optimizer holds the weights in a way that is not known here: without ZeRO, in fp16.
+    Every element of the model is in the fragments of exactly `copies` ranks. Empty where the way in which DeepSpeed's
+    optimizer holds the weights is not supported here: without ZeRO, in fp16.
     """
     found: dict[int, list[Fragment]] = {}
     for held, fragment in _fragments(engine, layout):
@@ -62,7 +62,7 @@ def _fragments(engine: Any, layout: Layout) -> Iterator[tuple[torch.Tensor, Frag
     counted_elsewhere = distributed.place(layout).tensor > 0
     whole = _whole(engine)
     for name, weight in _trained(engine):
-        # As DeepSpeed counts for the gradient norm: once what ranks or stages hold twice.
+        # As DeepSpeed counts for the gradient norm: weights that ranks or stages hold twice count once.
         if (counted_elsewhere and weight not in split) or getattr(weight, "ds_pipe_replicated", False):
             continue
         place = _sharded(engine, weight) if hasattr(weight, "ds_tensor") else _partitioned(engine, weight)
@@ -73,14 +73,14 @@ def _fragments(engine: Any, layout: Layout) -> Iterator[tuple[torch.Tensor, Frag
 
 
 def _sharded(engine: Any, weight: Any) -> tuple[torch.Tensor, int, int]:
-    """Return where ZeRO-3 has this rank's shard: the tensor, the first element and their number."""
+    """Return the place of this rank's ZeRO-3 shard: the tensor, the first element and the number of elements."""
     group, start, size = engine.optimizer.grad_position[engine.optimizer.get_param_id(weight)]
     left = weight.ds_numel - upstream.rank_of_shard(weight) * size  # the last shard is padded
     return engine.optimizer.fp32_partitioned_groups_flat[group], start, max(0, min(size, left))
 
 
 def _partitioned(engine: Any, weight: Any) -> tuple[torch.Tensor, int, int] | None:
-    """Return the same for ZeRO 1 and 2, whose partitions cut through weights; None for a weight of other ranks."""
+    """Return the same for ZeRO 1 and 2, whose partitions cut through weights, or None for a weight of other ranks."""
     mapping = getattr(weight, "_hp_mapping", None)
     if mapping is None:
         return None

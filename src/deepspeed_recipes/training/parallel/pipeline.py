@@ -1,7 +1,7 @@
-"""Each rank holds one stage of a pipeline, some of the model's layers, and trains it through the Trainer.
+"""Pipeline parallelism: each rank holds one stage, some of the model's layers, and trains it through the Trainer.
 
-DeepSpeed's PipelineEngine takes each optimizer step as a whole; the Trainer hands it the step's micro-batches one by
-one, and the last of them starts it.
+DeepSpeed's PipelineEngine runs whole optimizer steps. The Trainer passes the step's micro-batches one by one, and the
+last one starts the engine.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model that computes different logits in stages.
 
     Raises:
-        UserError: says what prevents it.
+        UserError: the model cannot be split, or computes something else in stages.
     """
     stages.check(recipe, tokenizer)
     if recipe.layout.tensor > 1:
@@ -61,7 +61,7 @@ def load(recipe: Recipe, labels: Sequence[str] = ()) -> "StagedModel":
     ]
     data = dist.get_world_size() // (layout.pipeline * layout.tensor)
     topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=data)
-    # DeepSpeed prints its partition, and without no_grad autograd would record the copying of tied weights.
+    # DeepSpeed prints its partition; without no_grad autograd would record the copying of tied weights.
     with contextlib.redirect_stdout(io.StringIO()), torch.no_grad(), upstream.without_tensor_parallel_block():
         module = StagedModel(
             specs, topology=topology, loss_fn=LastStageOutput(), partition_method="uniform", dynamic_shape=True
@@ -75,13 +75,13 @@ def load(recipe: Recipe, labels: Sequence[str] = ()) -> "StagedModel":
 
 
 class StagedModel(PipelineModule):
-    """The stages of a model; the Trainer counts the tokens of a step for it, since its loss is weighted by them."""
+    """The stages of a model. The Trainer counts the tokens of a step for it, since they weight its loss."""
 
     accepts_loss_kwargs = True
 
 
 class LastStageOutput:
-    """What the last stage computes from logits and labels: the training loss, or temporarily another function."""
+    """Computes the last stage's result from logits and labels: the training loss, or temporarily another function."""
 
     def __init__(self) -> None:
         self.function: Callable[[torch.Tensor, Any], torch.Tensor] = weighted_loss
@@ -92,9 +92,9 @@ class LastStageOutput:
 
     @contextlib.contextmanager
     def collecting(self, function: Callable[[torch.Tensor, Any], torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Collect `function` of each micro-batch instead within a `with` block.
+        """Within a `with` block, collect the values of `function` for each micro-batch instead of the training loss.
 
-        DeepSpeed adds up what this returns, and the results of micro-batches differ in shape: it gets zeros.
+        DeepSpeed adds up the returned values, and these differ in shape between micro-batches: it gets zeros.
         """
         results: list[torch.Tensor] = []
 
@@ -110,7 +110,7 @@ class LastStageOutput:
 
 
 def outline(recipe: Recipe, model: PipelineModule) -> PreTrainedModel | PeftModel:
-    """Return the whole model without weights; the rank itself has one stage of it."""
+    """Return the whole model without weights; this rank holds only one stage of it."""
     return stages.meta_model(recipe)
 
 
@@ -122,8 +122,8 @@ def stage(module: PipelineModule) -> stages.Stage:
 def _count_once(module: PipelineModule) -> None:
     """Mark which parameters count in the gradient norm on this rank.
 
-    DeepSpeed takes the whole last stage for a copy of the first if a weight in it is tied, and without ZeRO it skips
-    what is not marked as model parallel on every stage but the first.
+    DeepSpeed takes the whole last stage for a copy of the first if one of its weights is tied. Without ZeRO, on every
+    stage but the first, it skips parameters that are not marked as model parallel.
     """
     tied = stage(module).embedding.weight if module.tied_modules and module.stage_id > 0 else None
     split = {weight for layer in tensor.layers(module).values() for weight in layer.parameters()}
@@ -150,11 +150,11 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[str, Any], items: Any) -> torch.Tensor:
-    """Return the loss of an optimizer step for its last micro-batch, and zero for the others.
+    """Return the loss of the optimizer step for its last micro-batch, and zero for the others.
 
     As elsewhere in the Trainer, the loss is the mean over all tokens of the global batch. The engine averages over
-    micro-batches and data-parallel ranks, so each token's weight is their number divided by the number of tokens. The
-    Trainer counts a token once per rank that reads it.
+    micro-batches and data-parallel ranks, so each token is weighted by the number of both divided by the number of
+    tokens. The Trainer counts a token once per rank that reads it.
     """
     engine, layout = trainer.deepspeed, trainer.context.recipe.layout
     trainer.micro_batches.append(inputs)
@@ -186,8 +186,8 @@ def logits(trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
 def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
     """Return the `loss` per token of held-out sequences, and the share of last answers that greedy decoding reproduces.
 
-    A pipeline cannot generate. But greedy decoding reproduces an answer exactly (`exact_match`) if each of its tokens
-    is the likeliest one after the correct tokens before it.
+    A pipeline cannot generate, but greedy decoding reproduces an answer exactly (`exact_match`) if each of its tokens
+    is the likeliest after the correct tokens before it.
     """
     recipe = trainer.context.recipe
     collator = Collator(trainer.processing_class.pad_token_id)
@@ -246,7 +246,7 @@ def save(trainer: Trainer, folder: Path) -> None:
         mine = stage(module).model
         writes = module._grid.get_slice_parallel_rank() == 0
         state = tensor.whole_state(mine, writes, frozen=not isinstance(mine, PeftModel))
-        if module.tied_modules and module.stage_id > 0:  # the first stage writes what both hold
+        if module.tied_modules and module.stage_id > 0:  # the first stage writes the weight that both hold
             tied = stage(module).embedding.weight
             held = {name for name, value in mine.state_dict().items() if value.data_ptr() == tied.data_ptr()}
             state = {name: value for name, value in state.items() if name not in held}

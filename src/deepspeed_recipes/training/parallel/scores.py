@@ -30,8 +30,8 @@ def rank_batches(examples: Sequence[Any], batch_size: int, layout: Layout) -> It
     """Yield this rank's batches, each with the number of its examples that count.
 
     Ranks with fewer examples repeat the first example as filler, so that all make the same number of passes. Ranks that
-    hold parts of the model's matrices or layers get the same batches, and one of them counts; sequence-parallel ranks
-    hold whole models and get batches of their own.
+    hold parts of the model's matrices or layers get the same batches, and only one of them counts. Sequence-parallel
+    ranks hold whole models and get batches of their own.
     """
     place, copies = distributed.place(layout), data_parallel_size(layout, dist.get_world_size())
     rank, ranks = place.data * layout.sequence + place.sequence, copies * layout.sequence
@@ -73,7 +73,7 @@ class Answer:
     """The model's answer, likewise; special tokens are shown."""
     right: bool
     cut_off: bool
-    """The model had not ended it within the tokens that it may write; a wrong answer."""
+    """True if the model had not ended the answer within the tokens that it may write; such an answer is wrong."""
 
 
 @torch.no_grad()
@@ -94,11 +94,11 @@ def exact_match(
         model: writes the answers.
         tokenizer: the model's.
         sequences: conversations as they are trained on, one document each, with `input_ids` and `labels`.
-        max_new_tokens: of an answer.
-        synced_gpus: whether ranks that are done wait for the others.
-        layout: which ranks share a copy of the model.
-        on_answer: gets each answer that this rank has counted.
-        ask: writes the answers to `batch_size` questions, as `vision.answers.generate`.
+        max_new_tokens: limit per answer.
+        synced_gpus: whether ranks that have finished wait for the others.
+        layout: defines which ranks share a copy of the model.
+        on_answer: called with each answer that this rank has counted.
+        ask: writes the answers to `batch_size` questions, as `vision.answers.generate` does.
         batch_size: questions per rank.
     """
     opening = generation_prompt(tokenizer)
@@ -122,9 +122,9 @@ def exact_match(
 
 
 def closing(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the control tokens that end the answers in training, maybe before white space.
+    """Return the control tokens that end the answers in training, possibly followed by white space only.
 
-    The model's settings may not name them, but training says nothing of what comes after them.
+    The model's settings may not list them, and training does not teach the tokens after them.
     """
     control = frozenset(tokenizer.get_added_vocab().values())
     found: set[int] = set()
@@ -135,13 +135,13 @@ def closing(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -
 
 
 def compared(asked: Question, tokens: list[int], stop: Collection[int], tokenizer: PreTrainedTokenizerBase) -> Answer:
-    """Compare an answer with the one that training teaches, as text, since a text has several tokenizations.
+    """Compare the model's answer with the expected answer, as text, since a text has several tokenizations.
 
-    Where training teaches no token that ends the answer, it is compared only as far as training goes.
+    Where training teaches no token that ends the answer, only the length that training covers is compared.
 
     Args:
         asked: the question.
-        tokens: of the answer, with the token that ends it unless it was cut off.
+        tokens: the model's answer, with the token that ends it unless it was cut off.
         stop: the tokens that end an answer.
         tokenizer: the model's.
     """
@@ -155,9 +155,9 @@ def compared(asked: Question, tokens: list[int], stop: Collection[int], tokenize
         bare = found[:-1] if found and found[-1] in stop else found
         return tokenizer.decode(bare, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    expected, said = text(wanted).strip(), text(tokens).strip()
-    right = bool(wanted) and expected == said and not cut_off
-    return Answer(text(asked.prompt), expected, said, right, cut_off)
+    expected, given = text(wanted).strip(), text(tokens).strip()
+    right = bool(wanted) and expected == given and not cut_off
+    return Answer(text(asked.prompt), expected, given, right, cut_off)
 
 
 @torch.no_grad()
@@ -171,16 +171,16 @@ def preferences(
 ) -> dict[str, float]:
     """Return how a model ranks pairs of answers.
 
-    `preference_accuracy` is the share of pairs of whose answers the chosen one has the higher value, and
-    `preference_margin` how much higher it is on average.
+    `preference_accuracy` is the share of pairs whose chosen answer has the higher value, and `preference_margin` is how
+    much higher it is on average.
 
     Args:
-        model: as `value` needs it.
+        model: any model that `value` accepts.
         tokenizer: the model's.
         pairs: examples with `prompt`, `chosen` and `rejected`.
         batch_size: pairs per forward pass and rank.
-        layout: which ranks share a copy of the model.
-        value: of answers: `log_likelihood`, `log_likelihood_per_token` or `reward`.
+        layout: defines which ranks share a copy of the model.
+        value: computes the value of answers: `log_likelihood`, `log_likelihood_per_token` or `reward`.
     """
     right = margin = 0.0
     for batch, count in rank_batches(pairs, batch_size, layout):
@@ -200,17 +200,17 @@ def judgements(
     batch_size: int,
     layout: Layout,
 ) -> dict[str, float]:
-    """Return how a model ranks answers that were judged good or bad by their log-likelihood per token.
+    """Return how a model ranks answers that were judged good or bad, by their log-likelihood per token.
 
-    `judgement_accuracy` is the share of all pairs of a good and a bad answer of which the good one is likelier (the
-    area under the ROC curve), and `judgement_margin` how much likelier the good ones are on average, in nats per token.
+    `judgement_accuracy` is the share of all pairs of a good and a bad answer in which the good answer is likelier (the
+    area under the ROC curve). `judgement_margin` is how much likelier good answers are on average, in nats per token.
 
     Args:
         model: as TRL's KTOTrainer has patched it.
         tokenizer: the model's.
         judged: examples with `prompt`, `completion` and `label`.
         batch_size: answers per forward pass and rank.
-        layout: which ranks share a copy of the model.
+        layout: defines which ranks share a copy of the model.
     """
     mine: list[tuple[bool, float]] = []
     for batch, count in rank_batches(judged, batch_size, layout):
@@ -231,8 +231,8 @@ def log_likelihood(
 ) -> torch.Tensor:
     """Return the log-likelihood of each example's answer given its prompt, [examples], in nats.
 
-    With the head that TRL's trainers give the model: whole logits never exist, and ZeRO-3 sees the same order of
-    modules as in training. With another order it prefetches the head's weight just when TRL gathers it, which fails.
+    Uses the head that TRL's trainers give the model: whole logits never exist, and ZeRO-3 runs the modules in the same
+    order as in training. In another order it prefetches the head's weight just when TRL gathers it, which fails.
     """
     return _fused(model, tokenizer, examples, answer)[0]
 
@@ -260,7 +260,7 @@ def likelihood_by_own_head(
     answer: str,
     per_token: bool,
 ) -> torch.Tensor:
-    """Return the same, in all or per token, with the model's own head: for models that no trainer has changed."""
+    """Return the same, summed or per token, with the model's own head: for models that no trainer has changed."""
     inputs, labels = _answers(tokenizer, examples, answer)
     logits, labels = model(input_ids=inputs).logits[:, :-1].float(), labels[:, 1:]
     counted = labels != IGNORED
@@ -274,7 +274,7 @@ def reward(
 ) -> torch.Tensor:
     """Return the reward that a reward model gives each example's answer, [examples]."""
     inputs, _ = _answers(tokenizer, examples, answer)
-    return model(input_ids=inputs).logits[:, 0].float()  # causal: no token sees the padding behind it
+    return model(input_ids=inputs).logits[:, 0].float()  # causal: padding on the right reaches no token
 
 
 def _answers(

@@ -1,10 +1,10 @@
 """Sequence parallelism (Ulysses, Jacobs et al. 2023, arXiv:2309.14509): each rank computes a part of every sequence.
 
-Everything but attention works on single tokens, so a rank needs only its own. For attention the ranks of a group
+All layers except attention work on single tokens, so a rank needs only its own. For attention the ranks of a group
 exchange: from all heads of a part of the sequence to some heads of the whole sequence, and back.
 
-To DeepSpeed these ranks are data ranks: each has the loss of its own tokens, divided by the number of tokens in the
-whole global batch, and their sum over all ranks is the mean over all tokens, at every ZeRO stage.
+DeepSpeed treats these ranks as data-parallel: each has the loss of its own tokens, divided by the number of tokens in
+the whole global batch, and their sum over all ranks is the mean over all tokens, at every ZeRO stage.
 """
 
 import copy
@@ -29,17 +29,17 @@ from ..data.collate import Collator, labelled_only, next_labels
 from ..model.attention import VARLEN
 
 PREFIX = "ulysses_"
-"""Prefix of an attention implementation's name: the same implementation over a group's ranks."""
+"""Prefix of attention implementations that compute over the ranks of a group."""
 MASKS = [
     name
     for name, create in vars(masking).items()
     if name.startswith("create_") and {"inputs_embeds", "position_ids"} <= set(inspect.signature(create).parameters)
 ]
-"""The functions that models call to make their masks."""
+"""The functions with which models create their masks."""
 
 
 def attend_over_ranks(model: torch.nn.Module, layout: Layout) -> None:
-    """Make the model's attention cover whole sequences in training, of which each rank has a part; a collective."""
+    """In training, make the model's attention cover whole sequences, of which each rank has a part; a collective."""
     size = dist.get_world_size()
     sharing = defaultdict(list)
     for rank in range(size):
@@ -50,10 +50,10 @@ def attend_over_ranks(model: torch.nn.Module, layout: Layout) -> None:
 
 
 def cut(batch: dict[str, Any], place: layouts.RankPosition, layout: Layout) -> dict[str, Any]:
-    """Return a rank's part of a batch: of every tensor, [sequences, width], an equal share of the columns.
+    """Return a rank's part of a batch: an equal share of the columns of every tensor, [sequences, width].
 
-    `shift_labels`, each token's label being the next token, come from whole sequences: the label of a part's last token
-    is in the next part. Position ids stay those of the whole sequence.
+    `shift_labels`, in which each token's label is the next token, are computed from whole sequences: the label of a
+    part's last token is in the next part. Position ids stay those of the whole sequence.
     """
     return {
         name: value.chunk(layout.sequence, dim=1)[place.sequence].contiguous() if _is_divided(value) else value
@@ -62,7 +62,7 @@ def cut(batch: dict[str, Any], place: layouts.RankPosition, layout: Layout) -> d
 
 
 def _is_divided(value: Any) -> bool:
-    """Return whether each rank gets a part of it; document boundaries go to all of them."""
+    """Return whether `value` is divided over the ranks; document boundaries go to all of them."""
     return torch.is_tensor(value) and value.ndim == 2
 
 
@@ -76,7 +76,7 @@ class PartCollator:
     labelled: bool = False
 
     def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return what `cut` leaves of a batch."""
+        """Return this rank's part of the collated batch."""
         collate = Collator(self.pad_token_id, multiple=8 * self.layout.sequence, boundaries=self.boundaries)
         part = cut(collate(sequences), distributed.place(self.layout), self.layout)
         return part | (labelled_only(part["shift_labels"]) if self.labelled else {})
@@ -85,12 +85,12 @@ class PartCollator:
 def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     """Make the attention in `model` cover whole sequences, of which each rank of the group has a part.
 
-    In training only: in evaluation mode the model is unchanged, and each rank may have sequences of its own. Inputs
-    must include `position_ids`, and no attention mask.
+    This applies in training only: in evaluation mode the model is unchanged, and each rank may have its own sequences.
+    Inputs must include `position_ids`, and no attention mask.
 
     Args:
         model: any tree of modules with Hugging Face attention layers; their configuration objects are changed.
-        group: its ranks in the order of their parts.
+        group: its ranks, in the order of their parts.
     """
     modules = list(model.modules())
     found: list[Any] = [getattr(module, "config", None) for module in modules]
@@ -98,7 +98,7 @@ def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     inner = {name: config._attn_implementation for name, config in configs.items()}
     for name in set(inner.values()):
         AttentionInterface.register(PREFIX + name, partial(_attention, group, name))
-        if name != VARLEN:  # which has no mask
+        if name != VARLEN:  # it has no mask
             AttentionMaskInterface.register(PREFIX + name, masking.ALL_MASK_ATTENTION_FUNCTIONS[name])
     for namespace in {sys.modules[type(module).__module__] for module in modules}:
         for name in set(MASKS) & set(vars(namespace)):
@@ -112,7 +112,7 @@ def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     for module in [one for one in modules if isinstance(one, PreTrainedModel)] or [model]:
         module.register_forward_pre_hook(switch)
     for module in modules:
-        kinds = str(getattr(module, "rope_type", ""))  # one, or one per kind of layer
+        kinds = str(getattr(module, "rope_type", ""))  # one type, or one per kind of layer
         if "dynamic" in kinds or "longrope" in kinds:
             _whole_rotary(module, group)
 
@@ -138,19 +138,19 @@ def _attention(
     """Compute attention with the implementation `name`; queries, keys and values are [sequences, heads, part, width].
 
     Returns:
-        [sequences, part, heads, width], as every implementation does, and no weights.
+        [sequences, part, heads, width], as every implementation does, and None instead of weights.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     seen: dict[str, Any] = {"config": copy.copy(module.config)}
     seen["config"]._attn_implementation = name
     repeat = size // math.gcd(size, key.shape[1])
-    if repeat > 1:  # fewer key/value heads than ranks: several ranks get the same
+    if repeat > 1:  # fewer key/value heads than ranks: several ranks get the same head
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
         seen["num_key_value_groups"] = module.num_key_value_groups // repeat
     if getattr(module, "sinks", None) is not None:  # GPT-OSS: one number per head
         seen["sinks"] = module.sinks.chunk(size)[rank]
         options["s_aux"] = seen["sinks"]
-    if options.get("position_ids") is not None:  # from them flash attention tells documents apart
+    if options.get("position_ids") is not None:  # flash attention separates documents by them
         options["position_ids"] = _whole(options["position_ids"], group)
     query, key, value = (_exchange(part, 1, 2, group) for part in (query, key, value))
     compute = _eager(module) if name == "eager" else AttentionInterface()[name]
@@ -159,7 +159,7 @@ def _attention(
 
 
 class _Share:
-    """An attention module as an implementation sees it when it computes only a share of the heads."""
+    """Presents an attention module to an implementation as one with only a share of the heads."""
 
     def __init__(self, module: torch.nn.Module, changed: dict[str, Any]) -> None:
         self.module = module
@@ -175,15 +175,15 @@ def _eager(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _exchange(part: torch.Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what the group's ranks have for this one: split along `scatter`, joined along `gather`."""
+    """Return this rank's share of all ranks' tensors: split along `scatter`, joined along `gather`."""
     sent = torch.stack(part.chunk(dist.get_world_size(group), dim=scatter))
     return torch.cat(_AllToAll.apply(sent, group).unbind(), dim=gather)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rank r gets the r-th of every rank's tensors, in the order of the ranks; and gives its gradient back.
+    """Gives rank r the r-th tensor of every rank, in the order of the ranks; the gradients travel back.
 
-    torch's own with a gradient (`torch.distributed.nn.functional`) is deprecated in favour of a private one.
+    torch's own function with a gradient (`torch.distributed.nn.functional`) is deprecated in favour of a private one.
     """
 
     @staticmethod
@@ -206,10 +206,10 @@ def _whole(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _whole_mask(create: Callable[..., Any], group: dist.ProcessGroup, /, *values: Any, **named: Any) -> Any:
-    """Call one of transformers' mask functions as a model does, for whole sequences where the model has parts."""
+    """Call one of transformers' mask functions as a model does, but for whole sequences where the model has parts."""
     arguments = inspect.signature(create).bind(*values, **named).arguments
     if _is_shared(arguments["config"]):
-        embedded = arguments["inputs_embeds"]  # only its shape, type and device are asked for
+        embedded = arguments["inputs_embeds"]  # only its shape, dtype and device are used
         width = embedded.shape[1] * dist.get_world_size(group)
         arguments["inputs_embeds"] = embedded[:, :1].expand(-1, width, -1)
         if arguments.get("position_ids") is not None:

@@ -1,4 +1,4 @@
-"""Whether a model's code trains the same over sequence-parallel ranks: checked on a shrunken model, like packing."""
+"""Checks on a shrunken model that a model's code trains the same over sequence-parallel ranks."""
 
 import copy
 from typing import Any
@@ -18,11 +18,11 @@ from ..model.load import load_config
 from . import sequence
 
 PAIR = Layout(sequence=2)
-"""The layout that is checked; a larger size only has to divide the heads, too."""
+"""The layout that is checked; a larger size only has to divide the heads too."""
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse sequence parallelism where it would train a different model. Takes about a second; a collective.
+    """Refuse sequence parallelism where it would train a different model; takes about a second; a collective.
 
     Raises:
         UserError: the model's heads cannot be divided, or its code computes something different.
@@ -35,7 +35,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
             "carry a state along the sequence. Leave layout.sequence out."
         )
     heads = config.num_attention_heads // recipe.layout.tensor
-    if heads % size:  # the launcher may not have known a Hub model's dimensions
+    if heads % size:  # the launcher may not have had a Hub model's dimensions
         raise UserError(f"layout.sequence={size}: each rank's {heads} attention heads are not divisible by {size}.")
     error = difference_over_two(config, tokenizer, recipe.model.attention)
     if error is not None:
@@ -46,7 +46,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def difference_over_two(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, attention: str) -> str | None:
-    """Return what is wrong with the model over two ranks, or None; ranks 0 and 1 compute, and all get the answer."""
+    """Return an error message, or None if two ranks compute the same; ranks 0 and 1 compute, all get the result."""
     group = dist.new_group([0, 1])
     error = None
     if dist.get_rank() < 2:
@@ -62,7 +62,7 @@ def difference_over_two(config: PreTrainedConfig, tokenizer: PreTrainedTokenizer
 
 
 def draft_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, attention: str) -> torch.nn.Module:
-    """Return a random draft that computes the same in training as in evaluation: without dropout."""
+    """Return a random draft without dropout, so that it computes the same in training as in evaluation."""
     certain = copy.deepcopy(config)
     for name, value in certain.to_dict().items():
         if "drop" in name and isinstance(value, float):

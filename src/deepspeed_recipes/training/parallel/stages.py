@@ -1,9 +1,9 @@
 """Stages of a pipeline: any decoder of transformers, unmodified, cut between its layers.
 
-A stage is the Hugging Face model itself with the layers of other stages taken out. Its own `forward` still runs, so
-masks, rotary embeddings, sliding windows, multipliers and soft caps are the model's, and no architecture needs code of
-its own here. Two places are changed: the first layer of a later stage receives what the previous stage sent, and what
-follows the last layer of an earlier stage (norm, head) is removed.
+A stage is the Hugging Face model itself without the layers of the other stages. Its own `forward` still runs, so
+masks, rotary embeddings, sliding windows, multipliers and soft caps are the model's, and no architecture needs its
+own code here. Two places are changed: the first layer of a later stage receives what the previous stage sent, and
+the modules after the last layer of an earlier stage (norm, head) are removed.
 """
 
 import copy
@@ -22,14 +22,14 @@ from ..adapters import add as adapters
 from ..model import load, packing_check, remote_code, stored
 
 PROBE_STAGES = 3
-"""The first stage, one between, and the last."""
+"""A first, a middle and a last stage."""
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model that computes different logits in stages; checked on a shrunken model, before anything is loaded.
 
     Raises:
-        UserError: says what prevents it.
+        UserError: the model cannot be split, or computes something else in stages.
     """
     if recipe.model.trust_remote_code or recipe.model.quantization != "none":
         raise UserError(
@@ -62,7 +62,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 @torch.no_grad()
 def staged_difference(whole: PreTrainedModel) -> float:
-    """Return how far the logits of stages are from the whole model's, as a share of the largest."""
+    """Return how far the logits of stages are from the whole model's, relative to the largest."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(5, whole.config.vocab_size, (1, 48), generator=generator)
     positions = torch.arange(48)[None]
@@ -92,7 +92,7 @@ def _without_weights(recipe: Recipe) -> PreTrainedModel:
 
 
 def stages(config: PreTrainedConfig, count: int) -> list[range]:
-    """Return which layers each stage holds, balanced by parameters; embedding, norm and head count too.
+    """Return the layers of each stage, balanced by parameters; embedding, norm and head count too.
 
     Raises:
         UserError: fewer layers than stages, or not a decoder of the usual shape.
@@ -124,7 +124,7 @@ class Stage(nn.Module):
 
     @property
     def embedding(self) -> nn.Module:
-        """The input embedding, where a stage has one."""
+        """The input embedding of a stage that has one."""
         return self.model.get_input_embeddings()
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -144,8 +144,8 @@ class Stage(nn.Module):
 def cut_on_init(kind: type[PreTrainedModel], layers: range) -> type[PreTrainedModel]:
     """Return a subclass of the model's class whose instances are cut down to one stage before their weights are loaded.
 
-    So `from_pretrained` does its whole work, conversions, quantisation and tied weights included, and reads the
-    weights of this stage only.
+    `from_pretrained` then does all its work, including conversions, quantisation and tied weights, and reads only the
+    weights of this stage.
     """
 
     def init(self: PreTrainedModel, *arguments: Any, **options: Any) -> None:
@@ -155,8 +155,8 @@ def cut_on_init(kind: type[PreTrainedModel], layers: range) -> type[PreTrainedMo
     changes = {
         "__init__": init,
         "__module__": kind.__module__,
-        "_keys_to_ignore_on_load_unexpected": [".*"],  # not worth a warning: the weights of other stages
-        "should_save_on_this_rank": lambda self, is_main_process: is_main_process,  # not on the first alone
+        "_keys_to_ignore_on_load_unexpected": [".*"],  # no warning: these are the weights of other stages
+        "should_save_on_this_rank": lambda self, is_main_process: is_main_process,  # not only on the first rank
     }
     return type(kind.__name__, (kind,), changes)
 
@@ -169,11 +169,11 @@ def cut(whole: PreTrainedModel, layers: range) -> None:
     whole.whole_config = copy.deepcopy(whole.config)
     tied = whole.config.get_text_config().tie_word_embeddings
     decoder = whole.base_model
-    # By hand, since deleting from a ModuleList renumbers, and so renames, the layers that remain.
+    # Not with `del`: deleting from a ModuleList renumbers, and so renames, the layers that remain.
     for name in [name for name in held._modules if int(name) not in layers]:
         del held._modules[name]
     config = decoder.config
-    count = config.num_hidden_layers  # in Nemotron-H it is the length of a list that is cut here
+    count = config.num_hidden_layers  # in Nemotron-H the length of a list that is cut here
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == count and name != "architectures":
             setattr(config, name, [value[index] for index in layers])
@@ -201,7 +201,7 @@ def cut(whole: PreTrainedModel, layers: range) -> None:
 def run(
     part: PreTrainedModel, received: torch.Tensor, position_ids: torch.Tensor
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute one stage that `cut` has made."""
+    """Compute one stage that `cut` has produced."""
     base = part.get_base_model() if hasattr(part, "get_base_model") else part
     tokens = received
     if received.is_floating_point():
@@ -224,7 +224,7 @@ class _UnusedEmbedding(nn.Module):
 
 
 class _Outlet(nn.Module):
-    """Replaces the norm after the last layer; keeps the hidden states to be sent."""
+    """Replaces the norm after the last layer; keeps the hidden states that are sent on."""
 
     def __init__(self, whole: PreTrainedModel) -> None:
         super().__init__()
@@ -236,9 +236,10 @@ class _Outlet(nn.Module):
 
 
 def _start_at(whole: PreTrainedModel, layer: nn.Module) -> None:
-    """Make `layer` compute on `whole.received`, whatever it is called with.
+    """Make `layer` compute on `whole.received` instead of its argument.
 
-    Not by a hook: hooks run inside gradient checkpointing, which would call it again with another micro-batch received.
+    A hook would not do: hooks run inside activation checkpointing, which would call them again after another
+    micro-batch has been received.
     """
     kind = type(layer)
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the matrices of a decoder split over ranks, and joined again for saving."""
+"""Tensor parallelism: splits a decoder's matrices over ranks, and joins them again for saving."""
 
 from collections.abc import Callable, Mapping
 
@@ -18,22 +18,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...recipe.errors import UserError
 
 WHOLE = "replicated_with_grad_allreduce"
-"""The style of a weight that every rank holds, and uses for its own heads only."""
+"""Style of a weight that every rank holds whole and uses for its own heads only."""
 SHARE = "share"
-"""The style of a module's number of heads, or of a width, of which each rank has a share."""
+"""Style of a module's number of heads or width, of which each rank has a share."""
 STYLES = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", WHOLE)
-"""Styles of a Hugging Face plan that `shard` knows; the others are for experts and latent attention."""
+"""Styles of a Hugging Face plan that `shard` supports; the others are for experts and latent attention."""
 
 
 def plan(config: PreTrainedConfig) -> dict[str, str]:
-    """Return how each linear layer of a decoder layer is split, by its name inside it (`self_attn.q_proj: colwise`).
+    """Return how each linear layer of a decoder layer is split, by its name in it (`self_attn.q_proj: colwise`).
 
     Raises:
         ValueError: transformers has no plan for this architecture, or one that splits what `shard` cannot.
     """
-    said = config.get_text_config().base_model_tp_plan or {}
+    planned = config.get_text_config().base_model_tp_plan or {}
     # transformers 5.17 plans the embeddings too.
-    whole = {pattern: style for pattern, style in said.items() if pattern.startswith("layers.*.")}
+    whole = {pattern: style for pattern, style in planned.items() if pattern.startswith("layers.*.")}
     styles = set(whole.values())
     if not whole or not styles <= set(STYLES):
         raise ValueError(f"{config.model_type}: no plan, or unknown styles {sorted(styles - set(STYLES))}")
@@ -41,7 +41,7 @@ def plan(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def shard(module: torch.nn.Module, styles: Mapping[str, str], group: dist.ProcessGroup) -> None:
-    """Keep this rank's part of every linear layer inside `module` that `styles` names; a collective in use only.
+    """Keep this rank's part of every linear layer in `module` that `styles` names; only its use is a collective.
 
     Args:
         module: one or more whole decoder layers, the same on all ranks of `group`. Heads and feed-forward width must be
@@ -49,7 +49,7 @@ def shard(module: torch.nn.Module, styles: Mapping[str, str], group: dist.Proces
         styles: from `plan`.
         group: the ranks that share the module; they must read the same sequences.
     """
-    set_autotp_mode(training=True)  # without it DeepSpeed freezes what it replaces
+    set_autotp_mode(training=True)  # otherwise DeepSpeed freezes the layers that it replaces
     for name, style in _matches(module, styles):
         linear = module.get_submodule(name)
         if style == WHOLE:
@@ -76,8 +76,8 @@ def _matches(module: torch.nn.Module, styles: Mapping[str, str]) -> list[tuple[s
 def _parts(linear: torch.nn.Module, style: str) -> list[tuple[str, str]]:
     """Return which matrices of a layer are split and how: its own, and one of each adapter's two.
 
-    Where the outputs are split, so are those of an adapter, its B; where the inputs are, those of its A. The other
-    matrix, of which each rank sees whole inputs and whole gradients, stays whole.
+    Where the layer's outputs are split, the adapter's B is split; where its inputs are split, the adapter's A. The
+    other matrix stays whole, since each rank has its whole inputs and whole gradients.
     """
     if not isinstance(linear, LoraLayer):
         return [("", style)]
@@ -107,7 +107,7 @@ def _splitting_its_input() -> type:
 
 
 def _gather(linear: torch.nn.Linear) -> None:
-    """Replace weights that ZeRO-3 has sharded over all ranks by ordinary ones; it shards the parts again."""
+    """Replace weights that ZeRO-3 has sharded over all ranks by ordinary ones; ZeRO-3 shards the parts again."""
     sharded = [(name, value) for name, value in linear.named_parameters(recurse=False) if is_zero_param(value)]
     if not sharded:
         return
@@ -119,29 +119,29 @@ def _gather(linear: torch.nn.Linear) -> None:
 def shard_model(model: PreTrainedModel | PeftModel, size: int, styles: Mapping[str, str]) -> None:
     """Split a model over groups of `size` ranks in DeepSpeed's place, so that its AutoTP finds nothing to do.
 
-    AutoTP would split the output head, too, of which everything that computes a loss without whole logits reads the
-    weight. It mistakes PEFT's layer for the linear one inside it, and replaces it by a layer without adapters. And it
+    AutoTP would also split the output head, whose weight is read by everything that computes a loss without whole
+    logits. It mistakes PEFT's layer for the linear layer in it, and replaces it by a layer without adapters. And it
     refuses plans in which a layer splits whole inputs, though it has a layer for that. `test_autotp_loses_adapters` and
-    `test_autotp_splits_the_head` fail once it can be used.
+    `test_autotp_splits_the_head` fail once AutoTP can be used.
 
     Args:
         model: whole on every rank, or sharded by ZeRO-3.
-        size: ranks that share it.
-        styles: of its linear layers.
+        size: number of ranks that share the model.
+        styles: how its linear layers are split.
     """
     if isinstance(model, PeftModel):
         for parameter in model.parameters():
-            if parameter.requires_grad:  # each rank has initialised it at random by itself
+            if parameter.requires_grad:  # each rank has initialised it at random
                 dist.broadcast(parameter.data, 0)
     groups._init_tp_mesh_device(tensor_model_parallel_size=size)
     shard(model, styles, groups.get_tensor_model_parallel_group())
-    # What AutoTP would leave: how to join the parts in a universal checkpoint, and that its work is done.
+    # AutoTP would leave a description of how a universal checkpoint joins the parts, and a mark that it has run.
     setattr(model, UNIVERSAL_CHECKPOINT_INFO, autotp.collect_autotp_universal_checkpoint_info(model))
     model.ds_autotp_parsed = True
 
 
 def _summed_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a hook that sums a gradient over the group: each rank has the part of its own heads."""
+    """Return a hook that sums a gradient over the group, in which each rank has the part of its own heads."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         whole = gradient.contiguous()
@@ -152,7 +152,7 @@ def _summed_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Ten
 
 
 def layers(module: torch.nn.Module) -> dict[str, TensorParallel_Layer]:
-    """Return the layers of which each rank holds a part, by their names; none without tensor parallelism."""
+    """Return the layers of which each rank holds a part, by name; empty without tensor parallelism."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, TensorParallel_Layer)}
 
 
@@ -161,9 +161,9 @@ def whole_state(module: torch.nn.Module, keep: bool = True, frozen: bool = True)
     """Return the state of the ordinary module, on the host; a collective that gathers one layer at a time.
 
     Args:
-        module: as `shard` left it, its weights not sharded by ZeRO-3.
-        keep: False returns nothing, on ranks that only take part.
-        frozen: False leaves out what is not trained.
+        module: as `shard` returned it, its weights not sharded by ZeRO-3.
+        keep: False on ranks that only take part; they return nothing.
+        frozen: False omits weights that are not trained.
     """
     split = layers(module)
     state: dict[str, torch.Tensor] = {}
@@ -174,7 +174,7 @@ def whole_state(module: torch.nn.Module, keep: bool = True, frozen: bool = True)
         owner, _, own = name.rpartition(".")
         same = first.setdefault(value.data_ptr(), name)
         if same in state:
-            state[name] = state[same]  # tied weights stay one, or a checkpoint would hold both
+            state[name] = state[same]  # keep tied weights tied, or a checkpoint would hold both
             continue
         whole = gathered(split[owner], own, value) if owner in split else value
         if keep:
@@ -185,10 +185,10 @@ def whole_state(module: torch.nn.Module, keep: bool = True, frozen: bool = True)
 def gathered(layer: TensorParallel_Layer, name: str, part: torch.Tensor) -> torch.Tensor:
     """Return the whole of `part`, which is `layer`'s weight or bias on this rank; a collective.
 
-    DeepSpeed's own gathering puts the whole weight in the parameter's place, and afterwards a copy of the part: cut off
-    from the flat buffer in which ZeRO-1 and 2 update it.
+    DeepSpeed's own gathering replaces the parameter by the whole weight, and afterwards by a copy of the part, which is
+    detached from the flat buffer in which ZeRO-1 and 2 update it.
     """
     copy = torch.nn.Parameter(part.clone(), requires_grad=False)
-    if name == "weight" or not isinstance(layer, LinearAllreduce):  # whose bias is whole on every rank
+    if name == "weight" or not isinstance(layer, LinearAllreduce):  # its bias is whole on every rank
         layer.gather_params([copy])
     return copy.detach()

@@ -1,4 +1,4 @@
-"""How the matrices of a model are split: by transformers' plan where it is proven, else as a shrunken model shows."""
+"""Finds how a model's matrices are split: by transformers' plan where it is proven, else by trying a shrunken model."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -19,16 +19,16 @@ from . import tensor, tensor_graph
 from .tensor_graph import Pair
 
 LENGTH = 48
-"""Tokens of each sequence that is compared."""
+"""Tokens per compared sequence."""
 _found: dict[str, Mapping[str, str]] = {}
-"""By a model's path, what was found: it is found before ZeRO-3 shards every model that is made, and used after."""
+"""Results by a model's path: found before ZeRO-3 shards every new model, and used afterwards."""
 
 
 def styles(recipe: Recipe) -> Mapping[str, str]:
-    """Return how the linear layers inside a decoder layer are split, by their names; a collective the first time.
+    """Return how the linear layers in a decoder layer are split, by name; a collective the first time.
 
     Raises:
-        UserError: no layer can be split; names them.
+        UserError: no layer can be split; the message lists the layers.
     """
     config = load_config(recipe).get_text_config()
     if config.model_type in TENSOR_PARALLEL_TYPES:
@@ -42,13 +42,13 @@ def styles(recipe: Recipe) -> Mapping[str, str]:
 
 def _check_heads(config: PreTrainedConfig, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)  # under any name that the configuration maps to it
+        heads = getattr(config, name, None)  # also where the configuration maps another name to it
         if heads and heads % size:
             raise UserError(f"layout.tensor={size}: the model's {heads} {name} are not divisible by {size}.")
 
 
 def _find(config: PreTrainedConfig, attention: str) -> dict[str, str]:
-    """Return the styles of all pairs that two ranks compute correctly; ranks 0 and 1 try, and all get the answer."""
+    """Return the styles of all pairs that two ranks compute correctly; ranks 0 and 1 try, all get the result."""
     group = dist.new_group([0, 1])
     answer: list[tuple[dict[str, str], list[str], str]] = [({}, [], "")]
     if dist.get_rank() < 2:
@@ -70,23 +70,23 @@ def _find(config: PreTrainedConfig, attention: str) -> dict[str, str]:
 
 
 def split(config: PreTrainedConfig, attention: str, group: dist.ProcessGroup) -> tuple[dict[str, str], list[str]]:
-    """Return the styles of what can be split over the group's two ranks, and the linear layers that cannot.
+    """Return the styles of the layers that can be split over the group's two ranks, and the linear layers that cannot.
 
-    Every pair is tried by itself, since one that cannot be shared, such as a fused projection, need not stop the rest.
+    Each pair is tried alone, so that one that cannot be split, such as a fused projection, does not prevent the others.
     """
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     whole = packing_check.draft_of(config, tokenizer, attention, torch.float32)
     pairs, rest = tensor_graph.pairs(whole)
     right: list[Pair] = []
     for pair in sorted(pairs):
-        tried = (replace(pair, sizes=()), pair)  # most code computes the number of heads from the shape it gets
+        tried = (replace(pair, sizes=()), pair)  # most code computes the number of heads from its input's shape
         working = next((one for one in tried if _is_right(whole, [one], group)), None)
         if working:
             right.append(working)
         else:
             rest |= {*pair.columns, pair.row}
     if right and not _is_right(whole, right, group):
-        raise ValueError(f"{', '.join(pair.row for pair in right)} are right one by one, and wrong together")
+        raise ValueError(f"{', '.join(pair.row for pair in right)} are correct one by one, but not together")
     return _styles(right), sorted(rest)
 
 
@@ -101,7 +101,7 @@ def _styles(pairs: Iterable[Pair]) -> dict[str, str]:
 def _is_right(whole: PreTrainedModel, pairs: Iterable[Pair], group: dist.ProcessGroup) -> bool:
     try:
         off = difference(whole, _styles(pairs), group)
-    except Exception:  # an operation between the layers that does not fit a share of the heads
+    except Exception:  # an operation between the layers does not fit a share of the heads
         off = torch.inf
     worst = torch.tensor(off, device=distributed.device())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
@@ -109,14 +109,14 @@ def _is_right(whole: PreTrainedModel, pairs: Iterable[Pair], group: dist.Process
 
 
 def difference(whole: PreTrainedModel, found: Mapping[str, str], group: dist.ProcessGroup) -> float:
-    """Return how far logits and gradients of a split copy are from the model's, as a share of each one's largest."""
+    """Return how far logits and gradients of a split copy are from the model's, each relative to its largest value."""
     part = copy.deepcopy(whole)
     tensor.shard(part, found, group)
     layers = tensor.layers(part)
     expected, gradients = _computed(whole)
     logits, parts = _computed(part)
     offs = [_off(logits, expected)]
-    # The gradient of a key's bias is zero but for rounding.
+    # The gradient of a key's bias is zero except for rounding.
     least = 1e-3 * max(gradient.abs().max().item() for gradient in gradients.values())
     for name, gradient in parts.items():
         owner, _, own = name.rpartition(".")
@@ -127,7 +127,7 @@ def difference(whole: PreTrainedModel, found: Mapping[str, str], group: dist.Pro
 
 
 def _off(one: torch.Tensor, other: torch.Tensor, least: float = 1e-9) -> float:
-    """Return the largest difference as a share of the largest value or of `least`; infinity where it is no number."""
+    """Return the largest difference relative to the largest value, which is at least `least`; infinity for NaN."""
     return ((one - other).abs().max() / other.abs().max().clamp(min=least)).nan_to_num(torch.inf).item()
 
 

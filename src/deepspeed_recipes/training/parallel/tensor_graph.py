@@ -1,8 +1,8 @@
-"""Which linear layers of an unknown architecture can be split, read off the graph of its operations.
+"""Reads off the graph of a model's operations which linear layers of an unknown architecture can be split.
 
-A pair is a row layer and the column layers before it: all linear layers whose outputs reach its input, if they reach no
-other. Each rank then computes a share of what is between, attention's heads or a feed-forward layer's width. Whether
-what is between can be shared, only trying tells: `tensor_check`.
+A pair is a row layer and the column layers before it: all linear layers whose outputs reach its input, if they reach
+no other row layer. Each rank then computes a share of the operations between them: some of attention's heads, or a
+part of a feed-forward layer's width. Whether these can be shared is found only by trying: `tensor_check`.
 """
 
 import re
@@ -17,21 +17,21 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, order=True)
 class Pair:
-    """Layers that are split together, by their names inside a decoder layer."""
+    """Layers that are split together, by their names in a decoder layer."""
 
     columns: tuple[str, ...]
     row: str
     between: tuple[str, ...]
-    """Modules whose weights every rank holds whole and uses for its own share only, such as norms of heads."""
+    """Modules whose weights every rank holds whole and uses for its own share only, such as the norms of heads."""
     sizes: tuple[str, ...] = ()
-    """Numbers of heads and widths that the code between may read off the module: `self_attn.num_heads`."""
+    """Numbers of heads and widths that the code between the layers may read off the module: `self_attn.num_heads`."""
 
 
 def pairs(model: PreTrainedModel) -> tuple[set[Pair], set[str]]:
-    """Return the pairs of a model's decoder layers, and the linear layers that are in none.
+    """Return the pairs in a model's decoder layers, and the linear layers that belong to none.
 
     Args:
-        model: a draft with every kind of layer; it computes once.
+        model: a draft with every kind of layer; it makes one forward pass.
     """
     seen = _outputs(model)
     names = {node: name for name, (_, node) in seen.items()}
@@ -61,7 +61,7 @@ def _sizes(model: PreTrainedModel, columns: list[str]) -> tuple[str, ...]:
 
 
 def inner(name: str) -> str:
-    """Return a module's name inside its decoder layer: `model.layers.0.mlp.up_proj` is `mlp.up_proj`."""
+    """Return a module's name in its decoder layer: `mlp.up_proj` for `model.layers.0.mlp.up_proj`."""
     return re.sub(r"^.*?\.\d+\.", "", name)
 
 
@@ -71,7 +71,7 @@ def _layer(name: str) -> str | None:
 
 
 def _outputs(model: PreTrainedModel) -> dict[str, tuple[Any, Any]]:
-    """Return where each linear layer is in the graph: the operations that made its input and its output."""
+    """Return the place of each linear layer in the graph: the operations that made its input and its output."""
     seen: dict[str, tuple[Any, Any]] = {}
 
     def listen(name: str) -> Any:
@@ -90,7 +90,7 @@ def _outputs(model: PreTrainedModel) -> dict[str, tuple[Any, Any]]:
 
 
 def _reached(node: Any, names: dict[Any, str]) -> tuple[set[str], set[torch.Tensor]]:
-    """Return the linear layers whose outputs reach a node without passing another one, and the weights on the way."""
+    """Return the linear layers whose outputs reach a node without passing another layer, and the weights on the way."""
     linears: set[str] = set()
     weights: set[torch.Tensor] = set()
     for one in nodes(node, names):
@@ -102,7 +102,7 @@ def _reached(node: Any, names: dict[Any, str]) -> tuple[set[str], set[torch.Tens
 
 
 def nodes(root: Any, last: Container[Any] = ()) -> Iterator[Any]:
-    """Yield each node of autograd's graph once, from `root` towards the weights, and none behind those in `last`."""
+    """Yield each node of autograd's graph once, from `root` towards the weights, but none behind those in `last`."""
     visited, waiting = set(), [root]
     while waiting:
         node = waiting.pop()

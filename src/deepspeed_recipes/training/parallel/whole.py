@@ -1,4 +1,4 @@
-"""Every rank holds all layers of the model, sharded by ZeRO or split by tensor or expert parallelism, or whole."""
+"""Layouts without a pipeline: a rank's model has all layers, whole or sharded by ZeRO, tensor or expert parallelism."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ from . import expert, scores, sequence, tensor, tensor_check
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Find out how tensor parallelism splits the model; otherwise it is not changed, and accepted.
+    """Find how tensor parallelism splits the model; without it, accept every model.
 
     Raises:
         UserError: none of its layers can be split.
@@ -41,7 +41,7 @@ def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftMo
     """Return the model, split over tensor-parallel ranks; a classifier has `labels`.
 
     Raises:
-        UserError: the weights cannot be loaded, or the recipe asks for a loss that the model does not have.
+        UserError: the weights cannot be loaded, or the model lacks a loss that the recipe needs.
     """
     with upstream.without_tensor_parallel_block():
         model = load_model(recipe, labels=labels)
@@ -57,9 +57,9 @@ def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftMo
 def _balance_experts(model: PreTrainedModel | PeftModel, recipe: Recipe) -> None:
     """Make the model add its routers' load-balancing loss (Fedus et al. 2021, arXiv:2101.03961) to its own.
 
-    `router_aux_loss_coef` times the mean over the step's micro-batches of what transformers computes from each one's
-    tokens, padding included. transformers itself adds the whole of it to every micro-batch of every rank, which the
-    Trainer's weighting by tokens multiplies by the number of micro-batches.
+    Adds `router_aux_loss_coef` times the mean over the step's micro-batches of the loss that transformers computes from
+    each one's tokens, padding included. transformers itself adds all of it to every micro-batch of every rank, which
+    the Trainer's weighting by tokens multiplies by the number of micro-batches.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     coefficient = recipe.router_aux_loss_coef
@@ -86,7 +86,7 @@ def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[s
 def logits(trainer: Trainer, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
     """Return the logits of one sequence, [1, length, vocabulary], or its hidden states; a collective under ZeRO-3.
 
-    `beside`: what a model that sees takes of the sequence's pictures.
+    `beside`: a vision-language model's other inputs, for the images of the sequence.
     """
     return heads.outputs(trainer.model.eval()(input_ids=tokens, **beside))
 
@@ -105,7 +105,7 @@ def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
 def save(trainer: Trainer, folder: Path) -> None:
     """Write an ordinary Hugging Face folder, or a PEFT adapter; a collective, since ranks hold parts of the weights.
 
-    Not `Trainer.save_model`: that clones the whole state on every rank below ZeRO-3, and stores tied weights twice.
+    `Trainer.save_model` would clone the whole state on every rank below ZeRO-3, and store tied weights twice.
     """
     model = trainer.model
     state = _state(trainer.deepspeed, model)
@@ -131,7 +131,7 @@ def save(trainer: Trainer, folder: Path) -> None:
 
 
 def _describe_outputs(trainer: Trainer, folder: Path) -> None:
-    """Write what the outputs mean, where `config.json` does not say it."""
+    """Write the meaning of the outputs where `config.json` does not have it."""
     model, recipe = trainer.model, trainer.context.recipe
     if recipe.traits.embeds:
         hidden_size = model.config.get_text_config().hidden_size
@@ -141,7 +141,7 @@ def _describe_outputs(trainer: Trainer, folder: Path) -> None:
 
 
 def _state(engine: DeepSpeedEngine, model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor] | None:
-    """Return the ordinary model's weights on rank 0; None where `save_pretrained` finds them in the model."""
+    """Return the ordinary model's weights on rank 0, or None where `save_pretrained` finds them in the model."""
     adapters = isinstance(model, PeftModel)
     if expert.layers(model):
         return expert.whole_state(model, engine._config._param_dict["expert_parallel"])
