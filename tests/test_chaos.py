@@ -359,7 +359,7 @@ def flipped(stack, folder, setup, draw):
     ends_well(chaos, setup.final, wanted - EVERY)
     (restart,) = read_jsonl(chaos.run.restarts)
     assert restart["from_step"] == wanted - EVERY, chaos.said()
-    assert f"{newest / name} is not as it was written" in chaos.said()
+    assert f"{newest / name} is damaged" in chaos.said()
 
 
 def foreign(stack, folder, setup, draw):

@@ -49,7 +49,7 @@ def test_a_flipped_bit_is_named_and_the_older_checkpoint_is_taken(run, capsys, n
     assert step_of(newest_checkpoint(run)) == 10  # the sizes show nothing
     assert step_of(digests.newest_intact(run)) == 5
     said = capsys.readouterr().err
-    assert f"{file} is not as it was written" in said and said.count("\n") == 1
+    assert f"{file} is damaged" in said and said.count("\n") == 1
     assert step_of(newest_checkpoint(run)) == 5  # what the ranks take
 
 

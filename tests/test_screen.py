@@ -120,7 +120,7 @@ def test_no_right_answer_is_explained(tmp_path):
     append_jsonl(run.evaluations, {"step": 0, "exact_match": 0.0, "cut_off": 0.5})
     evaluation = Evaluation(recipe, run, Datasets([], [{}] * 4, None, []), None, None, print)
     first, second = evaluation.warning(0.0).splitlines()
-    assert first.startswith("warning: 0 of 4 answers are the expected ones to the letter; 2 of them were cut off at ")
+    assert first.startswith("warning: 0 of 4 answers match the expected text exactly; 2 of them were cut off at ")
     assert f"data.max_new_tokens={recipe.data.max_new_tokens}" in first and str(run.answers) in first
     assert "more steps" in second and "data.metric=loss" in second
     assert evaluation.warning(0.25) is None

@@ -1,4 +1,4 @@
-"""What each rank executes. Start with `run.py`, which is one run from top to bottom."""
+"""The code that each rank executes. Start with `run.py`, which is one run from top to bottom."""
 
 import logging
 

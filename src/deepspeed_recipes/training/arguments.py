@@ -23,7 +23,7 @@ def common_arguments(
 ) -> dict[str, Any]:
     """Return the Trainer's arguments that do not depend on the method.
 
-    The DeepSpeed file goes in as it is: the Trainer fills its `"auto"` values from these arguments.
+    The DeepSpeed file is passed as it is: the Trainer fills its `"auto"` values from these arguments.
     """
     config = deepspeed_config(recipe, file)
     return {
@@ -37,7 +37,7 @@ def common_arguments(
         "max_steps": recipe.max_steps or -1,
         "learning_rate": recipe.learning_rate,
         "lr_scheduler_type": recipe.schedule.kind,
-        "warmup_steps": recipe.schedule.warmup,  # below 1 the Trainer reads it as a share of the steps
+        "warmup_steps": recipe.schedule.warmup,  # the Trainer reads values below 1 as a share of the steps
         "weight_decay": recipe.weight_decay,
         "adam_beta2": recipe.adam_beta2,
         "adam_epsilon": recipe.adam_epsilon,
@@ -45,10 +45,10 @@ def common_arguments(
         "optim": "adamw_torch_fused",  # one kernel for all weights; under CPU offload it becomes DeepSpeed's CPUAdam
         "bf16": recipe.precision == "bf16",
         "fp16": recipe.precision == "fp16",
-        # The stages of a pipeline turn it on by themselves.
+        # Pipeline stages turn it on themselves.
         "gradient_checkpointing": checkpointing.of_layers(recipe) and recipe.layout.pipeline == 1,
         "gradient_checkpointing_kwargs": checkpointing.options(recipe),
-        "torch_compile": file.deepcompile,  # else accelerate never calls engine.compile(), and it is plain ZeRO
+        "torch_compile": file.deepcompile,  # otherwise accelerate never calls engine.compile(), and it is plain ZeRO
         "seed": recipe.seed,
         "logging_steps": recipe.logging_steps,
         "save_strategy": "steps" if recipe.save_steps else "no",
@@ -58,7 +58,7 @@ def common_arguments(
         # lets sequences be copied while the GPU computes.
         "accelerator_config": {"dispatch_batches": False, "non_blocking": on_gpu},
         "dataloader_pin_memory": on_gpu,
-        "disable_tqdm": True,  # our own progress bar says more
+        "disable_tqdm": True,  # our own progress bar shows more
         "report_to": "none",  # trackers get the numbers of metrics.jsonl, from tracking/
         "remove_unused_columns": False,
         "logging_nan_inf_filter": False,  # it hides NaN losses, and costs a device synchronisation per step
@@ -67,12 +67,12 @@ def common_arguments(
 
 
 def gather_layers(arguments: TrainingArguments, model: Any, file: DeepSpeedFile) -> None:
-    """Let ZeRO-3 gather a layer's weights in one message, where its file has "auto"; before the engine is made.
+    """Let ZeRO-3 gather a layer's weights in one message where its file has "auto"; call before the engine is made.
 
     Args:
         arguments: the Trainer's.
         model: with adapters, if it has any; sharded or whole.
-        file: of the run.
+        file: the run's DeepSpeed file.
     """
     if file.stage < 3:
         return
@@ -84,7 +84,7 @@ def gather_layers(arguments: TrainingArguments, model: Any, file: DeepSpeedFile)
 
 
 def loader_processes(recipe: Recipe, on_gpu: bool) -> int:
-    """Return how many processes load data for a rank."""
+    """Return the number of processes that load data for a rank."""
     workers = recipe.data.workers if recipe.data.workers is not None else 2 * (on_gpu and not recipe.data.streaming)
     # Only one process can read a stream; the others would have nothing to read.
     return min(workers, 1) if recipe.data.streaming else workers
@@ -94,8 +94,8 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
     """Return the recipe's DeepSpeed configuration, with the layout's tensor- and expert-parallel sizes.
 
     Raises:
-        UserError: of the layout and the file only one splits the model over ranks; or the file has the wrong
-            stage for experts, or AutoEP cannot do it.
+        UserError: only one of the layout and the file splits the model over ranks; or the file has the wrong stage
+            for experts, or AutoEP does not support it.
     """
     limits.check_blocks(recipe, file)
     if recipe.optimizer == "muon" and file.stage == 3:
@@ -111,7 +111,7 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
             # A head that keeps its logits apart saves memory, but evaluation and generation need them whole.
             sizes["vocab_parallel_lm_head"] = False
         config["tensor_parallel"] = config.get("tensor_parallel", {}) | sizes
-        # The Trainer and DeepSpeed count tensor-parallel ranks differently; each works it out from the rest.
+        # The Trainer and DeepSpeed count tensor-parallel ranks differently; each derives the size from the rest.
         config.pop("train_batch_size", None)
     if layout.expert > 1:
         if file.stage == 0:

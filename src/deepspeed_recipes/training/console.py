@@ -1,4 +1,4 @@
-"""What rank 0 prints, and which messages of libraries a run leaves out."""
+"""Prints on rank 0, and hides messages of libraries that users cannot act on."""
 
 import logging
 import re
@@ -17,9 +17,9 @@ from . import distributed
 NOISE = {
     "accelerate.accelerator": ["Gradient accumulation steps mismatch"],  # the Trainer's doing, and DeepSpeed is right
     "DeepSpeed": [
-        "Pipeline parallelism does not support overlapped communication",  # so it turns it off
+        "Pipeline parallelism does not support overlapped communication",  # so DeepSpeed turns it off
         "ds_autotp_parsed' attribute already exists",
-        "AutoTP: ",  # which weights it leaves whole
+        "AutoTP: ",  # the weights that it leaves whole
         "AutoEP: ",  # "2.5 overrides 2.5"
         "MPU is not provided",
     ],
@@ -29,16 +29,16 @@ NOISE = {
 WARNINGS = {
     "torch": [
         "`torch.distributed.",  # collectives have new names, and DeepSpeed calls the old ones
-        "barrier(): using the device under current context",  # it is the rank's own: `distributed.start` has set it
+        "barrier(): using the device under current context",  # `distributed.start` has set it to the rank's device
     ],
     "peft": ["fan_in_fan_out is set to False"],  # of GPT-2
-    "trl": ["You are importing from 'trl.experimental'"],  # parity with it is tested, and its version pinned
+    "trl": ["You are importing from 'trl.experimental'"],  # tests cover parity with it, and its version is pinned
 }
-"""Beginnings of Python warnings, by the package that gives them."""
+"""Beginnings of Python warnings, by the package that issues them."""
 
 
 def leave_out_noise() -> None:
-    """Print no message of `NOISE` and no warning of `WARNINGS`."""
+    """Hide the messages in `NOISE` and the warnings in `WARNINGS`."""
     for name, beginnings in NOISE.items():
         logging.getLogger(name).addFilter(_Without(tuple(beginnings)))
     for beginning in chain.from_iterable(WARNINGS.values()):
@@ -46,7 +46,7 @@ def leave_out_noise() -> None:
 
 
 class _Without(logging.Filter):
-    """Drops messages by how they begin, after DeepSpeed's `[Rank 0]`."""
+    """Drops messages with certain beginnings after DeepSpeed's `[Rank 0]`."""
 
     def __init__(self, beginnings: tuple[str, ...]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def say(text: str = "") -> None:
 
 
 def highlighted(pieces: Sequence[tuple[str, bool]]) -> str:
-    """Return text with the parts in the loss in colour, or between « and » where there is no colour."""
+    """Return text in which the parts in the loss are coloured, or between « and » where colours are not supported."""
     pieces = [(printable(text), learned) for text, learned in pieces]
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     if not console.is_terminal or console.no_color:

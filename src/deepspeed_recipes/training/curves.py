@@ -1,4 +1,4 @@
-"""report.png: the run at a glance."""
+"""Draws report.png: four curves of a run."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ CURVES = {
 
 
 def draw(run: RunFolder, title: str, loss: str) -> Path | None:
-    """Draw the four curves over the steps and return the file; None when nothing was logged.
+    """Draw the four curves over the steps and return the file, or None if nothing was logged.
 
     Args:
-        run: has the records.
-        title: above the curves.
-        loss: what the loss is, with its unit.
+        run: its records are drawn.
+        title: printed above the curves.
+        loss: name of the loss, with its unit.
     """
     records = read_jsonl(run.metrics)
     if not records:
@@ -25,7 +25,7 @@ def draw(run: RunFolder, title: str, loss: str) -> Path | None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot  # most of a second, needed once
+    from matplotlib import pyplot  # takes most of a second, and is needed once
 
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
     for axis, (key, label) in zip(axes.flat, ({"loss": loss} | CURVES).items(), strict=True):

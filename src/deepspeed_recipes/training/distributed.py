@@ -1,4 +1,4 @@
-"""The ranks of a run: started first of all, because ZeRO-3 shards the model while it is being loaded."""
+"""Starts and describes the ranks of a run; they start first, because ZeRO-3 shards the model while it is loaded."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ def start() -> None:
 
 
 def keep_near_gpu() -> frozenset[int]:
-    """Keep this rank's threads on the cores of its GPU's NUMA node, where there are several; return these cores."""
+    """Keep this rank's threads on the cores of its GPU's NUMA node if there are several, and return these cores."""
     if not on_gpu() or not torch.cuda.is_available():
         return frozenset()
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
@@ -45,7 +45,7 @@ def keep_near_gpu() -> frozenset[int]:
 
 
 def stop() -> None:
-    """Leave the process group, so that no rank is left waiting at exit."""
+    """Leave the process group, so that no rank waits at exit."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -62,14 +62,14 @@ def device() -> torch.device:
 
 
 def gpu_uuid() -> str | None:
-    """Return the UUID of this rank's GPU, as NVIDIA's tools name it; None without one of theirs."""
+    """Return the UUID of this rank's GPU in NVIDIA's notation, or None without an NVIDIA GPU."""
     if not on_gpu() or not torch.cuda.is_available() or torch.version.hip:
         return None
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def is_first() -> bool:
-    """Return whether this is rank 0, or a process without ranks, which alone prints and writes."""
+    """Return whether this is rank 0, or a process without ranks: only these print and write."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

@@ -1,4 +1,4 @@
-"""Describes what a run ran on: versions, hardware, the project's commit; never the value of an environment variable."""
+"""Describes a run's environment: versions, hardware, the project's commit; never values of environment variables."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "
 
 
 def describe() -> dict[str, Any]:
-    """Return the facts that have to accompany a measurement."""
+    """Return the facts that must accompany a measurement."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
@@ -44,7 +44,7 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Return the checkout's commit, with `+changes` when files differ from it; None without a checkout or git."""
+    """Return the checkout's commit, with `+changes` if files differ from it, or None without a checkout or git."""
     try:
         _git("ls-files", "--error-unmatch", __file__)  # otherwise it is the repository around an environment
         commit = _git("rev-parse", "HEAD")

@@ -1,4 +1,4 @@
-"""The result of a run as a folder that plain `transformers` loads, and the proof that it does."""
+"""Exports a run as a folder that plain `transformers` loads, and proves that it does."""
 
 import shutil
 import tempfile
@@ -43,14 +43,14 @@ def save(trainer: Any, folder: Path) -> None:
 
 
 def rehearse(trainer: Any, model: Any) -> None:
-    """Save all of an export but its weights, and load it again: what fails here would fail after the last step.
+    """Save everything of an export except its weights, and load it again, to find failures before training.
 
     Args:
         trainer: with `RunHooks`.
         model: whole, with or without weights and adapters.
 
     Raises:
-        UserError: names what cannot be saved or loaded again, and why; or the disk is too small for the weights.
+        UserError: a part cannot be saved or loaded again, or the disk is too small for the weights; names the part.
     """
     if not distributed.is_first():
         return
@@ -69,7 +69,7 @@ def rehearse(trainer: Any, model: Any) -> None:
             try:
                 if part is not None:
                     part.save_pretrained(place)
-            except Exception as error:  # of a library, or of the model's own code
+            except Exception as error:  # raised by a library, or by the model's own code
                 if full := cannot_write(error, run.path):
                     raise UserError(full) from error
                 raise UserError(
@@ -80,7 +80,7 @@ def rehearse(trainer: Any, model: Any) -> None:
 
 
 def describe(run: RunFolder, results: Mapping[str, Any]) -> None:
-    """Add the model card and `training/` to what `save` wrote; a collective. No run fails because of its card.
+    """Add the model card and `training/` to the folder that `save` wrote; a collective. An error never ends the run.
 
     Args:
         run: the run.
@@ -95,10 +95,10 @@ def describe(run: RunFolder, results: Mapping[str, Any]) -> None:
 
 
 def publish(verified: Path, folder: Path) -> None:
-    """Make what `save` wrote and `verify` accepted the export, all of it on the disk; a collective.
+    """Make the folder that `verify` accepted the export, once all of it is on the disk; a collective.
 
     Args:
-        verified: renamed.
+        verified: the folder to rename.
         folder: replaced if it exists.
     """
     if distributed.is_first():
@@ -133,9 +133,9 @@ def verify(
         forward: maps token ids to the trained model's logits; every rank must call it, since under ZeRO-3 it is a
             collective.
         dtype: the trained model's.
-        folder: what `save` wrote.
-        tokens: one sequence of token ids to compare on; where sequences are scored several are made of it.
-        beside: what a model that sees takes of the sequence's pictures.
+        folder: written by `save`.
+        tokens: token ids of one sequence for the comparison; where sequences are scored, several are made of it.
+        beside: a vision-language model's other inputs, for the images of the sequence.
 
     Raises:
         RuntimeError: the reloaded model computes different logits, so the export is not the model that was trained.
@@ -144,12 +144,12 @@ def verify(
     trained = forward(inputs).float().cpu()
     difference = 0.0
     if distributed.is_first():
-        unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads
+        unset_hf_deepspeed_config()  # otherwise transformers would shard the model that it loads
         given = {"input_ids": inputs, **beside}
         differences = _differences(folder, dtype, given, trained)
         if dtype != torch.float32 and not differences.max() <= _allowed(dtype):
-            # A mixture's router may choose another expert where two are nearly as good, because of rounding alone. In
-            # fp32 the export's weights choose by themselves: each token has to agree with one of the two.
+            # Rounding alone may make an MoE model's router choose another of two nearly equal experts. In fp32 the
+            # export's weights choose without it: each token has to agree with one of the two.
             differences = differences.minimum(_differences(folder, torch.float32, given, trained))
         difference = differences.max().item()
     difference = distributed.total(difference)[0]
@@ -166,9 +166,9 @@ def verify(
 def _differences(
     folder: Path, dtype: torch.dtype, given: Mapping[str, torch.Tensor], trained: torch.Tensor
 ) -> torch.Tensor:
-    """Return how far the export's outputs are from the trained model's at each position, as a share of the largest.
+    """Return how far the export's outputs are from the trained model's at each position, relative to the largest.
 
-    On the host, unless it is quantised: a GPU that still holds the engine's states cannot fit a whole model.
+    Computed on the host, unless quantised: a GPU that still holds the engine's states cannot fit a whole model.
     """
     reloaded = load(folder, dtype=dtype).eval()
     logits = heads.outputs(reloaded(**{name: value.to(reloaded.device) for name, value in given.items()}))
@@ -176,7 +176,7 @@ def _differences(
 
 
 def _sequences(tokens: list[int], scores: bool) -> list[list[int]]:
-    """Return what to compare on: the logits of one sequence are many numbers, its scores are few."""
+    """Return the sequences to compare: one for logits, which are many numbers, several for scores, which are few."""
     if not scores:
         return [tokens]
     quarters = [len(tokens) * quarter // 4 for quarter in range(4)]
@@ -184,7 +184,7 @@ def _sequences(tokens: list[int], scores: bool) -> list[list[int]]:
 
 
 def is_reward_model(folder: Path) -> bool:
-    """Return whether a folder holds a model that gives a sequence one number, or an adapter of one."""
+    """Return whether a folder holds a reward model, which gives a sequence one number, or an adapter of one."""
     return head.of_folder(folder) == "scores" and not head.labels_of(folder)
 
 
@@ -193,12 +193,12 @@ def _allowed(dtype: torch.dtype) -> float:
 
 
 def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreTrainedModel | PeftModel:
-    """Return the model in `folder`: a whole model, or an adapter on its base model, quantised as it was in training.
+    """Return the model in `folder`: a whole model, or an adapter on its base model, quantised as in training.
 
     Args:
         folder: a whole model, or an adapter that names its base model.
-        dtype: of the weights; "auto": as stored.
-        adapter: put this adapter on the whole model in `folder`.
+        dtype: of the weights; "auto" keeps the stored one.
+        adapter: an adapter to put on the whole model in `folder`.
 
     Raises:
         UserError: not a model folder, or the adapter's base model cannot be found.
@@ -211,10 +211,10 @@ def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreT
 
 
 def base_of(adapter: Path) -> Path:
-    """Return the folder or Hub id of the model that an adapter was trained on.
+    """Return the folder or Hub id of the base model of an adapter.
 
     Raises:
-        UserError: it is named by a path, and is not there.
+        UserError: the adapter names it by a path that does not exist.
     """
     return base_model.find(adapter)
 
@@ -236,8 +236,8 @@ def load_whole(
     Args:
         folder: a language model, or one with another head or none.
         dtype: of the weights.
-        quantization: None: as stored.
-        of_adapter: load it as this adapter needs it; a head that the files lack is random, and the adapter replaces it.
+        quantization: None loads the weights as stored.
+        of_adapter: load the model for this adapter; a head that the files lack is random, and the adapter replaces it.
 
     Raises:
         UserError: not a model folder, or weights that cannot be loaded.
@@ -267,7 +267,7 @@ def check_loadable(folder: Path) -> None:
     """Refuse a whole model's folder with damaged or incomplete files; a Hub id is not checked.
 
     Raises:
-        UserError: names the file.
+        UserError: the message names the file.
     """
     if folder.is_dir():
         weights.tensors(folder, "model")
@@ -285,8 +285,8 @@ def load_merged(folder: Path) -> PreTrainedModel:
     """Return the adapter in `folder` merged into its base model.
 
     A quantised base is dequantised first, to the values that the adapter was trained on. PEFT would quantise the sum
-    again, and lose most of what was learned to rounding. An embedding and a head that share one weight are parted where
-    an adapter is on either: PEFT would add it to both.
+    again, and lose most of what was learned to rounding. An embedding and a head that share one weight are separated
+    where either has an adapter: PEFT would add it to both.
 
     Raises:
         UserError: the base model's files are quantised.
@@ -302,7 +302,7 @@ def load_merged(folder: Path) -> PreTrainedModel:
     merged = adapted.merge_and_unload()
     _tie_again(merged)
     difference = (_sample_logits(merged) - expected).abs().amax(-1) / expected.abs().max()
-    # Rounding may choose other experts for a token, so in 16 bits the middle one counts.
+    # Rounding may choose other experts for a token, so in 16 bits the median counts.
     off = (difference.max() if merged.dtype == torch.float32 else difference.median()).item()
     if not off <= _allowed(merged.dtype):
         raise RuntimeError(
@@ -313,14 +313,14 @@ def load_merged(folder: Path) -> PreTrainedModel:
 
 
 def _bare(layer: torch.nn.Module | None) -> torch.nn.Module | None:
-    """Return the layer of the base model that PEFT has put an adapter around."""
+    """Return the base model's layer inside PEFT's adapter layer."""
     while layer is not None and (inner := getattr(layer, "base_layer", getattr(layer, "original_module", None))):
         layer = inner
     return layer
 
 
 def _part_tied(model: PreTrainedModel) -> None:
-    """Give the head a weight of its own if it shares the embedding's and an adapter is on one of them."""
+    """Give the head its own weight if it shares the embedding's and one of them has an adapter."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     embedding, output = map(_bare, ends)
     if output is None or embedding is None or (embedding, output) == ends:
@@ -330,7 +330,7 @@ def _part_tied(model: PreTrainedModel) -> None:
 
 
 def _tie_again(model: PreTrainedModel) -> None:
-    """Let head and embedding share a weight again, or where they differ now, let the configuration say so."""
+    """Let head and embedding share a weight again or, where they differ now, record that in the configuration."""
     config = model.config
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = config.tie_word_embeddings or config.get_text_config().tie_word_embeddings
@@ -345,10 +345,10 @@ def _tie_again(model: PreTrainedModel) -> None:
 
 
 def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """Return what writes a folder's texts as tokens: its tokenizer, or of a model that sees its processor.
+    """Return a folder's tokenizer, or its processor if it holds a vision-language model.
 
     Raises:
-        UserError: there is none.
+        UserError: the folder has none.
     """
     return vision.load(str(folder), remote_code.permitted(folder)) if head.sees(folder) else load_tokenizer(folder)
 
@@ -357,7 +357,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `folder`.
 
     Raises:
-        UserError: there is none.
+        UserError: the folder has none.
     """
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote_code.permitted(folder))
@@ -366,12 +366,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def write(source: Path, output: Path, merge: bool) -> str:
-    """Write what `source` holds as a Hugging Face folder and return which kind it is.
+    """Write the model in `source` as a Hugging Face folder, and return its kind.
 
     Args:
         source: an export, a checkpoint, or any folder with safetensors.
         output: an empty or new folder.
-        merge: add an adapter into its base model, so that PEFT is not needed to load the result.
+        merge: merge an adapter into its base model, so that PEFT is not needed to load the result.
 
     Raises:
         UserError: `source` holds no model, or `output` is not empty.
@@ -416,7 +416,7 @@ def _sample_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _check_merged(folder: Path, expected: torch.Tensor) -> None:
-    """Fail unless the merged model in `folder` computes these logits once it is reloaded."""
+    """Fail unless the merged model in `folder` computes these logits after reloading."""
     reloaded = load_whole(folder, "auto")
     difference = ((_sample_logits(reloaded) - expected).abs().max() / expected.abs().max()).item()
     if not difference <= _allowed(reloaded.dtype):
@@ -424,11 +424,11 @@ def _check_merged(folder: Path, expected: torch.Tensor) -> None:
 
 
 def _check_copies(source: Path, copy: Path) -> None:
-    """Refuse to hand out a checkpoint's files that are not as they were written."""
+    """Refuse to export a checkpoint's files that are damaged."""
     written = read_json(source / COMPLETE).get("digests", {}) if (source / COMPLETE).exists() else {}
     for file in copy.iterdir():
         if digests.of_file(file) != written.get(file.name, digests.of_file(source / file.name)):
-            raise UserError(f"{source / file.name} is not as it was written (a disk or memory error); export another.")
+            raise UserError(f"{source / file.name} is damaged (a disk or memory error); export another checkpoint.")
 
 
 _COPIED = (".json", ".safetensors", ".jinja", ".model", ".txt")

@@ -1,4 +1,4 @@
-"""What this rank holds of the model between steps: weights and optimizer states, layer by layer."""
+"""Measures the bytes of weights and optimizer states that this rank holds between steps, layer by layer."""
 
 import re
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ _LAYER = re.compile(r"(.*?\.)?\d+(?=\.)")
 def layers(engine: Any) -> list[dict[str, Any]]:
     """Return the bytes of each layer that this rank holds, in the model's order: `name`, `parameters`, `optimizer`.
 
-    Measured on the tensors themselves, wherever they are but on NVMe. What the optimizer holds for several layers in
-    one tensor is divided by the weights that this rank updates in each. No collective.
+    Measured on the tensors themselves, wherever they are except on NVMe. A tensor in which the optimizer holds several
+    layers is divided in proportion to the weights that this rank updates in each. No collective.
     """
     named = list(engine.module.named_parameters())
     held = {_storage(part) for _, weight in named for part in _parts(weight)}
@@ -30,13 +30,13 @@ def layers(engine: Any) -> list[dict[str, Any]]:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer that a parameter belongs to: `model.layers.3`, or its module where layers have no number."""
+    """Return the layer of a parameter: `model.layers.3`, or the parameter's module where layers have no number."""
     numbered = _LAYER.match(name)
     return numbered[0] if numbered else name.rpartition(".")[0]
 
 
 def _parts(weight: Any) -> Iterator[torch.Tensor]:
-    """Yield what is held of a weight: all of it or, under ZeRO-3, this rank's part, and small weights whole as well."""
+    """Yield the held parts of a weight: all of it or, under ZeRO-3, this rank's part, and also small weights whole."""
     shard = getattr(weight, "ds_tensor", None)
     if shard is None or weight.numel() == weight.ds_numel:
         yield weight.detach()
@@ -45,16 +45,16 @@ def _parts(weight: Any) -> Iterator[torch.Tensor]:
 
 
 def _updated(weight: Any) -> int:
-    """Return how many elements of a weight this rank's optimizer updates."""
+    """Return the number of a weight's elements that this rank's optimizer updates."""
     if hasattr(weight, "ds_tensor"):
         return weight.ds_tensor.numel()
-    if hasattr(weight, "_hp_mapping"):  # ZeRO 1 and 2: the fragment of the flat partition, which may miss it
+    if hasattr(weight, "_hp_mapping"):  # ZeRO 1 and 2: the fragment of the flat partition, None outside of it
         return weight._hp_mapping.hp_fragment_address.numel if weight._hp_mapping else 0
     return weight.numel()
 
 
 def _states(engine: Any) -> Iterator[torch.Tensor]:
-    """Yield the optimizer's tensors: moments, and the weights in fp32 that it updates."""
+    """Yield the optimizer's tensors: moments, and the fp32 weights that it updates."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for group in inner.param_groups:
         yield from group["params"]

@@ -1,7 +1,7 @@
-"""Import PEFT without bitsandbytes; import this before anything that imports PEFT, which transformers' Trainer does.
+"""Imports PEFT without bitsandbytes; must precede anything that imports PEFT, which transformers' Trainer does.
 
-PEFT 0.21.2 imports bitsandbytes in its helpers wherever it is installed: a second and 45 MB per rank for runs without
-4-bit weights. Runs with 4-bit weights import it afterwards. `test_peft_imports_bitsandbytes` fails once this can be
+PEFT 0.21.2 imports bitsandbytes in its helpers if it is installed: a second and 45 MB per rank for runs without 4-bit
+weights. Runs with 4-bit weights import it afterwards. `test_peft_imports_bitsandbytes` fails once this can be
 removed.
 """
 

@@ -60,7 +60,7 @@ from .trainer import RunContext
 
 
 def main(folder: str) -> None:
-    """Train what `folder`/recipe.json says, from its newest complete checkpoint if there is one."""
+    """Train the recipe in `folder`/recipe.json, from its newest complete checkpoint if there is one."""
     run = RunFolder(Path(folder))
     trackers = Trackers(run)
     try:
@@ -83,7 +83,7 @@ def main(folder: str) -> None:
         if refused is None and not rendezvous.is_watched(os.environ) and (lost := unsupervised.lost_peer(error)):
             print(lost, file=sys.stderr, flush=True)
             trackers.failed(lost, 1)
-            os._exit(1)  # the group of ranks would wait for the one that is gone
+            os._exit(1)  # the group of ranks would wait for the lost rank
         if refused is None:
             raise
         fail(refused, 2, trackers)
@@ -98,7 +98,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     tokenizer = chat_templates.load_tokenizer(recipe)
     recipe = checked(recipe, file, tokenizer)
     methods, parallel = method(recipe.method), implementation(recipe.layout)
-    # The arguments come before the model: they make zero.Init live, so that ZeRO-3 shards while it loads.
+    # The arguments precede the model: they activate zero.Init, so that ZeRO-3 shards the model while it loads.
     common = common_arguments(recipe, run, file, dist.get_world_size(), distributed.on_gpu())
     arguments = methods.arguments(common, recipe)
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
@@ -114,7 +114,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     context = prepare(recipe, run, file, datasets, outline, checkpoint, mark, trackers)
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
     export.rehearse(trainer, outline)
-    gc.freeze()  # nothing imported is ever freed: collections take 0.2% of the time of `tiny full` on a CPU, else 0.7%
+    gc.freeze()  # no import is ever freed: collections then take 0.2% of the time of `tiny full` on a CPU, else 0.7%
     with pickles.refusing_code(checkpoint):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     conclude(trainer, datasets)
@@ -123,7 +123,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
 def checked_data(
     recipe: Recipe, checkpoint: Path | None, tokenizer: PreTrainedTokenizerBase, datasets: Datasets
 ) -> dict[str, Any]:
-    """Print how many updates the data gives and where a resumed run continues; return the data's fingerprint.
+    """Print the number of updates and the step where a resumed run continues; return the data's fingerprint.
 
     Raises:
         UserError: the checkpoint to resume from was trained on other data.
@@ -150,7 +150,7 @@ def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) ->
 
 
 def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe, pointed at its draft model if it asks for one; a teacher on the Hub is the samples' then."""
+    """Return the recipe with its draft model if it uses one; the samples' teacher then replaces one on the Hub."""
     if not recipe.draft.enabled:
         return recipe
     if recipe.traits.teacher and not recipe.distill.served and not Path(str(recipe.distill.teacher)).exists():
@@ -162,12 +162,12 @@ def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
 
 
 def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerBase) -> Recipe:
-    """Return the recipe with the attention that it trains with, and the way in which its loss is computed.
+    """Return the recipe with its attention and its way of computing the loss resolved.
 
     Raises:
         UserError: it cannot run, or would train a different model.
     """
-    # The launcher may not have known the dimensions of a model on the Hub.
+    # The launcher may not have had the dimensions of a model on the Hub.
     config = load.load_config(recipe).to_dict()
     limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
     upstream.check_version(recipe.layout)
@@ -195,7 +195,7 @@ def prepare(
     mark: dict[str, Any],
     trackers: Trackers,
 ) -> RunContext:
-    """Return what the trainer works with; `model` is used to count parameters and operations, `mark` is saved."""
+    """Return the trainer's context; `model` is used to count parameters and operations, checkpoints record `mark`."""
     total, trainable = load.parameter_counts(model)
     say(f"model: {total:,} parameters, {trainable:,} of them trained; attention: {recipe.model.attention}")
     sizes = (total, trainable, DTYPE_BYTES[recipe.precision])
@@ -235,16 +235,18 @@ def measures_layers(recipe: Recipe, file: DeepSpeedFile) -> bool:
     """Return whether gradients and weights are measured by layer.
 
     Raises:
-        UserError: the recipe asks for it where the numbers are not those of plain PyTorch.
+        UserError: the recipe turns it on where the numbers would differ from plain PyTorch's.
     """
     known = recipe.layout.tensor == 1 or file.stage < 2
     if recipe.layer_stats and not known:
-        raise UserError(f"layer_stats=true: not under tensor parallelism with ZeRO-{file.stage}; use zero1.json.")
+        raise UserError(
+            f"layer_stats=true does not work with tensor parallelism under ZeRO-{file.stage}; use deepspeed=zero1.json."
+        )
     return known and file.offload_optimizer == "none" if recipe.layer_stats is None else recipe.layer_stats
 
 
 def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -> dict[str, Any]:
-    """Return what the verdict on recorded steps needs to know of the run."""
+    """Return the facts about the run that the verdict on recorded steps needs."""
     return {
         "total": total,
         "trained": trainable,
@@ -293,7 +295,7 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
 
 
 def beside_tokens(inputs: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """Return what a model takes of pictures, on this rank's device, numbers in the model's dtype."""
+    """Return a vision-language model's inputs for images, on this rank's device, numbers in the model's dtype."""
     return {
         name: value.to(distributed.device(), dtype if value.is_floating_point() else None)
         for name, value in inputs.items()
@@ -303,35 +305,35 @@ def beside_tokens(inputs: dict[str, Any], dtype: Any) -> dict[str, Any]:
 def check_moved(trainer: Any) -> None:
     """Refuse to report success for a run that has not changed the weights; a collective.
 
-    A resumed run is not judged: its weights moved before.
+    A resumed run is not checked: its weights changed before.
 
     Raises:
-        UserError: no sampled weight of any rank differs from what it was before the first step.
+        UserError: no sampled weight of any rank differs from its value before the first step.
     """
     recipe, steps = trainer.context.recipe, trainer.state.global_step
     sampled, moved = distributed.total(len(trainer.start), movement.moved(trainer.start, trainer.model))
     if sampled and not moved and not trainer.context.checkpoint:
         raise UserError(
-            f"after {steps} steps the trained weights are what they were before the first, so there is nothing to "
-            f"export: learning_rate={recipe.learning_rate} is too small for {recipe.precision}, every update was "
+            f"{steps} steps have not changed the trained weights, so there is nothing to export: "
+            f"learning_rate={recipe.learning_rate} is too small for {recipe.precision}, every update was "
             f"skipped, or all gradients are 0 ({trainer.context.run.metrics} has their norms)."
         )
 
 
 def keep_holdings(trainer: Any) -> None:
-    """Write what this rank holds of the model into the run folder, for the report; no run fails because of it."""
+    """Write the bytes of each layer that this rank holds into the run folder, for the report; never fails a run."""
     rank, run = dist.get_rank(), trainer.context.run
     try:
         write_json(run.ranks / f"rank-{rank}.json", {"rank": rank, "layers": holdings.layers(trainer.deepspeed)})
     except Exception as error:
-        say(f"what each rank holds is not in the report: {type(error).__name__}: {first_line(error)}")
+        say(f"the report will lack the memory of each rank: {type(error).__name__}: {first_line(error)}")
 
 
 def fail(error: Exception | str, status: int, trackers: Trackers) -> None:
-    """Print an error that every rank may have found, once, tell the trackers, and exit with `status`."""
+    """Print an error that every rank may have found, once, pass it to the trackers, and exit with `status`."""
     if os.environ.get("RANK", "0") != "0":
-        # If every rank found the same mistake, the launcher ends this one before it repeats rank 0's message, which
-        # may have trackers to tell.
+        # If every rank found the same mistake, the launcher ends this rank before it repeats the message of rank 0,
+        # which may have to pass it to trackers.
         time.sleep(15 if trackers.run.tracking.exists() else 5)
     print(printable(redact(str(error))), file=sys.stderr, flush=True)
     trackers.failed(str(error), status)

@@ -37,8 +37,8 @@ def finished(
         recipe: as it ran.
         run: its folder.
         trackers: closed here.
-        evaluation: None where there is no held-out data.
-        results: `after`, the metric at the end, and `logit_difference`, of the export.
+        evaluation: None without held-out data.
+        results: `after`, the metric at the end, and the export's `logit_difference`.
         few: a warning that the run had too few updates.
     """
     if not distributed.is_first():

@@ -54,15 +54,15 @@ INFINITY = 2147483647
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the trainer of a run works with."""
+    """The parts of a run that its trainer needs."""
 
     recipe: Recipe
     run: RunFolder
     file: DeepSpeedFile
     parallel: ModuleType
-    """How the ranks hold the model: `parallel.whole` or `parallel.pipeline`."""
+    """The module that holds the model: `parallel.whole` or `parallel.pipeline`."""
     checkpoint: Path | None
-    """The checkpoint to resume from; None: a new run."""
+    """The checkpoint to resume from, or None for a new run."""
     trackers: Trackers
     metrics: Metrics
     guard: LossGuard
@@ -97,20 +97,20 @@ class FirstEvaluation(OnTrainBegin):
 
 
 class RunHooks(Hooked):
-    """What a run changes in transformers' Trainer; put it before the trainer's own class."""
+    """The run's overrides of transformers' Trainer; must precede the trainer's own class."""
 
     control: TrainerControl
     lr_scheduler: Any
     optimizer: Any
 
     def __init__(self, context: RunContext, **options: Any) -> None:
-        """`options`: those of the trainer's own class."""
+        """`options` are passed to the trainer's own class."""
         self.context = context
-        self.micro_batches: list[dict[str, Any]] = []  # those that a pipeline collects until its step is complete
+        self.micro_batches: list[dict[str, Any]] = []  # collected by a pipeline until its step is complete
         self.start: movement.Sample = {}
         """Some of the trained weights before the first step."""
         self.asked: list[dict[str, Any]] = []
-        """What each group of parameters is updated with, as the recipe says."""
+        """The recipe's update settings of each parameter group."""
         super().__init__(**options)
         self.noise: Noise | None = None
         if context.recipe.neftune_alpha:
@@ -124,7 +124,7 @@ class RunHooks(Hooked):
     def of(
         cls, context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: Any, **options: Any
     ) -> "RunHooks":
-        """Return the trainer; `options` are those of its own class beside these."""
+        """Return the trainer; `options` are passed to its own class."""
         given = {"model": model, "args": arguments, "train_dataset": dataset, "processing_class": tokenizer}
         return cls(context, **given, **options)
 
@@ -133,15 +133,15 @@ class RunHooks(Hooked):
         context = self.context
         yield EngineSetup(self.on_engine_ready)
         if isinstance(context.phases, Profiler):
-            yield context.phases  # ends a step before anything else counts in it
+            yield context.phases  # ends a step before other callbacks take time in it
         yield context.guard  # reads a log before Metrics writes it
         yield context.checkpoints
         yield Progress()
         yield context.stop
         if context.recipe.layout.pipeline == 1:
-            yield Routing()  # adds to what Metrics writes
+            yield Routing()  # adds to the record that Metrics writes
         if context.layer_stats:
-            yield context.layer_stats  # adds, too
+            yield context.layer_stats  # adds to the same record
         yield context.metrics
         if context.evaluation:
             yield FirstEvaluation(self.evaluate_at_start)
@@ -204,8 +204,8 @@ class RunHooks(Hooked):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         """Return the Trainer's schedule without the rate of 0 with which its warm-up begins.
 
-        Of a schedule that is one step longer the first is left out, so that the first update learns, and so does the
-        last: a run of a single step trains at the full rate.
+        The first step of a schedule that is one step longer is skipped, so that both the first update and the last one
+        learn: a run of a single step trains at the full rate.
         """
         if self.lr_scheduler is None and self.args.get_warmup_steps(num_training_steps):
             longer = super().create_scheduler(num_training_steps + 1, optimizer)
@@ -243,9 +243,9 @@ class RunHooks(Hooked):
         context.trackers.begin(context.recipe, config)
 
     def _run_epoch(self, **options: Any) -> None:
-        """Run an epoch, unless the run has had all its steps and was resumed to be finished.
+        """Run an epoch, unless the run has completed all its steps and was resumed only to finish.
 
-        The Trainer looks at the number of steps only after a step. `test_resume_layouts.py` passes without this once it
+        The Trainer checks the number of steps only after a step. `test_resume_layouts.py` passes without this once it
         can be removed.
         """
         if self.state.global_step >= self.state.max_steps:
@@ -269,11 +269,11 @@ class RunHooks(Hooked):
         return batches, items
 
     def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
-        """Return a step's micro-batches and their number of tokens in the loss; for methods that change them."""
+        """Return a step's micro-batches and their number of tokens in the loss; overridden to change them."""
         return batches, items
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Return the loss of a micro-batch, as `context.parallel` computes it and the guard wants it logged."""
+        """Return the loss of a micro-batch, computed by `context.parallel` and checked by the guard."""
         numbers = inputs.pop(example_numbers.KEY)
         ordinary = partial(super().training_step, model)
         loss = self.context.parallel.step(self, ordinary, inputs, num_items_in_batch)
@@ -309,7 +309,7 @@ class RunHooks(Hooked):
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Measure the held-out data with `Evaluation` instead of the Trainer's loop."""
-        assert self.context.evaluation, "only Evaluation asks for it"
+        assert self.context.evaluation, "only called by Evaluation"
         measured = self.context.evaluation.measure(self, with_metric=False)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, measured)
         return measured
@@ -330,7 +330,7 @@ class RunTrainer(RunHooks, Trainer):
 
 
 def resolved_config(engine: Any) -> dict[str, Any]:
-    """Return the configuration that the engine got, in strict JSON's values."""
+    """Return the engine's configuration as values of strict JSON."""
     return _strict(engine._config._param_dict)
 
 

@@ -1,7 +1,7 @@
-"""Every workaround for a library: what is wrong, where, and the test that tells when it can go.
+"""Every workaround for a library: the defect, its place, and the test that fails or passes once it can be removed.
 
 Nothing else in the project assigns to a trainer, an engine, an accelerator or a library's module. Two more workarounds
-have to be modules of their own: `peft_without_bitsandbytes.py`, which has to be imported first, and the split layers of
+have their own modules: `peft_without_bitsandbytes.py`, which has to be imported first, and the split layers of
 `parallel/tensor.py`, which take AutoTP's place.
 """
 
@@ -44,17 +44,17 @@ try:
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
     from deepspeed.moe.ep_router import TokenChoiceTopKRouter
-except ImportError:  # DeepSpeed before 0.19.2 has no AutoEP: no layer is of its kinds
+except ImportError:  # DeepSpeed before 0.19.2 has no AutoEP, so no layer is of these types
     AutoEP = parse_autoep_config = None
     AutoEPMoELayer = TokenChoiceTopKRouter = type("NoSuchLayer", (), {})
 
 
 def leave_out_shared_memory() -> None:
-    """Let ranks on CPUs sum through gloo, and not through DeepSpeed's op for it.
+    """Make ranks on CPUs sum through gloo instead of DeepSpeed's op.
 
-    DeepSpeed compiles that op for every process on a CPU, for 20 s or, beside an installation, more than a minute, and
-    uses it for tensor parallelism alone. It sums over all ranks, whatever their group, and maps 66 MB per rank from
-    /dev/shm, which a rank that is killed leaves there, in memory, for good.
+    DeepSpeed compiles that op for every process on a CPU, for 20 s or, next to an installation, more than a minute, and
+    uses it for tensor parallelism alone. The op sums over all ranks, whatever their group, and maps 66 MB per rank from
+    /dev/shm, which a killed rank leaves there, in memory, for good.
     `prove/defects/deepspeed/shared_memory_group.py` shows the wrong sum; `test_prove.py` fails once it is right.
     """
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
@@ -62,13 +62,13 @@ def leave_out_shared_memory() -> None:
 
 
 def compile_ops_once(stack: Path) -> None:
-    """Load ops that are compiled without asking ninja, and compile others in one rank, watched, while the rest wait.
+    """Load compiled ops without calling ninja; compile the others in one rank, with a time limit, while the rest wait.
 
     torch 2.13 starts ninja at every load, which compiles again if the environment has another path, and it waits for a
     lock that outlives a killed build. `test_torch_waits_for_the_lock_of_a_killed_build` fails once this can be removed.
 
     Args:
-        stack: where a rank whose build does not end writes where it is, before it exits.
+        stack: file to which a rank whose build does not finish writes its stack before it exits.
     """
     compile_and_load = OpBuilder.jit_load
 
@@ -87,7 +87,7 @@ def compile_ops_once(stack: Path) -> None:
         return loaded
 
     def compiled(name: str) -> Any:
-        # What is compiled for a GPU depends on which one it is, which ninja can tell.
+        # The result of compiling for a GPU depends on the GPU; ninja detects that.
         if get_accelerator().device_name() != "cpu" or not ops.is_compiled(name):
             return None
         return cpp_extension._import_module_from_library(name, str(ops.extensions_dir() / name), True)
@@ -104,7 +104,7 @@ def compile_ops_once(stack: Path) -> None:
 
 @contextlib.contextmanager
 def without_tensor_parallel_block() -> Iterator[None]:
-    """Load a model as if it were not to be split: DeepSpeed splits it later, when it makes the engine.
+    """Load a model as if it were not to be split: DeepSpeed splits it later, when it creates the engine.
 
     transformers refuses to load a checkpoint under ZeRO-3 where the configuration has tensor parallelism.
     `test_tensor_parallel_refuses_adapters_and_zero3_checkpoints` fails once this can be removed.
@@ -120,7 +120,7 @@ def without_tensor_parallel_block() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading_any_index() -> Iterator[None]:
-    """Load a sharded model whose index has no `metadata`, or null: the map from weights to files is all that is needed.
+    """Load a sharded model whose index has no `metadata`, or null: only the map from weights to files is needed.
 
     transformers ends in a KeyError or a TypeError there; `test_transformers_needs_an_indexs_metadata` fails once this
     can be removed.
@@ -146,9 +146,9 @@ def reading_any_index() -> Iterator[None]:
 def restore_rotary_frequencies(model: PreTrainedModel) -> None:
     """Compute the rotary frequencies again in fp32, where `zero.Init` made them in the training dtype.
 
-    Under ZeRO-3 DeepSpeed 0.19.8 casts every floating tensor that is made while the model is built, buffers too. In
-    bf16 a frequency is off by up to 0.4 %: 4 radians at position 1,000, so the model trains at other positions than
-    those that every later load of its weights computes. `test_zero_init_rounds_the_rotary_frequencies` fails once this
+    Under ZeRO-3 DeepSpeed 0.19.8 casts every floating-point tensor that is created while the model is built, buffers
+    included. In bf16 a frequency is off by up to 0.4 %: 4 radians at position 1,000, so the model trains at other
+    positions than later loads of its weights compute. `test_zero_init_rounds_the_rotary_frequencies` fails once this
     can be removed.
     """
     for module in model.modules():
@@ -164,8 +164,8 @@ def keep_4bit_layout(model: torch.nn.Module) -> None:
 
     On CPUs with AVX-512 bitsandbytes repacks them in place in the first forward pass of an evaluation, into bytes that
     DeepSpeed and a checkpoint would take for the old ones, and it requires widths that are multiples of 32.
-    `test_bitsandbytes_repacks_on_the_cpu` fails once this can be removed. By attribute and not by class: most runs need
-    not import bitsandbytes (`peft_without_bitsandbytes.py`).
+    `test_bitsandbytes_repacks_on_the_cpu` fails once this can be removed. Layers are found by attribute, not by class,
+    since most runs need not import bitsandbytes (`peft_without_bitsandbytes.py`).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -173,9 +173,9 @@ def keep_4bit_layout(model: torch.nn.Module) -> None:
 
 
 def tell_whether_packed(model: torch.nn.Module, packed: bool) -> None:
-    """Let transformers' masks for `model` in training know whether sequences are packed, in this process.
+    """Set, for transformers' masks in training `model` in this process, whether sequences are packed.
 
-    To find out, transformers reads the position ids at every pass, and waits for the device. `test_levers.py` passes
+    transformers would read the position ids at every pass to find out, and wait for the device. `test_levers.py` passes
     without this once it can be removed.
     """
 
@@ -190,17 +190,18 @@ def tell_whether_packed(model: torch.nn.Module, packed: bool) -> None:
 def narrow_loss_tiles(columns: int) -> None:
     """Make TRL's fused head compute logits for `columns` vocabulary entries at a time.
 
-    Its own 32,768 hold 8 bytes per token and entry of a 128k vocabulary at 4,096 tokens where there is no Triton.
+    Its own 32,768 take 8 bytes per token and entry of a 128k vocabulary at 4,096 tokens where there is no Triton.
     `test_levers.py` passes without this once it can be removed.
     """
     trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = columns
 
 
 def score_every_token() -> None:
-    """Make TRL's fused head compute logits for every token that it is given, and not look for labels among them.
+    """Make TRL's fused head compute logits for every token that it is given, without searching for labels among them.
 
-    Where there is Triton it selects by a mask, and the host waits for the device twice in the forward pass and once in
-    the backward pass of every micro-batch; `tiling.tile_loss` gives it the labelled ones, which the collator has found.
+    With Triton it selects by a mask, and the host waits for the device twice in the forward pass and once in the
+    backward pass of every micro-batch; `tiling.tile_loss` passes only the labelled tokens, which the collator has
+    found.
     `test_trls_tiled_loss_reads_which_tokens_are_labelled` fails once this can be removed.
     """
     trl_utils._use_triton = lambda device: False
@@ -222,23 +223,23 @@ def remember_gradient_norm(engine: Any) -> None:
 
 
 def leave_out_step_of_zeros() -> None:
-    """Let the first step of an optimizer in bf16 or fp16 without ZeRO be the first that it counts.
+    """Make the first counted step of an optimizer in bf16 or fp16 without ZeRO the first real one.
 
-    To allocate the states DeepSpeed 0.19.8 makes a step with gradients of zero when it makes the engine. Adam's first
-    updates are then 0.74, 0.86, 0.91, ... of what they should be, and weights are decayed once more. Optimizers
-    allocate their states at their first step by themselves. `prove/defects/deepspeed/step_of_zeros.py` shows the wrong
-    update; `test_prove.py` fails once it is right.
+    To allocate the states DeepSpeed 0.19.8 makes a step with gradients of zero when it creates the engine. Adam's first
+    updates are then 0.74, 0.86, 0.91, ... of their correct size, and weights are decayed once more. Optimizers allocate
+    their states themselves at their first step. `prove/defects/deepspeed/step_of_zeros.py` shows the wrong update;
+    `test_prove.py` fails once it is right.
     """
     for kind in (FP16_Optimizer, FP16_UnfusedOptimizer):
         kind.initialize_optimizer_states = lambda self: None
 
 
 def meet_apart_from_earlier_attempts(timeout: timedelta) -> None:
-    """Where torchrun has restarted the ranks, join them under a name of this attempt.
+    """Where torchrun has restarted the ranks, connect them under a name of this attempt.
 
     torch 2.13.0 keeps one store for all attempts (elastic/rendezvous/dynamic_rendezvous.py), without a prefix since
-    "we create a new TCPStore for every retry" (distributed/rendezvous.py). A rank that reads an address before the
-    other one has replaced it connects to a dead process, `Gloo connectFullMesh failed`: in one of two trials with three
+    "we create a new TCPStore for every retry" (distributed/rendezvous.py). A rank that reads an address before its
+    owner has replaced it connects to a dead process, `Gloo connectFullMesh failed`: in one of two trials with three
     groups. `test_torchrun_keeps_the_addresses_of_an_earlier_attempt` fails once this can be removed.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -252,12 +253,12 @@ def meet_apart_from_earlier_attempts(timeout: timedelta) -> None:
 
 
 def forget_kept_weights(engine: Any) -> None:
-    """Let ZeRO-3 decide anew which weights it keeps until the backward pass, once the order of its modules has changed.
+    """Let ZeRO-3 decide again which weights it keeps until the backward pass, after the order of modules has changed.
 
-    DeepSpeed 0.19.8, partitioned_param_coordinator.py, caches this decision for good, by module and position. After an
-    evaluation, which has no backward pass, it is to keep none, and every later step gathers all weights twice: 24.4 MB
-    instead of 12.2 per step of `tiny full` on two CPU ranks. `test_zero3_decides_once_which_weights_it_keeps` fails
-    once this can be removed.
+    DeepSpeed 0.19.8, partitioned_param_coordinator.py, caches this decision permanently, by module and position. After
+    an evaluation, which has no backward pass, the decision is to keep none, and every later step gathers all weights
+    twice: 24.4 MB instead of 12.2 per step of `tiny full` on two CPU ranks.
+    `test_zero3_decides_once_which_weights_it_keeps` fails once this can be removed.
     """
     if not hasattr(engine.optimizer, "parameter_offload"):
         return
@@ -272,7 +273,7 @@ def forget_kept_weights(engine: Any) -> None:
 
 
 def kept_weights() -> Any:
-    """Return DeepSpeed's cached decision; it is wrapped once more, to be seen in traces."""
+    """Return DeepSpeed's cached decision; an outer wrapper shows it in traces."""
     wrapped = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
     return inspect.getclosurevars(wrapped).nonlocals["func"]
 
@@ -280,8 +281,8 @@ def kept_weights() -> Any:
 def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
     """Call `look` when the engine is about to refuse an update whose gradients are not finite.
 
-    DeepSpeed 0.19.8 throws the gradients away before anyone else can inspect them; it calls `_update_scale(overflow)`
-    just before, at every ZeRO stage. Without ZeRO there is nothing to see. `test_guard.py` passes without this once it
+    DeepSpeed 0.19.8 discards the gradients before anyone else can inspect them; it calls `_update_scale(overflow)` just
+    before, at every ZeRO stage. Without ZeRO there is nothing to inspect. `test_guard.py` passes without this once it
     can be removed.
     """
     optimizer = engine.optimizer
@@ -298,10 +299,10 @@ def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
 
 
 def check_version(layout: Layout) -> None:
-    """Refuse a layout that the installed DeepSpeed is too old for.
+    """Refuse a layout for which the installed DeepSpeed is too old.
 
     Raises:
-        UserError: it would train or export something else, or lacks what the layout needs.
+        UserError: it would train or export something else, or lacks a feature that the layout needs.
     """
     installed = metadata.version("deepspeed")
     for key, (first, why) in supported.LAYOUTS.items():
@@ -313,19 +314,19 @@ def check_version(layout: Layout) -> None:
 
 
 def has_vocabulary_parallel_heads() -> bool:
-    """Return whether DeepSpeed can split a head by its vocabulary, which 0.19.8 does unless it is told not to."""
+    """Return whether DeepSpeed can split a head by its vocabulary, which 0.19.8 does by default."""
     return "vocab_parallel_lm_head" in TPTrainingConfig.model_fields
 
 
 def rank_of_shard(weight: Any) -> int:
-    """Return which of ZeRO-3's shards of a weight this rank has; DeepSpeed before 0.19.3 does not note it."""
+    """Return the index of this rank's ZeRO-3 shard of a weight, which DeepSpeed before 0.19.3 does not store."""
     if hasattr(weight, "ds_zero_partition_rank"):
         return weight.ds_zero_partition_rank
     return dist.get_rank(weight.ds_process_group)
 
 
 def route_as_transformers(model: PreTrainedModel, in_fp32: bool = False) -> None:
-    """Make AutoEP's routers compute what transformers' do: of DeepSeek's models, and of others that route `in_fp32`.
+    """Make AutoEP's routers compute what transformers' do: for DeepSeek's models, and for others that route `in_fp32`.
 
     DeepSpeed 0.19.8 multiplies in the weights' dtype, where transformers does so in fp32: in bf16 a token near a
     decision boundary goes to another expert. It also restricts tokens to the best groups of experts wherever a
@@ -343,7 +344,7 @@ def route_as_transformers(model: PreTrainedModel, in_fp32: bool = False) -> None
 
 
 def take_intervals(state: TrainerState, arguments: TrainingArguments) -> None:
-    """Let a resumed run log, evaluate and save as often as its arguments say.
+    """Let a resumed run log, evaluate and save at the intervals in its arguments.
 
     transformers 5.22 keeps the intervals of the checkpoint, and only warns. `test_resume.py` changes them between two
     starts; it passes without this once it can be removed.
@@ -355,19 +356,20 @@ def take_update_settings(optimizer: Any, scheduler: Any, asked: Sequence[dict[st
     """Let a resumed run update weights with the learning rate, the decay and Adam's settings of its recipe.
 
     DeepSpeed and transformers load those of the checkpoint. From a universal checkpoint DeepSpeed 0.19.8 under ZeRO-3
-    (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`) gives every group of parameters the first one's,
-    so norms and biases would be decayed. `test_resume_settings.py` passes without this once it can be removed.
+    (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`) gives every group of parameters the settings of
+    the first, so norms and biases would be decayed. `test_resume_settings.py` passes without this once it can be
+    removed.
 
     Args:
         optimizer: the Trainer's.
         scheduler: the Trainer's, with the checkpoint's state; that of a DeepSpeed file's `scheduler` block has its own
             rates and is left alone.
-        asked: what each group of parameters had before the checkpoint was loaded.
+        asked: the settings of each group of parameters before the checkpoint was loaded.
     """
     groups = optimizer.param_groups
     for group, own in zip(groups, asked, strict=True):
         group.update(own)
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # where the file has an optimizer, accelerate wraps it
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it if the file has an optimizer
     if isinstance(scheduler, LambdaLR):
         scheduler.base_lrs = [group["initial_lr"] for group in groups]
         for group, base, share in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
@@ -378,7 +380,7 @@ def take_update_settings(optimizer: Any, scheduler: Any, asked: Sequence[dict[st
 def separate_step_counters(engine: Any) -> None:
     """Under ZeRO-3, let each state of the optimizer count its own steps after a universal checkpoint was loaded.
 
-    DeepSpeed 0.19.8 gives all of them one tensor, which each of them advances (the same function of stage3.py).
+    DeepSpeed 0.19.8 gives all of them one tensor, which each advances (the same function of stage3.py).
     `test_zero3_forgets_the_groups_of_a_universal_checkpoint` fails once this can be removed.
     """
     if engine.load_universal_checkpoint() and engine.zero_optimization_partition_weights():
@@ -388,7 +390,7 @@ def separate_step_counters(engine: Any) -> None:
 
 
 def reshard_small_parameters(engine: Any) -> None:
-    """Under ZeRO-3, put small weights back into shards after a checkpoint was loaded, as a fresh engine has them.
+    """Under ZeRO-3, shard small weights again after a checkpoint was loaded, as in a fresh engine.
 
     DeepSpeed 0.19.8 gathers them at the end of a load and releases each after its module's first forward pass; DoRA,
     which reads an adapter's weight from outside its module, then finds it empty. A fresh engine gathers at the first
@@ -402,7 +404,7 @@ def reshard_small_parameters(engine: Any) -> None:
 def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
     """Return the loss of one optimizer step over `micro_batches`, of which an epoch's last step may have fewer.
 
-    DeepSpeed 0.19.8 expects as many as its configuration says, and waits for the rest. `test_pipeline.py` ends an epoch
+    DeepSpeed 0.19.8 expects the number in its configuration, and waits for the rest. `test_pipeline.py` ends an epoch
     with fewer; it passes without this once it can be removed.
     """
     engine.micro_batches = len(micro_batches)
@@ -412,9 +414,8 @@ def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
 def mark_phases(engine: Any, phase: Callable[[str], contextlib.AbstractContextManager]) -> None:
     """Surround the engine's backward passes and updates with ranges of their names.
 
-    accelerate calls both from within one call, and DeepSpeed 0.19.8 marks them on GPUs only. A pipeline's engine takes
-    the whole step; its instructions are looked up in a table. `test_profile.py` passes without this once it can be
-    removed.
+    accelerate makes both in one call, and DeepSpeed 0.19.8 marks them on GPUs only. A pipeline's engine runs the whole
+    step; it finds its instructions in a table. `test_profile.py` passes without this once it can be removed.
     """
     if hasattr(engine, "_INSTRUCTION_MAP"):
         names = {"ForwardPass": "forward", "BackwardPass": "backward", "OptimizerStep": "step"}

@@ -1,1 +1,1 @@
-"""What happens around the steps: metrics, evaluations, checkpoints, guards."""
+"""Callbacks of the Trainer: metrics, evaluations, checkpoints, guards."""

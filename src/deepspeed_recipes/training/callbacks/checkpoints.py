@@ -30,14 +30,14 @@ class Checkpoints(TrainerCallback):
     """Checks disk and memory before each save, and marks a checkpoint as complete once every rank has saved."""
 
     def __init__(self, run: RunFolder, mark: dict[str, Any], keep: int, needed: int, gathered: int) -> None:
-        """Keep what each save needs.
+        """Store the requirements of each save.
 
         Args:
             run: the run.
             mark: its fingerprint, which each checkpoint records.
-            keep: how many complete checkpoints stay.
-            needed: bytes that one checkpoint takes.
-            gathered: bytes of host memory that rank 0 writes it from.
+            keep: number of complete checkpoints to keep.
+            needed: size of a checkpoint in bytes.
+            gathered: bytes of host memory that rank 0 needs to write it.
         """
         self.run = run
         self.mark = mark
@@ -83,7 +83,7 @@ class Checkpoints(TrainerCallback):
     def _remove_old(self) -> None:
         """Remove all but the newest complete checkpoints; leave everything that the run has not written.
 
-        Not by the Trainer, which removes by age, links and `checkpoint-9-backup` too, before the new one is complete.
+        The Trainer would remove by age, before the new checkpoint is complete, also links and `checkpoint-9-backup`.
         """
         try:
             own = [one for one in checkpoints(self.run) if not one.is_symlink()]
@@ -103,6 +103,6 @@ class Checkpoints(TrainerCallback):
                 check_memory(self.gathered, "a checkpoint")
             except UserError as error:
                 message = str(error)
-        # Every rank has to stop, or the others would wait for rank 0 in the next collective.
+        # Every rank has to stop; otherwise the others would wait for rank 0 in the next collective.
         if distributed.total(float(bool(message)))[0]:
             raise UserError(message)

@@ -1,4 +1,4 @@
-"""The held-out data, measured before, during and after training."""
+"""Measures the held-out data before, during and after training."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -17,7 +17,7 @@ from ..data.load import Datasets
 
 
 class Evaluation(TrainerCallback):
-    """Measures loss and metric at the start and the end; every `eval_steps` the loss, and the metric on a sample."""
+    """Measures loss and metric at the start and the end, and every `eval_steps` the loss and the metric on a sample."""
 
     def __init__(
         self,
@@ -38,20 +38,20 @@ class Evaluation(TrainerCallback):
 
     @property
     def metric(self) -> str:
-        """What the run is judged by: the method's metric where it has its own, otherwise the recipe's."""
+        """The metric that judges the run: the method's own where it has one, otherwise the recipe's."""
         return self.recipe.metric
 
     def before(self) -> float:
-        """Return the metric before the first step, from the log, so that a resumed run knows it too."""
+        """Return the metric before the first step; read from the log, so that a resumed run has it too."""
         return read_jsonl(self.run.evaluations)[0][self.metric]
 
     def described(self) -> dict[str, Any]:
-        """Return what the export's model card says of the held-out examples, beside the metric after training."""
+        """Return the model card's facts about the held-out examples, except the metric after training."""
         return {"metric": self.metric, "before": self.before(), "held_out": len(self.judged)}
 
     @property
     def judged(self) -> Dataset:
-        """The held-out examples that count: as tokens where the run tokenizes them, since too long ones are left out.
+        """The held-out examples that count: where the run tokenizes them, as tokens, without those that are too long.
 
         A method that tokenizes by itself gets the examples as they were read.
         """
@@ -59,7 +59,7 @@ class Evaluation(TrainerCallback):
         return self.datasets.held_out if found is None else found
 
     def last_line(self, after: float) -> str:
-        """Return the line by which a run is judged: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
+        """Return the line that judges a run: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
         what = f"{title(self.metric)} on {len(self.judged)} held-out examples"
         return f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}{self._beside()}"
 
@@ -73,13 +73,13 @@ class Evaluation(TrainerCallback):
         )
         long += "answers in the data are longer"
         return (
-            f"warning: 0 of {len(self.judged)} answers are the expected ones to the letter{long if cut_off else ''}. "
+            f"warning: 0 of {len(self.judged)} answers match the expected text exactly{long if cut_off else ''}. "
             f"The first are in {display(self.run.answers)}.\n"
-            "Train for more steps; for answers in free text, which may be right in other words, use data.metric=loss."
+            "Train for more steps; if answers in other words can be right too, use data.metric=loss."
         )
 
     def _beside(self) -> str:
-        """Return what the last line adds: the margin of preferences, or the method's second number."""
+        """Return the last line's addition: the margin of preferences, or the method's second number."""
         rows, traits = read_jsonl(self.run.evaluations), self.recipe.traits
         key = traits.beside or self.metric.replace("_accuracy", "_margin")
         found = [row[key] for row in rows if key != self.metric and key in row]
@@ -100,9 +100,9 @@ class Evaluation(TrainerCallback):
         """Measure, log, and return the numbers; a collective.
 
         Args:
-            trainer: whose model is measured.
+            trainer: its model is measured.
             with_metric: also compute a metric that needs more than the loss's forward passes, such as generated
-                answers; otherwise on `eval_examples` only, as `sampled_METRIC`.
+                answers; otherwise only on `eval_examples` examples, as `sampled_METRIC`.
         """
         record = {"step": trainer.state.global_step, **self._measured(trainer, with_metric)}
         if distributed.is_first():

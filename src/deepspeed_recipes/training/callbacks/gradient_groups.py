@@ -7,9 +7,9 @@ import torch
 
 
 def not_finite(engine: Any) -> list[str]:
-    """Return the names of those groups, as far as this rank holds their gradients.
+    """Return the names of those groups among the gradients that this rank holds.
 
-    Call it before DeepSpeed throws the gradients away (`upstream.before_refused_updates`).
+    Must be called before DeepSpeed discards the gradients (`upstream.before_refused_updates`).
     """
     return [_name(engine, index) for index in sorted(set(_bad_groups(engine.optimizer)))]
 
@@ -19,7 +19,7 @@ def _bad_groups(optimizer: Any) -> Iterator[int]:
     flat = getattr(optimizer, "single_partition_of_fp32_groups", None)
     flat = getattr(optimizer, "fp32_partitioned_groups_flat", []) if flat is None else flat
     for index in range(len(flat)):
-        held = optimizer.averaged_gradients.get(index) or [flat[index].grad]  # the latter with offload
+        held = optimizer.averaged_gradients.get(index) or [flat[index].grad]  # the latter under offload
         if any(gradient is not None and not torch.isfinite(gradient).all() for gradient in held):
             yield sub_groups.get(index, index)
 

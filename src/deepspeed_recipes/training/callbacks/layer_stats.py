@@ -1,7 +1,7 @@
-"""Gradients and weights by layer, at the steps that are logged: what vanishes, explodes, or no longer learns.
+"""Measures gradients and weights by layer, at the logged steps, to find layers that vanish, explode or stop learning.
 
-Measured by a hook of the optimizer, which sees every gradient and every weight once, in fp32, on the rank that updates
-it. Between logs the hook returns at once; at a log one collective adds up a few numbers per layer.
+A hook of the optimizer measures every gradient and every weight once, in fp32, on the rank that updates it. Between
+logs the hook returns at once; at a log one collective adds up a few numbers per layer.
 """
 
 import math
@@ -20,24 +20,25 @@ from ..console import say
 from ..parallel import fragments
 
 PIECE = 2**24
-"""Elements that are looked at together: 64 MiB for each of some five temporary tensors, when activations are gone."""
+"""Elements per piece: each of about five temporary tensors takes 64 MiB, at a time when no activations are held."""
 VANISHING, EXPLODING = 1e-3, 1e2
-"""Size of a layer's gradient, as a multiple of the median layer's; within a healthy model they differ by 10 or so."""
+"""Size of a layer's gradient, as a multiple of the median layer's; in a healthy model layers differ by about 10."""
 GROWN = 10.0
-"""The same, of the largest in the last `EARLIER` logs, once there are `ENOUGH`. Gradients are largest when training
-begins, and jump by more than this when the loss is near zero."""
+"""The same multiple, of the largest gradient in the last `EARLIER` logs, once there are `ENOUGH`. Gradients are largest
+at the start of training, and jump by more than this when the loss is near zero."""
 EARLIER, ENOUGH = 50, 5
 FIELDS = 6
-"""Sums per layer: squares, zeros and number of gradients; squares of updates and of weights, and their number."""
+"""Sums per layer: squares, zeros and number of gradients; squares of updates and of weights, and number of weights."""
 
 
 class LayerStats(TrainerCallback):
     """Adds `layers` to the logs: by layer the norm of its gradient, its update as a share of its weights, and more.
 
-    `grad_norm` is before clipping; the squares of all layers add up to the square of the logged norm. `update_ratio` is
-    the norm of the update divided by that of the weights before it; of Adam only, and of weights that are not all zero.
-    `dead` is the share of weights with a gradient of exactly zero: of units that are off or saturated for every token,
-    of tokens that do not occur, of experts that get none. `verdict` says `vanishing` or `exploding` where that is so.
+    `grad_norm` is measured before clipping; the squares of all layers add up to the square of the logged norm.
+    `update_ratio` is the norm of the update divided by that of the weights before it; only under Adam, and for weights
+    that are not all zero. `dead` is the share of weights with a gradient of exactly zero: of units that are off or
+    saturated for every token, of tokens that do not occur, of experts that get no tokens. `verdict` is `vanishing` or
+    `exploding` where that applies.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -55,12 +56,12 @@ class LayerStats(TrainerCallback):
         self.engine = engine
         self.names = fragments.layers(engine)
         others = (engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None))
-        for optimizer in others:  # the second one steps on the GPU what is only partly offloaded
+        for optimizer in others:  # the second steps on the GPU the weights that are not offloaded
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_post_hook(self._look)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Find out whether this step will be logged."""
+        """Determine whether this step will be logged."""
         step, recipe = state.global_step + 1, self.recipe
         saves = recipe.save_steps and step % recipe.save_steps == 0
         self.looks = bool(step % recipe.logging_steps == 0 or step in (1, state.max_steps) or saves)
@@ -68,7 +69,7 @@ class LayerStats(TrainerCallback):
 
     @torch.no_grad()
     def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Measure what the optimizer has just updated: all of it, or one of ZeRO's groups."""
+        """Measure the weights that the optimizer has just updated: all of them, or one of ZeRO's groups."""
         if not self.looks:
             return
         self.stepped = True
@@ -81,13 +82,13 @@ class LayerStats(TrainerCallback):
                     self.found += [(one.layer, sums) for sums in _sums(weight, optimizer, group, one)]
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Add the numbers to a training log, for the callbacks that come after; called on every rank."""
+        """Add the numbers to a training log, for the callbacks that follow; called on every rank."""
         if not self.stepped or "loss" not in (logs or {}):
             return  # DeepSpeed has refused the update, or nothing was trained since the last log
         self.stepped = False
         measured = numbers(self._added(), _unclipped(self.engine))
         finite = all(math.isfinite(one["grad_norm"]) for one in measured.values())
-        if measured and finite:  # of what is not finite the loss guard says more
+        if measured and finite:  # otherwise the loss guard reports the details
             self._judge(measured)
             logs["layers"] = measured
             for verdict, name in self._new(measured):
@@ -106,7 +107,7 @@ class LayerStats(TrainerCallback):
         return dict(zip(self.names, table.tolist(), strict=True))
 
     def _judge(self, measured: dict[str, dict[str, Any]]) -> None:
-        """Say in the numbers themselves which layers' gradients vanish or explode."""
+        """Add a verdict to the numbers of layers whose gradients vanish or explode."""
         sizes = {name: one["grad_norm"] for name, one in measured.items()}
         for name, verdict in verdicts(sizes, self.earlier).items():
             measured[name]["verdict"] = verdict
@@ -114,7 +115,7 @@ class LayerStats(TrainerCallback):
             self.earlier.setdefault(name, deque(maxlen=EARLIER)).append(size)
 
     def _new(self, measured: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-        """Yield the verdicts that were not said before."""
+        """Yield the verdicts that have not been printed before."""
         for name, one in measured.items():
             found = (one.get("verdict", ""), name)
             if found[0] and found not in self.said:
@@ -123,7 +124,7 @@ class LayerStats(TrainerCallback):
 
 
 def numbers(sums: Mapping[str, list[float]], unclipped: float) -> dict[str, dict[str, Any]]:
-    """Return `grad_norm`, `update_ratio` and `dead` of each layer from its sums; of those that were updated."""
+    """Return `grad_norm`, `update_ratio` and `dead` of each updated layer from its sums."""
     found: dict[str, dict[str, Any]] = {}
     for name, (gradients, zeros, count, updates, weights, updated) in sums.items():
         if count:
@@ -135,13 +136,13 @@ def numbers(sums: Mapping[str, list[float]], unclipped: float) -> dict[str, dict
 
 
 def verdicts(sizes: Mapping[str, float], earlier: Mapping[str, Any]) -> dict[str, str]:
-    """Return which layers' gradients vanish or explode, beside those of the median layer or of the steps before.
+    """Return the layers whose gradients vanish or explode compared with the median layer or with earlier steps.
 
-    Only layers that have a number are alike enough to be compared with each other.
+    Only numbered layers are similar enough to be compared with each other.
 
     Args:
         sizes: the norm of each layer's gradient.
-        earlier: the same of the logs before.
+        earlier: the norms in earlier logs.
     """
     found: dict[str, str] = {}
     usual = usual_size(sizes)
@@ -156,7 +157,7 @@ def verdicts(sizes: Mapping[str, float], earlier: Mapping[str, Any]) -> dict[str
 
 
 def usual_size(sizes: Mapping[str, float]) -> float:
-    """Return the median over the layers that have a number; 0 where there are too few to compare."""
+    """Return the median over the numbered layers, or 0 if there are too few to compare."""
     alike = [size for name, size in sizes.items() if _numbered(name)]
     return statistics.median(alike) if len(alike) > 2 else 0.0
 
@@ -167,13 +168,13 @@ def _numbered(name: str) -> bool:
 
 def _sentence(verdict: str, name: str, measured: Mapping[str, Mapping[str, Any]]) -> str:
     usual = usual_size({other: one["grad_norm"] for other, one in measured.items()})
-    beside = f" ({usual:.2g} in the median layer)" if usual else ""
+    context = f" ({usual:.2g} in the median layer)" if usual else ""
     advice = "lower learning_rate or max_grad_norm" if verdict == "exploding" else "it learns next to nothing"
-    return f"{verdict} gradient in {name}: its norm is {measured[name]['grad_norm']:.2g}{beside}; {advice}"
+    return f"{verdict} gradient in {name}: its norm is {measured[name]['grad_norm']:.2g}{context}; {advice}"
 
 
 def _unclipped(engine: Any) -> float:
-    """Return by how much gradients were larger before DeepSpeed clipped them."""
+    """Return the factor by which gradients were larger before DeepSpeed clipped them."""
     norm, most = engine.get_global_grad_norm(), engine.gradient_clipping()
     return max(1.0, (float(norm) + 1e-6) / most) if norm is not None and most else 1.0
 
@@ -203,9 +204,9 @@ def _sums(weight: torch.Tensor, optimizer: Any, group: Mapping[str, Any], one: A
 
 
 def _adam_update(after: Any, mean: Any, square: Any, steps: Any, group: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the weights before AdamW's update, and the update, from what it has left behind.
+    """Return the weights before AdamW's update, and the update, computed from the optimizer's states after it.
 
-    A copy from before would take as much memory as the weights, in fp32.
+    A copy made before would take as much memory as the weights, in fp32.
     """
     (beta1, beta2), rate = group["betas"], group["lr"]
     moved = mean * (rate / (1 - beta1**steps)) / (square.sqrt() / (1 - beta2**steps) ** 0.5 + group["eps"])
@@ -224,5 +225,5 @@ def _square(tensor: Any) -> torch.Tensor:
 
 
 def _short(number: float) -> float:
-    """Return a number with the digits that fp32 has: a record is written for every log."""
+    """Return a number rounded to the digits of fp32, since every log writes a record."""
     return float(f"{number:.7g}")

@@ -1,8 +1,8 @@
 """Guards against NaNs and loss spikes: a loss or gradient norm that is not finite, and a loss that jumps.
 
 This needs no extra reads from the GPU. DeepSpeed checks on every rank whether an update is finite before it applies it,
-and the loss is checked when it is fetched for the log. Only when a number is bad does each rank look for the sequences
-that caused it.
+and the loss is checked when it is fetched for the log. Only when a number is bad does each rank search for the
+sequences that caused it.
 """
 
 import math
@@ -25,11 +25,11 @@ from ..data import example_numbers
 from . import gradient_groups
 
 WINDOW, DEVIATIONS = 128, 6
-"""Of the spike guard, as in OLMo-core's `SkipStepOptimizer`; it waits until half a window is full."""
+"""Settings of the spike guard, as in OLMo-core's `SkipStepOptimizer`; it waits until half a window is full."""
 SKIPS = 10
-"""Updates skipped in a row, after which `on_nan=skip` ends the run: by then the model itself is beyond repair."""
+"""Updates skipped in a row after which `on_nan=skip` ends the run: by then the model itself is beyond repair."""
 SHOWN = 20
-"""Sequence numbers that a message lists."""
+"""Maximum number of sequence numbers in a message."""
 
 
 class Rewind(Exception):
@@ -47,7 +47,7 @@ class MicroBatch:
 
 
 class LossGuard(TrainerCallback):
-    """Ends the run, skips an update or rewinds, as `on_nan` and `on_spike` say; names step, rank and sequences."""
+    """Ends the run, skips an update or rewinds, as set by `on_nan` and `on_spike`; names step, rank and sequences."""
 
     def __init__(self, recipe: Recipe, run: RunFolder) -> None:
         self.recipe = recipe
@@ -64,7 +64,7 @@ class LossGuard(TrainerCallback):
         """Watch an engine that has not trained yet.
 
         Raises:
-            UserError: the recipe asks for what this engine cannot do.
+            UserError: the recipe needs something that this engine cannot do.
         """
         self.engine = engine
         if self.recipe.on_nan == "skip" and not hasattr(engine.optimizer, "overflow"):
@@ -77,7 +77,7 @@ class LossGuard(TrainerCallback):
     def keep(self, step: int, numbers: Sequence[int], loss: torch.Tensor) -> torch.Tensor:
         """Keep a micro-batch until the next log, and return the loss to log for it.
 
-        Under `on_nan=skip` a loss that is not finite is replaced by the one before it; computed on the device.
+        Under `on_nan=skip` a loss that is not finite is replaced by the previous finite loss, on the device.
         """
         self.seen.append(MicroBatch(step, numbers, loss))
         if self.recipe.on_nan != "skip":
@@ -87,7 +87,7 @@ class LossGuard(TrainerCallback):
         return self.last_finite
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Act if DeepSpeed has refused an update; in fp16 that is how it finds its loss scale."""
+        """Act if DeepSpeed has refused an update; in fp16 this is how it finds its loss scale."""
         refused = self.recipe.precision != "fp16" and getattr(self.engine.optimizer, "overflow", False)
         self.skipped = self.skipped + 1 if refused else 0
         if refused:
@@ -118,7 +118,7 @@ class LossGuard(TrainerCallback):
         steps = gather([seen.step for seen in mine])
         if steps:
             what, step = "loss", min(steps)
-        if not steps or self.recipe.layout.pipeline > 1:  # no single loss is to blame, or one covers all micro-batches
+        if not steps or self.recipe.layout.pipeline > 1:  # no single loss to blame, or one for all micro-batches
             mine = self.seen
         found = gather([(dist.get_rank(), list(seen.numbers)) for seen in mine if seen.step == step])
         groups = sorted(set(gather(self.groups)))
@@ -157,7 +157,7 @@ class LossGuard(TrainerCallback):
 
 
 def is_spike(loss: float, before: Sequence[float]) -> bool:
-    """Return whether a loss is far above those before it."""
+    """Return whether a loss is far above the earlier ones."""
     if len(before) < WINDOW // 2:
         return False
     return loss > statistics.fmean(before) + DEVIATIONS * statistics.stdev(before)
@@ -165,11 +165,12 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
 
 def no_gradient(step: int, recipe: Recipe) -> str:
     """Return the warning about an update whose gradient is zero; it is printed once."""
-    why = "every example of it is answered with certainty, or no trained weight takes part in the loss"
+    why = "the model is already certain of every answer in it, or the loss depends on no trained weight"
     if recipe.traits.rollouts:
         why = (
-            "in no group did the rewards of the answers differ. If that stays so, look for a reward function that "
-            "always returns the same number, raise grpo.temperature or grpo.group_size, or use other prompts"
+            "all answers of a group got the same reward, in every group. If this continues, check that the reward "
+            "function does not always return the same number, raise grpo.temperature or grpo.group_size, or use "
+            "other prompts"
         )
     return f"warning: step {step}: the gradient norm is 0, so this update teaches the model nothing: {why}."
 
@@ -182,7 +183,7 @@ def gather(mine: Sequence[Any]) -> list[Any]:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Return numbers separated by commas; of many, the first ones."""
+    """Return numbers separated by commas; only the first `SHOWN` of a longer list."""
     ordered = sorted(numbers)
     more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
     return (", ".join(map(str, ordered[:SHOWN])) or "unknown") + more

@@ -1,4 +1,4 @@
-"""The numbers of a run, once per logged step: into metrics.jsonl, to the tracker, and on the screen."""
+"""Writes the numbers of a run once per logged step: to metrics.jsonl, to the tracker, and on the screen."""
 
 import contextlib
 import resource
@@ -32,14 +32,14 @@ OTHERS = (
     "entropy",
     "completions/",
 )
-"""How the names of what some methods and models log besides begin."""
+"""Prefixes of the additional numbers that some methods and models log."""
 
 
 class Metrics(TrainerCallback):
-    """Counts tokens and waiting time as batches come out of the loader, and writes a record at every log.
+    """Counts tokens and waiting time of the batches that the loader yields, and writes a record at every log.
 
-    `tokens_per_second` counts every token that is not padding, over all ranks, in the training time between two logs:
-    evaluations and checkpoints are left out.
+    `tokens_per_second` counts every token that is not padding, over all ranks, in the training time between two logs,
+    without evaluations and checkpoints.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Metrics(TrainerCallback):
         Args:
             run: the run's folder.
             on_record: called on rank 0 with every record.
-            counts: whether this is the rank that counts, of those that read the same sequences.
-            flops: what the model computes per token.
-            utilization: returns how busy this rank's GPU was since the last call.
+            counts: whether this rank counts, among those that read the same sequences.
+            flops: the model's operations per token.
+            utilization: returns this rank's GPU utilization since the last call.
         """
         self.run = run
         self.on_record = on_record
@@ -74,28 +74,28 @@ class Metrics(TrainerCallback):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time of a `with` block as waiting for data, and open the window that is timed."""
+        """Count the time of a `with` block as waiting for data, and start the timed window."""
         start = time.perf_counter()
         self.window_start = self.window_start or start
         yield
         self.waited += time.perf_counter() - start
 
     def leave_out(self, seconds: float) -> None:
-        """Leave out time in which the run did something else than train: it wrote a profile."""
+        """Exclude time in which the run did something other than training: it wrote a profile."""
         if self.window_start is not None:
             self.window_start += seconds
 
     def count(self, batches: Iterable[dict[str, Any]]) -> None:
-        """Count the batches of an optimizer step, and take their counts out of them."""
+        """Count the batches of an optimizer step, and remove their counts from them."""
         for batch in batches:
             tokens, squares = _count(batch)
             self.new_tokens += tokens * self.counts
             self.new_squares += squares * self.counts
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
-        """Log the first and the last step too, and before every checkpoint.
+        """Log also the first and the last step, and before every checkpoint.
 
-        The window of an average then never spans a checkpoint, and a resumed run logs what an unbroken one would.
+        An average then never spans a checkpoint, and a resumed run logs the same as an uninterrupted one.
         """
         if state.global_step in (1, state.max_steps) or control.should_save:
             control.should_log = True
@@ -131,7 +131,7 @@ class Metrics(TrainerCallback):
         self.on_record(record)
 
     def _utilisation(self, tokens: float, squares: float, elapsed: float, logs: dict[str, Any]) -> dict[str, float]:
-        """Return `mfu` on a GPU whose peak is known; not where a second model runs or answers are written."""
+        """Return `mfu` on a GPU with a known peak, unless a second model runs or answers are generated."""
         peak = peak_flops(torch.cuda.get_device_name()) if distributed.on_gpu() else None
         if peak is None or not elapsed or "rewards/chosen" in logs or "reward" in logs:
             return {}
@@ -142,7 +142,7 @@ def _count(batch: dict[str, Any]) -> tuple[int | torch.Tensor, int]:
     """Return the tokens in a batch and the sum of its documents' squared lengths."""
     if "tokens" in batch:  # our collator counts
         return batch.pop("tokens"), batch.pop("squared_lengths")
-    return batch["attention_mask"].sum(), 0  # TRL's preference collator gives a mask; on the device, not waited for
+    return batch["attention_mask"].sum(), 0  # TRL's preference collator gives a mask; summed on the device, no wait
 
 
 def memory() -> dict[str, float]:

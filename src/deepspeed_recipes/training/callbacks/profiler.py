@@ -1,6 +1,6 @@
 """Records some steps with torch.profiler, or marks them for Nsight Systems; without `--profile` it does nothing.
 
-The trace is read by `src/deepspeed_recipes/report/profiler` when the run has ended.
+`src/deepspeed_recipes/report/profiler` reads the trace after the run.
 """
 
 import contextlib
@@ -30,40 +30,39 @@ from ..console import say
 from ..model.load import parameter_counts
 
 WARMUP = 2
-"""Steps that are not compared with: ZeRO-3 finds the order of its fetches in the first, the second makes buffers."""
+"""Steps that are excluded from comparisons: ZeRO-3 learns its order of fetches in step 1, step 2 makes buffers."""
 
 
 class Phases:
-    """The phases of a step of a run that records nothing."""
+    """Phases of a step in a run that records nothing."""
 
     def begin(self, step: int) -> None:
         """Begin a step."""
 
     def phase(self, name: str) -> contextlib.AbstractContextManager:
-        """Return what surrounds a phase of a step: `data`, `forward`, `backward` or `step`."""
+        """Return a context for a phase of a step: `data`, `forward`, `backward` or `step`."""
         return contextlib.nullcontext()
 
 
 class Profiler(Phases, TrainerCallback):
-    """Times every step, and records those that were asked for.
+    """Times every step, and records the requested ones.
 
-    The time of a step runs from the fetch of its batches to its update; evaluations, logs and checkpoints are
-    not in it.
+    The time of a step runs from the fetch of its batches to its update, without evaluations, logs and checkpoints.
     """
 
     def __init__(
         self, recipe: Recipe, run: RunFolder, about: dict[str, Any], leave_out: Callable[[float], None]
     ) -> None:
-        """Record what `recipe.profile` says.
+        """Record the steps that `recipe.profile` selects.
 
         Args:
             recipe: as it runs.
             run: its folder.
-            about: what the verdict needs to know of the run, see `RankTrace.about`.
+            about: facts about the run that the verdict needs, see `RankTrace.about`.
             leave_out: called with the seconds in which the run waited for its profiler.
         """
         self.settings = recipe.profile
-        self.names_modules = recipe.compile == "off"  # a range within a compiled layer would break its graph
+        self.names_modules = recipe.compile == "off"  # a range in a compiled layer would break its graph
         self.folder = run.profile
         self.about = about
         self.leave_out = leave_out
@@ -79,27 +78,27 @@ class Profiler(Phases, TrainerCallback):
         self.model: torch.nn.Module | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Find out which steps to record, now that it is known how many there are.
+        """Choose the steps to record, once their number is known.
 
         Raises:
-            UserError: they are not of this run.
+            UserError: the run does not have these steps.
         """
         self.first, self.last = window.parse(self.settings.steps or window.AUTO, state.max_steps)
         self.model = kwargs.get("model")
 
     @property
     def chosen(self) -> bool:
-        """Whether this rank records; the launcher has chosen, and a restart may have fewer ranks."""
+        """Whether this rank records; the launcher has chosen the ranks, and a restart may have fewer."""
         asked = self.settings.ranks
         return asked in ("all", window.AUTO) or dist.get_rank() in map(int, asked.split(","))
 
     def begin(self, step: int) -> None:
-        """Begin a step, and the recording before its first."""
+        """Begin a step, and start recording before the first step to record."""
         if step == self.first:
             start = time.perf_counter()
             if self.chosen:
                 self._start()
-            dist.barrier()  # starting takes the ranks unequally long: the first step would wait for the last of them
+            dist.barrier()  # ranks take unequally long to start: the first step would wait for the slowest
             self.leave_out(time.perf_counter() - start)
         self.now = {"step": step, "data_seconds": 0.0, "data_cpu_seconds": 0.0}
         if self.recording:
@@ -121,7 +120,7 @@ class Profiler(Phases, TrainerCallback):
             self.now["data_cpu_seconds"] += time.thread_time() - cpu
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """End a step, and the recording after its last."""
+        """End a step, and stop recording after the last step to record."""
         if self.recording and state.global_step == self.last and distributed.on_gpu():
             torch.cuda.synchronize()  # so that the last step's kernels are recorded
         cpu, begun = time.thread_time() - self.now.pop("cpu"), self.now.pop("wall")
@@ -135,12 +134,12 @@ class Profiler(Phases, TrainerCallback):
         if state.global_step == self.last:
             if self.recording:
                 self._stop()
-            dist.barrier()  # the traces take the ranks unequally long
+            dist.barrier()  # ranks take unequally long to write their traces
             self.leave_out(time.perf_counter() - wall - begun)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write how long the steps took that were not recorded, to be compared with the recorded ones."""
-        if self.recording:  # stopped before its last
+        """Write the times of the steps that were not recorded, for comparison with the recorded steps."""
+        if self.recording:  # the run stopped before the last step to record
             self._stop()
         if self.written:
             others = {"count": len(self.others), "median": statistics.median(self.others or [0.0])}
@@ -176,12 +175,12 @@ class Profiler(Phases, TrainerCallback):
             return
         try:
             self._write(self.profile)
-        except Exception as error:  # no room, for instance: the run is worth more than its trace
+        except Exception as error:  # a full disk, for example: the run is worth more than its trace
             say(f"rank {dist.get_rank()}: the trace could not be written: {type(error).__name__}: {first_line(error)}")
         self.profile = None
 
     def _gloo_collectives(self) -> list[dict[str, Any]]:
-        """Return gloo's collectives since the last call, with their process group, which a trace does not name.
+        """Return gloo's collectives since the last call, with their process group, which a trace does not contain.
 
         PyTorch's flight recorder keeps the latest 2,000.
         """
@@ -246,12 +245,12 @@ def module_ranges(model: torch.nn.Module | None) -> Iterator[None]:
 
 
 def write_trace(export: Callable[[str], Any], path: Path, about: dict[str, Any]) -> None:
-    """Write a gzipped Chrome trace, with `about` in it; nothing stays of one that cannot be written.
+    """Write a gzipped Chrome trace that contains `about`; leaves no incomplete file.
 
-    In the run folder, whose room was looked at, and not in the temporary folder, as torch does it.
+    torch would write to the temporary folder; this writes to the run folder, whose free space has been checked.
 
     Raises:
-        OSError: no room.
+        OSError: no space on the disk.
     """
     raw, draft = path.with_name(f"{path.name}.raw"), path.with_name(f"{path.name}.part")
     try:

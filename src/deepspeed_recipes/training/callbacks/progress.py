@@ -45,8 +45,8 @@ def step_line(record: dict[str, Any], last_step: int) -> str:
     speed = record["tokens_per_second"]
     left = record["seconds"] / record["step"] * (last_step - record["step"])
     preference = ""
-    # Over the training examples since the last log. TRL's rewards are not what held-out pairs are ranked by: DPO's are
-    # likelihoods relative to the reference model's.
+    # Over the training examples since the last log. TRL's rewards do not rank the held-out pairs: DPO's are likelihoods
+    # relative to the reference model's.
     for key, name in (("rewards/accuracies", "reward accuracy"), ("accuracy", "accuracy")):
         if key in record:
             preference = f"{name} {record[key]:.0%}  "

@@ -1,4 +1,4 @@
-"""How a mixture's routers distribute the tokens: what each expert gets, and how certain the routers are."""
+"""Measures how an MoE model's routers distribute the tokens: each expert's load, and the routers' certainty."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from ..upstream import TokenChoiceTopKRouter
 
 
 class Routing(TrainerCallback):
-    """Adds three numbers to every log of a mixture's training, over all ranks and all tokens since the last one.
+    """Adds three numbers to every log of an MoE model's training, over all ranks and all tokens since the last log.
 
     `expert_load_max` and `expert_load_min`: the tokens of the most and of the least loaded expert of any layer, as a
-    multiple of its layer's mean; both are 1 when all get the same, and min is 0 when one gets nothing.
+    multiple of its layer's mean; both are 1 when all experts get the same number, and min is 0 when one gets nothing.
     `router_entropy`: of the softmax of the routers' logits, in nats, the mean over tokens and layers; at most
-    log(experts), where every expert is as likely. Padding is routed like any token, and counts.
-    Nothing waits for the GPU between two logs.
+    log(experts), where all experts are equally likely. Padding is routed like any token, and counts.
+    Between two logs nothing waits for the GPU.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Routing(TrainerCallback):
         self.entropies: list[torch.Tensor] = []
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Attach hooks to every router of the model, whose layers are final by now."""
+        """Attach hooks to every router of the model, whose layers are final at this point."""
         for index, router in enumerate(routers(kwargs["model"])):
             experts = router.num_experts
             device = next(router.parameters()).device
@@ -34,7 +34,7 @@ class Routing(TrainerCallback):
             self._listen(router, index)
 
     def _listen(self, router: torch.nn.Module, index: int) -> None:
-        """Take the logits and the choice from transformers' routers, or from the two places where AutoEP has them."""
+        """Take logits and choice from transformers' routers, or from the two modules that have them in AutoEP."""
 
         def entropy(logits: torch.Tensor) -> None:
             if router.training:
@@ -54,7 +54,7 @@ class Routing(TrainerCallback):
             router.register_forward_hook(lambda _, inputs, output: count(output[2]))
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Add the numbers to a training log, for the callbacks that come after; called on every rank."""
+        """Add the numbers to a training log, for the callbacks that follow; called on every rank."""
         if self.counts and "loss" in (logs or {}):
             logs |= summary(self.counts, self.entropies)
             for tensor in (*self.counts, *self.entropies):
@@ -62,9 +62,9 @@ class Routing(TrainerCallback):
 
 
 def routers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the routers of a mixture in the order of its layers; none of a dense model.
+    """Return the routers of an MoE model in the order of its layers; empty for a dense model.
 
-    transformers names them alike (`MixtralTopKRouter`, `DeepseekV3TopkRouter`), and so does DeepSpeed; those of
+    transformers gives them similar names (`MixtralTopKRouter`, `DeepseekV3TopkRouter`), and so does DeepSpeed; those of
     transformers return logits, weights and choice.
     """
     return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
@@ -74,8 +74,8 @@ def summary(counts: Sequence[torch.Tensor], entropies: Sequence[torch.Tensor]) -
     """Return the three numbers over all ranks; a collective.
 
     Args:
-        counts: of each layer, tokens per expert, [experts].
-        entropies: of each layer, the sum over tokens in nats, and the tokens, [2].
+        counts: per layer, tokens per expert, [experts].
+        entropies: per layer, the sum over tokens in nats, and the number of tokens, [2].
     """
     loads, sums = torch.stack(list(counts)).double(), torch.stack(list(entropies))
     dist.all_reduce(loads)
@@ -86,6 +86,6 @@ def summary(counts: Sequence[torch.Tensor], entropies: Sequence[torch.Tensor]) -
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the entropies of [tokens, experts], a router's distributions, in nats."""
+    """Return the sum of the entropies, in nats, of a router's distributions, [tokens, experts]."""
     log_probabilities = logits.float().log_softmax(-1)
     return -(log_probabilities.exp() * log_probabilities).sum().double()

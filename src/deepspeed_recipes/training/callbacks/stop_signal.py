@@ -1,4 +1,4 @@
-"""Stops a run cleanly when it gets a signal."""
+"""Stops a run cleanly on a signal."""
 
 import os
 import signal
@@ -17,15 +17,14 @@ STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGTERM or SIGINT during training: all ranks finish the step, write a checkpoint and end the run.
+    """Stops training on SIGTERM or SIGINT: all ranks finish the step, write a checkpoint and end the run.
 
-    The signal is read by a thread, because the main thread may be waiting in a collective, where Python's
-    handlers do not run. If another rank of this machine has died, no checkpoint can be saved, and the process exits at
-    once.
+    A thread reads the signal, because the main thread may be waiting in a collective, where Python's handlers do not
+    run. If another rank of this machine has died, no checkpoint can be saved, and the process exits at once.
     """
 
     def __init__(self, on_loss: Callable[[], None]) -> None:
-        """`on_loss` is called when another rank has died, before this one ends."""
+        """`on_loss` is called when another rank has died, before this process ends."""
         self.on_loss = on_loss
         self.asked = False
         self.stopped = False
@@ -33,7 +32,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start to listen for signals."""
-        # gloo even where the rest uses NCCL: this must not wait for the GPU.
+        # gloo even where the other groups use NCCL: this group must not wait for the GPU.
         self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -46,8 +45,8 @@ class StopOnSignal(TrainerCallback):
 
     def _listen(self, reader: int) -> None:
         while number := os.read(reader, 1):
-            # Python reports every signal that has a handler: with processes that read data PyTorch handles SIGCHLD,
-            # which arrives when Triton's compiler ends.
+            # Python reports every signal that has a handler: when data is read by worker processes, PyTorch handles
+            # SIGCHLD, which arrives when Triton's compiler ends.
             if number[0] not in STOPS:
                 continue
             if _live_siblings() < int(os.environ.get("LOCAL_SIZE", "1")):
@@ -60,7 +59,7 @@ class StopOnSignal(TrainerCallback):
         asked = torch.tensor([self.asked], dtype=torch.int32)
         if self.group is not None:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
-        # Through numpy: the tensor is in host memory, so there is no device to wait for.
+        # Through numpy: the tensor is in host memory, so that there is no wait for a device.
         if asked.numpy()[0] and state.global_step < state.max_steps:
             self.stopped = True
             control.should_save = control.should_training_stop = True
@@ -75,9 +74,9 @@ class StopOnSignal(TrainerCallback):
 
 
 def _live_siblings() -> int:
-    """Return how many ranks of this machine are alive: what the launcher started with our command, ourselves included.
+    """Return how many ranks are alive on this machine, including this one: processes with the launcher's command.
 
-    On a Ray cluster each has a parent of its own, which the node's raylet has started.
+    On a Ray cluster each rank has a different parent, started by the node's raylet.
     """
     launcher = int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
     try:

@@ -1,7 +1,8 @@
-"""Writes system.jsonl: how busy each rank's GPU and each node is, sampled by a thread of its own.
+"""Writes system.jsonl: the load of each rank's GPU and of each node, sampled by a separate thread.
 
 Each rank samples its GPU, and the first rank of a node also the node. Rank 0 writes `system.jsonl` itself and the
-others files in `ranks/`, since nodes cannot append to one file over a network; rank 0 joins them when training ends.
+others write files in `ranks/`, since nodes cannot append to one file over a network; rank 0 joins them when training
+ends.
 """
 
 import os
@@ -22,18 +23,18 @@ from ..console import say
 SECONDS = 5.0
 """Between samples."""
 MOST = 1000
-"""Samples after which they get rarer, each a thousandth of the run apart: a day has 4,000, and not 17,000."""
+"""Samples after which the interval grows to a thousandth of the run: a day then has 4,000 samples, not 17,000."""
 
 
 class SystemLog(TrainerCallback):
-    """Samples from a thread that never touches the training: no lock, no tensor, and no error leaves it."""
+    """Samples in a thread that never affects the training: it takes no lock, uses no tensor, and raises no error."""
 
     def __init__(self, run: RunFolder, gpu: str | None) -> None:
         """Sample nothing yet.
 
         Args:
             run: the run's folder.
-            gpu: the UUID of this rank's GPU; None without one that NVML knows.
+            gpu: the UUID of this rank's GPU, or None if NVML does not list one.
         """
         self.run = run
         self.uuid = gpu
@@ -64,20 +65,20 @@ class SystemLog(TrainerCallback):
             self.thread.start()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Know the step, for the samples after it."""
+        """Store the step, for the samples after it."""
         self.step = state.global_step
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take a last sample, and join the files of all ranks; a collective."""
         self.ended.set()
         if self.thread.is_alive():
-            self.thread.join(2 * SECONDS)  # a reading that hangs in the driver does not keep the run from its export
+            self.thread.join(2 * SECONDS)  # a read that hangs in the driver must not delay the export
         dist.barrier()
         if self.rank == 0:
             join(self.run)
 
     def utilization(self) -> dict[str, float]:
-        """Return `gpu_utilization`, the mean of the samples since the last call, in percent; empty without any."""
+        """Return `gpu_utilization`, the mean of the samples since the last call, in percent; empty without samples."""
         loads, self.loads = self.loads, []
         return {"gpu_utilization": sum(loads) / len(loads)} if loads else {}
 
@@ -87,7 +88,7 @@ class SystemLog(TrainerCallback):
             while not self.ended.wait(max(SECONDS, (time.monotonic() - start) / MOST)):
                 self._write()
             self._write()
-        except Exception as error:  # a full disk, for instance: a measurement never ends a run
+        except Exception as error:  # a full disk, for example: a measurement never ends a run
             self._say(error)
 
     def _write(self) -> None:
@@ -103,7 +104,7 @@ class SystemLog(TrainerCallback):
         append_jsonl(self.path, {"time": round(time.time(), 3), **self.place, "step": self.step, **found})
 
     def _say(self, error: Exception) -> None:
-        """Say once, whichever rank it is, what cannot be measured."""
+        """Print once, on whatever rank, what cannot be measured."""
         if not self.said:
             self.said = True
             about = f"{type(error).__name__}: {first_line(error)}"
@@ -111,7 +112,7 @@ class SystemLog(TrainerCallback):
 
 
 def join(run: RunFolder) -> None:
-    """Put what the other ranks have sampled into system.jsonl, in the order of time; on one rank, once all are done."""
+    """Merge the other ranks' samples into system.jsonl, in order of time; on one rank, once all have finished."""
     parts = [part for part in run.ranks.glob(run.system_of("*").name) if part.is_file()]
     if not parts:
         return
@@ -120,5 +121,5 @@ def join(run: RunFolder) -> None:
         write_jsonl(run.system, sorted(rows, key=lambda row: row["time"]))
         for part in parts:
             part.unlink()
-    except (OSError, ValueError, KeyError) as error:  # the report reads the parts, too
+    except (OSError, ValueError, KeyError) as error:  # the report also reads the separate files
         say(f"{run.system}: the samples of other ranks stay in {run.ranks}: {first_line(error)}")

@@ -1,4 +1,4 @@
-"""Ends a run that hangs, and records where each rank was."""
+"""Ends a run that hangs, and records the stack of each rank."""
 
 import faulthandler
 import os
@@ -10,14 +10,14 @@ from ...recipe.run_folder import RunFolder
 
 
 class Watchdog(TrainerCallback):
-    """Writes this rank's Python stack and ends the process when no step, evaluation or save ends in time.
+    """Writes this rank's Python stack and ends the process when no step, evaluation or save finishes in time.
 
-    The timer is a native thread that needs no GIL, so it also ends a rank that hangs inside a library. Every rank has
-    one, and all ranks hang together: a step is collective.
+    The timer is a native thread that needs no GIL, so it also ends a rank that hangs inside a library. Every rank has a
+    timer, and all ranks hang together, since a step is collective.
     """
 
     def __init__(self, run: RunFolder, minutes: float) -> None:
-        """`minutes`: 0 turns it off."""
+        """`minutes`: 0 turns the watchdog off."""
         self.run = run
         self.seconds = 60 * minutes
         self.file: Any = None

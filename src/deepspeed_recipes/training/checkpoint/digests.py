@@ -76,8 +76,8 @@ def newest_intact(run: RunFolder) -> Path | None:
                 with explained(one):
                     one.rename(aside)
                 print(
-                    f"{one / file} is not as it was written (a disk or memory error): skipping this checkpoint, which "
-                    f"is now {aside.name}; delete it if you do not need it",
+                    f"{one / file} is damaged (a disk or memory error): skipping this checkpoint, which is now "
+                    f"{aside.name}; delete it if you do not need it",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -86,8 +86,8 @@ def newest_intact(run: RunFolder) -> Path | None:
     if bad:
         one, file = next(iter(bad.items()))
         raise UserError(
-            f"{run.checkpoints} has no complete checkpoint any more: {one.name}/{file} is not as it was written (a "
-            "disk or memory error), and no older checkpoint is intact; copy one back, or start a new run."
+            f"{run.checkpoints} has no complete checkpoint any more: {one.name}/{file} is damaged (a disk or memory "
+            "error), and no older checkpoint is intact; restore one from a copy, or start a new run."
         )
     return None
 
