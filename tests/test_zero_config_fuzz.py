@@ -14,6 +14,7 @@ from deepspeed_recipes.config import schema
 from deepspeed_recipes.config.lint import judge
 from deepspeed_recipes.config.rule import REJECTED, Facts
 from deepspeed_recipes.config.rules import RULES
+from scripts.maintain.schema.derive import SAMPLES
 from tests.tiers import tiered
 
 KINDS = {rule.id: rule.kind for rule in RULES}
@@ -69,9 +70,9 @@ def recorded(entry: dict) -> st.SearchStrategy:
     """Return values that an untyped key accepts."""
     if "texts" in entry:
         return st.sampled_from(entry["texts"])
-    kinds = entry.get("loads", list(schema.SAMPLES))
+    kinds = entry.get("loads", list(SAMPLES))
     default = entry.get("default")
-    samples = [schema.SAMPLES[kind] for kind in kinds if kind not in ("object", "list", "text")]
+    samples = [SAMPLES[kind] for kind in kinds if kind not in ("object", "list", "text")]
     return st.sampled_from([default] * 6 + samples if default is not None else samples or [None])
 
 

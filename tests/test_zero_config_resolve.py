@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.commands import resolve as resolve_config
-from deepspeed_recipes.config.model import MODEL_TYPES, derive, dimension, hidden_size, text_model
+from deepspeed_recipes.config.model import MODEL_TYPES, dimension, hidden_size, text_model
 from deepspeed_recipes.config.resolve import NEVER, Numbers, Unresolvable, dumps, resolve
 from deepspeed_recipes.config.rules.kinds import FILLED
+from scripts.maintain.schema import model_types
 from tests.launching import ROOT
 from tests.test_configs_run import LIBAIO, RUN
 from tests.tiers import tiered
@@ -167,11 +168,11 @@ def test_a_saved_model_is_read_as_transformers_reads_it(name: str, tmp_path: Pat
 
 
 def test_the_model_types_are_those_of_transformers():
-    """model_types.json is derived, never edited: `python -m deepspeed_recipes.config.model`. Every tenth, in 2 s."""
+    """model_types.json is derived, never edited (`python -m scripts.maintain.schema.model_types`). Every tenth."""
     shipped = json.loads(MODEL_TYPES.read_text())
     some = [*sorted(shipped)[::10], "gpt2", "gptj", "dbrx"]
     assert len(shipped) > 600
-    assert derive(some) == {name: shipped[name] for name in some}
+    assert model_types.derive(some) == {name: shipped[name] for name in some}
 
 
 def test_a_folder_of_gpt2_passes_under_zero3(tmp_path: Path):

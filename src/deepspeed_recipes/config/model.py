@@ -8,8 +8,6 @@ import json
 from functools import cache
 from pathlib import Path
 
-from ..recipe import files
-
 MODEL_TYPES = Path(__file__).with_name("model_types.json")
 DIMENSIONS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "generator")
@@ -54,33 +52,3 @@ def hidden_size(model: dict, nested: bool = True) -> int | None:
     if not nested or not isinstance(inner, dict):
         return None
     return hidden_size({"model_type": kind, **inner}, nested=False)
-
-
-def derive(names: list[str] | None = None) -> dict[str, dict]:
-    """Return what `model_types.json` holds, for some model types or for all (17 s). Imports transformers."""
-    from transformers import CONFIG_MAPPING
-
-    return {name: found for name in names or sorted(CONFIG_MAPPING) if (found := _of_type(CONFIG_MAPPING, name))}
-
-
-def _of_type(mapping, name: str) -> dict:
-    try:
-        config = mapping[name]()
-    except Exception:  # a few cannot be built without their parts, or need another library
-        return {}
-    found: dict = {}
-    for dimension_name in DIMENSIONS:
-        try:
-            value = getattr(config, dimension_name, None)
-        except Exception:  # it differs between layers
-            continue
-        if isinstance(value, int):
-            found[dimension_name] = [config.attribute_map.get(dimension_name, dimension_name), value]
-    inner = getattr(getattr(config, "text_config", None), "model_type", None)
-    return {**found, "text_config": inner} if inner else found
-
-
-if __name__ == "__main__":
-    lines = (f"{json.dumps(name)}: {json.dumps(found)}" for name, found in derive().items())
-    files.write_text(MODEL_TYPES, "{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"wrote {MODEL_TYPES.name}")

@@ -52,7 +52,7 @@ LACKS = (
         "2.11",
     ),
     *(Lack("deepspeed", first, f"layout.{key} is refused, since it {why}") for key, (first, why) in LAYOUTS.items()),
-    Lack("deepspeed", "0.19.7", "the linter does not know which keys DeepSpeed has removed"),
+    Lack("deepspeed", "0.19.4", "the linter does not know which keys DeepSpeed has removed"),
     Lack("deepspeed", "0.19.8", "tensor parallelism is refused for models whose plan splits whole inputs"),
     Lack("transformers", "5.14", "nemotron_h's configurations cannot be read"),
     Lack(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..read import Key
 from ..rule import Config, Hit, Severity
-from ..rules.spelling import nearest
+from ..schema import nearest
 from . import keys
 from .unread import DEEPSPEED, unread
 

@@ -7,8 +7,7 @@ from functools import cache, lru_cache
 from .. import schema
 from ..read import Key
 from ..rule import REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted
-from ..values import fits
-from .spelling import nearest
+from ..schema import fits, nearest
 
 # Names from old guides that are too different from the current ones for a spelling match.
 _OLD_NAMES = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from .. import schema
 from ..read import Key
 from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted, shown
-from ..values import describe, fits
+from ..schema import describe, fits
 
 # Batch sizes depend on each other; rules/batch.py covers them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

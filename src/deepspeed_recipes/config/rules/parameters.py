@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .. import schema
 from ..rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule, shown
-from ..values import describe, fits
+from ..schema import describe, fits
 
 _Call = tuple[tuple[str, str], str, dict]
 """Path of the arguments, the class, and its parameters."""

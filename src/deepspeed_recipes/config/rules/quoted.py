@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from .. import schema
 from ..rule import FAILS_LATER, TRUE_TEXTS, WRONG, Config, Edit, Facts, Hit, Rule, shown
-from ..values import fits
+from ..schema import fits
 from .kinds import known_keys
 
 

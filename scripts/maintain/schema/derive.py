@@ -1,4 +1,11 @@
-"""Derive `schema.json` from the installed DeepSpeed: `python -m deepspeed_recipes.config.derive`."""
+"""Derive the schema of the installed DeepSpeed's config from DeepSpeed itself.
+
+    python -m scripts.maintain.schema.derive   # writes config/schemas/deepspeed-VERSION.json; 5 s, needs no GPU
+
+- Sections that DeepSpeed reads with pydantic declare their keys and types.
+- All other keys are found by passing `DeepSpeedConfig` a dictionary that records which keys are looked up in it; the
+  values that each key accepts are found by trying one value of each kind.
+"""
 
 import copy
 import json
@@ -9,11 +16,32 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
-from ..recipe import files
+from deepspeed_recipes.config import schema
+from deepspeed_recipes.recipe import files
+
 from . import names
 from .pydantic_types import section_model, section_node
 from .recorder import Recorder, plain
-from .schema_format import FORMAT, SAMPLES, SHIPPED
+
+# One value of each kind that JSON has, with falsy and truthy ones separate: DeepSpeed often tests only for emptiness.
+SAMPLES = {
+    "null": None,
+    "false": False,
+    "true": True,
+    "zero": 0,
+    "one": 1,
+    "integer": 3,
+    "zero point": 0.0,
+    "fraction": 2.5,
+    "empty text": "",
+    "text": "x",
+    "auto": "auto",
+    "empty list": [],
+    "list of text": ["x"],
+    "list": [[1]],
+    "empty object": {},
+    "object": {"x": 1},
+}
 
 # Read outside the config class, so recording the config class cannot show it:
 # key -> (the source file that reads it, the text that does). A test looks the text up.
@@ -22,7 +50,7 @@ READ_ELSEWHERE = {
     "data_parallel_size": ("__init__.py", 'config["data_parallel_size"]'),
 }
 
-# Sections that DeepSpeed passes on unread, so that nothing can be said about a key in them:
+# Sections that DeepSpeed passes on unread, so that their keys cannot be checked:
 # path -> (the source file that passes it on, the text that does). A test looks the text up.
 OPEN = {
     "data_efficiency.data_sampling": ("runtime/data_pipeline/config.py", "copy.copy(sub_param_dict)"),
@@ -45,7 +73,7 @@ OPEN = {
     "autotuning.arg_mappings": ("autotuning/config.py", "AUTOTUNING_ARG_MAPPINGS"),
 }
 
-# Whether these load depends on the machine, so nothing is recorded; a rule checks the machine.
+# These load on some machines only, so nothing is recorded; a rule checks the machine.
 MACHINE_DEPENDENT = {("aio", "use_gds")}
 
 _BATCH = {"train_micro_batch_size_per_gpu": 1}
@@ -65,7 +93,6 @@ def derive() -> dict:
         for name in removed:
             root["keys"].pop(name, None)
         return {
-            "format": FORMAT,
             "deepspeed": metadata.version("deepspeed"),
             "root": root,
             "removed": removed,
@@ -86,7 +113,7 @@ def _recorded_section(path: tuple[str, ...], texts: tuple[str, ...]) -> dict:
     model = section_model(path)
     if model is not None:
         return section_node(model)
-    recorder = Recorder(_BATCH if not path else _filling(path[-1]))
+    recorder = Recorder(_FILLINGS.get(path[-1], {}) if path else _BATCH)
     _loads(_place(path, recorder))
     keys = {
         name: _recorded_key((*path, name), default, texts)
@@ -107,7 +134,7 @@ def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]
         accepted = [text for text in texts if _loads(_place(path, text))]
         key["texts"] = sorted({text.lower() for text in accepted})
         key["any_case"] = _loads(_place(path, accepted[0].upper())) and _loads(_place(path, accepted[0].lower()))
-    probe = Recorder(_filling(name))
+    probe = Recorder(_FILLINGS.get(name, {}))
     if _loads(_place(path, probe)) and (probe.seen or ".".join(path) in (*OPEN, "pipeline")):
         key["section"] = _recorded_section(path, texts)
     elif (model := section_model(path)) is not None:
@@ -122,7 +149,7 @@ def _place(path: tuple[str, ...], value: Any) -> dict:
     config = Recorder(_BATCH)
     node = config
     for name in path[:-1]:
-        dict.__setitem__(node, name, Recorder(_filling(name)))
+        dict.__setitem__(node, name, Recorder(_FILLINGS.get(name, {})))
         node = dict.__getitem__(node, name)
     if path[-1] in ("train_batch_size", "gradient_accumulation_steps"):
         dict.pop(config, "train_micro_batch_size_per_gpu" if path[-1] == "train_batch_size" else "", None)
@@ -130,17 +157,13 @@ def _place(path: tuple[str, ...], value: Any) -> dict:
     return config
 
 
+# Keys without which DeepSpeed does not read the rest of a section.
 _FILLINGS: dict[str, dict] = {
     "optimizer": {"type": "Adam"},
     "scheduler": {"type": "Adam"},
     "curriculum_learning": {"curriculum_metrics": {}},
     "dynamic_batching": {"max_tokens": 1},
 }
-
-
-def _filling(name: str) -> dict:
-    """Return the keys without which DeepSpeed does not read the rest of a section."""
-    return dict(_FILLINGS.get(name, {}))
 
 
 def _loads(config: dict) -> bool:
@@ -173,5 +196,7 @@ def _silence() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    files.write_text(SHIPPED, json.dumps(derive(), indent=1, sort_keys=True) + "\n")
-    print(f"wrote {SHIPPED.name}")
+    derived = derive()
+    file = schema.file_of(derived["deepspeed"])
+    files.write_text(file, json.dumps(derived, indent=1, sort_keys=True) + "\n")
+    print(f"wrote {file.name}")

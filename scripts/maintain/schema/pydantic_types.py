@@ -84,7 +84,7 @@ def _model_in(annotation):
 
 
 def type_of(annotation, constraints=()) -> dict:
-    """Return a type as JSON data, in the kinds that `values.py` checks."""
+    """Return a type as JSON data, in the kinds that `config/schema.py` checks."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         inner = [type_of(argument, constraints) for argument in arguments]
